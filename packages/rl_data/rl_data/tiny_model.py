@@ -1,0 +1,114 @@
+"""A Qwen3-architecture causal LM of 0.4M parameters with a word-level tokenizer, as a Hugging Face folder.
+
+It exists so that a whole training stack can run on two CPU cores. It knows only the words of the arithmetic task
+(`rl_data.arithmetic`). transformers and vLLM load it like any other model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arithmetic import VOCABULARY_WORDS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["build_tiny_model", "build_tiny_tokenizer"]
+
+PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN = "<pad>", "<eos>", "<unk>"
+#: The embedding has this many rows; the rows without a word get reserved tokens, so that every id decodes.
+VOCABULARY_SIZE = 64
+
+
+def _vocabulary() -> dict[str, int]:
+    words = [PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN, "\n", *"0123456789", *VOCABULARY_WORDS]
+    assert len(set(words)) == len(words) <= VOCABULARY_SIZE, "the task's words must fit the vocabulary"
+    words += [f"<reserved_{index}>" for index in range(VOCABULARY_SIZE - len(words))]
+    return {word: index for index, word in enumerate(words)}
+
+
+def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """The word-level tokenizer: one token a word, mark, digit or line break.
+
+    Numbers are written digit by digit ("72" is the ids of "7" and "2") and read back joined, so the task's texts
+    survive text -> ids -> text unchanged. Two numbers with nothing but a space between them would be joined too; the
+    task has none.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(_vocabulary(), unk_token=UNKNOWN_TOKEN))
+    piece = r"<[a-z_0-9]+>|####|\n|\d|[A-Za-z]+|[^\sA-Za-z\d]"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            # Keep every match as a piece of its own, then drop what lies between them (blanks).
+            pre_tokenizers.Split(Regex(piece), behavior="isolated"),
+            pre_tokenizers.Split(Regex(r"[^\S\n]+"), behavior="removed"),
+        ]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.WordPiece(prefix="\x00", cleanup=False),  # a blank before every token but the first
+            decoders.Fuse(),
+            decoders.Replace(Regex(r"(?<=\d) (?=\d)"), ""),
+            decoders.Replace(Regex(r" (?=[.?])"), ""),
+            decoders.Replace(Regex(r" ?\n ?"), "\n"),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        unk_token=UNKNOWN_TOKEN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_tiny_model(
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    hidden_size: int = 128,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_position_embeddings: int = 512,
+    tie_word_embeddings: bool = True,
+) -> Path:
+    """Write config.json, model.safetensors (float32, random), generation_config.json and the tokenizer to `folder`.
+
+    The same seed gives the same weights; the caller's torch random state is left as it was. Returns the folder.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    if hidden_size % num_heads or num_heads % num_kv_heads:
+        raise ValueError(
+            f"hidden_size={hidden_size}, num_heads={num_heads}, num_kv_heads={num_kv_heads}: "
+            "num_heads must divide hidden_size and num_kv_heads must divide num_heads"
+        )
+    tokenizer = build_tiny_tokenizer()
+    config: Any = Qwen3Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=tie_word_embeddings,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = Qwen3ForCausalLM(config)
+    model.to(torch.float32)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
