@@ -1,0 +1,216 @@
+"""The public function: checks, compaction of ignored tokens, choice of backend, and the autograd node.
+
+Shapes: ``T`` tokens given, ``N`` tokens that count, ``H`` hidden size, ``V`` vocabulary rows held by this rank.
+"""
+
+import math
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .chunked import ChunkedBackend, accumulation_dtype
+from .parallel import local_targets, reduce_stats
+from .reference import reference_log_prob
+from .types import Backend, LogitSpec, Needs, RowGrads, RowStats
+
+BackendName = Literal["auto", "triton", "chunked", "reference"]
+_BACKENDS = ("auto", "triton", "chunked", "reference")
+
+
+def linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    soft_cap: float | None = None,
+    ignore_index: int | None = None,
+    backend: BackendName = "auto",
+    deterministic: bool | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target token and entropy of its distribution, without ever holding ``[T, V]``.
+
+    ``z = soft_cap(hidden @ weight.T + bias) / temperature``; ``log_probs = z[target] - logsumexp(z)``;
+    ``entropy = logsumexp(z) - sum(softmax(z) * z)``. Both outputs are differentiable with respect to ``hidden``,
+    ``weight`` and ``bias``; no gradient is filtered or dropped. The forward pass keeps three numbers a token; the
+    backward pass recomputes logits one block of vocabulary at a time.
+
+    Args:
+        hidden: ``[T, H]``, bf16, fp16, fp32 or fp64.
+        weight: ``[V, H]``, same dtype and device; with ``group`` this rank's rows, equally many on every rank. It is
+            saved as given, so a parameter that is partitioned again between forward and backward (ZeRO-3) works.
+        targets: ``[T]`` int64, token ids of the whole vocabulary. Out of range raises on a CPU and gives NaN on a GPU
+            (where a check would wait for the device).
+        temperature: positive divisor of the logits.
+        bias: optional ``[V]``.
+        soft_cap: optional positive cap, ``cap * tanh(logit / cap)`` before the temperature.
+        ignore_index: targets equal to it are removed before any arithmetic and get log-prob 0, entropy 0 and no
+            gradient. None (the default) means all count, and saves a wait for the device.
+        backend: "auto" takes Triton on CUDA for bf16 and fp16 and "chunked" for the rest; "reference" materialises
+            all logits and is the oracle of the tests.
+        deterministic: True pins the kernels' tile shapes, so that two processes give the same bits; None follows
+            ``torch.are_deterministic_algorithms_enabled()``. No path uses atomics: one process always repeats itself.
+        group: vocabulary-parallel process group. Every rank passes the same hidden and targets and gets the same
+            results; ``hidden.grad`` is summed over the group.
+
+    Returns:
+        ``(log_probs, entropy)``, both ``[T]`` float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: shapes, dtypes, devices or numbers that do not fit, naming the argument and what is allowed.
+    """
+    _check(hidden, weight, targets, temperature, bias, soft_cap, backend)
+    spec = LogitSpec(temperature=float(temperature), soft_cap=None if soft_cap is None else float(soft_cap))
+    num_rows = weight.shape[0] * (1 if group is None else dist.get_world_size(group))
+    kept_N = None if ignore_index is None else (targets != ignore_index).nonzero()[:, 0]
+    if kept_N is None or kept_N.numel() == targets.numel():
+        return _compute(hidden, weight, bias, targets, spec, backend, deterministic, group, num_rows)
+    results = _compute(hidden[kept_N], weight, bias, targets[kept_N], spec, backend, deterministic, group, num_rows)
+    blank_T = results[0].new_zeros(targets.shape)
+    return blank_T.index_put((kept_N,), results[0]), blank_T.index_put((kept_N,), results[1])
+
+
+def _compute(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    spec: LogitSpec,
+    backend: BackendName,
+    deterministic: bool | None,
+    group: dist.ProcessGroup | None,
+    num_rows: int,
+) -> tuple[Tensor, Tensor]:
+    """The same for tokens that all count; ``num_rows`` is the whole vocabulary."""
+    outside_N = (targets_N < 0) | (targets_N >= num_rows)
+    if not targets_N.is_cuda and bool(outside_N.any()):
+        worst = targets_N[outside_N][0].item()
+        raise ValueError(
+            f"targets: got {worst}, allowed 0 to {num_rows - 1} (use ignore_index for tokens to leave out)"
+        )
+    if backend == "reference":
+        if group is not None:
+            raise ValueError('group: not supported by backend="reference"; use "auto", "triton" or "chunked"')
+        return reference_log_prob(hidden_NH, weight_VH, targets_N, spec=spec, bias_V=bias_V)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    chosen = _choose_backend(backend, hidden_NH, deterministic)
+    log_prob_N, entropy_N = _LinearLogProb.apply(hidden_NH, weight_VH, bias_V, targets_N, spec, chosen, group)
+    if targets_N.is_cuda:
+        log_prob_N = torch.where(outside_N, torch.nan, log_prob_N)
+    return log_prob_N, entropy_N
+
+
+def _choose_backend(name: BackendName, hidden: Tensor, deterministic: bool) -> Backend:
+    has_triton = find_spec("triton") is not None
+    if name == "triton" and not has_triton:
+        raise ValueError('backend: "triton" was asked for but triton is not installed; use "auto" or "chunked"')
+    fits = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and hidden.shape[1] % 16 == 0
+    if name == "triton" or (name == "auto" and has_triton and fits):
+        from .triton_backend import TritonBackend  # imported here: importing the package must not import Triton
+
+        return TritonBackend(deterministic=deterministic)
+    return ChunkedBackend()
+
+
+class _LinearLogProb(torch.autograd.Function):
+    """Saves the inputs as they came (never a view or copy of the weight) and three numbers a token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        spec: LogitSpec,
+        backend: Backend,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
+        rows_N = targets_N if group is None else local_targets(targets_N, weight_VH.shape[0], group)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            stats = _forward_stats(backend, hidden_NH, weight_VH, bias_V, rows_N, spec)
+        if group is not None:
+            stats = reduce_stats(stats, group)
+        log_prob_N = stats.target_z_N - stats.lse_N
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, rows_N, stats.lse_N, stats.mean_z_N, log_prob_N)
+        ctx.spec, ctx.backend, ctx.group = spec, backend, group
+        ctx.set_materialize_grads(False)
+        # A copy: the saved one must not be an output that a caller may change in place.
+        return log_prob_N.clone(), stats.lse_N - stats.mean_z_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, rows_N, lse_N, mean_z_N, log_prob_N = ctx.saved_tensors
+        if grad_log_prob_N is None:
+            grad_log_prob_N = torch.zeros_like(lse_N)
+        needs = Needs(hidden=ctx.needs_input_grad[0], weight=ctx.needs_input_grad[1], bias=ctx.needs_input_grad[2])
+        rows = RowGrads(
+            lse_N=lse_N,
+            mean_z_N=mean_z_N,
+            log_prob_N=log_prob_N,
+            grad_log_prob_N=grad_log_prob_N.contiguous(),
+            grad_entropy_N=None if grad_entropy_N is None else grad_entropy_N.contiguous(),
+        )
+        if rows_N.numel() == 0:  # an empty micro batch still hands every parameter a gradient, so collectives line up
+            blank = [None if x is None else torch.zeros_like(x) for x in (hidden_NH, weight_VH, bias_V)]
+            return (*blank, None, None, None, None)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            grads = ctx.backend.backward(
+                hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, rows_N, ctx.spec, rows, needs
+            )
+        d_hidden_NH = grads.hidden_NH
+        if d_hidden_NH is not None:
+            if ctx.group is not None:
+                dist.all_reduce(d_hidden_NH, group=ctx.group)
+            d_hidden_NH = d_hidden_NH.to(hidden_NH.dtype)
+        return d_hidden_NH, grads.weight_VH, grads.bias_V, None, None, None, None
+
+
+def _forward_stats(
+    backend: Backend, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec
+) -> RowStats:
+    if targets_N.numel() == 0:
+        blank_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH.dtype))
+        return RowStats(lse_N=blank_N, mean_z_N=blank_N, target_z_N=blank_N)
+    return backend.forward(hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, targets_N, spec)
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    bias: Tensor | None,
+    soft_cap: float | None,
+    backend: str,
+) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or weight.shape[0] == 0:
+        raise ValueError(
+            f"hidden, weight: got {tuple(hidden.shape)} and {tuple(weight.shape)}, allowed [T, H] and [V, H] with V > 0"
+        )
+    if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets: got {tuple(targets.shape)} {targets.dtype}, allowed [{hidden.shape[0]}] torch.int64"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: got {tuple(bias.shape)}, allowed [{weight.shape[0]}]")
+    if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ValueError(f"hidden: got {hidden.dtype}, allowed bfloat16, float16, float32, float64")
+    if weight.dtype != hidden.dtype:
+        raise ValueError(f"weight: got {weight.dtype}, allowed hidden's {hidden.dtype}; cast one of the two")
+    others = [targets, weight] if bias is None else [targets, weight, bias]
+    if any(other.device != hidden.device for other in others):
+        raise ValueError(f"devices: got {[str(x.device) for x in (hidden, *others)]}, allowed one device for all")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature: got {temperature}, allowed a positive number (greedy choice has no log-prob)")
+    if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
+        raise ValueError(f"soft_cap: got {soft_cap}, allowed None or a positive number")
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, allowed {', '.join(_BACKENDS)}")

@@ -1,0 +1,98 @@
+"""What every backend takes and gives back, and the equations they share.
+
+Shapes: ``N`` tokens that count (ignored ones are gone already), ``H`` hidden size, ``V`` vocabulary rows held here,
+``C`` columns of one vocabulary chunk.
+
+For token ``t`` and vocabulary row ``j``::
+
+    a_tj = hidden_t . weight_j + bias_j                      (raw logit)
+    u_tj = soft_cap * tanh(a_tj / soft_cap)                  (u = a without a soft cap)
+    z_tj = u_tj / temperature
+    lse_t = log sum_j exp(z_tj),   p_tj = exp(z_tj - lse_t),   mean_t = sum_j p_tj z_tj
+    log_prob_t = z_{t, y_t} - lse_t,   entropy_t = lse_t - mean_t
+
+Only ``lse``, ``mean`` and the target's ``z`` survive the forward pass. With ``g`` the incoming gradients::
+
+    dz_tj = g_lp_t (1[j = y_t] - p_tj) - g_ent_t p_tj (z_tj - mean_t)
+    da_tj = dz_tj / temperature * (1 - (u_tj / soft_cap)^2)
+    d_hidden = da @ weight,   d_weight = da^T @ hidden,   d_bias = sum_t da_t
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitSpec:
+    """How raw logits become ``z``. Both numbers are positive; ``soft_cap`` is in raw-logit units."""
+
+    temperature: float = 1.0
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowStats:
+    """What the forward pass keeps of each row of logits; all ``[N]``, float32 (float64 for float64 inputs).
+
+    ``target_z_N`` is 0 where the target lies outside the rows held here (vocabulary parallel).
+    """
+
+    lse_N: Tensor
+    mean_z_N: Tensor
+    target_z_N: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowGrads:
+    """What the backward pass needs of each row; all ``[N]`` in the dtype of the statistics.
+
+    ``grad_entropy_N`` is None when nothing upstream used the entropy, which saves its arithmetic.
+    """
+
+    lse_N: Tensor
+    mean_z_N: Tensor
+    log_prob_N: Tensor
+    grad_log_prob_N: Tensor
+    grad_entropy_N: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Gradients asked for (None where not). ``hidden_NH`` is in the accumulation dtype, the others in the inputs'."""
+
+    hidden_NH: Tensor | None
+    weight_VH: Tensor | None
+    bias_V: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Which gradients are wanted."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Backend(Protocol):
+    """One way to compute the row statistics and the gradients without holding ``[N, V]``.
+
+    ``targets_N`` holds row numbers of ``weight_VH``, or -1 for a target that is not held here.
+    """
+
+    def forward(
+        self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec
+    ) -> RowStats: ...
+
+    def backward(
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        spec: LogitSpec,
+        rows: RowGrads,
+        needs: Needs,
+    ) -> Gradients: ...
