@@ -1,0 +1,37 @@
+"""Shared care for dtypes and shapes: fp64 stays fp64, everything narrower is computed in fp32."""
+
+import torch
+from torch import Tensor
+
+from .errors import ShapeError
+
+
+def upcast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in one floating dtype: the widest among them, at least float32."""
+    dtype = torch.float32
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def require_same_shape(**tensors: Tensor) -> None:
+    """Raise `ShapeError` naming every tensor unless all shapes are equal (no silent broadcasting)."""
+    if len({tuple(tensor.shape) for tensor in tensors.values()}) > 1:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        raise ShapeError(f"shapes differ: {shapes}; all of them must be equal")
+
+
+def require_1d(**tensors: Tensor) -> None:
+    """Raise `ShapeError` unless every tensor has exactly one dimension."""
+    for name, tensor in tensors.items():
+        if tensor.dim() != 1:
+            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it must have one dimension")
+
+
+def safe_exp(log_values: Tensor, limit: float = 20.0) -> Tensor:
+    """exp of the values clamped to [-limit, limit]: exp(20) = 4.9e8, so no product with it overflows float32.
+
+    Outside the limit the gradient is zero: such a token carries no usable information about a small policy change.
+    """
+    return log_values.clamp(-limit, limit).exp()

@@ -1,0 +1,98 @@
+"""How per-token losses become one number: weights decided once for the whole mini batch.
+
+The mini-batch loss is  L = sum_i w_i * sum_t loss_it.  Because w depends on the whole mini batch and on nothing else,
+any micro batch on any rank contributes  sum over its own tokens of w_i * loss_it,  and the contributions add up to L
+exactly as one big batch would. Shapes: N sequences of the mini batch, K their tokens one after another.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ._tensors import require_1d, require_same_shape, upcast
+from .errors import ShapeError
+from .segments import broadcast_to_tokens
+
+__all__ = ["LossAggregation", "aggregate_loss", "global_totals", "token_weights"]
+
+LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length"]
+
+
+def token_weights(
+    mode: LossAggregation,
+    response_lens_N: Tensor,
+    *,
+    fixed_length: int | None = None,
+    num_tokens: int | None = None,
+    num_sequences: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Weight of every token of each sequence, [N] in `dtype`.
+
+    With n_i tokens in sequence i, n = sum_i n_i, and M sequences that have a token:
+
+    ===================  ==============  =========================================================================
+    mode                 w_i             source
+    ===================  ==============  =========================================================================
+    token_mean           1 / n           DAPO, arXiv:2503.14476, equation 8
+    seq_mean_token_sum   1 / M           the REINFORCE sum over a trajectory, averaged over samples
+    seq_mean_token_mean  1 / (M n_i)     GRPO, arXiv:2402.03300, equation 3
+    fixed_length         1 / (M L)       Dr. GRPO, arXiv:2503.20783, with L = `fixed_length` for all
+    ===================  ==============  =========================================================================
+
+    A sequence without tokens has weight 0 and is not counted, so padding sequences change nothing.
+    `num_tokens` and `num_sequences` replace n and M when `response_lens_N` is only a part of the mini batch (see
+    `global_totals`). Raises `ValueError` for an unknown mode or `fixed_length` missing, superfluous or below 1.
+    """
+    require_1d(response_lens_N=response_lens_N)
+    if mode == "fixed_length" and (fixed_length is None or fixed_length < 1):
+        raise ValueError(f"fixed_length={fixed_length}: mode 'fixed_length' needs a length of at least 1")
+    if mode != "fixed_length" and fixed_length is not None:
+        raise ValueError(f"fixed_length={fixed_length}: only mode 'fixed_length' uses it, not {mode!r}")
+    lens_N = response_lens_N.to(torch.float64)
+    has_tokens_N = lens_N > 0
+    tokens = lens_N.sum() if num_tokens is None else torch.as_tensor(float(num_tokens)).to(lens_N)
+    sequences = (
+        has_tokens_N.sum().to(lens_N) if num_sequences is None else torch.tensor(float(num_sequences)).to(lens_N)
+    )
+    tokens, sequences = tokens.clamp(min=1), sequences.clamp(min=1)
+    if mode == "token_mean":
+        weights_N = (1.0 / tokens).expand_as(lens_N)
+    elif mode == "seq_mean_token_sum":
+        weights_N = (1.0 / sequences).expand_as(lens_N)
+    elif mode == "seq_mean_token_mean":
+        weights_N = 1.0 / (sequences * lens_N.clamp(min=1))
+    elif mode == "fixed_length":
+        weights_N = (1.0 / (sequences * float(fixed_length or 1))).expand_as(lens_N)
+    else:
+        raise ValueError(
+            f"mode={mode!r}: must be one of token_mean, seq_mean_token_sum, seq_mean_token_mean, fixed_length"
+        )
+    return torch.where(has_tokens_N, weights_N, 0.0).to(dtype)
+
+
+def aggregate_loss(loss_K: Tensor, weights_N: Tensor, response_lens_N: Tensor) -> Tensor:
+    """sum_i w_i sum_t loss_it as a 0-d tensor: the loss, or this part's share of it. Differentiable in `loss_K`.
+
+    `weights_N` and `response_lens_N` are the rows of the sequences in `loss_K`. An empty part gives 0 with a graph.
+    """
+    weights_K = broadcast_to_tokens(weights_N, response_lens_N)
+    require_same_shape(loss_K=loss_K, weights_K=weights_K)
+    loss, weights = upcast(loss_K, weights_K)
+    return (loss * weights).sum()
+
+
+def global_totals(response_lens_N: Tensor, group: "torch.distributed.ProcessGroup | None" = None) -> tuple[int, int]:
+    """(number of tokens, number of sequences that have one) over all ranks of the group: exactly one all-reduce.
+
+    For trainers whose ranks each know only their own sequences. Without an initialised process group: the local totals.
+    Remember that averaging gradients over R ranks asks for a loss multiplied by R.
+    """
+    require_1d(response_lens_N=response_lens_N)
+    if response_lens_N.is_floating_point():
+        raise ShapeError("response_lens_N must hold integers")
+    totals = torch.stack([response_lens_N.sum(), (response_lens_N > 0).sum()]).to(torch.int64)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(totals, group=group)
+    return int(totals[0]), int(totals[1])

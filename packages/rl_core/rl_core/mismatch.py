@@ -1,0 +1,99 @@
+"""How far the rollout engine's log-probs are from the trainer's for the same tokens and the same weights.
+
+Shapes: K response tokens, S sequences.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ._tensors import require_same_shape
+from .segments import segment_mean, segment_sum
+
+__all__ = ["effective_sample_size", "mismatch_metrics"]
+
+
+def effective_sample_size(weights: Tensor) -> float:
+    """Kish's effective sample size as a fraction of the samples: (sum w)^2 / (n sum w^2), in (0, 1].
+
+    1 when all weights are equal; 1/n when one has everything. 1 for no samples at all.
+    Source: Kish 1965, "Survey Sampling"; used for importance weights in Kong 1992.
+    """
+    weights = weights.detach().double().flatten()
+    square_sum = float(weights.square().sum())
+    if weights.numel() == 0 or square_sum == 0.0:
+        return 1.0
+    return float(weights.sum()) ** 2 / (weights.numel() * square_sum)
+
+
+def mismatch_metrics(
+    log_probs_K: Tensor,
+    rollout_log_probs_K: Tensor,
+    *,
+    response_lens_S: Tensor | None = None,
+    percentiles: Sequence[float] = (1, 5, 50, 95, 99),
+) -> dict[str, float]:
+    """Numbers over all tokens, computed in float64; tokens were drawn by the rollout engine.
+
+    With d = log_probs - rollout_log_probs and the ratio r = e^d:
+    `num_tokens`; `abs_mean`, `abs_max` of |d|; `prob_abs_mean`, `prob_abs_max` of |e^log_probs - e^rollout_log_probs|;
+    `kl_k1` = mean(-d) and `kl_k3` = mean(r - 1 - d), both estimates of KL(rollout || trainer); `ratio_mean`,
+    `ratio_min`, `ratio_max`, `ratio_p<q>` for each percentile q (linear interpolation); `ess`, the effective sample
+    size of r as a fraction of the tokens. With `response_lens_S` also, over sequences that have tokens:
+    `seq_ratio_mean`, `seq_ratio_max`, `seq_ess` of the product of a sequence's ratios, and `seq_geo_ratio_min`,
+    `seq_geo_ratio_max` of its geometric mean. Without tokens: no mismatch (0 for differences, 1 for ratios).
+    """
+    require_same_shape(log_probs_K=log_probs_K, rollout_log_probs_K=rollout_log_probs_K)
+    log_probs = log_probs_K.detach().double().flatten()
+    rollout_log_probs = rollout_log_probs_K.detach().double().flatten()
+    difference = log_probs - rollout_log_probs
+    if difference.numel() == 0:
+        # one perfect token stands in, so that every key is there with its neutral value
+        log_probs = rollout_log_probs = difference = difference.new_zeros(1)
+    ratio = difference.exp()
+    prob_gap = (log_probs.exp() - rollout_log_probs.exp()).abs()
+    metrics = {
+        "num_tokens": float(log_probs_K.numel()),
+        "abs_mean": float(difference.abs().mean()),
+        "abs_max": float(difference.abs().max()),
+        "prob_abs_mean": float(prob_gap.mean()),
+        "prob_abs_max": float(prob_gap.max()),
+        "kl_k1": float(-difference.mean()),
+        "kl_k3": float((difference.expm1() - difference).mean()),
+        "ratio_mean": float(ratio.mean()),
+        "ratio_min": float(ratio.min()),
+        "ratio_max": float(ratio.max()),
+        "ess": effective_sample_size(ratio),
+    }
+    ordered = ratio.sort().values
+    for percentile in percentiles:
+        metrics[f"ratio_p{percentile:g}"] = _percentile(ordered, percentile)
+    if response_lens_S is not None:
+        metrics |= _sequence_metrics((log_probs_K - rollout_log_probs_K).detach().double(), response_lens_S)
+    return metrics
+
+
+def _percentile(ordered: Tensor, percentile: float) -> float:
+    # torch.quantile refuses more than 16 million values; a sorted row needs only two of them
+    place = (ordered.numel() - 1) * percentile / 100.0
+    below = int(place)
+    above = min(below + 1, ordered.numel() - 1)
+    low, high = float(ordered[below]), float(ordered[above])
+    return low + (high - low) * (place - below)
+
+
+def _sequence_metrics(difference_K: Tensor, response_lens_S: Tensor) -> dict[str, float]:
+    has_tokens_S = (response_lens_S > 0).to(difference_K.device)
+    log_ratio = segment_sum(difference_K, response_lens_S)[has_tokens_S]
+    log_geo = segment_mean(difference_K, response_lens_S)[has_tokens_S]
+    if log_ratio.numel() == 0:
+        log_ratio = log_geo = difference_K.new_zeros(1)
+    ratio = log_ratio.clamp(max=700.0).exp()  # exp(710) overflows float64
+    return {
+        "seq_ratio_mean": float(ratio.mean()),
+        "seq_ratio_max": float(ratio.max()),
+        # the fraction does not change when all weights are scaled, so take the largest out first
+        "seq_ess": effective_sample_size((log_ratio - log_ratio.max()).exp()),
+        "seq_geo_ratio_min": float(log_geo.min().exp()),
+        "seq_geo_ratio_max": float(log_geo.max().exp()),
+    }

@@ -1,0 +1,47 @@
+"""The package as another trainer meets it: import cost, exports, pickling."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import rl_core
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, rl_core\n"
+        "from rl_core import BatchConfig, BatchError\n"
+        "heavy = {'torch', 'numpy', 'triton', 'deepspeed', 'vllm', 'ray', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_triton_waits_for_the_op() -> None:
+    code = (
+        "import sys, torch, rl_core\n"
+        "before = 'triton' in sys.modules\n"
+        "for name in rl_core.__all__:\n"
+        "    getattr(rl_core, name)\n"
+        "assert before or 'triton' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_every_export_resolves_and_no_name_is_a_module() -> None:
+    import rl_core.linear_log_prob
+
+    for name in rl_core.__all__:
+        assert type(getattr(rl_core, name)).__name__ != "module", name
+    assert list(rl_core.__all__) == sorted(rl_core._EXPORTS)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = rl_core.no_such_name
+
+
+def test_errors_pickle() -> None:
+    for kind in (rl_core.BatchError, rl_core.ShapeError):
+        error = pickle.loads(pickle.dumps(kind("said why")))
+        assert isinstance(error, (kind, ValueError))
+        assert str(error) == "said why"
