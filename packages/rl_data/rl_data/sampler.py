@@ -1,0 +1,150 @@
+"""Which prompts come next: a resumable order over the training prompts.
+
+Epochs follow each other without a gap: a batch that reaches the end of an epoch is filled from the next one, so every
+prompt is drawn exactly once an epoch whatever the batch size. Within one batch no prompt comes twice as long as the
+batch is not larger than the number of prompts: prompts of the new epoch that the batch already holds step back behind
+those it still needs.
+
+The state is a few numbers and at most one batch of indices, JSON-able, and restores the order exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .errors import SamplerStateError
+
+__all__ = ["PromptSampler", "epoch_order"]
+
+_STATE_VERSION = 1
+
+
+def epoch_order(
+    num_prompts: int, *, seed: int, shuffle: bool, epoch: int, held: Sequence[int] = (), num_needed: int = 0
+) -> list[int]:
+    """The order of one epoch, a permutation of range(num_prompts); pure.
+
+    `held` are the prompts of the previous epoch in the batch that straddles the border and `num_needed` how many that
+    batch still takes: none of its first num_needed entries is in `held`, if there are enough others.
+    """
+    if shuffle:
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+        order = [int(index) for index in generator.permutation(num_prompts)]
+    else:
+        order = list(range(num_prompts))
+    if not held or not num_needed:
+        return order
+    avoid = set(held)
+    first = [index for index in order if index not in avoid][:num_needed]
+    taken = set(first)
+    return first + [index for index in order if index not in taken]
+
+
+class PromptSampler:
+    """Draws indices of range(num_prompts), epoch after epoch.
+
+    The order depends on (num_prompts, seed, shuffle) and the batch sizes asked for, on nothing else.
+    """
+
+    def __init__(self, num_prompts: int, *, seed: int = 0, shuffle: bool = True) -> None:
+        if num_prompts < 1:
+            raise ValueError(f"num_prompts={num_prompts!r}: must be at least 1")
+        if seed < 0:
+            raise ValueError(f"seed={seed!r}: must be 0 or more")
+        self.num_prompts = num_prompts
+        self.seed = seed
+        self.shuffle = shuffle
+        self._epoch = 0
+        self._position = 0
+        self._held: list[int] = []
+        self._num_needed = 0
+        self._order = self._make_order()
+
+    def _make_order(self) -> list[int]:
+        return epoch_order(
+            self.num_prompts,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            epoch=self._epoch,
+            held=self._held,
+            num_needed=self._num_needed,
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, counted from 0, of the next prompt to be drawn."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """How many prompts of this epoch were drawn already, less than num_prompts."""
+        return self._position
+
+    def next(self, batch_size: int) -> list[int]:
+        """The next `batch_size` indices. Raises ValueError for a size below 1."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size!r}: must be at least 1")
+        batch: list[int] = []
+        while len(batch) < batch_size:
+            end = min(self.num_prompts, self._position + batch_size - len(batch))
+            batch += self._order[self._position : end]
+            self._position = end
+            if end == self.num_prompts:
+                # Only this epoch's part of the batch can be avoided; a batch larger than the data repeats anyway.
+                num_needed = batch_size - len(batch)
+                self._start_epoch(batch[-self.num_prompts :] if num_needed else [], num_needed)
+        return batch
+
+    def _start_epoch(self, held: list[int], num_needed: int) -> None:
+        self._epoch += 1
+        self._position = 0
+        self._held = held
+        self._num_needed = min(num_needed, self.num_prompts)
+        self._order = self._make_order()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on from here; JSON-able."""
+        return {
+            "version": _STATE_VERSION,
+            "num_prompts": self.num_prompts,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epoch": self._epoch,
+            "position": self._position,
+            "held": list(self._held),
+            "num_needed": self._num_needed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises SamplerStateError, and changes nothing, when the state belongs to another number of prompts, seed or
+        order.
+        """
+        missing = sorted(set(self.state_dict()) - set(state))
+        if missing:
+            raise SamplerStateError(f"the sampler state lacks {', '.join(missing)}")
+        for key, own in (
+            ("version", _STATE_VERSION),
+            ("num_prompts", self.num_prompts),
+            ("seed", self.seed),
+            ("shuffle", self.shuffle),
+        ):
+            if state[key] != own:
+                raise SamplerStateError(
+                    f"the sampler state was taken with {key}={state[key]!r}, this sampler has {key}={own!r}. "
+                    "Resume with the same data and settings."
+                )
+        if not 0 <= state["position"] < self.num_prompts or state["epoch"] < 0:
+            raise SamplerStateError(
+                f"the sampler state has epoch={state['epoch']!r} and position={state['position']!r}, impossible with "
+                f"{self.num_prompts} prompts"
+            )
+        self._epoch = int(state["epoch"])
+        self._position = int(state["position"])
+        self._held = [int(index) for index in state["held"]]
+        self._num_needed = int(state["num_needed"])
+        self._order = self._make_order()

@@ -1,0 +1,86 @@
+"""Model folders and their tokenizers: a cheap check without heavy imports, and loading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from .errors import ModelFolderError
+
+__all__ = ["TokenizerLike", "check_model_folder", "load_tokenizer"]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+
+
+class TokenizerLike(Protocol):
+    """The part of a Hugging Face tokenizer that this package uses."""
+
+    @property
+    def chat_template(self) -> Any: ...
+    @property
+    def eos_token_id(self) -> Any: ...
+    def __call__(self, text: list[str], *, add_special_tokens: bool = True) -> Mapping[str, Any]: ...
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> Any: ...
+
+
+def check_model_folder(path: str | Path, *, need_weights: bool = True) -> Path:
+    """Check, from file names alone, that `path` is a Hugging Face model folder; return it.
+
+    Raises ModelFolderError when the folder, its config.json, its tokenizer or (unless need_weights is False) its
+    weights are missing, with what to do.
+    """
+    folder, name = Path(path), str(path)
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "no such folder"
+        raise ModelFolderError(
+            f"{name}: {what}. Give a local Hugging Face model folder; a model of the Hub is fetched with "
+            "`hf download OWNER/NAME --local-dir FOLDER`.",
+            file=name,
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelFolderError(
+            f"{name}: has no config.json, so it is not a Hugging Face model folder. Give the folder that "
+            "save_pretrained or a download wrote.",
+            file=name,
+        )
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        raise ModelFolderError(
+            f"{name}: has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}). Copy the tokenizer files of the base "
+            "model into it, or run tokenizer.save_pretrained on the folder.",
+            file=name,
+        )
+    if need_weights and not any(next(folder.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
+        raise ModelFolderError(
+            f"{name}: has no weights (no {', '.join(_WEIGHT_PATTERNS)} file). Copy the *.safetensors files of the "
+            "model into it.",
+            file=name,
+        )
+    return folder
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The folder's tokenizer (a transformers PreTrainedTokenizer). Raises ModelFolderError when it has none.
+
+    A tokenizer without an end-of-sequence token is refused, because every response ends with it.
+    """
+    folder = check_model_folder(path, need_weights=False)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers raises many kinds for a broken tokenizer file
+        raise ModelFolderError(
+            f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}). Copy "
+            "the tokenizer files of the base model into the folder again.",
+            file=str(folder),
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelFolderError(
+            f"{folder}: the tokenizer has no end-of-sequence token. Set `eos_token` in tokenizer_config.json.",
+            file=str(folder),
+        )
+    return tokenizer

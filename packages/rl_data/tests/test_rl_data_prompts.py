@@ -1,0 +1,290 @@
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_data import (
+    DataConfig,
+    DataError,
+    ModelFolderError,
+    build_tiny_model,
+    check_files,
+    check_model_folder,
+    load_demonstrations,
+    load_prompts,
+    load_tokenizer,
+)
+
+QUESTION = "Tom has 3 apples and buys 4 more. How many apples does Tom have now?"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def tokenizer(model_folder: Path) -> Any:
+    return load_tokenizer(model_folder)
+
+
+def _gsm8k(path: Path, rows: list[tuple[str | None, str | None]], **more: Any) -> Path:
+    pq.write_table(pa.table({"question": [row[0] for row in rows], "answer": [row[1] for row in rows], **more}), path)
+    return path
+
+
+def _verl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def _verl_row(**change: Any) -> dict[str, Any]:
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": QUESTION}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "7"},
+        "extra_info": {"index": 0},
+        **change,
+    }
+
+
+def test_gsm8k_schema(tmp_path: Path, tokenizer: Any) -> None:
+    file = _gsm8k(tmp_path / "a.parquet", [(QUESTION, "so\n#### 1,007"), ("Ben has 2 pens.", "#### $5 ")])
+    assert check_files([file]) == 2
+    first, second = load_prompts([file], tokenizer, DataConfig())
+    assert first.id == "a:0"
+    assert first.text == QUESTION + "\n"
+    assert tokenizer.decode(first.token_ids) == first.text
+    assert (first.ground_truth, second.ground_truth) == ("1007", "5")
+    assert first.data_source == "openai/gsm8k"
+
+
+def test_verl_schema(tmp_path: Path, tokenizer: Any) -> None:
+    conversation = [{"role": "system", "content": "in"}, {"role": "user", "content": "box"}]
+    rows = [
+        _verl_row(),
+        _verl_row(data_source="other", prompt=conversation),
+    ]
+    file = _verl(tmp_path / "v.parquet", rows)
+    assert check_files([file]) == 2
+    first, second = load_prompts([file], tokenizer, DataConfig(system_prompt="all", question_template="{question} now"))
+    assert first.text == f"all\n{QUESTION}\n", "the question template is for GSM8K rows"
+    assert (first.ground_truth, first.data_source) == ("7", "openai/gsm8k")
+    assert second.text == "in\nbox\n", "a row's own system message stays"
+    assert second.data_source == "other"
+
+
+def test_numeric_ground_truth_and_text_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    file = _verl(tmp_path / "v.parquet", [_verl_row(prompt="box", reward_model={"ground_truth": 7})])
+    (prompt,) = load_prompts([file], tokenizer, DataConfig())
+    assert (prompt.text, prompt.ground_truth) == ("box\n", "7")
+
+
+def test_several_files_have_unique_ids(tmp_path: Path, tokenizer: Any) -> None:
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+    files = [
+        _gsm8k(tmp_path / "x" / "train.parquet", [(QUESTION, "#### 7")] * 2),
+        _verl(tmp_path / "y" / "train.parquet", [_verl_row()]),
+        _gsm8k(tmp_path / "z.parquet", [(QUESTION, "#### 7")], data_source=["mine"]),
+    ]
+    prompts = load_prompts(files, tokenizer, DataConfig())
+    assert [prompt.id for prompt in prompts] == ["train~0:0", "train~0:1", "train~1:0", "z:0"]
+    assert prompts[-1].data_source == "mine"
+    assert load_prompts(files, tokenizer, DataConfig(), max_prompts=3) == prompts[:3]
+
+
+def test_chat_template(tmp_path: Path, tokenizer: Any) -> None:
+    file = _gsm8k(tmp_path / "a.parquet", [("box", "#### 7")])
+    with pytest.raises(DataError, match="no chat template"):
+        load_prompts([file], tokenizer, DataConfig(chat_template="always"))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    config = DataConfig(system_prompt="all", question_template="{question} now")
+    (prompt,) = load_prompts([file], tokenizer, config)
+    assert prompt.text == "<system>all\n<user>box now\n<assistant>"
+    (plain,) = load_prompts([file], tokenizer, DataConfig(chat_template="never"))
+    assert plain.text == "box\n"
+
+
+def test_overlong(tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    file = _gsm8k(tmp_path / "a.parquet", [("box " * 9, "#### 1"), ("box", "#### 2"), ("box " * 8, "#### 3")])
+    with caplog.at_level(logging.WARNING):
+        prompts = load_prompts([file], tokenizer, DataConfig(max_prompt_length=9))
+    assert [prompt.id for prompt in prompts] == ["a:1", "a:2"]
+    assert "1 of 3 prompts" in caplog.text
+    with pytest.raises(DataError, match=r"row 0 .* 10 tokens, max_prompt_length=9"):
+        load_prompts([file], tokenizer, DataConfig(max_prompt_length=9, overlong="refuse"))
+    with pytest.raises(DataError, match="all 3 prompts are longer"):
+        load_prompts([file], tokenizer, DataConfig(max_prompt_length=1))
+
+
+def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
+    empty, broken = tmp_path / "empty.parquet", tmp_path / "broken.parquet"
+    empty.touch()
+    broken.write_text("question,answer\n")
+    no_rows = tmp_path / "no_rows.parquet"
+    pq.write_table(pa.table({"question": pa.array([], pa.string()), "answer": pa.array([], pa.string())}), no_rows)
+    good = _gsm8k(tmp_path / "good.parquet", [(QUESTION, "#### 7")])
+    cases: list[tuple[Path, str]] = [
+        (tmp_path / "none.parquet", "no such file"),
+        (empty, "empty"),
+        (broken, "cannot be read as parquet"),
+        (no_rows, "no rows"),
+        (tmp_path, r"is a folder .*good\.parquet"),
+    ]
+    for file, named in cases:
+        for call in (check_files, lambda files: load_prompts(files, tokenizer, DataConfig())):
+            with pytest.raises(DataError, match=named) as caught:
+                call([good, file])
+            assert caught.value.file == str(file)
+            assert str(file) in str(caught.value)
+    for load in (load_prompts, load_demonstrations):
+        with pytest.raises(DataError, match="no files"):
+            load([], tokenizer, DataConfig())
+
+
+@pytest.mark.parametrize(
+    ("columns", "missing"),
+    [
+        ({"question": ["q"], "solution": ["s"]}, "answer"),
+        ({"answer": ["#### 1"], "problem": ["p"]}, "question"),
+        ({"text": ["t"]}, "prompt"),
+        ({"prompt": ["p"], "data_source": ["d"]}, "reward_model"),
+        ({"prompt": ["p"], "reward_model": [{"ground_truth": "1"}]}, "data_source"),
+    ],
+)
+def test_missing_column(tmp_path: Path, columns: dict[str, Any], missing: str) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table(columns), file)
+    with pytest.raises(DataError, match=f"column '{missing}' is missing; the columns found are {', '.join(columns)}"):
+        check_files([file])
+
+
+def test_reward_model_without_ground_truth_field(tmp_path: Path) -> None:
+    file = _verl(tmp_path / "a.parquet", [_verl_row(reward_model={"style": "rule"})])
+    with pytest.raises(DataError, match="struct with a field 'ground_truth'"):
+        check_files([file])
+
+
+@pytest.mark.parametrize("answer", [None, "", "72", "#### ", "####\n"])
+def test_gsm8k_row_without_answer(tmp_path: Path, answer: str | None) -> None:
+    rows: list[tuple[str | None, str | None]] = [(QUESTION, "#### 7")] * 5000
+    file = _gsm8k(tmp_path / "a.parquet", [*rows, (QUESTION, answer), *rows])
+    with pytest.raises(DataError, match=r"row 5000 .*column 'answer': no answer") as caught:
+        check_files([file])
+    assert (caught.value.row, caught.value.column) == (5000, "answer")
+
+
+@pytest.mark.parametrize(
+    ("change", "column"),
+    [
+        ({"reward_model": {"ground_truth": None}}, "reward_model"),
+        ({"reward_model": {"ground_truth": " "}}, "reward_model"),
+        ({"reward_model": None}, "reward_model"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [{"role": "user", "content": None}]}, "prompt"),
+        ({"data_source": None}, "data_source"),
+    ],
+)
+def test_unusable_verl_row(tmp_path: Path, change: dict[str, Any], column: str) -> None:
+    file = _verl(tmp_path / "a.parquet", [_verl_row(), _verl_row(**change)])
+    with pytest.raises(DataError) as caught:
+        check_files([file])
+    assert (caught.value.row, caught.value.column) == (1, column)
+
+
+def test_row_without_question(tmp_path: Path) -> None:
+    file = _gsm8k(tmp_path / "a.parquet", [(None, "#### 7")])
+    with pytest.raises(DataError, match=r"row 0 .*'question'"):
+        check_files([file])
+
+
+def test_demonstrations(tmp_path: Path, tokenizer: Any) -> None:
+    file = _gsm8k(tmp_path / "a.parquet", [("box " * 30, "#### 1"), (QUESTION, "3 + 4 = 7\n#### 7")])
+    (demonstration,) = load_demonstrations([file], tokenizer, DataConfig(max_prompt_length=25))
+    (prompt,) = load_prompts([file], tokenizer, DataConfig(max_prompt_length=25))
+    assert demonstration.prompt_ids == prompt.token_ids
+    assert demonstration.response_ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(demonstration.response_ids[:-1]) == "3 + 4 = 7\n#### 7"
+    bad = _gsm8k(tmp_path / "b.parquet", [(QUESTION, "#### 7"), (QUESTION, None)])
+    with pytest.raises(DataError, match=r"row 1 .*'answer'"):
+        load_demonstrations([bad], tokenizer, DataConfig())
+    with pytest.raises(DataError, match="'question' is missing; the columns found are data_source"):
+        load_demonstrations([_verl(tmp_path / "v.parquet", [_verl_row()])], tokenizer, DataConfig())
+
+
+def test_model_folder(tmp_path: Path, model_folder: Path) -> None:
+    assert check_model_folder(model_folder) == model_folder
+    with pytest.raises(ModelFolderError, match="no such folder"):
+        check_model_folder(tmp_path / "none")
+    with pytest.raises(ModelFolderError, match=r"no config\.json"):
+        check_model_folder(tmp_path)
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    assert check_model_folder(folder, need_weights=False) == folder
+    with pytest.raises(ModelFolderError, match="no weights"):
+        check_model_folder(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelFolderError, match="cannot be loaded"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    for check in (check_model_folder, load_tokenizer):
+        with pytest.raises(ModelFolderError, match="no tokenizer"):
+            check(folder)
+
+
+def test_tokenizer_without_end_of_sequence(tmp_path: Path, model_folder: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFolderError, match="no end-of-sequence token"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"overlong": "cut"}, "filter, refuse"),
+        ({"chat_template": "yes"}, "auto, always, never"),
+        ({"max_prompt_length": 0}, "max_prompt_length=0"),
+        ({"max_val_prompts": 0}, "max_val_prompts=0"),
+        ({"question_template": "answer!"}, "question_template"),
+    ],
+)
+def test_bad_config(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        DataConfig(**arguments)
+
+
+def test_checks_import_nothing_heavy(tmp_path: Path, model_folder: Path) -> None:
+    file = _gsm8k(tmp_path / "a.parquet", [(QUESTION, "#### 7")])
+    code = (
+        "import sys, rl_data\n"
+        f"rl_data.check_files([{str(file)!r}]); rl_data.check_model_folder({str(model_folder)!r})\n"
+        "rl_data.DataConfig(), rl_data.RewardConfig(), rl_data.PromptSampler(3), rl_data.reward_for('gsm8k')\n"
+        "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules), 'heavy import'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_exports() -> None:
+    import rl_data
+
+    assert sorted(rl_data.__all__) == rl_data.__all__
+    for name in rl_data.__all__:
+        assert getattr(rl_data, name) is not None
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = rl_data.nothing
