@@ -52,7 +52,7 @@ def rloo_advantages(scores_N: Tensor, group_ids_N: Tensor) -> Tensor:
 
         A_i = s_i - (sum(group) - s_i) / (n - 1) = n / (n - 1) * (s_i - mean(group))
 
-    Source: Ahmadian et al. 2024, arXiv:2402.14740, section 2.3; Kool et al. 2019.
+    Source: Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019.
     """
     scores, index_N, counts_G = _grouped(scores_N, group_ids_N)
     factor_G = counts_G / (counts_G - 1.0).clamp(min=1.0)
@@ -62,7 +62,7 @@ def rloo_advantages(scores_N: Tensor, group_ids_N: Tensor) -> Tensor:
 def remax_advantages(scores_N: Tensor, greedy_scores_N: Tensor) -> Tensor:
     """ReMax: A_i = s_i - score of the greedy response to the same prompt. [N], [N] -> [N].
 
-    Source: Li et al. 2023, arXiv:2310.10505, equation 5.
+    Source: Li et al. 2023, arXiv:2310.10505.
     """
     require_same_shape(scores_N=scores_N, greedy_scores_N=greedy_scores_N)
     scores, greedy_scores = upcast(scores_N.detach(), greedy_scores_N.detach())

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ._tensors import require_1d, require_same_shape, upcast
-from .errors import ShapeError
 from .segments import broadcast_to_tokens
 
 __all__ = ["LossAggregation", "aggregate_loss", "global_totals", "token_weights"]
@@ -83,16 +82,14 @@ def aggregate_loss(loss_K: Tensor, weights_N: Tensor, response_lens_N: Tensor) -
     return (loss * weights).sum()
 
 
-def global_totals(response_lens_N: Tensor, group: "torch.distributed.ProcessGroup | None" = None) -> tuple[int, int]:
+def global_totals(response_lens_N: Tensor, group: "torch.distributed.ProcessGroup | None") -> tuple[int, int]:
     """(number of tokens, number of sequences that have one) over all ranks of the group: exactly one all-reduce.
 
-    For trainers whose ranks each know only their own sequences. Without an initialised process group: the local totals.
-    Remember that averaging gradients over R ranks asks for a loss multiplied by R.
+    For trainers whose ranks each know only their own sequences; `response_lens_N` on the group's device. None: this
+    process alone, no communication. Averaging gradients over R ranks then asks for a loss multiplied by R.
     """
     require_1d(response_lens_N=response_lens_N)
-    if response_lens_N.is_floating_point():
-        raise ShapeError("response_lens_N must hold integers")
     totals = torch.stack([response_lens_N.sum(), (response_lens_N > 0).sum()]).to(torch.int64)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if group is not None:
         torch.distributed.all_reduce(totals, group=group)
     return int(totals[0]), int(totals[1])

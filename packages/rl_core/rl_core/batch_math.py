@@ -103,7 +103,7 @@ def split_mini_batches(num_prompts: int, mini_batch_size: int) -> tuple[tuple[in
     if num_prompts < 1 or mini_batch_size < 1 or num_prompts % mini_batch_size:
         raise BatchError(
             f"mini_batch_size={mini_batch_size} does not divide the {num_prompts} prompts of a step;"
-            f" sizes that would do: {_listed(nearest_divisors(num_prompts, mini_batch_size))}"
+            f" sizes that would do: {listed(nearest_divisors(num_prompts, mini_batch_size))}"
         )
     return tuple(tuple(range(start, start + mini_batch_size)) for start in range(0, num_prompts, mini_batch_size))
 
@@ -120,7 +120,8 @@ def nearest_multiples(unit: int, wanted: int) -> list[int]:
     return [multiple for multiple in (below, below + unit) if multiple >= unit]
 
 
-def _listed(sizes: Sequence[int]) -> str:
+def listed(sizes: Sequence[int]) -> str:
+    """Numbers as an error message names them."""
     return ", ".join(map(str, sizes))
 
 

@@ -43,11 +43,11 @@ def ppo_clip_loss(
         with dual_clip = c > 1 and A < 0:   loss = -max(min(...), c A)
 
     Equal bounds are PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7); clip_high > clip_low is clip-higher
-    (DAPO, arXiv:2503.14476, equation 10, 0.2 / 0.28); the dual clip is Ye et al. 2020, arXiv:1912.09729, equation 5.
+    (DAPO, arXiv:2503.14476, equation 10, 0.2 / 0.28); the dual clip is Ye et al. 2020, arXiv:1912.09729.
     The log-ratio is clamped to [-20, 20] before the exponential. Old log-probs and advantages get no gradient.
     Aggregate with `rl_core.aggregate_loss`. Raises `ValueError` for a bound out of range, `ShapeError` for shapes.
     """
-    _require_bounds(clip_low, clip_high)
+    require_bounds(clip_low, clip_high)
     if dual_clip is not None and dual_clip <= 1.0:
         raise ValueError(f"dual_clip={dual_clip}: must be above 1, or None")
     require_same_shape(log_probs_K=log_probs_K, old_log_probs_K=old_log_probs_K, advantages_K=advantages_K)
@@ -98,7 +98,8 @@ def policy_metric_shares(stats: PolicyLossStats, weights_K: Tensor) -> dict[str,
     }
 
 
-def _require_bounds(clip_low: float, clip_high: float) -> None:
+def require_bounds(clip_low: float, clip_high: float) -> None:
+    """Raise `ValueError` unless 0 <= clip_low <= 1 and clip_high >= 0."""
     if not 0.0 <= clip_low <= 1.0:
         raise ValueError(f"clip_low={clip_low}: must be between 0 and 1")
     if clip_high < 0.0:

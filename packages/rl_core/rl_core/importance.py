@@ -1,0 +1,68 @@
+"""Weights that correct the loss for tokens drawn by a rollout engine whose log-probs differ from the trainer's.
+
+Shapes: K response tokens of all sequences one after another, S sequences.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ._tensors import require_same_shape, safe_exp, upcast
+from .segments import broadcast_to_tokens, segment_mean, segment_sum
+
+__all__ = ["ImportanceLevel", "ImportanceMode", "rollout_weights"]
+
+ImportanceLevel = Literal["token", "sequence", "geometric"]
+ImportanceMode = Literal["truncate", "mask"]
+
+
+def rollout_weights(
+    old_log_probs_K: Tensor,
+    rollout_log_probs_K: Tensor,
+    *,
+    mode: ImportanceMode = "truncate",
+    level: ImportanceLevel = "token",
+    max_ratio: float = 2.0,
+    min_ratio: float = 0.0,
+    response_lens_S: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(weights_K, inside_K): multiply the loss by the weights; `inside_K` is bool, the ratio was within the bounds.
+
+    With d_t = old_log_probs - rollout_log_probs (trainer minus rollout, same weights, before the update):
+
+        ratio:      token e^{d_t}    sequence e^{sum_t d_t}    geometric e^{mean_t d_t}   (one for the whole sequence)
+        truncate:   w = min(max(ratio, min_ratio), max_ratio)
+        mask:       w = ratio where min_ratio <= ratio <= max_ratio, else 0
+
+    Weights are detached and at least float32. Levels "sequence" and "geometric" need `response_lens_S`. Masked tokens
+    stay in the loss's denominators: the aggregation weights are not renormalised.
+    Combine levels by multiplying: token weights times `inside_K` of the geometric level rejects whole sequences.
+    Sources: truncated importance sampling, Ionides 2008, and Yao et al. 2025, "Your efficient RL framework secretly
+    brings you off-policy RL training"; masking, IcePop (Ling team 2025, arXiv:2510.18855); sequence level, Liu et al.
+    2025, "When speed kills stability".
+    """
+    if max_ratio <= 0.0:
+        raise ValueError(f"max_ratio={max_ratio}: must be above 0")
+    if not 0.0 <= min_ratio <= max_ratio:
+        raise ValueError(f"min_ratio={min_ratio}: must be between 0 and max_ratio={max_ratio}")
+    require_same_shape(old_log_probs_K=old_log_probs_K, rollout_log_probs_K=rollout_log_probs_K)
+    old_log_probs, rollout_log_probs = upcast(old_log_probs_K.detach(), rollout_log_probs_K.detach())
+    ratio = safe_exp(_level_log_ratio(old_log_probs - rollout_log_probs, level, response_lens_S))
+    inside = (ratio >= min_ratio) & (ratio <= max_ratio)
+    if mode == "truncate":
+        return ratio.clamp(min_ratio, max_ratio), inside
+    if mode == "mask":
+        return torch.where(inside, ratio, 0.0), inside
+    raise ValueError(f"mode={mode!r}: must be truncate or mask")
+
+
+def _level_log_ratio(difference: Tensor, level: ImportanceLevel, response_lens_S: Tensor | None) -> Tensor:
+    if level == "token":
+        return difference
+    if level not in ("sequence", "geometric"):
+        raise ValueError(f"level={level!r}: must be token, sequence or geometric")
+    if response_lens_S is None:
+        raise ValueError(f"level={level!r} needs response_lens_S")
+    reduce = segment_sum if level == "sequence" else segment_mean
+    return broadcast_to_tokens(reduce(difference, response_lens_S), response_lens_S)

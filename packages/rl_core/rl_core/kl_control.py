@@ -1,0 +1,69 @@
+"""The coefficient of the KL penalty over time. Plain immutable values: `coefficient` is all there is to save."""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+__all__ = ["AdaptiveKL", "FixedKL", "KLController"]
+
+
+class KLController(Protocol):
+    """What a training loop needs of a controller."""
+
+    @property
+    def coefficient(self) -> float: ...
+
+    def updated(self, kl: float, num_samples: int) -> "KLController":
+        """The controller after a batch of `num_samples` sequences with this mean KL (nats)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedKL:
+    """Always the same coefficient (at least 0)."""
+
+    coefficient: float
+
+    def __post_init__(self) -> None:
+        _require_coefficient(self.coefficient)
+
+    def updated(self, kl: float, num_samples: int) -> "FixedKL":
+        """The same controller."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveKL:
+    """Proportional control of the coefficient towards a target KL.
+
+        e = clip(kl / target - 1, -0.2, 0.2)
+        coefficient <- coefficient * (1 + e * num_samples / horizon)
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    """
+
+    coefficient: float
+    """Start value, at least 0 (0 stays 0)."""
+    target: float
+    """KL to hold, in nats, above 0; per token or per sequence as the `kl` given to `updated`."""
+    horizon: float = 10_000.0
+    """Sequences over which a full error of 0.2 acts, above 0."""
+
+    def __post_init__(self) -> None:
+        _require_coefficient(self.coefficient)
+        for name in ("target", "horizon"):
+            if getattr(self, name) <= 0.0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
+
+    def updated(self, kl: float, num_samples: int) -> "AdaptiveKL":
+        """The controller after a batch of `num_samples` sequences with this mean KL. A NaN is refused."""
+        if kl != kl:
+            raise ValueError("kl=nan: the batch has no KL; do not update the controller with it")
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        factor = 1.0 + error * num_samples / self.horizon
+        # a batch larger than the horizon must not turn the coefficient negative
+        return replace(self, coefficient=self.coefficient * max(factor, 0.0))
+
+
+def _require_coefficient(coefficient: float) -> None:
+    if coefficient < 0.0:
+        raise ValueError(f"coefficient={coefficient}: must be at least 0")

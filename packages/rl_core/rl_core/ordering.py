@@ -1,0 +1,46 @@
+"""Reorder a batch and put results back."""
+
+from collections.abc import Sequence
+from typing import TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from .errors import BatchError
+
+__all__ = ["inverse_order", "reorder", "restore"]
+
+Item = TypeVar("Item")
+
+
+def inverse_order(order: Sequence[int]) -> list[int]:
+    """The order that undoes `order`. Raises `BatchError` unless it is a permutation of 0 … n - 1."""
+    inverse = [-1] * len(order)
+    for place, index in enumerate(order):
+        if not 0 <= index < len(order) or inverse[index] != -1:
+            raise BatchError(f"not a permutation of 0 … {len(order) - 1}: {index} at place {place}")
+        inverse[index] = place
+    return inverse
+
+
+@overload
+def reorder(items: Tensor, order: Sequence[int]) -> Tensor: ...
+@overload
+def reorder(items: Sequence[Item], order: Sequence[int]) -> list[Item]: ...
+def reorder(items: Tensor | Sequence[Item], order: Sequence[int]) -> Tensor | list[Item]:
+    """items[order[0]], items[order[1]], …: a tensor along its first dimension, or a list."""
+    if isinstance(items, Tensor):
+        return items[torch.as_tensor(order, dtype=torch.int64, device=items.device)]
+    return [items[index] for index in order]
+
+
+@overload
+def restore(items: Tensor, order: Sequence[int]) -> Tensor: ...
+@overload
+def restore(items: Sequence[Item], order: Sequence[int]) -> list[Item]: ...
+def restore(items: Tensor | Sequence[Item], order: Sequence[int]) -> Tensor | list[Item]:
+    """Undo `reorder`: restore(reorder(x, order), order) equals x. Raises `BatchError` for no permutation or length."""
+    if len(items) != len(order):
+        raise BatchError(f"{len(items)} items for an order of {len(order)}")
+    inverse = inverse_order(order)
+    return reorder(items, inverse)

@@ -1,0 +1,38 @@
+"""The critic's loss. Shapes: K response tokens; any other shape works too, as long as all tensors agree."""
+
+import torch
+from torch import Tensor
+
+from ._tensors import require_same_shape, upcast
+
+__all__ = ["value_loss"]
+
+
+def value_loss(
+    values_K: Tensor,
+    returns_K: Tensor,
+    old_values_K: Tensor | None = None,
+    *,
+    clip: float | None = 0.2,
+) -> tuple[Tensor, Tensor]:
+    """(loss_K, clipped_K): half the squared error, with the new value held near the old one.
+
+        V_c = old + clip(V - old, -clip, clip)
+        loss = 1/2 max((V - R)^2, (V_c - R)^2)
+
+    `clip` None, or no `old_values_K`, is the plain squared error. `clipped_K` is bool: the bound was active, the token
+    has no gradient. Loss in at least float32; returns and old values get no gradient.
+    Source: PPO2 in OpenAI baselines (2017); Huang et al. 2022, "The 37 implementation details of PPO", detail 9.
+    """
+    if clip is not None and clip <= 0.0:
+        raise ValueError(f"clip={clip}: must be above 0, or None")
+    require_same_shape(values_K=values_K, returns_K=returns_K)
+    values, returns = upcast(values_K, returns_K.detach())
+    plain = 0.5 * (values - returns).square()
+    if clip is None or old_values_K is None:
+        return plain, torch.zeros_like(plain, dtype=torch.bool)
+    require_same_shape(values_K=values_K, old_values_K=old_values_K)
+    old_values = old_values_K.detach().to(values)
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    bounded = 0.5 * (held - returns).square()
+    return torch.maximum(plain, bounded), (bounded > plain).detach()
