@@ -1,0 +1,107 @@
+"""Runs one command and sees to it that nothing of it survives: a script, standard library only.
+
+    python _supervise.py PARENT_PID GRACE_S COMMAND...
+
+It ends the command's whole process tree when the command ends, when SIGTERM or SIGINT arrives, or when the process
+PARENT_PID is gone, however that died. Grandchildren count: as a child subreaper it inherits every orphan below it, so
+vLLM's engine and worker processes cannot slip away. SIGTERM goes to the command first; after GRACE_S seconds all that
+is left gets SIGKILL. Exit status: the command's, or 128 + its signal.
+
+Should this process itself be killed, the command dies with it (parent-death signal), and the launcher kills the
+process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+_POLL_S = 0.25
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _before_exec() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def descendants(root: int) -> list[int]:
+    """Every process below `root`, by /proc."""
+    parents = {int(p.name): _parent_of(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()}
+    found, frontier = [], [root]
+    while frontier:
+        frontier = [pid for pid, parent in parents.items() if parent in frontier]
+        found += frontier
+    return found
+
+
+def _reap(child: int, status: int | None) -> int | None:
+    """Collect everything that has ended; the command's exit status once it is known."""
+    while True:
+        try:
+            pid, raw = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if pid == 0:
+            return status
+        if pid == child:
+            code = os.waitstatus_to_exitcode(raw)
+            status = code if code >= 0 else 128 - code
+
+
+def _kill_tree(child: int, status: int | None, grace_s: float) -> int | None:
+    if status is None:
+        os.kill(child, signal.SIGTERM)
+    end = time.monotonic() + grace_s
+    while time.monotonic() < end and descendants(os.getpid()):
+        status = _reap(child, status)
+        time.sleep(0.02)
+    while left := descendants(os.getpid()):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+        status = _reap(child, status)
+    return _reap(child, status)
+
+
+def main() -> int:
+    parent, grace_s, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # One thread only lives here, so running code between fork and exec is safe.
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_before_exec)
+    child, status = process.pid, None
+    process.returncode = 0  # waitpid(-1) below collects it; keep Popen from waiting too
+    while status is None and os.getppid() == parent:
+        info = signal.sigtimedwait(_WATCHED, _POLL_S)
+        status = _reap(child, status)
+        if info is not None and info.si_signo != signal.SIGCHLD:
+            break
+    died_alone = status is not None
+    status = _kill_tree(child, status, 0.5 if died_alone else grace_s)
+    return 128 + signal.SIGTERM if status is None else status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The API key on every route of a server, the control routes included.
+
+vLLM's own --api-key guards only paths below /v1 (and a few more): pausing, weight updates, metrics and the rest stay
+open. This ASGI middleware refuses every HTTP or websocket request without the bearer token. Standard library only:
+the server process loads this file by its path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own guard reads the same variable
+
+
+class ApiKeyMiddleware:
+    """Answers 401 unless the request carries `Authorization: Bearer <key>`."""
+
+    def __init__(self, app: App) -> None:
+        key = os.environ.get(KEY_VARIABLE, "")
+        if not key:
+            raise RuntimeError(f"{KEY_VARIABLE} is empty: the server would be open to everybody")
+        self._app = app
+        self._digest = hashlib.sha256(key.encode()).digest()
+
+    def _allowed(self, scope: Scope) -> bool:
+        for name, value in scope.get("headers", ()):
+            if name.lower() == b"authorization":
+                scheme, _, token = value.partition(b" ")
+                given = hashlib.sha256(token.strip()).digest()
+                return bool(scheme.lower() == b"bearer" and secrets.compare_digest(given, self._digest))
+        return False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or self._allowed(scope):
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        body = json.dumps({"error": {"message": "the API key is missing or wrong", "code": 401}}).encode()
+        headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": body})

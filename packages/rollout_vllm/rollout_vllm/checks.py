@@ -1,0 +1,155 @@
+"""What can be found wrong before a server starts: model folder, context length, KV cache, memory, ports."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .command import Device, kv_cache_bytes_of
+from .config import RolloutConfig
+from .errors import KVCacheTooSmallError, ModelFolderError, PortInUseError, RequestTooLongError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
+_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_CPU_BLOCK_TOKENS = 128  # vLLM's KV block on the CPU; a sequence takes whole blocks
+_GPU_BLOCK_TOKENS = 16
+
+
+def check_model_folder(model_path: str, *, load_format: str = "auto") -> dict[str, Any] | None:
+    """The folder's config.json. None: `model_path` names a model on the Hub, nothing to check.
+
+    Raises ModelFolderError: no such folder, no or broken config.json, no tokenizer, no weights.
+    """
+    folder = Path(model_path).expanduser()
+    if not folder.is_dir():
+        if not folder.exists() and model_path.count("/") == 1 and model_path[0] not in "./~":
+            return None
+        raise ModelFolderError(f"model path {model_path!r} is no folder; give a Hugging Face folder or a Hub name a/b")
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise ModelFolderError(f"model folder {model_path!r} has no config.json; is it a Hugging Face model folder?")
+    try:
+        model_config = json.loads(config_file.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ModelFolderError(f"{config_file} is no valid JSON: {error}") from None
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        names = ", ".join(_TOKENIZER_FILES)
+        raise ModelFolderError(
+            f"model folder {model_path!r} has no tokenizer (none of {names}); save one into it with "
+            "tokenizer.save_pretrained(folder)"
+        )
+    if load_format != "dummy" and not any(any(folder.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
+        raise ModelFolderError(
+            f"model folder {model_path!r} has no weights ({', '.join(_WEIGHT_PATTERNS)}); "
+            "load_format='dummy' starts with random ones"
+        )
+    return dict(model_config)
+
+
+def check_context(config: RolloutConfig, model_config: Mapping[str, Any] | None) -> None:
+    """max_model_len within the model's own context."""
+    limit = (model_config or {}).get("max_position_embeddings")
+    if config.max_model_len is None or not isinstance(limit, int) or (model_config or {}).get("rope_scaling"):
+        return
+    if config.max_model_len > limit:
+        raise RequestTooLongError(
+            f"max_model_len={config.max_model_len}: the model's context is {limit} tokens (max_position_embeddings)"
+        )
+
+
+def check_request_length(max_prompt_tokens: int, max_tokens: int, max_model_len: int | None) -> None:
+    """Prompt and response together within the context. Raises RequestTooLongError."""
+    if max_model_len is not None and max_prompt_tokens + max_tokens > max_model_len:
+        raise RequestTooLongError(
+            f"prompts of up to {max_prompt_tokens} tokens and max_tokens={max_tokens} make "
+            f"{max_prompt_tokens + max_tokens}, more than max_model_len={max_model_len}; shorten one or raise the other"
+        )
+
+
+def kv_bytes_per_token(model_config: Mapping[str, Any], dtype: str, tensor_parallel_size: int) -> int | None:
+    """KV cache bytes of one token on one GPU; None where the plain formula does not hold (MLA, sliding, hybrid)."""
+    layer_types = model_config.get("layer_types") or []
+    special = "kv_lora_rank" in model_config or any(t != "full_attention" for t in layer_types)
+    layers, heads = model_config.get("num_hidden_layers"), model_config.get("num_attention_heads")
+    if special or not layers or not heads:
+        return None
+    kv_heads = model_config.get("num_key_value_heads") or heads
+    hidden = model_config.get("hidden_size")
+    head_dim = model_config.get("head_dim") or (hidden // heads if hidden else None)
+    if head_dim is None:
+        return None
+    bytes_per_value = 4 if dtype == "float32" else 2
+    return int(2 * layers * max(1, kv_heads // tensor_parallel_size) * head_dim * bytes_per_value)
+
+
+def check_kv_cache(config: RolloutConfig, model_config: Mapping[str, Any] | None, device: Device) -> None:
+    """One sequence of max_model_len tokens must fit. Raises KVCacheTooSmallError with sizes that would do."""
+    budget = kv_cache_bytes_of(config, device)
+    if budget is None or model_config is None:
+        return
+    per_token = kv_bytes_per_token(model_config, config.dtype, config.tensor_parallel_size)
+    max_len = config.max_model_len or model_config.get("max_position_embeddings")
+    if per_token is None or not isinstance(max_len, int):
+        return
+    block = _CPU_BLOCK_TOKENS if device == "cpu" else _GPU_BLOCK_TOKENS
+    # vLLM keeps one block for itself.
+    needed = (-(-max_len // block) + 1) * block * per_token
+    if needed > budget:
+        fits = max(0, budget // (block * per_token) - 1) * block
+        raise KVCacheTooSmallError(
+            f"kv_cache_gib={budget / 2**30:.4g} holds {fits} tokens, less than one sequence of "
+            f"max_model_len={max_len}; set kv_cache_gib to at least {_round_up(needed / 2**30)} "
+            f"or max_model_len to at most {fits}"
+        )
+
+
+def _round_up(gib: float) -> float:
+    return float(f"{gib * 1.05 + 0.0005:.3f}")
+
+
+def available_memory_bytes(meminfo: str) -> int | None:
+    """MemAvailable of /proc/meminfo's text."""
+    for line in meminfo.splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    return None
+
+
+def check_memory(config: RolloutConfig, device: Device, available_bytes: int | None) -> None:
+    """The CPU servers' KV caches must fit into free memory. Raises KVCacheTooSmallError."""
+    budget = kv_cache_bytes_of(config, device)
+    if device != "cpu" or budget is None or available_bytes is None:
+        return
+    if budget * config.num_servers > available_bytes:
+        raise KVCacheTooSmallError(
+            f"{config.num_servers} server(s) with kv_cache_gib={budget / 2**30:.4g} need more than the "
+            f"{available_bytes / 2**30:.1f} GiB of memory that are free; lower kv_cache_gib or num_servers"
+        )
+
+
+def reserve_port(host: str, port: int | None) -> socket.socket:
+    """A bound socket that does not listen: nobody else is given its port, and vLLM may still bind it.
+
+    On Linux two sockets with SO_REUSEADDR share an address while neither listens, and the kernel never hands out a
+    bound port to a caller who asks for any. Keep the socket until the server has stopped.
+    Raises PortInUseError.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        if port is not None:  # somebody else's reservation shows only when one listens
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+                probe.listen(1)
+        held = socket.socket(family, socket.SOCK_STREAM)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, port or 0))
+    except OSError as error:
+        raise PortInUseError(
+            f"port={port} on {host}: {error.strerror or error}; choose another, or leave port empty for a free one"
+        ) from None
+    return held

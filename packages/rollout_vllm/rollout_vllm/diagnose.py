@@ -1,0 +1,63 @@
+"""From a server's log to the reason it failed, in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_PREFIX = re.compile(r"^(\([^)]*pid=\d+\)\s*)+")
+_LOG_HEAD = re.compile(r"^(INFO|WARNING|ERROR|DEBUG)\s+\d\d-\d\d \d\d:\d\d:\d\d( \[[^\]]*\])?\s*")
+_EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)): (.+)")
+# These say only that something else failed before.
+_SECONDARY = ("Engine core initialization failed", "WorkerProc initialization failed", "EngineCore encountered")
+
+# (what to say, what to look for in a line); the matched text follows what is said when it has a group.
+_RULES: Sequence[tuple[str, str]] = (
+    ("out of GPU memory", r"(Free memory on device.*is less than desired GPU memory utilization[^.]*)"),
+    ("out of GPU memory", r"((?:CUDA out of memory|OutOfMemoryError).*)"),
+    ("out of memory", r"((?:DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory).*)"),
+    ("too little memory for the KV cache", r"(Available memory on node.*)"),
+    ("too little memory for the KV cache", r"(No available memory for the cache blocks.*)"),
+    ("the KV cache is too small for max_model_len", r"(.*larger than the available KV cache memory.*)"),
+    ("the KV cache is too small for max_model_len", r"(.*larger than the maximum number of tokens that can be.*)"),
+    ("port in use: another process listens on the server's port", r"[Aa]ddress already in use"),
+    ("max_model_len is beyond the model's context", r"(User-specified max_model_len.*)"),
+    ("bad model", r"(Model architectures? .*(?:not supported|failed to be inspected).*)"),
+    ("bad model: broken safetensors file", r"(.*(?:SafetensorError|HeaderTooLarge|MetadataIncompleteBuffer).*)"),
+    ("bad model: no usable tokenizer", r"(.*(?:Can't load tokenizer|Couldn't instantiate the backend tokenizer).*)"),
+    ("bad model", r"(.*(?:Cannot find any model weights|size mismatch for|not initialized from checkpoint).*)"),
+    ("vLLM refused an argument", r"(?:api_server|plinth-rollout-server).*: error: (.*)"),
+    ("vLLM is not installed in this Python", r"No module named '?vllm"),
+)
+_COMPILED = tuple((say, re.compile(pattern)) for say, pattern in _RULES)
+
+
+def clean_line(line: str) -> str:
+    """A log line without process and time prefixes."""
+    return _LOG_HEAD.sub("", _PREFIX.sub("", line)).strip()
+
+
+def diagnose(log: str, exit_status: int | None) -> str:
+    """The reason, at most 400 characters. `log`: the server's output; exit_status: None while it still runs."""
+    lines = [clean_line(line) for line in log.splitlines()]
+    for say, pattern in _COMPILED:
+        for line in lines:
+            if match := pattern.search(line):
+                return _shorten(f"{say}: {match[1]}" if pattern.groups else say)
+    exceptions = [m for line in lines if (m := _EXCEPTION.match(line))]
+    primary = [m for m in exceptions if not any(s in m[2] for s in _SECONDARY)]
+    if primary or exceptions:
+        # The first one: later ones follow from it, in other processes.
+        match = (primary or exceptions)[0]
+        return _shorten(f"{match[1].rpartition('.')[2]}: {match[2]}")
+    if exit_status is not None and exit_status in (137, -9):
+        return "killed (SIGKILL); perhaps the machine ran out of memory"
+    if exit_status is not None:
+        last = next((line for line in reversed(lines) if line), "no output")
+        return _shorten(f"exit status {exit_status}: {last}")
+    return "no answer"
+
+
+def _shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 400 else text[:397] + "..."

@@ -1,0 +1,133 @@
+"""The completion request and its answer: pure functions between our data and the OpenAI JSON (vLLM 0.26 to 0.32).
+
+The standard part is /v1/completions with the prompt as token ids. vLLM's additions used here: `return_token_ids`
+(token ids of the response), `return_tokens_as_token_ids` (log-prob tokens as "token_id:17", the fallback for servers
+without the former), `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `repetition_penalty`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from .config import SamplingConfig
+from .samples import FinishReason
+
+_FINISH_REASONS = ("stop", "length", "abort")
+
+
+class MalformedAnswerError(ValueError):
+    """The server's JSON is not a complete answer to the request."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One response as it came over the wire."""
+
+    response_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+
+
+def completion_body(
+    prompt_ids: Sequence[int], sampling: SamplingConfig, *, model: str | None, seed: int | None
+) -> dict[str, Any]:
+    """The JSON of one request for `sampling.n` samples. Names every sampling value, so no server default applies."""
+    body: dict[str, Any] = {
+        "prompt": list(prompt_ids),
+        "n": sampling.n,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "stream": False,
+    }
+    if model is not None:
+        body["model"] = model
+    if seed is not None:
+        body["seed"] = seed
+    if sampling.stop_token_ids:
+        body["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.ignore_eos:
+        body["ignore_eos"] = True
+    if sampling.min_tokens:
+        body["min_tokens"] = sampling.min_tokens
+    return body
+
+
+def parse_completion(answer: Any, n: int) -> list[Choice]:
+    """The n choices in index order.
+
+    Raises MalformedAnswerError unless the answer holds every index 0..n-1 once, each with token ids and one finite
+    log-prob a token.
+    """
+    if not isinstance(answer, Mapping) or not isinstance(answer.get("choices"), list):
+        raise MalformedAnswerError("the answer has no list of choices")
+    choices: dict[int, Choice] = {}
+    for raw in answer["choices"]:
+        if not isinstance(raw, Mapping) or not isinstance(raw.get("index"), int):
+            raise MalformedAnswerError("a choice has no index")
+        index = raw["index"]
+        if index in choices or not 0 <= index < n:
+            raise MalformedAnswerError(f"choice index {index} is double or not in 0..{n - 1}")
+        choices[index] = _parse_choice(raw, index)
+    if len(choices) != n:
+        raise MalformedAnswerError(f"{len(choices)} choices for n={n}")
+    return [choices[index] for index in range(n)]
+
+
+def _parse_choice(raw: Mapping[str, Any], index: int) -> Choice:
+    reason = raw.get("finish_reason")
+    if reason not in _FINISH_REASONS:
+        raise MalformedAnswerError(f"choice {index}: finish_reason {reason!r} is none of {', '.join(_FINISH_REASONS)}")
+    logprobs = raw.get("logprobs")
+    values = logprobs.get("token_logprobs") if isinstance(logprobs, Mapping) else None
+    ids = raw.get("token_ids")
+    if ids is None and isinstance(logprobs, Mapping):
+        ids = _ids_from_placeholders(logprobs.get("tokens"), index)
+    if values is None and ids == []:
+        values = []
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise MalformedAnswerError(f"choice {index}: no token ids (does the server know return_token_ids?)")
+    if not isinstance(values, list) or len(values) != len(ids):
+        got = len(values) if isinstance(values, list) else "no"
+        raise MalformedAnswerError(f"choice {index}: {got} log-probs for {len(ids)} tokens")
+    if not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
+        raise MalformedAnswerError(f"choice {index}: a log-prob is missing or not finite")
+    return Choice(ids, [float(v) for v in values], cast(FinishReason, reason))
+
+
+def _ids_from_placeholders(tokens: Any, index: int) -> list[int] | None:
+    if not isinstance(tokens, list):
+        return None
+    ids = []
+    for token in tokens:
+        head, _, number = str(token).partition(":")
+        if head != "token_id" or not number.isdigit():
+            raise MalformedAnswerError(f"choice {index}: no token ids (does the server know return_token_ids?)")
+        ids.append(int(number))
+    return ids
+
+
+def error_message(status: int, body: str) -> str:
+    """One line from an error answer: the server's own message if there is one, at most 300 characters."""
+    import json
+
+    text = body
+    try:
+        parsed = json.loads(body)
+        error = parsed.get("error", parsed) if isinstance(parsed, Mapping) else parsed
+        text = str(error.get("message", error)) if isinstance(error, Mapping) else str(error)
+    except ValueError:
+        pass
+    line = " ".join(text.split())
+    return f"HTTP {status}: {line[:300]}" if line else f"HTTP {status}"

@@ -1,0 +1,85 @@
+"""What goes in and comes out: plain data, picklable, without any library."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+FailureKind = Literal["too_long", "refused", "malformed", "connection", "timeout", "server", "aborted", "deadline"]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One running server. `model` is the name it serves under; None: asked for at first use."""
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+    model: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt, to be sampled n times.
+
+    prompt_ids: token ids. seed: makes the samples repeatable; sample i is drawn with seed + i, so give every prompt
+    of a step its own (`request_seed`). None: unseeded.
+    """
+
+    prompt_id: str
+    prompt_ids: Sequence[int]
+    seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One response.
+
+    response_ids: token ids, the end-of-sequence token included when it was sampled. log_probs: natural logarithm of
+    the probability each of them was drawn with, after temperature and the other sampling settings; same length.
+    policy_version: the version the client held when the request was sent; last_policy_version: when it came back.
+    They differ when weights were replaced in between.
+    """
+
+    prompt_id: str
+    sample_index: int
+    response_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    policy_version: int
+    last_policy_version: int
+    server_url: str = ""
+    num_attempts: int = 1
+    duration_s: float = 0.0  # from the first attempt to the answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One sample that could not be generated. It has no reward: leave it out of the batch."""
+
+    prompt_id: str
+    sample_index: int
+    kind: FailureKind
+    message: str
+    num_attempts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupResult:
+    """All of a prompt's samples: len(samples) + len(failures) == n, every index once."""
+
+    prompt_id: str
+    samples: tuple[Sample, ...]
+    failures: tuple[Failure, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        return not self.failures
+
+
+def request_seed(run_seed: int, step: int, prompt_id: str) -> int:
+    """A seed of its own for each prompt of each step: 62 bits of SHA-256, so seed + sample index stays an int64."""
+    digest = hashlib.sha256(f"{run_seed}/{step}/{prompt_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 2

@@ -1,0 +1,185 @@
+"""A group of vLLM servers: launched together, ready together, stopped together."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from types import TracebackType
+
+from .checks import (
+    available_memory_bytes,
+    check_context,
+    check_kv_cache,
+    check_memory,
+    check_model_folder,
+    reserve_port,
+)
+from .command import SERVED_MODEL_NAME, Device, detect_device, server_arguments, server_environment
+from .config import RolloutConfig
+from .errors import RolloutConfigError, ServerStartError
+from .process import ServerProcess, try_generation
+from .samples import Endpoint
+
+
+def check_launch(model_path: str | Path, config: RolloutConfig) -> Device:
+    """Everything that can be found wrong without starting anything; takes milliseconds.
+
+    Raises RolloutConfigError or one of its children: vLLM not installed, no usable model folder, max_model_len beyond
+    the model, KV cache too small for one sequence or too large for the machine, a fixed port in use.
+    """
+    if config.urls:
+        return "cpu"
+    device = detect_device()[0] if config.device == "auto" else config.device
+    model_config = check_model_folder(str(model_path), load_format=config.load_format)
+    check_context(config, model_config)
+    check_kv_cache(config, model_config, device)
+    check_memory(config, device, _free_memory())
+    for index in range(config.num_servers if config.port is not None else 0):
+        reserve_port(config.host, (config.port or 0) + index).close()
+    return device
+
+
+def _free_memory() -> int | None:
+    try:
+        return available_memory_bytes(Path("/proc/meminfo").read_text())
+    except OSError:
+        return None
+
+
+class ServerGroup:
+    """N servers of one model. Use `launch`, then `wait_ready`; a context manager stops them at its end.
+
+    Whatever ends the launching process, SIGKILL included, ends the servers: each has a supervisor that watches it.
+    """
+
+    def __init__(
+        self, endpoints: Sequence[Endpoint], servers: Sequence[ServerProcess], startup_timeout_s: float
+    ) -> None:
+        self.endpoints = tuple(endpoints)
+        self.servers = tuple(servers)
+        self._startup_timeout_s = startup_timeout_s
+        self._started_at = time.monotonic()
+        self._owner_pid = os.getpid()
+        reference = weakref.ref(self)
+        atexit.register(_stop_if_alive, reference)
+
+    @classmethod
+    def launch(
+        cls,
+        model_path: str | Path,
+        config: RolloutConfig,
+        *,
+        log_dir: Path,
+        extra_args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        gpu_ids_per_server: Sequence[Sequence[int]] | None = None,
+    ) -> ServerGroup:
+        """Start the servers and return at once (they load in parallel; `wait_ready` waits).
+
+        With `config.urls` nothing is started. log_dir: receives server_0.log, server_1.log, ...; extra_args and env go
+        to every server, over our own. gpu_ids_per_server: one sequence of device ids a server.
+        Raises what `check_launch` raises, before any process exists.
+        """
+        if config.urls:
+            return cls([Endpoint(url.rstrip("/"), config.api_key) for url in config.urls], [], config.startup_timeout_s)
+        device = check_launch(model_path, config)
+        if gpu_ids_per_server is not None and len(gpu_ids_per_server) != config.num_servers:
+            raise RolloutConfigError(
+                f"gpu_ids_per_server has {len(gpu_ids_per_server)} entries for num_servers={config.num_servers}"
+            )
+        api_key = config.api_key or secrets.token_urlsafe(32)
+        servers: list[ServerProcess] = []
+        for index in range(config.num_servers):
+            held = reserve_port(config.host, None if config.port is None else config.port + index)
+            port = held.getsockname()[1]
+            gpu_ids = gpu_ids_per_server[index] if gpu_ids_per_server is not None else None
+            variables = server_environment(
+                os.environ, config, device=device, api_key=api_key, num_cores=_num_cores(), gpu_ids=gpu_ids, extra=env
+            )
+            arguments = server_arguments(config, str(model_path), port=port, device=device, extra_args=extra_args)
+            host = f"[{config.host}]" if ":" in config.host else config.host
+            endpoint = Endpoint(f"http://{host}:{port}", api_key, SERVED_MODEL_NAME)
+            log_path = Path(log_dir) / f"server_{index}.log"
+            servers.append(
+                ServerProcess(index, endpoint, arguments, variables, log_path, held, stop_grace_s=config.stop_grace_s)
+            )
+        group = cls([server.endpoint for server in servers], servers, config.startup_timeout_s)
+        try:
+            for server in servers:
+                server.start()
+        except BaseException:
+            group.stop()
+            raise
+        return group
+
+    def wait_ready(self) -> None:
+        """Block until every server has generated a token.
+
+        Raises ServerStartError with the first failure's reason in one line; then all of them are stopped.
+        """
+        deadline = self._started_at + self._startup_timeout_s
+        jobs = self.servers or self.endpoints
+        pool = ThreadPoolExecutor(max_workers=len(jobs), thread_name_prefix="wait_ready")
+        try:
+            if self.servers:
+                futures = [pool.submit(server.wait_ready, deadline) for server in self.servers]
+            else:
+                futures = [pool.submit(_wait_url, i, e, deadline) for i, e in enumerate(self.endpoints)]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        except BaseException:
+            self.stop()  # the other waiting threads see their servers gone and end
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def check(self) -> None:
+        """Raises ServerDiedError if a server that we started has exited. Cheap: no request is made."""
+        for server in self.servers:
+            server.check()
+
+    def stop(self) -> None:
+        """Stop every server and wait until no process of theirs is left. Idempotent."""
+        if os.getpid() != self._owner_pid:
+            return
+        for server in self.servers:
+            server.ask_to_stop()
+        for server in self.servers:
+            server.stop()
+            server.release_port()
+
+    def __enter__(self) -> ServerGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _stop_if_alive(reference: weakref.ref[ServerGroup]) -> None:
+    group = reference()
+    if group is not None:
+        group.stop()
+
+
+def _wait_url(index: int, endpoint: Endpoint, deadline: float) -> None:
+    """Readiness of a server that somebody else runs."""
+    while True:
+        problem = try_generation(endpoint, timeout_s=max(0.1, deadline - time.monotonic()))
+        if problem is None:
+            return
+        if problem.startswith("HTTP 4") or time.monotonic() > deadline:
+            raise ServerStartError(f"{endpoint.url}: {problem}", index, None)
+        time.sleep(0.5)
