@@ -1,0 +1,236 @@
+"""Tiny models and real vLLM servers for this package's tests."""
+
+import contextlib
+import ctypes
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weight_sync import SyncConfig, server_args, server_env
+
+VOCAB_SIZE = 96
+PROMPTS = [[5, 6, 7, 8], [11, 3, 42, 9, 17, 23], [60, 61, 62], [90, 2, 2, 4, 8, 16, 32, 64]]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server and what it was built from."""
+
+    url: str
+    api_key: str | None
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def tiny_config(family: str = "qwen3", *, tied: bool = True, hidden: int = 64, layers: int = 2) -> Any:
+    """A transformers config of a few thousand parameters."""
+    import transformers
+
+    common: dict[str, Any] = dict(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    if family == "qwen3":
+        return transformers.Qwen3Config(head_dim=32, **common)
+    if family == "llama":
+        return transformers.LlamaConfig(**common)
+    if family == "qwen2":
+        return transformers.Qwen2Config(**common)
+    if family == "phi3":
+        return transformers.Phi3Config(**common)
+    raise ValueError(family)
+
+
+def tiny_model(config: Any, seed: int) -> Any:
+    """A random float32 model whose predictions are far from uniform, so that a wrong weight shows."""
+    import transformers
+
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.ndim > 1:
+                param.normal_(0.0, 0.25 if "embed" in name else 0.15)
+            else:
+                param.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+def save_model(model: Any, folder: Path) -> Path:
+    """Write a Hugging Face folder with a word-level tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", bos_token="w1").save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def running_server(
+    folder: Path, log: Path, *, api_key: str | None = None, extra_args: Sequence[str] = (), wait: bool = True
+) -> Iterator[Server]:
+    """A vLLM server on the CPU, killed with its whole process group at the end."""
+    server = start_server(folder, log, api_key=api_key, extra_args=extra_args)
+    try:
+        if wait:
+            wait_healthy(server)
+        yield server
+    finally:
+        stop_server(server)
+
+
+def start_server(
+    folder: Path, log: Path, *, api_key: str | None = None, extra_args: Sequence[str] = (), port: int | None = None
+) -> Server:
+    """Start and return at once."""
+    config = SyncConfig()
+    port = port or free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "128"]
+    command += [
+        "--max-num-seqs",
+        "8",
+        "--enforce-eager",
+        "--served-model-name",
+        "policy",
+        "--no-enable-chunked-prefill",
+    ]
+    command += [
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--max-logprobs",
+        "5",
+        *server_args(config, "cpu"),
+        *extra_args,
+    ]
+    if api_key:
+        command += ["--api-key", api_key]
+    env = {**os.environ, **server_env(config), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    return Server(f"http://127.0.0.1:{port}", api_key, process, log)
+
+
+def wait_healthy(server: Server, timeout_s: float = 240.0) -> None:
+    """Wait for /health."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            break
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            if call(server, "GET", "/health")[0] == 200:
+                return
+        time.sleep(0.2)
+    raise RuntimeError(f"server did not start:\n{server.log.read_text()[-4000:]}")
+
+
+def stop_server(server: Server) -> None:
+    """Kill the server's process group and wait for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGTERM)
+    try:
+        server.process.wait(10)
+    except subprocess.TimeoutExpired:
+        pass
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait(10)
+
+
+def call(server: Server, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> tuple[int, Any]:
+    """One HTTP call: status and decoded body."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=timeout_s)
+    headers = {"Content-Type": "application/json"}
+    if server.api_key:
+        headers["Authorization"] = f"Bearer {server.api_key}"
+    connection.request(method, path, None if body is None else json.dumps(body), headers)
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    try:
+        return response.status, json.loads(text)
+    except json.JSONDecodeError:
+        return response.status, text
+
+
+def generate(
+    server: Server, prompt: list[int], num_tokens: int = 24, timeout_s: float = 60.0
+) -> tuple[list[int], list[float]]:
+    """Greedy token ids and their log-probs."""
+    body = dict(model="policy", prompt=prompt, max_tokens=num_tokens, temperature=0.0, logprobs=1)
+    body |= dict(return_token_ids=True, ignore_eos=True)
+    status, answer = call(server, "POST", "/v1/completions", body, timeout_s)
+    assert status == 200, answer
+    choice = answer["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+@torch.no_grad()
+def expected(model: Any, prompt: list[int], num_tokens: int = 24) -> list[int]:
+    """Greedy continuation by transformers, without a cache."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@torch.no_grad()
+def log_probs_of(model: Any, prompt: list[int], response: list[int]) -> list[float]:
+    """The trainer's own log-probs of the response's tokens."""
+    ids = torch.tensor([[*prompt, *response]])
+    log_probs = model(ids).logits[0].float().log_softmax(-1)
+    return [float(log_probs[len(prompt) - 1 + i, token]) for i, token in enumerate(response)]
+
+
+def assert_serves(server: Server, model: Any) -> float:
+    """The server's greedy output is the model's; returns the mean absolute log-prob difference."""
+    differences = []
+    for prompt in PROMPTS:
+        tokens, log_probs = generate(server, prompt)
+        assert tokens == expected(model, prompt)
+        ours = log_probs_of(model, prompt, tokens)
+        differences += [abs(a - b) for a, b in zip(ours, log_probs, strict=True)]
+    return sum(differences) / len(differences)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -1,0 +1,80 @@
+"""Push model weights from a trainer into running vLLM servers: planned, checked, and published all at once."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import SyncConfig
+    from .errors import (
+        ChannelError,
+        ManifestError,
+        ReceiverError,
+        ServerError,
+        SourceError,
+        SyncConfigError,
+        WeightSyncError,
+    )
+    from .manifest import Manifest, TensorEntry
+    from .plan import Bucket, BucketPlan, Slot, plan_buckets
+    from .pusher import Endpoint, SyncReport, WeightPusher
+    from .server import server_args, server_env
+    from .sources import HfFolderSource, ModuleSource, WeightSource
+    from .zero_source import ZeroSource
+
+__all__ = [
+    "Bucket",
+    "BucketPlan",
+    "ChannelError",
+    "Endpoint",
+    "HfFolderSource",
+    "Manifest",
+    "ManifestError",
+    "ModuleSource",
+    "ReceiverError",
+    "ServerError",
+    "Slot",
+    "SourceError",
+    "SyncConfig",
+    "SyncConfigError",
+    "SyncReport",
+    "TensorEntry",
+    "WeightPusher",
+    "WeightSource",
+    "WeightSyncError",
+    "ZeroSource",
+    "plan_buckets",
+    "server_args",
+    "server_env",
+]
+
+_EXPORTS = {
+    "Bucket": ".plan",
+    "BucketPlan": ".plan",
+    "ChannelError": ".errors",
+    "Endpoint": ".pusher",
+    "HfFolderSource": ".sources",
+    "Manifest": ".manifest",
+    "ManifestError": ".errors",
+    "ModuleSource": ".sources",
+    "ReceiverError": ".errors",
+    "ServerError": ".errors",
+    "Slot": ".plan",
+    "SourceError": ".errors",
+    "SyncConfig": ".config",
+    "SyncConfigError": ".errors",
+    "SyncReport": ".pusher",
+    "TensorEntry": ".manifest",
+    "WeightPusher": ".pusher",
+    "WeightSource": ".sources",
+    "WeightSyncError": ".errors",
+    "ZeroSource": ".zero_source",
+    "plan_buckets": ".plan",
+    "server_args": ".server",
+    "server_env": ".server",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name], __name__), name)

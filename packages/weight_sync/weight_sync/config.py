@@ -1,0 +1,47 @@
+"""Settings of a weight sync."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import SyncConfigError
+
+TRANSPORTS = ("auto", "shm", "ipc", "nccl", "gloo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """How weights travel from the trainer into the servers."""
+
+    transport: Literal["auto", "shm", "ipc", "nccl", "gloo"] = "auto"
+    """``shm``: shared memory, same host, CPU or CUDA servers. ``ipc``: CUDA IPC, same GPU. ``nccl``: between GPUs.
+    ``gloo``: TCP, across hosts, CPU or CUDA servers. ``auto``: ``shm`` for a trainer on the CPU, ``ipc`` for CUDA."""
+
+    bucket_mib: int = 64
+    """Bound of one bucket in MiB; a larger parameter gets a bucket of its own. Two buckets are in flight."""
+
+    checksum: bool = True
+    """Compute a 64-bit checksum of every bucket on both sides and refuse a bucket that differs."""
+
+    verify: bool = False
+    """After loading, send everything once more and compare it with the server's weights byte for byte. Slow."""
+
+    timeout_s: float = 120.0
+    """Longest silence, in seconds, before the other side counts as dead. Waiting for running requests is separate."""
+
+    pause_timeout_s: float = 1800.0
+    """Longest wait, in seconds, for a server's running requests to finish."""
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise SyncConfigError(f"transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        if self.bucket_mib < 1:
+            raise SyncConfigError(f"bucket_mib: {self.bucket_mib} given, must be at least 1")
+        for name in ("timeout_s", "pause_timeout_s"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise SyncConfigError(f"{name}: {value} given, must be above 0")
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The bound of one bucket in bytes."""
+        return self.bucket_mib * 1024 * 1024

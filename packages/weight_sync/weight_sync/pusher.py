@@ -1,0 +1,187 @@
+"""WeightPusher: one call moves a policy from a source into every server, or leaves all of them paused."""
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .config import SyncConfig
+from .control import ServerControl
+from .errors import ReceiverError, SyncConfigError, WeightSyncError
+from .plan import BucketPlan, plan_buckets
+from .session import PROTOCOL, PushSession, Timings
+from .sources import WeightSource
+
+logger = logging.getLogger(__name__)
+
+
+class Endpoint(Protocol):
+    """A running vLLM server."""
+
+    @property
+    def url(self) -> str:
+        """``http://host:port``."""
+
+    @property
+    def api_key(self) -> str | None:
+        """Bearer token, or None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What one push did. Times are wall-clock seconds seen by the sending rank and overlap in part."""
+
+    version: int
+    num_bytes: int
+    num_tensors: int
+    total_s: float
+    pause_s: float
+    """Longest wait for a server to finish its running requests."""
+    gather_s: float
+    """Time the source took to fill buckets."""
+    transfer_s: float
+    """From the first worker's readiness to the last worker's acknowledgement of everything."""
+    finish_s: float
+    """Publishing, dropping the prefix cache, resuming."""
+    num_attempts: int = 1
+
+
+class WeightPusher:
+    """Pushes the weights of ``source`` into the servers behind ``endpoints``.
+
+    Every rank builds one and calls ``push``; rank 0 talks to the servers, the others take part in the source's
+    collectives. ``group`` is the torch process group of these ranks and ``rank`` the rank within it; None means the
+    default group where torch.distributed is initialised, this process alone elsewhere. ``device`` is where the source's
+    tensors live. While a pusher lives it owns its servers: another one is refused until this one is closed or dies.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        endpoints: Sequence[Endpoint],
+        config: SyncConfig | None = None,
+        *,
+        rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._source = source
+        self._config = config or SyncConfig()
+        self._rank = rank
+        self._group = group
+        self._device = torch.device(device)
+        self._plan: BucketPlan | None = None
+        self._session: PushSession | None = None
+        if rank == 0:
+            if not endpoints:
+                raise SyncConfigError("endpoints: none given")
+            controls = [ServerControl(e.url, e.api_key, self._config.timeout_s) for e in endpoints]
+            self._session = PushSession(controls, self._config, self._device, _identity())
+
+    def push(self, version: int) -> SyncReport:
+        """Move the weights into all servers and publish them as ``version``. A collective over the group.
+
+        Servers finish their running requests first and hold new ones back. An error is answered by sending
+        everything once more; when that fails too, or cannot help, every rank raises WeightSyncError and the servers
+        stay paused with nothing published.
+        """
+        start = time.perf_counter()
+        plan = self._plan_once()
+        for attempt in (1, 2):
+            error = self._attempt(plan, version)
+            code, timings = self._agree(error)
+            if code == _DONE:
+                total_s = time.perf_counter() - start
+                return SyncReport(
+                    version=version,
+                    num_bytes=plan.num_bytes,
+                    num_tensors=plan.num_tensors,
+                    total_s=total_s,
+                    num_attempts=attempt,
+                    **timings,
+                )
+            if code == _FAILED or attempt == 2:
+                break
+            if self._rank == 0:
+                logger.warning("weight sync %d failed and is sent once more: %s", version, error)
+        message = self._share(str(error))
+        if isinstance(error, ReceiverError):
+            raise error
+        raise WeightSyncError(f"version {version} was not published: {message}") from error
+
+    def close(self) -> None:
+        """Give up the servers and free the buffers. The servers stay as they are. Safe to call twice."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def __enter__(self) -> "WeightPusher":
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _plan_once(self) -> BucketPlan:
+        if self._plan is None:
+            self._plan = plan_buckets(self._source.manifest(), self._config.bucket_bytes)
+        return self._plan
+
+    def _attempt(self, plan: BucketPlan, version: int) -> Exception | None:
+        """One full send. Fills every bucket whatever happens, for the other ranks are in the same collectives."""
+        if self._rank != 0:
+            for bucket in plan.buckets:
+                self._source.fill(bucket, None)
+            return None
+        if self._session is None:
+            return WeightSyncError("this pusher is closed")
+        return self._session.send(self._source, plan, version, must_fill_all=self._world() > 1)
+
+    def _agree(self, error: Exception | None) -> tuple[int, dict[str, float]]:
+        """Rank 0's verdict and times, known to all ranks."""
+        code, timings = _DONE, Timings()
+        if error is not None:
+            code = _FAILED if isinstance(error, ReceiverError) and not error.retryable else _AGAIN
+        if self._session is not None:
+            timings = self._session.timings
+        if self._world() > 1:
+            values = [float(code), timings.pause_s, timings.gather_s, timings.transfer_s, timings.finish_s]
+            on_gpu = "nccl" in str(dist.get_backend(self._group))
+            tensor: Tensor = torch.tensor(values, dtype=torch.float64, device=self._device if on_gpu else "cpu")
+            dist.broadcast(tensor, src=self._root(), group=self._group)
+            values = tensor.tolist()
+            code, timings = int(values[0]), Timings(*values[1:])
+        return code, timings.as_dict()
+
+    def _share(self, message: str) -> str:
+        """Rank 0's message, on every rank."""
+        if self._world() == 1:
+            return message
+        box: list[Any] = [message]
+        dist.broadcast_object_list(box, src=self._root(), group=self._group)
+        return str(box[0])
+
+    def _world(self) -> int:
+        if not (dist.is_available() and dist.is_initialized()):
+            return 1
+        return dist.get_world_size(self._group)
+
+    def _root(self) -> int:
+        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
+
+
+_DONE, _AGAIN, _FAILED = 0, 1, 2
+
+
+def _identity() -> dict[str, Any]:
+    return {"trainer": secrets.token_hex(8), "pid": os.getpid(), "host": socket.gethostname(), "protocol": PROTOCOL}

@@ -1,0 +1,232 @@
+"""The weight-transfer engine vLLM creates in every worker. Works with vLLM 0.26 to 0.32.
+
+vLLM calls ``init_transfer_engine`` (a pusher claims this worker), ``start_weight_update``, ``update_weights`` (one call
+for a whole sync: the worker connects to the pusher and stays until it has everything) and ``finish_weight_update``.
+"""
+
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+
+from ..channel import Channel, Message, connect
+from ..checksum import checksum
+from ..errors import ChannelError, ManifestError, ReceiverError, WeightSyncError
+from ..plan import BucketPlan
+from ..session import PROTOCOL
+from ..transports.base import Receiver
+from ..transports.shm import ShmReceiver
+from .apply import Layout, ModelLoader
+
+logger = init_logger(__name__)
+
+#: Plans checked against the model and kept, newest last.
+_MAX_PLANS = 4
+
+
+@dataclass
+class PusherInfo(WeightTransferInitInfo):
+    """Who claims this worker."""
+
+    trainer: str
+    pid: int
+    host: str
+    protocol: int
+    address: str
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Where to fetch one sync from."""
+
+    trainer: str
+    address: str = ""
+    token: str = ""
+    session: str = ""
+    server: int = 0
+    timeout_s: float = 120.0
+    abort: str = ""
+
+
+class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
+    """Receives bucketed weights from a WeightPusher and loads them into this worker's model."""
+
+    init_info_cls = PusherInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._owner: PusherInfo | None = None
+        self._layouts: dict[str, tuple[BucketPlan, Layout]] = {}
+        self._receivers: dict[str, Receiver] = {}
+        self._loader = ModelLoader(model, self.model_config, device)
+        self._complete = False
+
+    def init_transfer_engine(self, init_info: PusherInfo) -> None:
+        """Accept a pusher unless another one lives. Raises ReceiverError."""
+        if init_info.protocol != PROTOCOL:
+            raise ReceiverError("protocol", "", f"the pusher speaks {init_info.protocol}, this server {PROTOCOL}")
+        owner = self._owner
+        if owner is not None and owner.trainer != init_info.trainer and _is_alive(owner):
+            raise ReceiverError(
+                "owner", "", f"owned by the live pusher {owner.trainer} (process {owner.pid} on {owner.host})"
+            )
+        self._owner = init_info
+
+    def start_weight_update(self) -> None:
+        """Nothing has arrived yet."""
+        self._complete = False
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Fetch one whole sync. Replaces the base method, whose accelerator synchronisation fails without one."""
+        info = self.parse_update_info(update_info)
+        if self._owner is None or info.trainer != self._owner.trainer:
+            raise ReceiverError("owner", "", "this pusher has not claimed the server, or lost it to another one")
+        if info.abort:
+            raise WeightSyncError(f"the pusher ended this update: {info.abort}")
+        with set_current_vllm_config(self.vllm_config):
+            self.receive_weights(info)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Connect to the pusher, check its plan, load every bucket, count. Errors go to the pusher, then to vLLM."""
+        channel = connect(update_info.address, update_info.timeout_s)
+        try:
+            channel.send(self._hello(update_info))
+            self._run(channel)
+            self._complete = True
+        except ReceiverError as error:
+            self._report(channel, error)
+            raise
+        except ChannelError:
+            raise
+        except Exception as error:
+            logger.exception("weight sync failed")
+            self._report(channel, ReceiverError("internal", "", f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            if not self._complete:
+                self._loader.abort()
+            channel.close()
+
+    def finish_weight_update(self) -> None:
+        """Publish. Raises when the update is incomplete."""
+        if not self._complete:
+            raise WeightSyncError("finish without a complete update")
+        self._complete = False
+
+    def shutdown(self) -> None:
+        """Release buffers and the owner."""
+        for receiver in self._receivers.values():
+            receiver.close()
+        self._receivers.clear()
+        self._owner = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Abstract in vLLM 0.26; the trainer's side is WeightPusher."""
+        raise NotImplementedError("use weight_sync.WeightPusher")
+
+    def _hello(self, info: UpdateInfo) -> Message:
+        parallel = self.parallel_config
+        shm = self._receivers.get("shm")
+        return {
+            "type": "hello",
+            "token": info.token,
+            "session": info.session,
+            "server": info.server,
+            "worker": f"{getattr(parallel, 'data_parallel_index', 0)}.{parallel.rank}",
+            "device": self.device.type,
+            "plans": list(self._layouts),
+            "segments": shm.id if isinstance(shm, ShmReceiver) else "",
+        }
+
+    def _run(self, channel: Channel) -> None:
+        message = channel.receive()
+        if message["type"] != "plan":
+            raise _unexpected(message)
+        plan, layout = self._learn(message)
+        receiver = self._receiver(message["transport"])
+        receiver.attach(message["greeting"], channel.take_fds(), plan)
+        channel.send({"type": "ready", "value": plan.digest})
+        started = time.perf_counter()
+        self._loader.begin(layout)
+        for bucket in plan.buckets:
+            message = channel.receive()
+            if message["type"] != "bucket" or message["index"] != bucket.index:
+                raise _unexpected(message)
+            bytes_N = receiver.receive(bucket, channel)
+            expected = message.get("checksum")
+            if expected is not None and f"{checksum(bytes_N):016x}" != expected:
+                first, last = bucket.slots[0].name, bucket.slots[-1].name
+                raise ReceiverError("checksum", first, f"bucket {bucket.index} ({first} to {last}) arrived damaged")
+            self._loader.load(bucket, bytes_N)
+            channel.send({"type": "taken", "value": bucket.index})
+        message = channel.receive()
+        if message["type"] != "end":
+            raise _unexpected(message)
+        num_tensors = self._loader.finish()
+        if num_tensors != message["num_tensors"]:
+            raise ReceiverError("count", "", f"{num_tensors} tensors loaded, {message['num_tensors']} were sent")
+        channel.send({"type": "done", "value": num_tensors})
+        logger.info("weight sync: %d tensors in %.3f s", num_tensors, time.perf_counter() - started)
+
+    def _learn(self, message: Message) -> tuple[BucketPlan, Layout]:
+        """The plan the pusher means: known, or read, digested and checked against the model now."""
+        digest = message["digest"]
+        if digest in self._layouts:
+            return self._layouts[digest]
+        try:
+            plan = BucketPlan.from_json(message["plan"])
+        except ManifestError as error:
+            raise ReceiverError("plan", "", str(error)) from error
+        if plan.digest != digest:
+            raise ReceiverError("plan", "", f"the pusher announced plan {digest} and sent {plan.digest}")
+        self._layouts[digest] = (plan, self._loader.check(plan))
+        while len(self._layouts) > _MAX_PLANS:
+            del self._layouts[next(iter(self._layouts))]
+        return self._layouts[digest]
+
+    def _receiver(self, transport: str) -> Receiver:
+        if transport not in self._receivers:
+            self._receivers[transport] = make_receiver(transport, self.device)
+        return self._receivers[transport]
+
+    def _report(self, channel: Channel, error: ReceiverError) -> None:
+        try:
+            channel.send({"type": "error", "kind": error.kind, "tensor": error.tensor, "detail": error.detail})
+        except ChannelError:
+            logger.warning("the pusher is gone and did not hear: %s", error)
+
+
+def make_receiver(transport: str, device: torch.device) -> Receiver:
+    """The worker's end of a transport. Raises ReceiverError for one this release does not know."""
+    if transport == "shm":
+        return ShmReceiver(device)
+    raise ReceiverError("protocol", "", f"unknown transport {transport!r}")
+
+
+def _unexpected(message: Message) -> WeightSyncError:
+    if message.get("type") == "abort":
+        return ChannelError(f"the pusher ended this update: {message.get('reason')}")
+    return ReceiverError("protocol", "", f"unexpected message {str(message)[:200]}")
+
+
+def _is_alive(owner: PusherInfo) -> bool:
+    """Whether the pusher still listens. On another host a Unix address cannot be probed: it counts as alive."""
+    if owner.address.startswith("unix:") and owner.host != socket.gethostname():
+        return True
+    try:
+        connect(owner.address, 2.0).close()
+    except ChannelError:
+        return False
+    return True

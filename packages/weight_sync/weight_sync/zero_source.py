@@ -1,0 +1,172 @@
+"""Weights out of a DeepSpeed ZeRO engine, stage 1, 2 or 3.
+
+Stages 1 and 2 keep every parameter whole on every rank: the sending rank copies. Stage 3 keeps a flat shard of each
+parameter, padded at the tail so that all shards have one length. The shards of a bucket are gathered in one step:
+over NCCL each all-gather writes straight into its slot of the bucket (a slot has room for the padding) and the calls
+are coalesced; over gloo the bucket's shards travel as one message to the sending rank alone. Shards that are not
+plain device tensors (offloaded, quantised, hpZ) go through DeepSpeed's own gather.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .errors import SourceError
+from .manifest import DTYPE_BYTES, Manifest, TensorEntry
+from .plan import Bucket, Slot
+from .sources import Staging, dtype_name, slot_view, torch_dtype, wire_dtype
+
+
+class ZeroSource:
+    """The parameters of a module trained by DeepSpeed, found to be sharded (stage 3) or not (stages 1 and 2).
+
+    ``dtype`` casts floating-point parameters on the wire. ``root`` is the rank, within the ZeRO group, that sends.
+    Every rank of the ZeRO group must call ``fill`` for every bucket in order.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None = None, *, root: int = 0) -> None:
+        self._dtype = dtype
+        self._root = root
+        self._params = dict(module.named_parameters())
+        if not self._params:
+            raise SourceError("the module has no parameters")
+        self._scratch: Tensor | None = None
+
+    def manifest(self) -> Manifest:
+        """Names, full shapes, wire dtypes, and the tail padding that ZeRO-3 shards need."""
+        return Manifest.of(self._entry(name, param) for name, param in self._params.items())
+
+    def fill(self, bucket: Bucket, out: Tensor | None) -> None:
+        """See WeightSource."""
+        with torch.no_grad():
+            whole, fast, slow = self._sort(bucket)
+            if fast:
+                self._gather_shards(bucket, fast, out)
+            if slow:
+                self._gather_slowly(slow, out)
+            if whole and out is not None:
+                self._copy_whole(bucket, whole, out)
+
+    def _entry(self, name: str, param: nn.Parameter) -> TensorEntry:
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        dtype = wire_dtype(param, self._dtype)
+        padding = 0
+        if _is_fast(param):
+            padding = param.ds_tensor.ds_numel * _world(param) - param.ds_numel
+        return TensorEntry(name=name, shape=shape, dtype=dtype_name(dtype), padding=padding)
+
+    def _sort(self, bucket: Bucket) -> tuple[list[Slot], list[Slot], list[Slot]]:
+        """Slots whose parameter is whole here, sharded on the device, sharded in another way."""
+        groups: tuple[list[Slot], list[Slot], list[Slot]] = ([], [], [])
+        for slot in bucket.slots:
+            param = self._params[slot.name]
+            groups[0 if not hasattr(param, "ds_tensor") else 1 if _is_fast(param) else 2].append(slot)
+        return groups
+
+    def _copy_whole(self, bucket: Bucket, slots: list[Slot], out: Tensor) -> None:
+        """Stages 1 and 2. A bucket that mixes kinds is copied slot by slot, for staging would overwrite the rest."""
+        if len(slots) == len(bucket.slots):
+            with Staging(bucket, out, self._params[slots[0].name]) as stage:
+                assert stage.bytes_N is not None
+                for slot in slots:
+                    slot_view(stage.bytes_N, slot).copy_(self._params[slot.name])
+        else:
+            for slot in slots:
+                slot_view(out, slot).copy_(self._params[slot.name])
+
+    def _gather_shards(self, bucket: Bucket, slots: list[Slot], out: Tensor | None) -> None:
+        group = self._params[slots[0].name].ds_process_group
+        device = self._params[slots[0].name].ds_tensor.device
+        if device.type != "cpu":
+            self._all_gather_into_slots(bucket, slots, out, group, device)
+        else:
+            self._gather_to_root(slots, out, group)
+
+    def _all_gather_into_slots(
+        self, bucket: Bucket, slots: list[Slot], out: Tensor | None, group: Any, device: torch.device
+    ) -> None:
+        """One coalesced set of all-gathers, each writing where its tensor belongs."""
+        direct = out is not None and out.device == device
+        target = out if direct else self._scratch_bytes(bucket.nbytes, device)
+        assert target is not None
+        casts: list[tuple[Slot, Tensor]] = []
+        with dist._coalescing_manager(group=group, device=device, async_ops=False):  # type: ignore[attr-defined]
+            for slot in slots:
+                shard = self._params[slot.name].ds_tensor
+                numel = shard.ds_numel * dist.get_world_size(group)
+                if shard.dtype == torch_dtype(slot.dtype):
+                    width = numel * shard.element_size()
+                    gathered = target[slot.offset : slot.offset + width].view(shard.dtype)
+                else:
+                    gathered = torch.empty(numel, dtype=shard.dtype, device=device)
+                    casts.append((slot, gathered))
+                dist.all_gather_into_tensor(gathered, shard.view(-1)[: shard.ds_numel], group=group)
+        for slot, gathered in casts:
+            slot_view(target, slot).view(-1).copy_(gathered[: _numel(slot)])
+        if out is not None and not direct:
+            for slot in slots if len(slots) < len(bucket.slots) else ():
+                slot_view(out, slot).copy_(slot_view(target, slot))
+            if len(slots) == len(bucket.slots):
+                out[: bucket.nbytes].copy_(target[: bucket.nbytes])
+
+    def _gather_to_root(self, slots: list[Slot], out: Tensor | None, group: Any) -> None:
+        """CPU: the shards of the bucket as one message per rank, laid out by the root."""
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        shards = [self._params[slot.name].ds_tensor for slot in slots]
+        mine = torch.cat(
+            [shard.detach().reshape(-1)[: shard.ds_numel].contiguous().view(torch.uint8) for shard in shards]
+        )
+        parts = [torch.empty_like(mine) for _ in range(world)] if rank == self._root else None
+        dist.gather(mine, parts, dst=dist.get_global_rank(group, self._root), group=group)
+        if out is None:
+            return
+        if parts is None:
+            raise SourceError(f"rank {rank} of the ZeRO group was asked to send, but its root is rank {self._root}")
+        offset = 0
+        for slot, shard in zip(slots, shards, strict=True):
+            width = shard.ds_numel * shard.element_size()
+            flat = slot_view(out, slot).view(-1)
+            for index, part in enumerate(parts):
+                piece = part[offset : offset + width].view(shard.dtype)
+                start = index * shard.ds_numel
+                length = max(0, min(shard.ds_numel, flat.numel() - start))
+                flat[start : start + length].copy_(piece[:length])
+            offset += width
+
+    def _gather_slowly(self, slots: list[Slot], out: Tensor | None) -> None:
+        """Offloaded, quantised and hpZ shards: DeepSpeed knows how to gather them; copy before it shards again."""
+        from deepspeed import zero
+
+        params = [self._params[slot.name] for slot in slots]
+        with zero.GatheredParameters(params):
+            if out is not None:
+                for slot, param in zip(slots, params, strict=True):
+                    slot_view(out, slot).copy_(param.data.view(slot.shape))
+
+    def _scratch_bytes(self, nbytes: int, device: torch.device) -> Tensor:
+        if self._scratch is None or self._scratch.numel() < nbytes or self._scratch.device != device:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._scratch
+
+
+def _is_fast(param: Any) -> bool:
+    """Whether the parameter is a plain ZeRO-3 shard in memory that the process group's collectives accept."""
+    shard = getattr(param, "ds_tensor", None)
+    if shard is None or getattr(shard, "ds_numel", 0) == 0 or shard.numel() < shard.ds_numel:
+        return False
+    if getattr(param, "ds_secondary_tensor", None) is not None or hasattr(shard, "ds_quant_scale"):
+        return False
+    if shard.dtype != param.dtype:
+        return False
+    on_cpu = shard.device.type == "cpu"
+    return on_cpu == ("gloo" in str(dist.get_backend(param.ds_process_group)))
+
+
+def _world(param: Any) -> int:
+    return dist.get_world_size(param.ds_process_group)
+
+
+def _numel(slot: Slot) -> int:
+    return slot.nbytes // DTYPE_BYTES[slot.dtype]
