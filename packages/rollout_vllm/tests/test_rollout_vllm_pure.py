@@ -1,0 +1,526 @@
+"""Planning without processes: settings, requests and answers, retries, routing, commands, checks, diagnoses."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pickle
+import random
+import socket
+import subprocess
+import sys
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_vllm import errors
+from rollout_vllm.checks import (
+    available_memory_bytes,
+    check_context,
+    check_kv_cache,
+    check_memory,
+    check_model_folder,
+    check_request_length,
+    kv_bytes_per_token,
+    reserve_port,
+)
+from rollout_vllm.command import detect_device, plan_cpu_threads, server_arguments, server_environment
+from rollout_vllm.config import RolloutConfig, SamplingConfig
+from rollout_vllm.diagnose import diagnose
+from rollout_vllm.metrics import combine, parse_prometheus, server_metrics
+from rollout_vllm.protocol import MalformedAnswerError, completion_body, error_message, parse_completion
+from rollout_vllm.retry import backoff_s, judge_status
+from rollout_vllm.routing import Router
+from rollout_vllm.samples import Endpoint, request_seed
+
+QUICK = settings(deadline=None, derandomize=True)
+QWEN = {
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "max_position_embeddings": 40960,
+    "layer_types": ["full_attention"] * 28,
+}
+
+
+# ---- package --------------------------------------------------------------------------------------------------------
+def test_import_is_cheap_and_exports_exist() -> None:
+    code = (
+        "import sys, rollout_vllm; from rollout_vllm import RolloutConfig, SamplingConfig, ServerGroup;"
+        "bad = [m for m in ('torch', 'vllm', 'transformers', 'aiohttp', 'numpy') if m in sys.modules];"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    package = importlib.import_module("rollout_vllm")
+    assert [name for name in package.__all__ if getattr(package, name, None) is None] == []
+    with pytest.raises(AttributeError):
+        _ = package.nothing
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.ServerStartError("out of memory", 3, Path("a/b.log")),
+        errors.ServerDiedError("killed", 0, None),
+        errors.PortInUseError("port=1"),
+    ],
+)
+def test_errors_pickle(error: Exception) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+def test_user_mistakes_are_value_errors() -> None:
+    for name in ("ModelFolderError", "PortInUseError", "KVCacheTooSmallError", "RequestTooLongError"):
+        assert issubclass(getattr(errors, name), ValueError)
+        assert issubclass(getattr(errors, name), errors.RolloutError)
+
+
+def test_a_key_is_never_shown() -> None:
+    assert "hush" not in repr(Endpoint("http://a:1", "hush"))
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_servers", 0),
+        ("max_num_seqs", -1),
+        ("gpu_memory_utilization", 1.5),
+        ("kv_cache_gib", 0.0),
+        ("max_model_len", 0),
+        ("port", 70000),
+        ("urls", ("localhost:8000",)),
+        ("max_retries", -1),
+        ("request_timeout_s", 0.0),
+    ],
+)
+def test_rollout_config_refuses(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        RolloutConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("temperature", -1.0),
+        ("top_p", 0.0),
+        ("top_k", 0),
+        ("max_tokens", 0),
+        ("min_tokens", 999),
+        ("min_p", 2.0),
+    ],
+)
+def test_sampling_config_refuses(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_greedy_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="greedy"):
+        SamplingConfig(temperature=0.0, n=2)
+    assert SamplingConfig(temperature=0.0, n=1).n == 1
+
+
+@QUICK
+@given(st.integers(), st.integers(0, 10**6), st.text())
+def test_request_seed_fits_and_repeats(run_seed: int, step: int, prompt_id: str) -> None:
+    seed = request_seed(run_seed, step, prompt_id)
+    assert 0 <= seed < 2**62
+    assert seed == request_seed(run_seed, step, prompt_id)
+    assert seed != request_seed(run_seed, step + 1, prompt_id)
+
+
+# ---- request and answer ---------------------------------------------------------------------------------------------
+def answer(groups: list[tuple[list[int], list[float]]], **changes: object) -> dict[str, object]:
+    choices = []
+    for index, (ids, values) in enumerate(groups):
+        logprobs = {"token_logprobs": values, "tokens": [f"token_id:{i}" for i in ids]}
+        choices.append({"index": index, "token_ids": ids, "logprobs": logprobs, "finish_reason": "stop"} | changes)
+    return {"choices": choices}
+
+
+groups_strategy = st.lists(
+    st.lists(st.tuples(st.integers(0, 200_000), st.floats(-50, 0)), max_size=6).map(
+        lambda pairs: ([i for i, _ in pairs], [v for _, v in pairs])
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@QUICK
+@given(groups_strategy, st.randoms(use_true_random=False), st.booleans())
+def test_answers_come_back_in_index_order(
+    groups: list[tuple[list[int], list[float]]], shuffler: random.Random, with_ids: bool
+) -> None:
+    body = answer(groups)
+    shuffler.shuffle(body["choices"])  # type: ignore[arg-type]
+    if not with_ids:  # a server that knows only return_tokens_as_token_ids
+        for choice in body["choices"]:  # type: ignore[attr-defined]
+            del choice["token_ids"]
+    choices = parse_completion(json.loads(json.dumps(body)), len(groups))
+    assert [(c.response_ids, c.log_probs) for c in choices] == groups
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        None,
+        [],
+        {},
+        {"choices": "x"},
+        {"choices": []},
+        answer([([1], [-1.0]), ([1], [-1.0]), ([1], [-1.0])]),
+        answer([([1], [-1.0])]),
+        answer([([1], [-1.0]), ([1], [-1.0])], index=0),
+        answer([([1], [-1.0]), ([1, 2], [-1.0])]),
+        answer([([1], [-1.0]), ([1], [float("nan")])]),
+        answer([([1], [-1.0]), ([1], [None])]),  # type: ignore[list-item]
+        answer([([1], [-1.0]), ([1], [-1.0])], finish_reason=None),
+        answer([([1], [-1.0]), ([1], [-1.0])], logprobs=None),
+        answer([([1], [-1.0]), ([1], [-1.0])], token_ids=["a"]),
+        answer([([1], [-1.0]), ([1], [-1.0])], token_ids=None, logprobs={"tokens": ["the"], "token_logprobs": [-1.0]}),
+    ],
+)
+def test_incomplete_answers_are_refused(bad: object) -> None:
+    with pytest.raises(MalformedAnswerError):
+        parse_completion(bad, 2)
+
+
+@QUICK
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
+def test_any_json_is_parsed_or_refused(junk: object) -> None:
+    for body in (junk, {"choices": junk}, {"choices": [junk]}, {"choices": [{"index": 0, "logprobs": junk}]}):
+        with pytest.raises(MalformedAnswerError):
+            parse_completion(body, 1)
+
+
+def test_the_body_leaves_nothing_to_the_servers_defaults() -> None:
+    sampling = SamplingConfig(n=3, temperature=0.7, max_tokens=9, stop_token_ids=(5,), ignore_eos=True, min_tokens=2)
+    body = completion_body([1, 2], sampling, model="policy", seed=7)
+    for field in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "max_tokens"):
+        assert field in body
+    assert (body["n"], body["seed"], body["stop_token_ids"], body["min_tokens"]) == (3, 7, [5], 2)
+    assert "seed" not in completion_body([1], sampling, model=None, seed=None)
+    assert json.loads(json.dumps(body)) == body
+
+
+def test_error_message() -> None:
+    assert error_message(400, '{"error": {"message": "too\\n long"}}') == "HTTP 400: too long"
+    assert error_message(502, "<html>bad gateway</html>") == "HTTP 502: <html>bad gateway</html>"
+    assert error_message(500, "") == "HTTP 500"
+
+
+# ---- retries --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("status", "message", "kind", "retry", "blame"),
+    [
+        (429, "slow down", "server", True, False),
+        (500, "oops", "server", True, True),
+        (503, "", "server", True, True),
+        (408, "", "server", True, True),
+        (400, "This model's maximum context length is 128 tokens", "too_long", False, False),
+        (400, "bad top_p", "refused", False, False),
+        (401, "Unauthorized", "refused", False, False),
+        (404, "no such model", "refused", False, False),
+    ],
+)
+def test_judge_status(status: int, message: str, kind: str, retry: bool, blame: bool) -> None:
+    verdict = judge_status(status, message)
+    assert (verdict.kind, verdict.retry, verdict.blame_server) == (kind, retry, blame)
+
+
+@QUICK
+@given(
+    st.integers(1, 1000), st.floats(0.01, 5), st.floats(5, 60), st.floats(0, 1, exclude_max=True), st.floats(-5, 1e6)
+)
+def test_backoff_stays_in_its_window(attempt: int, base: float, top: float, jitter: float, after: float) -> None:
+    delay = backoff_s(attempt, base_s=base, max_s=top, jitter=jitter)
+    assert 0 <= delay <= min(top, base * 2.0 ** min(attempt - 1, 60))
+    assert backoff_s(attempt, base_s=base, max_s=top, jitter=jitter, retry_after_s=after) >= min(max(after, 0), top)
+    assert backoff_s(attempt, base_s=base, max_s=top, jitter=jitter, retry_after_s=after) <= top
+
+
+# ---- routing --------------------------------------------------------------------------------------------------------
+@QUICK
+@given(st.integers(1, 4), st.integers(1, 32), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 99)), max_size=80))
+def test_router_never_loses_count_nor_exceeds_its_limit(servers: int, limit: int, steps: list[tuple[int, int]]) -> None:
+    router, flying = Router(servers, max_in_flight=limit), list[tuple[int, int]]()
+    for now, (action, number) in enumerate(steps):
+        if action <= 2:
+            cost = number % 9 + 1
+            chosen = router.pick(f"g{number % 5}", cost, now)
+            free = [s for s in range(servers) if not router.is_blocked(s)]
+            if chosen is None:
+                assert not free or any(router.load[s] > 0 for s in free)  # somebody will finish and wake us
+            else:
+                assert chosen in free
+                flying.append((chosen, cost))
+                alone = sum(1 for s, _ in flying if s == chosen) == 1
+                assert router.load[chosen] <= limit or alone
+        elif action == 3 and flying:
+            router.finish(*flying.pop(number % len(flying)))
+        elif action == 4:
+            router.failed(number % servers, now)
+        else:
+            (router.block if number % 2 else router.unblock)(number % servers)
+        assert router.load == [sum(c for s, c in flying if s == index) for index in range(servers)]
+
+
+def test_router_spreads_evenly_and_stays_home() -> None:
+    router = Router(3, max_in_flight=1000)
+    homes = {g: router.pick(g, 8, 0.0) for g in map(str, range(30))}
+    assert set(Counter(homes.values()).values()) == {10}
+    for group, home in homes.items():
+        assert home is not None
+        router.finish(home, 8)
+        assert router.pick(group, 8, 0.0) == home
+
+
+def test_router_rests_a_failed_server_and_probes_when_all_are_down() -> None:
+    router = Router(2, max_in_flight=100, cooldown_s=1.0)
+    router.failed(0, 0.0)
+    assert [router.pick(str(i), 1, 0.5) for i in range(3)] == [1, 1, 1]
+    router.failed(1, 0.5)
+    assert router.pick("x", 1, 0.6) == 0  # its rest ends first
+    assert router.pick("y", 1, 0.6, avoid=[0]) == 0  # nobody else may serve
+    router.failed(0, 1.1)
+    assert router.pick("z", 1, 2.0) == 1  # the second rest of server 0 is longer
+    router.block(0)
+    router.block(1)
+    assert router.pick("w", 1, 99.0) is None
+    router.unblock(0)
+    assert router.pick("w", 1, 99.0) == 0
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+def options(args: list[str]) -> dict[str, str]:
+    return {a: b for a, b in zip(args, [*args[1:], "--"], strict=True) if a.startswith("--")}
+
+
+def test_cpu_arguments() -> None:
+    config = RolloutConfig(max_model_len=64, kv_cache_gib=0.5, extra_args=("--seed", "3"))
+    args = server_arguments(config, "m", port=8123, device="cpu", extra_args=["--weights", "x"])
+    found = options(args)
+    assert found["--port"] == "8123"
+    assert found["--host"] == "127.0.0.1"
+    assert found["--kv-cache-memory-bytes"] == str(2**29)
+    assert found["--logprobs-mode"] == "processed_logprobs"
+    assert {"--enforce-eager", "--no-enable-chunked-prefill", "--enable-prefix-caching"} <= set(args)
+    assert "--gpu-memory-utilization" not in found
+    assert args[-4:] == ["--weights", "x", "--seed", "3"]
+
+
+def test_gpu_arguments() -> None:
+    config = RolloutConfig(tensor_parallel_size=2, gpu_memory_utilization=0.4, enforce_eager=False)
+    args = server_arguments(config, "m", port=1, device="cuda")
+    assert options(args)["--tensor-parallel-size"] == "2"
+    assert options(args)["--gpu-memory-utilization"] == "0.4"
+    assert "--enforce-eager" not in args
+    assert "--enable-chunked-prefill" in args
+    assert "--kv-cache-memory-bytes" not in args
+
+
+def test_environment() -> None:
+    base = {"PATH": "/bin", "VLLM_CPU_KVCACHE_SPACE": "9", "MASTER_PORT": "1"}
+    env = server_environment(base, RolloutConfig(), device="cpu", api_key="k", num_cores=2, extra={"A": "1"})
+    assert env["PATH"] == "/bin"
+    assert env["A"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in env
+    assert "MASTER_PORT" not in env
+    assert (env["OMP_NUM_THREADS"], env["VLLM_API_KEY"], env["PLINTH_ROLLOUT_FORK"]) == ("1", "k", "1")
+    many = server_environment(base, RolloutConfig(cpu_threads=4), device="cpu", api_key="k", num_cores=2)
+    assert "PLINTH_ROLLOUT_FORK" not in many  # an OpenMP pool does not survive a fork
+    gpu = server_environment(base, RolloutConfig(), device="cuda", api_key="k", num_cores=2, gpu_ids=[2, 3])
+    assert gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert gpu["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert "OMP_NUM_THREADS" not in gpu
+
+
+@QUICK
+@given(st.integers(1, 256), st.integers(1, 16))
+def test_cpu_threads(cores: int, servers: int) -> None:
+    threads = plan_cpu_threads(cores, servers, None)
+    assert threads >= 1
+    assert threads == 1 or threads * servers <= cores / 2
+    assert plan_cpu_threads(cores, servers, 7) == 7
+
+
+def test_detect_device() -> None:
+    def versions(**installed: str) -> object:
+        def version(name: str) -> str:
+            if name.replace("-", "_") not in installed:
+                raise metadata.PackageNotFoundError(name)
+            return installed[name.replace("-", "_")]
+
+        return version
+
+    assert detect_device(versions(vllm_cpu="0.32.0")) == ("cpu", "0.32.0")  # type: ignore[arg-type]
+    assert detect_device(versions(vllm="0.32.0+cpu"))[0] == "cpu"  # type: ignore[arg-type]
+    assert detect_device(versions(vllm="0.26.0"))[0] == "cuda"  # type: ignore[arg-type]
+    with pytest.raises(errors.RolloutConfigError, match="not installed"):
+        detect_device(versions())  # type: ignore[arg-type]
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+def test_kv_bytes_per_token() -> None:
+    assert kv_bytes_per_token(QWEN, "auto", 1) == 2 * 28 * 8 * 128 * 2
+    assert kv_bytes_per_token(QWEN, "float32", 4) == 2 * 28 * 2 * 128 * 4
+    assert kv_bytes_per_token(QWEN | {"layer_types": ["sliding_attention"]}, "auto", 1) is None
+    assert kv_bytes_per_token(QWEN | {"kv_lora_rank": 512}, "auto", 1) is None
+
+
+@QUICK
+@given(st.integers(1, 5000), st.floats(0.001, 4), st.sampled_from(["cpu", "cuda"]))
+def test_a_refused_kv_cache_names_sizes_that_do(max_len: int, gib: float, device: str) -> None:
+    config = RolloutConfig(max_model_len=max_len, kv_cache_gib=gib)
+    try:
+        check_kv_cache(config, QWEN, device)  # type: ignore[arg-type]
+    except errors.KVCacheTooSmallError as error:
+        text = str(error)
+        enough = float(text.partition("kv_cache_gib to at least ")[2].split()[0])
+        check_kv_cache(RolloutConfig(max_model_len=max_len, kv_cache_gib=enough), QWEN, device)  # type: ignore[arg-type]
+        fits = int(text.rpartition(" ")[2])
+        assert fits < max_len
+        if fits:
+            check_kv_cache(RolloutConfig(max_model_len=fits, kv_cache_gib=gib), QWEN, device)  # type: ignore[arg-type]
+
+
+def test_context_and_request_length() -> None:
+    check_context(RolloutConfig(max_model_len=40960), QWEN)
+    with pytest.raises(errors.RequestTooLongError, match="40960"):
+        check_context(RolloutConfig(max_model_len=40961), QWEN)
+    check_request_length(100, 28, 128)
+    with pytest.raises(errors.RequestTooLongError, match="129"):
+        check_request_length(101, 28, 128)
+
+
+def test_memory() -> None:
+    assert available_memory_bytes("MemTotal: 9 kB\nMemAvailable:    2048 kB\n") == 2048 * 1024
+    assert available_memory_bytes("") is None
+    config = RolloutConfig(num_servers=3, kv_cache_gib=1.0)
+    check_memory(config, "cpu", 3 << 30)
+    check_memory(config, "cuda", 1)
+    with pytest.raises(errors.KVCacheTooSmallError, match="3 server"):
+        check_memory(config, "cpu", 2 << 30)
+
+
+def test_model_folder(tmp_path: Path) -> None:
+    assert check_model_folder("Qwen/Qwen3-0.6B") is None
+    for wrong in (str(tmp_path / "none"), "./Qwen/x", "qwen"):
+        with pytest.raises(errors.ModelFolderError, match="no folder"):
+            check_model_folder(wrong)
+    with pytest.raises(errors.ModelFolderError, match=r"config\.json"):
+        check_model_folder(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(errors.ModelFolderError, match="JSON"):
+        check_model_folder(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(errors.ModelFolderError, match="tokenizer"):
+        check_model_folder(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert check_model_folder(str(tmp_path)) == QWEN
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(errors.ModelFolderError, match="weights"):
+        check_model_folder(str(tmp_path))
+    assert check_model_folder(str(tmp_path), load_format="dummy") == QWEN
+
+
+def test_reserved_ports_differ_and_can_be_listened_on() -> None:
+    held = [reserve_port("127.0.0.1", None) for _ in range(20)]
+    ports = [s.getsockname()[1] for s in held]
+    assert len(set(ports)) == 20
+    with socket.socket() as server:  # as vLLM binds
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", ports[0]))
+        server.listen()
+        with pytest.raises(errors.PortInUseError, match=str(ports[0])):
+            reserve_port("127.0.0.1", ports[0])
+    for s in held:
+        s.close()
+    with pytest.raises(errors.PortInUseError):
+        reserve_port("192.0.2.7", 1)
+
+
+# ---- diagnoses ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("log", "status", "expected"),
+    [
+        ("(APIServer pid=1) OSError: [Errno 98] Address already in use", 1, "port in use"),
+        (
+            "(EngineCore pid=2) ERROR 11-20 23:41:44 [core.py:1] ValueError: No available memory for the cache blocks.",
+            1,
+            "too little memory for the KV cache",
+        ),
+        (
+            "ValueError: 1 GiB KV cache is needed, which is larger than the available KV cache memory (0.1 GiB).",
+            1,
+            "the KV cache is too small",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", 1, "out of GPU memory"),
+        (
+            "ValueError: Free memory on device (1/139 GiB) on startup is less than desired GPU memory utilization (0.9)",
+            1,
+            "out of GPU memory",
+        ),
+        (
+            "plinth-rollout-server: error: unrecognized arguments: --nope",
+            2,
+            "vLLM refused an argument: unrecognized arguments: --nope",
+        ),
+        ("ValueError: Model architectures ['Foo'] are not supported for now.", 1, "bad model"),
+        ("KeyError: 'first'\nRuntimeError: Engine core initialization failed. See above.", 1, "KeyError: 'first'"),
+        ("RuntimeError: Engine core initialization failed.", 1, "RuntimeError: Engine core"),
+        ("loading", 137, "killed (SIGKILL)"),
+        ("INFO 11-20 23:41:44 [a.py:1] the end", 3, "exit status 3: the end"),
+        ("", 1, "exit status 1: no output"),
+        ("", None, "no answer"),
+    ],
+)
+def test_diagnose(log: str, status: int | None, expected: str) -> None:
+    assert diagnose(log, status).startswith(expected)
+
+
+@QUICK
+@given(st.text(), st.none() | st.integers(0, 255))
+def test_a_diagnosis_is_one_short_line(log: str, status: int | None) -> None:
+    reason = diagnose(log, status)
+    assert reason
+    assert len(reason) <= 400
+    assert "\n" not in reason
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+METRICS = """# HELP vllm:num_requests_running Number
+vllm:num_requests_running{engine="0",model_name="policy"} 3.0
+vllm:kv_cache_usage_perc{engine="0"} 0.5
+vllm:prefix_cache_queries_total{engine="0"} 10.0
+vllm:prefix_cache_hits_total{engine="0"} 4.0
+vllm:request_success_total{finished_reason="stop"} 2.0
+vllm:request_success_total{finished_reason="length"} 5.0
+vllm:e2e_request_latency_seconds_bucket{le="+Inf"} 7 1395066363000
+broken
+nan_metric NaN
+"""
+
+
+def test_metrics() -> None:
+    assert parse_prometheus(METRICS)["vllm:request_success_total"] == 7.0
+    one = server_metrics(METRICS)
+    assert one == {"num_running": 3.0, "kv_cache_usage": 0.5, "prefix_cache_queries": 10.0, "prefix_cache_hits": 4.0}
+    both = combine([one, one, {}])
+    assert both["num_running"] == 6.0
+    assert both["kv_cache_usage"] == 0.5
+    assert both["prefix_cache_hit_rate"] == 0.4
+    assert both["server_1/num_running"] == 3.0
+    assert combine([]) == {}
