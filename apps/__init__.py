@@ -1,0 +1,1 @@
+"""Applications composed of the packages; nothing but tests imports them."""

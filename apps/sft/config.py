@@ -1,0 +1,22 @@
+"""Everything `apps.sft.main` can be told, section by section."""
+
+from dataclasses import dataclass, field
+
+from ds_engine import EngineConfig
+from rl_core import BatchConfig
+from rl_data import DataConfig
+from rl_runtime import ModelConfig, RanksConfig, SupervisedConfig, TaskSize, TrackingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """The SFT app. `supervised.optim` is the optimizer; `engine.optim` is not used."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    task: TaskSize = field(default_factory=TaskSize)
+    supervised: SupervisedConfig = field(default_factory=lambda: SupervisedConfig(steps=300))
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    trainer: RanksConfig = field(default_factory=lambda: RanksConfig(experiment="sft"))
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -1,0 +1,45 @@
+"""Supervised fine-tuning: `python -m apps.sft.main [section.key=value ...]`, `--help` lists every key.
+
+Demonstrations are parquet files with `question` and `answer` (`supervised.files`); without them the built-in task's.
+The trained model ends in `<run folder>/model` as a Hugging Face folder.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import rl_runtime
+from apps.sft.config import SftConfig
+from rl_runtime import run_cli
+
+
+def check(config: SftConfig) -> None:
+    """Refuses what cannot work before any process starts."""
+    rl_runtime.check_inputs(config.model, config.data, config.supervised)
+    rl_runtime.plan_ranks(config.trainer)
+
+
+def main(config: SftConfig) -> None:
+    """Trains on the demonstrations and writes the model."""
+    check(config)
+    run = rl_runtime.RunFolder.create(config.trainer.output_dir, config.trainer.experiment)
+    with rl_runtime.Tracker(run, config, num_steps=config.supervised.steps, supervised=True) as tracker:
+        inputs = rl_runtime.load_inputs(
+            config.model, config.data, config.supervised, config.task, folder=run.path, seed=config.trainer.seed
+        )
+        with rl_runtime.open_ranks(config.trainer, rl_runtime.plan_ranks(config.trainer)) as ranks:
+            model = rl_runtime.Role(ranks, "actor", config.batch)
+            engine = replace(config.engine, optim=config.supervised.optim)
+            model.build(str(inputs.model_path), engine, total_steps=config.supervised.steps)
+            rl_runtime.train_supervised(
+                model,
+                inputs.demonstrations,
+                config.supervised,
+                seed=config.trainer.seed,
+                on_step=tracker.log_supervised,
+            )
+            model.export(str(run.path / "model"), str(inputs.model_path))
+        tracker.info(f"model written to {run.path / 'model'}")
+
+
+if __name__ == "__main__":
+    run_cli(SftConfig, main, app_name="apps.sft.main", preset_dir=Path(__file__).parent / "presets")

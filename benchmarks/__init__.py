@@ -1,0 +1,1 @@
+"""Benchmarks: one command a figure; tables in the README of each folder."""

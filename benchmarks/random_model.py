@@ -1,0 +1,79 @@
+"""A real model's architecture with random weights, for benchmarks where no weights can be downloaded.
+
+`python -m benchmarks.random_model qwen3-0.6b FOLDER` writes a Hugging Face folder: config, bf16 weights, and a
+byte-level tokenizer (every text encodes; ids above 258 have no text and decode to nothing).
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+# Architecture fields as in the models' published config.json.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+    },
+    # Small enough for a laptop, with the shape family of the above: for trying a benchmark's script out.
+    "qwen3-tiny": {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def write_random_model(name: str, folder: Path, *, seed: int = 0) -> Path:
+    """Writes the model called `name` into `folder`; returns the folder."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    tokenizer = byte_tokenizer()
+    config = Qwen3Config(
+        **CONFIGS[name],
+        rope_theta=1_000_000.0,
+        rms_norm_eps=1e-6,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="bfloat16",
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def byte_tokenizer() -> Any:
+    """One token a byte, and end-of-sequence and padding after them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = ["<|endoftext|>", "<|pad|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, *specials])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=specials[0], pad_token=specials[1])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=sorted(CONFIGS))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    print(write_random_model(args.name, args.folder, seed=args.seed))

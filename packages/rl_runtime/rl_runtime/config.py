@@ -1,0 +1,111 @@
+"""Configuration of the run itself: which model, how many ranks and steps, what to validate and save."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ds_engine import OptimConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    path: str = "builtin:tiny"
+    """A Hugging Face causal LM folder, or `builtin:tiny` for the 0.4M-parameter Qwen3 that the project builds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksConfig:
+    """The run's name and its trainer processes; what every app needs."""
+
+    experiment: str = "run"
+    """Name of the run; its folder is `<output_dir>/<experiment>_<timestamp>`."""
+    output_dir: str = "outputs"
+    """Where run folders are made."""
+    num_ranks: int = 2
+    """Trainer processes, one DeepSpeed rank each; on CUDA one GPU each."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the ranks train; `auto` takes CUDA when there is a GPU."""
+    cpu_threads_per_rank: int = 1
+    """torch threads of each rank."""
+    seed: int = 1
+    """Seed of data order, sampling and initial weights."""
+    step_timeout_s: float = 1800.0
+    """Seconds that one phase of one step may take on the ranks before the run is given up."""
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ValueError(f"num_ranks is {self.num_ranks}; allowed: 1 or more")
+        if self.cpu_threads_per_rank < 1:
+            raise ValueError(f"cpu_threads_per_rank is {self.cpu_threads_per_rank}; allowed: 1 or more")
+        if not self.experiment or "/" in self.experiment:
+            raise ValueError(f"experiment is {self.experiment!r}; allowed: a name without '/'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(RanksConfig):
+    """The reinforcement-learning loop: how many steps, what to validate, save and keep."""
+
+    total_training_steps: int = 30
+    """Number of steps: rollout, score, advantage, update, sync."""
+    colocate: bool = True
+    """Rollout servers share the trainer's GPUs (true) or take the GPUs after them (false). No meaning on the CPU."""
+    val_before_train: bool = True
+    """Validate once before the first step."""
+    val_after_train: bool = True
+    """Validate once after the last step."""
+    test_freq: int = -1
+    """Validate every so many steps; -1 for never in between."""
+    save_freq: int = 0
+    """Write a checkpoint every so many steps; 0 for none."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay."""
+    resume: Literal["never", "auto"] = "never"
+    """`auto` goes on from the newest good checkpoint in `resume_from`."""
+    resume_from: str | None = None
+    """A run folder whose checkpoints `resume=auto` looks in."""
+    export_model: bool = True
+    """Write the final policy as a Hugging Face folder `<run folder>/model`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.total_training_steps < 1:
+            raise ValueError(f"total_training_steps is {self.total_training_steps}; allowed: 1 or more")
+        if self.save_freq < 0:
+            raise ValueError(f"save_freq is {self.save_freq}; allowed: 0 (never) or more")
+        if self.keep_checkpoints < 1:
+            raise ValueError(f"keep_checkpoints is {self.keep_checkpoints}; allowed: 1 or more")
+        if self.test_freq == 0 or self.test_freq < -1:
+            raise ValueError(f"test_freq is {self.test_freq}; allowed: -1 (never) or 1 and more")
+        if self.resume == "auto" and self.resume_from is None:
+            raise ValueError("resume is auto but resume_from is not set; give the run folder to go on from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedConfig:
+    """Supervised steps on demonstrations: the SFT app, and the warm start before reinforcement learning."""
+
+    steps: int = 0
+    """Optimizer steps; 0 for no warm start."""
+    batch_size: int = 64
+    """Demonstrations a step, over all ranks."""
+    files: tuple[str, ...] = ()
+    """Parquet files of demonstrations (`question`, `answer`); empty for those of the built-in task."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=2e-3, schedule="cosine"))
+    """The optimizer of these steps; the schedule's length is `steps`."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ValueError(f"steps is {self.steps}; allowed: 0 or more")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; allowed: 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSize:
+    """How many problems of the built-in arithmetic task are written."""
+
+    num_train: int = 2000
+    """Training problems."""
+    num_val: int = 256
+    """Held-out problems, of operand pairs that no training problem has."""
+    num_demonstrations: int = 4000
+    """Demonstrations for the warm start, four in ten of them with working shown."""

@@ -1,0 +1,118 @@
+"""What one rollout step brought: sequences with their scores and per-token columns, ready to be packed for the ranks.
+
+Shapes: `N` samples; every column is a list of N arrays, one value a response token.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rl_core import MicroBatchPlan, PackedBatch, SequenceData, pack
+
+Float32Array = npt.NDArray[np.float32]
+
+
+class PromptLike(Protocol):
+    """The prompt fields the runtime reads."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def ground_truth(self) -> str: ...
+    @property
+    def data_source(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """One sample of a prompt, scored."""
+
+    prompt: PromptLike
+    group_id: int
+    sample_index: int
+    response_ids: tuple[int, ...]
+    response_text: str
+    rollout_log_probs: Float32Array
+    finish_reason: str
+    policy_version: int
+    score: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens."""
+        return len(self.prompt.token_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperienceBatch:
+    """The samples of a train batch or mini batch. Immutable: `with_column` and `select` give new batches."""
+
+    items: tuple[Experience, ...]
+    columns: Mapping[str, tuple[Float32Array, ...]] = field(default_factory=dict)
+
+    @property
+    def scores_N(self) -> torch.Tensor:
+        """[N] float64."""
+        return torch.tensor([item.score for item in self.items], dtype=torch.float64)
+
+    @property
+    def group_ids_N(self) -> torch.Tensor:
+        """[N] int64; samples of one prompt share a number."""
+        return torch.tensor([item.group_id for item in self.items], dtype=torch.int64)
+
+    @property
+    def response_lens_N(self) -> torch.Tensor:
+        """[N] int64, response tokens."""
+        return torch.tensor([len(item.response_ids) for item in self.items], dtype=torch.int64)
+
+    @property
+    def num_tokens(self) -> int:
+        """Unpadded prompt and response tokens."""
+        return sum(item.num_tokens for item in self.items)
+
+    def with_column(self, name: str, values: Sequence[Float32Array]) -> "ExperienceBatch":
+        """Adds or replaces a per-token column: N arrays, each as long as its response."""
+        arrays = tuple(np.asarray(value, dtype=np.float32) for value in values)
+        if [len(a) for a in arrays] != [len(item.response_ids) for item in self.items]:
+            raise ValueError(f"column {name!r} does not have one value a response token")
+        return replace(self, columns={**self.columns, name: arrays})
+
+    def with_constant(self, name: str, values_N: torch.Tensor) -> "ExperienceBatch":
+        """Adds a column that repeats one value a sequence over its response tokens (advantages, loss weights)."""
+        pairs = zip(values_N.tolist(), self.items, strict=True)
+        return self.with_column(name, [np.full(len(item.response_ids), v, dtype=np.float32) for v, item in pairs])
+
+    def select(self, indices: Sequence[int]) -> "ExperienceBatch":
+        """The samples at `indices`, with their columns."""
+        return ExperienceBatch(
+            items=tuple(self.items[i] for i in indices),
+            columns={name: tuple(column[i] for i in indices) for name, column in self.columns.items()},
+        )
+
+    def mini_batches(self, num_prompts: int) -> Iterator["ExperienceBatch"]:
+        """Splits by prompts, groups kept whole, in order; the last may be smaller when groups were left out."""
+        order = list(dict.fromkeys(item.group_id for item in self.items))
+        for start in range(0, len(order), num_prompts):
+            chosen = set(order[start : start + num_prompts])
+            yield self.select([i for i, item in enumerate(self.items) if item.group_id in chosen])
+
+    def sequence(self, index: int) -> SequenceData:
+        """Sample `index` with its columns, as rl_core packs it."""
+        item = self.items[index]
+        return SequenceData(
+            prompt_ids=item.prompt.token_ids,
+            response_ids=item.response_ids,
+            columns={name: column[index] for name, column in self.columns.items()},
+        )
+
+    def packed(self, plan: MicroBatchPlan) -> list[list[PackedBatch]]:
+        """Per rank, its micro batches."""
+        return [[pack([self.sequence(i) for i in micro]) for micro in rank] for rank in plan.assignment]

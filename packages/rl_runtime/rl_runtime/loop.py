@@ -1,0 +1,151 @@
+"""The one training loop: rollout -> score -> learn -> sync, with validation, checkpoints and the run's record.
+
+What is learned is the app's: it hands in `learn`, a function from the step's samples to metrics.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt import CheckpointManager
+from rl_data import PromptSampler
+from rollout_vllm import SamplingConfig
+
+from .config import TrainerConfig
+from .experience import ExperienceBatch, PromptLike
+from .memory import MemorySampler
+from .metrics import rollout_metrics, throughput
+from .role import Role
+from .rollout_phase import RolloutPhase
+from .session import Session
+from .timing import PhaseTimer
+from .tracking import Tracker
+
+Phase = Callable[[str], AbstractContextManager[Any]]
+Learn = Callable[[ExperienceBatch, Phase], dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopResult:
+    """Held-out accuracy before the first and after the last step (None where not asked for)."""
+
+    accuracy_before: float | None
+    accuracy_after: float | None
+    num_steps: int
+
+
+class TrainingLoop:
+    """Runs the steps of `trainer`, drawing `train_batch_size` prompts each, pushing `roles["actor"]` to the servers."""
+
+    def __init__(
+        self,
+        *,
+        trainer: TrainerConfig,
+        sampling: SamplingConfig,
+        validation: SamplingConfig,
+        train_batch_size: int,
+        train_prompts: Sequence[PromptLike],
+        val_prompts: Sequence[PromptLike],
+        sampler: PromptSampler,
+        session: Session,
+        roles: dict[str, Role],
+        rollout: RolloutPhase,
+        tracker: Tracker,
+        memory: MemorySampler,
+        checkpoint_dir: Path,
+    ) -> None:
+        self._trainer, self._sampling, self._validation = trainer, sampling, validation
+        self._train_batch_size, self._sampler = train_batch_size, sampler
+        self._train_prompts, self._val_prompts = train_prompts, val_prompts
+        self._session, self._roles, self._rollout, self._tracker = session, roles, rollout, tracker
+        self._memory = memory
+        self._checkpoints = CheckpointManager(checkpoint_dir, keep_last=trainer.keep_checkpoints)
+
+    def run(self, learn: Learn) -> LoopResult:
+        """All steps from where the checkpoint, if any, left off."""
+        trainer = self._trainer
+        first = self._resume()
+        self.sync(version=first)
+        before = self.validate(first) if trainer.val_before_train else None
+        after = None
+        for step in range(first + 1, trainer.total_training_steps + 1):
+            self._step(step, learn)
+            last = step == trainer.total_training_steps
+            if (last and trainer.val_after_train) or (trainer.test_freq > 0 and step % trainer.test_freq == 0):
+                after = self.validate(step)
+        return LoopResult(accuracy_before=before, accuracy_after=after, num_steps=trainer.total_training_steps - first)
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Pushes the actor's weights into every server as policy `version`."""
+        report = self._roles["actor"].push_weights(version)
+        self._session.client.set_policy_version(version)
+        return {"sync/total_s": report.total_s, "sync/num_bytes": float(report.num_bytes)}
+
+    def validate(self, step: int) -> float | None:
+        """Held-out accuracy of the weights the servers hold, logged under the step."""
+        if not self._val_prompts:
+            return None
+        result = self._rollout.validate(self._val_prompts, self._validation, step=step)
+        self._tracker.log_validation(
+            step, {"val/accuracy": result.accuracy, "val/score/mean": result.score_mean, "val/num": result.num_samples}
+        )
+        return result.accuracy
+
+    def _step(self, step: int, learn: Learn) -> None:
+        timer = PhaseTimer()
+        with timer.step():
+            self._session.servers.check()
+            prompts = [self._train_prompts[i] for i in self._sampler.next(self._train_batch_size)]
+            collected = self._rollout.collect(prompts, self._sampling, step=step, phase=timer.phase)
+            metrics = rollout_metrics(collected) | learn(collected.batch, timer.phase)
+            with timer.phase("sync"):
+                metrics |= self.sync(version=step)
+            if self._trainer.save_freq and step % self._trainer.save_freq == 0:
+                with timer.phase("checkpoint"):
+                    self._save(step)
+        num_gpus = sum(len(gpus) for gpus in self._session.placement.rank_gpus)
+        times = timer.metrics()
+        metrics |= times
+        metrics["perf/total_num_tokens"] = float(collected.batch.num_tokens)
+        metrics["perf/throughput"] = throughput(collected.batch.num_tokens, times["timing_s/step"], num_gpus)
+        metrics |= self._memory.metrics() | self._device_memory()
+        self._tracker.log(step, metrics)
+        self._tracker.log_rollouts(step, [rollout_record(item) for item in collected.batch.items])
+
+    def _device_memory(self) -> dict[str, float]:
+        ranks = self._session.ranks.call("memory_gb")
+        return {f"perf/{name}": max(rank[name] for rank in ranks) for name in ranks[0]}
+
+    def _save(self, step: int) -> None:
+        folder = self._checkpoints.prepare(step)
+        for name, role in self._roles.items():
+            role.save(str(folder / name))
+        self._checkpoints.publish(step, state={"step": step, "sampler": self._sampler.state_dict()})
+
+    def _resume(self) -> int:
+        if self._trainer.resume == "never":
+            return 0
+        assert self._trainer.resume_from is not None
+        found = CheckpointManager(Path(self._trainer.resume_from) / "checkpoints", keep_last=None).latest()
+        if found is None:
+            return 0
+        for name, role in self._roles.items():
+            role.load(str(found.path / name))
+        self._sampler.load_state_dict(found.state["sampler"])
+        return int(found.state["step"])
+
+
+def rollout_record(item: Any) -> dict[str, Any]:
+    """A sample as it is kept in `rollouts/`."""
+    return {
+        "prompt": item.prompt.text,
+        "response": item.response_text,
+        "reward": item.score,
+        "ground_truth": item.prompt.ground_truth,
+        "group": item.group_id,
+        "finish_reason": item.finish_reason,
+        "policy_version": item.policy_version,
+        "num_response_tokens": len(item.response_ids),
+    }

@@ -1,0 +1,67 @@
+"""The metrics of a step as pure functions of what it brought. Names and definitions are those of docs/metrics.md."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from .experience import ExperienceBatch
+from .rollout_phase import Collected
+
+
+class StepStatsLike(Protocol):
+    """What an optimizer step reports."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    grad_norm: float
+    lr: float
+    num_micro_batches: int
+    num_skipped_micro_batches: int
+
+
+def rollout_metrics(collected: Collected) -> dict[str, float]:
+    """Scores, lengths and failures of the samples of a step."""
+    batch = collected.batch
+    scores, response_lens = batch.scores_N.numpy(), batch.response_lens_N.numpy()
+    prompt_lens = np.array([len(item.prompt.token_ids) for item in batch.items])
+    return {
+        "critic/score/mean": float(scores.mean()),
+        "critic/score/max": float(scores.max()),
+        "critic/score/min": float(scores.min()),
+        "critic/score/std": float(scores.std()),
+        "response_length/mean": float(response_lens.mean()),
+        "response_length/max": float(response_lens.max()),
+        "response_length/min": float(response_lens.min()),
+        "response_length/cut": float(np.mean([item.finish_reason == "length" for item in batch.items])),
+        "prompt_length/mean": float(prompt_lens.mean()),
+        "prompt_length/max": float(prompt_lens.max()),
+        "rollout/num_samples": float(len(batch.items)),
+        "rollout/num_failed": float(collected.num_failed),
+    }
+
+
+def mismatch(batch: ExperienceBatch, log_probs: tuple[np.ndarray, ...]) -> float:
+    """Mean absolute difference between the trainer's and the rollout's log-probs of the same response tokens."""
+    trainer = np.concatenate(log_probs)
+    rollout = np.concatenate([item.rollout_log_probs for item in batch.items])
+    return float(np.abs(trainer - rollout).mean())
+
+
+def update_metrics(prefix: str, stats: list[StepStatsLike]) -> dict[str, float]:
+    """The optimizer steps of one training step: means, and counts summed."""
+    names = dict.fromkeys(name for s in stats for name in s.metrics)
+    return {
+        f"{prefix}/loss": float(np.mean([s.loss for s in stats])),
+        f"{prefix}/grad_norm": float(np.mean([s.grad_norm for s in stats])),
+        f"{prefix}/lr": stats[-1].lr,
+        f"{prefix}/num_updates": float(len(stats)),
+        f"{prefix}/num_micro_batches": float(sum(s.num_micro_batches for s in stats)),
+        f"{prefix}/skipped_inactive_micro": float(sum(s.num_skipped_micro_batches for s in stats)),
+        **{f"{prefix}/{name}": float(np.mean([s.metrics[name] for s in stats])) for name in names},
+    }
+
+
+def throughput(num_tokens: int, step_s: float, num_gpus: int) -> float:
+    """Unpadded prompt and response tokens per second and GPU; on the CPU per second of the whole machine."""
+    return num_tokens / (step_s * max(1, num_gpus))

@@ -1,0 +1,100 @@
+"""The trainer ranks as Ray actors: started together, called together, and given up together when one dies."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from .errors import RankError
+from .placement import Placement
+from .rank_worker import RankWorker
+
+
+def python_path() -> str:
+    """This process's import path for the workers: what imports here (an app, a pex) imports there."""
+    stdlib = os.path.dirname(os.__file__)
+    entries = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
+    return os.pathsep.join(e for e in dict.fromkeys(entries) if os.path.exists(e) and e != stdlib)
+
+
+class RankGroup:
+    """`world_size` ranks. `call` runs one method on all of them, each with its own arguments where given."""
+
+    def __init__(self, placement: Placement, *, num_threads: int, timeout_s: float) -> None:
+        self.world_size = len(placement.rank_gpus)
+        self._timeout_s = timeout_s
+        device = "cuda" if placement.on_gpu else "cpu"
+        actor = ray.remote(RankWorker)
+        self._actors = [
+            actor.options(
+                num_cpus=1,
+                max_restarts=0,
+                runtime_env={"env_vars": _rank_env(gpus, num_threads)},
+            ).remote(rank, self.world_size, device=device, num_threads=num_threads)
+            for rank, gpus in enumerate(placement.rank_gpus)
+        ]
+        self.pids: list[int] = []
+
+    def connect(self) -> None:
+        """Waits for the processes and joins them in one process group."""
+        address, port = self._wait([self._actors[0].reserve_address.remote()], "reserve_address")[0]
+        self.pids = self.call("connect", address, port)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Calls `method(*args)` on every rank; results in rank order.
+
+        Raises:
+            RankError: a rank raised, died, or did not answer in time; names the rank and the method.
+        """
+        return self._wait([getattr(actor, method).remote(*args) for actor in self._actors], method)
+
+    def call_each(self, method: str, args_of: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+        """Calls `method(*args_of(rank))` on every rank; results in rank order."""
+        refs = [getattr(actor, method).remote(*args_of(rank)) for rank, actor in enumerate(self._actors)]
+        return self._wait(refs, method)
+
+    def close(self) -> None:
+        """Ends the processes at once; nothing is saved here."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def _wait(self, refs: Sequence[Any], method: str) -> list[Any]:
+        # Whoever finishes first is looked at first: when one rank dies, the others wait in a collective for ever,
+        # so waiting for them in rank order would hide the death behind the hang.
+        rank_of = {ref: rank for rank, ref in enumerate(refs)}
+        results: list[Any] = [None] * len(refs)
+        pending = list(refs)
+        deadline = time.monotonic() + self._timeout_s
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                ranks = sorted(rank_of[ref] for ref in pending)
+                raise RankError(f"ranks {ranks} of {len(refs)} did not finish {method!r} in {self._timeout_s:.0f} s")
+            for ref in done:
+                try:
+                    results[rank_of[ref]] = ray.get(ref)
+                except RayTaskError as error:
+                    raise RankError(f"rank {rank_of[ref]} of {len(refs)} failed in {method!r}:\n{error}") from error
+                except RayActorError as error:
+                    raise RankError(f"rank {rank_of[ref]} of {len(refs)} died in {method!r}: {error}") from error
+        return results
+
+
+def _rank_env(gpus: Sequence[int], num_threads: int) -> Mapping[str, str]:
+    threads = str(num_threads)
+    return {
+        "PYTHONPATH": python_path(),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        # Ray would hide the GPUs of an actor that reserved none; the placement decides instead.
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        # DeepSpeed picks its accelerator from this; a host without a GPU must not probe for one.
+        "DS_ACCELERATOR": "cuda" if gpus else "cpu",
+    }

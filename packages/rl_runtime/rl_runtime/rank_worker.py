@@ -1,0 +1,127 @@
+"""One trainer rank: the process that hosts a ZeRO engine for each role and, on rank 0, feeds the rollout servers.
+
+A plain class, so that tests can drive it without Ray; `RankGroup` runs it as a Ray actor.
+"""
+
+import gc
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt import save_hf_folder
+from ds_engine import EngineConfig, LossFn, StepStats, TokenBatch, TokenOutputs, ZeroEngine, init_distributed
+from rl_core import linear_log_prob
+from weight_sync import SyncConfig, SyncReport, WeightPusher, ZeroSource
+
+
+class RankWorker:
+    """Rank `rank` of `world_size`. Every method that trains, gathers or saves is collective: call it on all ranks."""
+
+    def __init__(self, rank: int, world_size: int, *, device: str, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self.rank, self.world_size = rank, world_size
+        self.device = torch.device(device)
+        self._engines: dict[str, ZeroEngine] = {}
+        self._pusher: WeightPusher | None = None
+
+    def reserve_address(self) -> tuple[str, int]:
+        """A host name and free port for the ranks to meet at; asked of rank 0."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
+        return ("127.0.0.1" if self.device.type == "cpu" else socket.gethostbyname(socket.gethostname())), port
+
+    def connect(self, address: str, port: int) -> int:
+        """Joins the process group; returns this process's id."""
+        init_distributed(
+            rank=self.rank, world_size=self.world_size, master_addr=address, master_port=port, device=self.device
+        )
+        return os.getpid()
+
+    def build(self, role: str, model_path: str, config: EngineConfig, total_steps: int | None) -> None:
+        """Makes (or makes anew) the engine of `role` from a Hugging Face folder."""
+        self.drop(role)
+        self._engines[role] = ZeroEngine.from_pretrained(
+            model_path, config, log_prob_fn=log_prob, device=self.device, total_steps=total_steps
+        )
+
+    def drop(self, role: str) -> None:
+        """Frees the engine of `role`, if there is one."""
+        engine = self._engines.pop(role, None)
+        if engine is None:
+            return
+        if self._pusher is not None:
+            self._pusher.close()
+            self._pusher = None
+        engine.close()
+        del engine
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def log_probs(self, role: str, micro_batches: Sequence[TokenBatch], temperature: float) -> list[TokenOutputs]:
+        """Log-probs and entropies of this rank's micro batches, in order, without gradients."""
+        return self._engines[role].log_probs(micro_batches, temperature=temperature)
+
+    def train(self, role: str, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, temperature: float) -> StepStats:
+        """One optimizer step on this rank's part of a mini batch."""
+        return self._engines[role].train_mini_batch(micro_batches, loss_fn, temperature=temperature)
+
+    def connect_servers(self, role: str, endpoints: Sequence[Any], config: SyncConfig) -> None:
+        """Prepares pushing the weights of `role` into the rollout servers."""
+        if self._pusher is not None:
+            self._pusher.close()
+        self._pusher = WeightPusher(
+            ZeroSource(self._engines[role].module), endpoints, config, rank=self.rank, device=self.device
+        )
+
+    def push_weights(self, version: int) -> SyncReport:
+        """Sends the current weights to every server and publishes them as policy `version`."""
+        assert self._pusher is not None, "connect_servers comes first"
+        return self._pusher.push(version)
+
+    def export(self, role: str, folder: str, model_files_from: str) -> None:
+        """Writes the weights as a Hugging Face folder (by rank 0; all ranks gather)."""
+        parameters = self._engines[role].export_parameters()
+        if self.rank == 0:
+            save_hf_folder(Path(folder), parameters, model_files_from=Path(model_files_from))
+        else:
+            for _ in parameters:
+                pass
+
+    def save(self, role: str, folder: str) -> None:
+        """Writes this rank's part of the DeepSpeed checkpoint of `role`."""
+        self._engines[role].save_checkpoint(folder, tag=role)
+
+    def load(self, role: str, folder: str) -> None:
+        """Reads what `save` wrote; the engine of `role` has been built."""
+        self._engines[role].load_checkpoint(folder, tag=role)
+
+    def memory_gb(self) -> dict[str, float]:
+        """Peak reserved and allocated device memory since the last call, in GB (1e9 bytes); zeros on the CPU."""
+        if self.device.type != "cuda":
+            return {"max_memory_reserved_gb": 0.0, "max_memory_allocated_gb": 0.0}
+        peaks = {
+            "max_memory_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+            "max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        }
+        torch.cuda.reset_peak_memory_stats()
+        return peaks
+
+    def close(self) -> None:
+        """Frees all engines and leaves the process group."""
+        for role in list(self._engines):
+            self.drop(role)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def log_prob(
+    hidden_KH: torch.Tensor, weight_VH: torch.Tensor, targets_K: torch.Tensor, temperature: float, **head: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fused op as ds_engine asks for it; `head` is `bias` and `soft_cap` for the models that have them."""
+    return linear_log_prob(hidden_KH, weight_VH, targets_K, temperature=temperature, **head)

@@ -1,0 +1,97 @@
+"""A trained or frozen model as the algorithm sees it: batches in, log-probs or an optimizer step out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ds_engine import EngineConfig, LossFn, StepStats
+from rl_core import BatchConfig, MicroBatchPlan, PackedBatch, plan_micro_batches
+
+from .experience import ExperienceBatch, Float32Array
+from .rank_group import RankGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenColumns:
+    """Per-token results in the order of the batch: N arrays, one value a response token."""
+
+    log_probs: tuple[Float32Array, ...]
+    entropy: tuple[Float32Array, ...]
+
+
+class Role:
+    """The engine called `name` ("actor", "ref", "critic") on all ranks, with the batch math between."""
+
+    def __init__(self, ranks: RankGroup, name: str, batch: BatchConfig, *, temperature: float = 1.0) -> None:
+        self._ranks, self.name, self._batch, self._temperature = ranks, name, batch, temperature
+
+    def build(self, model_path: str, config: EngineConfig, *, total_steps: int | None) -> None:
+        """Makes the engine on every rank from a Hugging Face folder, with a fresh optimizer."""
+        self._ranks.call("build", self.name, model_path, config, total_steps)
+
+    def drop(self) -> None:
+        """Frees the engine on every rank."""
+        self._ranks.call("drop", self.name)
+
+    def log_probs(self, batch: ExperienceBatch) -> TokenColumns:
+        """Log-probs of the response tokens at the rollout's temperature, and entropies, without gradients."""
+        plan = self._plan([item.num_tokens for item in batch.items])
+        packed = batch.packed(plan)
+        outputs = self._ranks.call_each("log_probs", lambda rank: (self.name, packed[rank], self._temperature))
+        log_probs: list[Float32Array] = [np.empty(0, np.float32)] * len(batch.items)
+        entropy = list(log_probs)
+        for rank, micros in enumerate(plan.assignment):
+            for micro, output in zip(micros, outputs[rank], strict=True):
+                borders = np.cumsum([len(batch.items[i].response_ids) for i in micro])[:-1]
+                for i, lp, h in zip(
+                    micro,
+                    np.split(output.log_probs_K.numpy(), borders),
+                    np.split(output.entropy_K.numpy(), borders),
+                    strict=True,
+                ):
+                    log_probs[i], entropy[i] = lp, h
+        return TokenColumns(log_probs=tuple(log_probs), entropy=tuple(entropy))
+
+    def update(self, batch: ExperienceBatch, loss_fn: LossFn) -> StepStats:
+        """One optimizer step on a mini batch; `loss_fn` returns each micro batch's share of the loss."""
+        return self.update_packed(batch.packed(self._plan([item.num_tokens for item in batch.items])), loss_fn)
+
+    def update_packed(self, packed: Sequence[Sequence[PackedBatch]], loss_fn: LossFn) -> StepStats:
+        """One optimizer step on micro batches already packed for every rank."""
+        stats = self._ranks.call_each("train", lambda rank: (self.name, packed[rank], loss_fn, self._temperature))
+        result: StepStats = stats[0]
+        return result
+
+    def plan(self, lengths: Sequence[int]) -> MicroBatchPlan:
+        """Micro batches for sequences of these lengths (tokens), the same number on every rank."""
+        return self._plan(lengths)
+
+    def export(self, folder: str, model_files_from: str) -> None:
+        """Writes a Hugging Face folder with the current weights."""
+        self._ranks.call("export", self.name, folder, model_files_from)
+
+    def save(self, folder: str) -> None:
+        """Writes the DeepSpeed checkpoint of every rank into `folder`."""
+        self._ranks.call("save", self.name, folder)
+
+    def load(self, folder: str) -> None:
+        """Reads what `save` wrote."""
+        self._ranks.call("load", self.name, folder)
+
+    def connect_servers(self, endpoints: Sequence[Any], config: Any) -> None:
+        """Prepares pushing this role's weights into the rollout servers."""
+        self._ranks.call("connect_servers", self.name, tuple(endpoints), config)
+
+    def push_weights(self, version: int) -> Any:
+        """Sends the weights to every server; rank 0's report."""
+        return self._ranks.call("push_weights", version)[0]
+
+    def _plan(self, lengths: Sequence[int]) -> MicroBatchPlan:
+        return plan_micro_batches(
+            lengths,
+            num_ranks=self._ranks.world_size,
+            token_budget=None if self._batch.micro_batch_size else self._batch.token_budget,
+            micro_batch_size=self._batch.micro_batch_size,
+        )

@@ -1,0 +1,125 @@
+"""Everything of a run that has a process: rollout servers, Ray, trainer ranks. Opened together, closed together.
+
+Closing happens on success, error and Ctrl-C alike, and leaves no process behind.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+import torch
+
+from rollout_vllm import RolloutClient, RolloutConfig, ServerGroup
+from weight_sync import SyncConfig, server_args, server_env
+
+from .config import RanksConfig, TrainerConfig
+from .placement import Placement, plan_placement
+from .rank_group import RankGroup
+
+
+def visible_gpus() -> list[int]:
+    """The GPUs this process may use."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    ids = [int(i) for i in listed.split(",") if i.strip().isdigit()] if listed else []
+    return ids if len(ids) == count else list(range(count))
+
+
+@contextmanager
+def open_ranks(trainer: RanksConfig, placement: Placement) -> Iterator[RankGroup]:
+    """Starts a local Ray and the trainer ranks, joined in one process group; ends them all on the way out.
+
+    Raises:
+        RankError: a rank could not start.
+    """
+    with ExitStack() as stack:
+        stack.callback(ray.shutdown)
+        _start_ray(trainer.num_ranks)
+        ranks = RankGroup(placement, num_threads=trainer.cpu_threads_per_rank, timeout_s=trainer.step_timeout_s)
+        stack.callback(ranks.close)
+        ranks.connect()
+        yield ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """The processes of a run: trainer ranks, rollout servers, and the client that asks them."""
+
+    placement: Placement
+    ranks: RankGroup
+    servers: ServerGroup
+    client: RolloutClient
+
+
+@contextmanager
+def open_session(
+    *,
+    trainer: TrainerConfig,
+    rollout: RolloutConfig,
+    model_path: str,
+    log_dir: Path,
+    sync: SyncConfig,
+) -> Iterator[Session]:
+    """Starts servers and ranks and joins the ranks; the servers may still be loading when this yields.
+
+    Raises:
+        PlacementError: more GPUs asked for than there are.
+        RankError: a rank could not start.
+    """
+    placement = plan_session(trainer, rollout)
+    with ExitStack() as stack:
+        servers = stack.enter_context(
+            ServerGroup.launch(
+                model_path,
+                rollout,
+                log_dir=log_dir,
+                extra_args=server_args(sync, "cuda" if placement.on_gpu else "cpu"),
+                env=server_env(sync),
+                gpu_ids_per_server=placement.server_gpus if placement.on_gpu else None,
+            )
+        )
+        ranks = stack.enter_context(open_ranks(trainer, placement))
+        client = RolloutClient(servers.endpoints, rollout)
+        stack.callback(client.close)
+        yield Session(placement=placement, ranks=ranks, servers=servers, client=client)
+
+
+def plan_session(trainer: TrainerConfig, rollout: RolloutConfig) -> Placement:
+    """The placement of a run's ranks and servers on this host."""
+    return plan_placement(
+        gpu_ids=visible_gpus(),
+        device=trainer.device,
+        num_ranks=trainer.num_ranks,
+        num_servers=rollout.num_servers,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        colocate=trainer.colocate,
+    )
+
+
+def plan_ranks(trainer: RanksConfig) -> Placement:
+    """The placement of the ranks alone, for apps without rollout."""
+    return plan_placement(
+        gpu_ids=visible_gpus(),
+        device=trainer.device,
+        num_ranks=trainer.num_ranks,
+        num_servers=0,
+        tensor_parallel_size=1,
+        colocate=True,
+    )
+
+
+def _start_ray(num_ranks: int) -> None:
+    # A Ray of this job's own: an address in the environment would join the ranks to somebody else's cluster.
+    ray.init(
+        address="local",
+        num_cpus=num_ranks,
+        include_dashboard=False,
+        log_to_driver=True,
+        logging_level=logging.ERROR,
+        object_store_memory=256 * 1024 * 1024,
+        configure_logging=True,
+    )

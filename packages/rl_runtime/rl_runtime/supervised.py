@@ -1,0 +1,63 @@
+"""Supervised fine-tuning through the same engine and batch math as reinforcement learning."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ds_engine import LossOutput, StepStats, TokenBatch, TokenOutputs
+from rl_core import SequenceData, pack, token_weights
+
+from .config import SupervisedConfig
+from .role import Role
+
+
+class DemonstrationLike(Protocol):
+    """A prompt and the response to imitate."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+    @property
+    def response_ids(self) -> Sequence[int]: ...
+
+
+def nll_loss(outputs: TokenOutputs, batch: TokenBatch) -> LossOutput:
+    """Weighted negative log-likelihood, -sum_k w_k log p_k; with token-mean weights the usual cross-entropy."""
+    loss = -(batch.columns["weights"] * outputs.log_probs_K).sum()
+    return LossOutput(loss=loss, metrics={"nll": loss.detach()})
+
+
+def train_supervised(
+    role: Role,
+    demonstrations: Sequence[DemonstrationLike],
+    config: SupervisedConfig,
+    *,
+    seed: int,
+    on_step: Callable[[int, StepStats], None],
+) -> None:
+    """Runs `config.steps` optimizer steps over shuffled epochs of the demonstrations."""
+    rng = np.random.default_rng(seed)
+    order = np.empty(0, dtype=np.int64)
+    for step in range(1, config.steps + 1):
+        while len(order) < config.batch_size:
+            order = np.concatenate([order, rng.permutation(len(demonstrations))])
+        chosen, order = order[: config.batch_size], order[config.batch_size :]
+        on_step(step, supervised_step(role, [demonstrations[i] for i in chosen]))
+
+
+def supervised_step(role: Role, batch: Sequence[DemonstrationLike]) -> StepStats:
+    """One optimizer step on the token mean over all response tokens of `batch`."""
+    response_lens_N = torch.tensor([len(item.response_ids) for item in batch])
+    weights = token_weights("token_mean", response_lens_N).tolist()
+    sequences = [
+        SequenceData(
+            prompt_ids=item.prompt_ids,
+            response_ids=item.response_ids,
+            columns={"weights": np.full(len(item.response_ids), weight, dtype=np.float32)},
+        )
+        for item, weight in zip(batch, weights, strict=True)
+    ]
+    plan = role.plan([len(item.prompt_ids) + len(item.response_ids) for item in batch])
+    packed = [[pack([sequences[i] for i in micro]) for micro in rank] for rank in plan.assignment]
+    return role.update_packed(packed, nll_loss)
