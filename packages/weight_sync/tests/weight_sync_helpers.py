@@ -37,19 +37,19 @@ def tiny_config(family: str = "qwen3", *, tied: bool = True, hidden: int = 64, l
     """A transformers config of a few thousand parameters."""
     import transformers
 
-    common: dict[str, Any] = dict(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 1,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
     if family == "qwen3":
         return transformers.Qwen3Config(head_dim=32, **common)
     if family == "llama":
@@ -110,28 +110,21 @@ def start_server(
     port = port or free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "128"]
-    command += [
-        "--max-num-seqs",
-        "8",
-        "--enforce-eager",
-        "--served-model-name",
-        "policy",
-        "--no-enable-chunked-prefill",
-    ]
-    command += [
-        "--logprobs-mode",
-        "processed_logprobs",
-        "--max-logprobs",
-        "5",
-        *server_args(config, "cpu"),
-        *extra_args,
-    ]
+    command += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "policy"]
+    command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
+    command += [*server_args(config, "cpu"), *extra_args]
     if api_key:
         command += ["--api-key", api_key]
-    env = {**os.environ, **server_env(config), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = {**server_env(config), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env |= {"VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return Server(f"http://127.0.0.1:{port}", api_key, start_process(command, log, env), log)
+
+
+def start_process(command: Sequence[str], log: Path, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """A process group of its own that dies with the test run."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
     with log.open("wb") as stream:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             env=env,
             stdout=stream,
@@ -139,7 +132,6 @@ def start_server(
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-    return Server(f"http://127.0.0.1:{port}", api_key, process, log)
 
 
 def wait_healthy(server: Server, timeout_s: float = 240.0) -> None:
@@ -156,16 +148,19 @@ def wait_healthy(server: Server, timeout_s: float = 240.0) -> None:
 
 
 def stop_server(server: Server) -> None:
-    """Kill the server's process group and wait for it."""
+    """Kill the server and everything it started."""
+    stop_process(server.process)
+
+
+def stop_process(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process group and wait for it."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.process.pid, signal.SIGTERM)
-    try:
-        server.process.wait(10)
-    except subprocess.TimeoutExpired:
-        pass
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.process.pid, signal.SIGKILL)
-    server.process.wait(10)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
 
 
 def call(server: Server, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> tuple[int, Any]:
@@ -189,8 +184,8 @@ def generate(
     server: Server, prompt: list[int], num_tokens: int = 24, timeout_s: float = 60.0
 ) -> tuple[list[int], list[float]]:
     """Greedy token ids and their log-probs."""
-    body = dict(model="policy", prompt=prompt, max_tokens=num_tokens, temperature=0.0, logprobs=1)
-    body |= dict(return_token_ids=True, ignore_eos=True)
+    body = {"model": "policy", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0.0, "logprobs": 1}
+    body |= {"return_token_ids": True, "ignore_eos": True}
     status, answer = call(server, "POST", "/v1/completions", body, timeout_s)
     assert status == 200, answer
     choice = answer["choices"][0]

@@ -263,7 +263,7 @@ class PushSession:
         """Every worker has everything: name the version everywhere, then let the servers answer again."""
         started = time.perf_counter()
         self._each(lambda control: control.finish(version))
-        self._each(lambda control: (control.reset_prefix_cache(), control.resume()))
+        self._each(_reopen)
         self.timings.finish_s = time.perf_counter() - started
 
     def _abort(self, push: "_Push", error: Exception) -> None:
@@ -327,6 +327,11 @@ class _Filler:
         """Take part in the collectives of the buckets that nobody will get."""
         for bucket in self._left:
             self._source.fill(bucket, None)
+
+
+def _reopen(control: ServerControl) -> None:
+    control.reset_prefix_cache()
+    control.resume()
 
 
 def make_sender(config: SyncConfig, device: torch.device) -> Sender:

@@ -29,7 +29,7 @@ class ZeroSource:
     def __init__(self, module: nn.Module, dtype: torch.dtype | None = None, *, root: int = 0) -> None:
         self._dtype = dtype
         self._root = root
-        self._params = dict(module.named_parameters())
+        self._params: dict[str, Any] = dict(module.named_parameters())
         if not self._params:
             raise SourceError("the module has no parameters")
         self._scratch: Tensor | None = None
@@ -49,7 +49,7 @@ class ZeroSource:
             if whole and out is not None:
                 self._copy_whole(bucket, whole, out)
 
-    def _entry(self, name: str, param: nn.Parameter) -> TensorEntry:
+    def _entry(self, name: str, param: Any) -> TensorEntry:
         shape = tuple(getattr(param, "ds_shape", param.shape))
         dtype = wire_dtype(param, self._dtype)
         padding = 0
@@ -161,7 +161,7 @@ def _is_fast(param: Any) -> bool:
     if shard.dtype != param.dtype:
         return False
     on_cpu = shard.device.type == "cpu"
-    return on_cpu == ("gloo" in str(dist.get_backend(param.ds_process_group)))
+    return bool(on_cpu == ("gloo" in str(dist.get_backend(param.ds_process_group))))
 
 
 def _world(param: Any) -> int:

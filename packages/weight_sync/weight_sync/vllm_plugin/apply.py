@@ -66,7 +66,7 @@ class ModelLoader:
     """Checks plans against one model and loads their buckets into it."""
 
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
-        self._model = model
+        self._model: Any = model
         self._model_config = model_config
         self._device = device
         self._layout = Layout()
@@ -163,9 +163,8 @@ class ModelLoader:
         for module in self._model.modules():
             for _, bound in get_layerwise_info(module).loaded_weights:
                 for key, value in bound.arguments.items():
-                    if isinstance(value, Tensor) and not value.is_meta:
-                        if value.untyped_storage().data_ptr() == storage:
-                            bound.arguments[key] = value.clone()
+                    if _lies_in(value, storage):
+                        bound.arguments[key] = value.clone()
 
     def _pack_heads(self) -> None:
         """On the CPU, embeddings and heads keep their plain weight and a packed copy: renew it.
@@ -190,7 +189,7 @@ class _DryRun:
     """Runs the model's ``load_weights`` on meta tensors, with every parameter replaced by a meta copy."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model = model
+        self._model: Any = model
         self._device = device
         self._targets: dict[int, Target] = {}
         self._current = ""
@@ -262,8 +261,6 @@ class _DryRun:
 
     def _check_tensors(self, plan: BucketPlan) -> None:
         """A loader that cuts its part out of a larger tensor would take a wrong shape without a word."""
-        tied = {t.name for t in self._targets.values() if isinstance(t.module, ParallelLMHead)}
-        del tied
         for bucket in plan.buckets:
             for slot in bucket.slots:
                 numel = 1
@@ -348,6 +345,10 @@ def _like(origin: Tensor, flat_N: Tensor) -> Tensor:
     tensor.__class__ = origin.__class__
     tensor.__dict__ = origin.__dict__.copy()
     return tensor
+
+
+def _lies_in(value: Any, storage_ptr: int) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() == storage_ptr
 
 
 def _place_back(module: nn.Module, info: Any) -> None:

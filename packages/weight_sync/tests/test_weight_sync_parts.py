@@ -1,0 +1,160 @@
+"""Sources, checksum, channel and shared memory without a server."""
+
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import weight_sync_helpers as helpers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from weight_sync import (
+    HfFolderSource,
+    ModuleSource,
+    SourceError,
+    SyncConfigError,
+    WeightSource,
+    ZeroSource,
+    plan_buckets,
+)
+from weight_sync.channel import Channel, Listener, connect
+from weight_sync.checksum import checksum
+from weight_sync.errors import ChannelError
+from weight_sync.sources import slot_view
+from weight_sync.transports.shm import ShmReceiver, ShmSender
+
+
+def collect(source: WeightSource, bucket_bytes: int = 20_000) -> dict[str, torch.Tensor]:
+    """Everything a source delivers, by name."""
+    tensors = {}
+    for bucket in plan_buckets(source.manifest(), bucket_bytes).buckets:
+        out = torch.empty(bucket.nbytes, dtype=torch.uint8)
+        source.fill(bucket, out)
+        source.fill(bucket, None)
+        tensors.update({slot.name: slot_view(out, slot).clone() for slot in bucket.slots})
+    return tensors
+
+
+@pytest.mark.parametrize("kind", [ModuleSource, ZeroSource])
+def test_module_tensors_arrive_once_and_whole(kind: Any, new_model: Any) -> None:
+    got = collect(kind(new_model))
+    assert "model.embed_tokens.weight" in got
+    assert "lm_head.weight" not in got  # tied
+    for name, param in new_model.named_parameters():
+        assert torch.equal(got.pop(name), param.detach())
+    assert not got
+    cast = collect(kind(new_model, torch.bfloat16))
+    for name, param in new_model.named_parameters():
+        assert torch.equal(cast[name], param.detach().bfloat16())
+
+
+def test_integer_parameters_are_not_cast() -> None:
+    module = nn.Module()
+    module.register_parameter("scale", nn.Parameter(torch.arange(5), requires_grad=False))
+    assert collect(ModuleSource(module, torch.bfloat16))["scale"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_folder_gives_the_saved_tensors(new_model: Any, tmp_path: Path) -> None:
+    helpers.save_model(new_model, tmp_path)
+    got = collect(HfFolderSource(tmp_path))
+    for name, param in new_model.named_parameters():
+        assert torch.equal(got.pop(name), param.detach())
+    assert not got
+
+
+def test_bad_folders_and_modules_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"no \*\.safetensors"):
+        HfFolderSource(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"hello")
+    with pytest.raises(SourceError, match="not a safetensors file"):
+        HfFolderSource(tmp_path)
+    module = nn.Linear(4, 4)
+    source = ModuleSource(module)
+    plan = plan_buckets(source.manifest(), 1024)
+    module.weight = nn.Parameter(torch.zeros(2, 4))
+    with pytest.raises(SourceError, match=r"weight: planned with shape \(4, 4\), now has shape \(2, 4\)"):
+        source.fill(plan.buckets[0], torch.empty(1024, dtype=torch.uint8))
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(st.integers(1, 40), st.data())
+def test_checksum_sees_a_changed_byte_and_a_moved_block(num_blocks: int, data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(num_blocks)
+    bytes_N = torch.randint(0, 256, (num_blocks * 256,), dtype=torch.uint8, generator=generator)
+    before = checksum(bytes_N)
+    assert 0 <= before < 2**64
+    assert checksum(bytes_N.clone()) == before
+    position = data.draw(st.integers(0, len(bytes_N) - 1))
+    changed = bytes_N.clone()
+    changed[position] += data.draw(st.integers(1, 255))
+    assert checksum(changed) != before
+    if num_blocks > 1:
+        rolled = bytes_N.roll(256 * data.draw(st.integers(1, num_blocks - 1)))
+        assert checksum(rolled) != before
+
+
+def test_checksum_of_nothing() -> None:
+    assert checksum(torch.empty(0, dtype=torch.uint8)) == 0
+
+
+def test_channel_carries_messages_and_descriptors() -> None:
+    listener = Listener()
+    worker = connect(listener.address, 5.0)
+    pusher = listener.accept(5.0, 5.0)
+    assert pusher is not None
+    assert pusher.peer_uid() == os.getuid()
+    read_end, write_end = os.pipe()
+    sending = threading.Thread(target=pusher.send, args=({"type": "plan", "text": "é" * 700_000}, [read_end]))
+    sending.start()
+    assert worker.receive()["text"] == "é" * 700_000
+    sending.join()
+    pusher.send({"type": "next"})
+    assert worker.receive() == {"type": "next"}
+    (fd,) = worker.take_fds()
+    os.write(write_end, b"x")
+    assert os.read(fd, 1) == b"x"
+    for descriptor in (fd, read_end, write_end):
+        os.close(descriptor)
+    pusher.close()
+    with pytest.raises(ChannelError, match="closed"):
+        worker.receive()
+    listener.close()
+    with pytest.raises(ChannelError, match="cannot reach the pusher"):
+        connect(listener.address, 1.0)
+
+
+def test_channel_does_not_wait_for_ever() -> None:
+    left, right = socket.socketpair()
+    with pytest.raises(ChannelError, match="timed out"):
+        Channel(left, 0.05).receive()
+    right.close()
+    left.close()
+
+
+def test_segments_are_shared_and_reused(new_model: Any) -> None:
+    source = ModuleSource(new_model)
+    plan = plan_buckets(source.manifest(), 100_000)
+    assert len(plan.buckets) > 2
+    sender, receiver = ShmSender(), ShmReceiver(torch.device("cpu"))
+    sender.prepare(plan)
+    greeting, fds = sender.greet({"segments": receiver.id})
+    receiver.attach(greeting, [os.dup(fd) for fd in fds], plan)
+    sender.prepare(plan)
+    assert sender.greet({"segments": receiver.id}) == (greeting, [])
+    left, _ = socket.socketpair()
+    channel = Channel(left, 1.0)
+    for bucket in plan.buckets:
+        source.fill(bucket, sender.buffer(bucket))
+        assert torch.equal(receiver.receive(bucket, channel), sender.buffer(bucket)[: bucket.nbytes])
+    larger = plan_buckets(source.manifest(), 10**7)
+    sender.prepare(larger)
+    assert sender.greet({"segments": receiver.id})[1]
+    with pytest.raises(SyncConfigError, match="descriptors"):
+        receiver.attach({"segments": "other", "sizes": [1]}, [], plan)
+    sender.close()
+    receiver.close()

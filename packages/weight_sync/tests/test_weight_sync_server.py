@@ -1,0 +1,187 @@
+"""A real vLLM server on the CPU: equality after a push, and every fault ends paused and recovers."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import weight_sync_helpers as helpers
+from torch import nn
+from weight_sync_helpers import Server, assert_serves
+
+from weight_sync import ModuleSource, ReceiverError, ServerError, SyncConfig, WeightPusher, WeightSyncError
+from weight_sync.session import PushSession
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def recovered(server: Server, new_model: Any) -> Iterator[Server]:
+    """After the test a plain push must bring the server back."""
+    yield server
+    with WeightPusher(ModuleSource(new_model), [server]) as pusher:
+        assert pusher.push(1).num_attempts == 1
+    assert_serves(server, new_model)
+
+
+def is_paused(server: Server) -> bool:
+    return bool(helpers.call(server, "GET", "/is_paused")[1]["is_paused"])
+
+
+def test_greedy_output_and_log_probs_are_the_new_models(server: Server, old_model: Any, new_model: Any) -> None:
+    with WeightPusher(ModuleSource(new_model), [server]) as pusher:
+        report = pusher.push(7)
+        difference = assert_serves(server, new_model)
+        print(f"mean absolute log-prob difference after a push: {difference:.2e}")
+        assert difference <= 1e-4
+        assert report.version == 7
+        assert report.num_bytes == sum(p.numel() * 4 for p in new_model.parameters())
+        assert helpers.call(server, "GET", "/weight_info")[1] == {"weight_version": "7"}
+        seconds = [pusher.push(version).total_s for version in range(8, 13)]
+        print("pushes of the tiny model took", ", ".join(f"{1000 * s:.0f} ms" for s in seconds))
+    with WeightPusher(ModuleSource(old_model), [server], SyncConfig(checksum=False)) as pusher:
+        pusher.push(13)
+    assert assert_serves(server, old_model) <= 1e-4
+
+
+def test_layers_that_span_many_buckets(server: Server, new_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", 10_000)
+    with WeightPusher(ModuleSource(new_model), [server]) as pusher:
+        assert pusher.push(1).num_attempts == 1
+        assert pusher._plan is not None
+        assert len(pusher._plan.buckets) > 15
+    assert_serves(server, new_model)
+
+
+def test_prefix_cache_of_the_old_policy_is_dropped(server: Server, old_model: Any, new_model: Any) -> None:
+    prompt = [7] * 64
+    for model in (old_model, new_model, old_model):
+        with WeightPusher(ModuleSource(model), [server]) as pusher:
+            pusher.push(1)
+        for _ in range(2):
+            assert helpers.generate(server, prompt)[0] == helpers.expected(model, prompt)
+
+
+def flip_bytes(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Damage the first ``times`` buckets after their checksum was taken."""
+    announce = PushSession._announce
+    left = [times]
+
+    def damaged(self: PushSession, push: Any, bucket: Any, value: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            self._sender.buffer(bucket)[17] += 1
+        announce(self, push, bucket, value)
+
+    monkeypatch.setattr(PushSession, "_announce", damaged)
+
+
+def test_one_corrupted_bucket_is_sent_again(recovered: Server, old_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    flip_bytes(monkeypatch, 1)
+    with WeightPusher(ModuleSource(old_model), [recovered]) as pusher:
+        assert pusher.push(3).num_attempts == 2
+    assert_serves(recovered, old_model)
+
+
+def test_corruption_that_stays_leaves_the_server_paused(
+    recovered: Server, old_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_bytes(monkeypatch, 100)
+    with WeightPusher(ModuleSource(old_model), [recovered]) as pusher, pytest.raises(ReceiverError) as caught:
+        pusher.push(3)
+    assert caught.value.kind == "checksum"
+    assert "model.embed_tokens.weight" in str(caught.value)
+    assert is_paused(recovered)
+    with pytest.raises(OSError):
+        helpers.generate(recovered, [5, 6, 7], timeout_s=1.0)
+
+
+class Reshaped:
+    """A source whose manifest differs in one entry."""
+
+    def __init__(self, model: nn.Module, name: str, changes: dict[str, Any]) -> None:
+        self._source = ModuleSource(model)
+        self._name, self._changes = name, changes
+
+    def manifest(self) -> Any:
+        manifest = self._source.manifest()
+        return type(manifest).of(
+            dataclasses.replace(e, **self._changes) if e.name == self._name else e for e in manifest.entries
+        )
+
+    def fill(self, bucket: Any, out: torch.Tensor | None) -> None:
+        raise AssertionError("a byte was asked for")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", {"shape": (64, 64)}),
+        ("model.layers.0.self_attn.k_proj.weight", {"shape": (128, 64)}),
+        ("model.layers.0.mlp.gate_proj.weight", {"shape": (64, 64)}),
+        ("model.norm.weight", {"shape": (32,)}),
+        ("model.embed_tokens.weight", {"shape": (128, 64)}),
+        ("model.layers.1.self_attn.q_norm.weight", {"name": "model.layers.1.self_attn.query_norm.weight"}),
+        ("model.layers.1.mlp.up_proj.weight", {"name": "model.layers.1.mlp.upper_proj.weight"}),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_by_name(
+    server: Server, new_model: Any, name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with WeightPusher(ModuleSource(new_model), [server]) as pusher:
+        pusher.push(1)
+    source = Reshaped(new_model, name, changes)
+    monkeypatch.setattr(Reshaped, "fill", lambda self, bucket, out: out.zero_())
+    with WeightPusher(source, [server]) as pusher, pytest.raises(ReceiverError) as caught:
+        pusher.push(2)
+    assert caught.value.kind == "plan"
+    assert caught.value.tensor == changes.get("name", name)
+    assert is_paused(server)
+    with WeightPusher(ModuleSource(new_model), [server]) as pusher:
+        pusher.push(3)
+    assert_serves(server, new_model)
+
+
+def test_a_missing_parameter_is_refused_by_name(recovered: Server, new_model: Any) -> None:
+    class Partial(Reshaped):
+        def manifest(self) -> Any:
+            manifest = self._source.manifest()
+            return type(manifest).of(e for e in manifest.entries if e.name != self._name)
+
+        def fill(self, bucket: Any, out: torch.Tensor | None) -> None:
+            pass
+
+    source = Partial(new_model, "model.layers.0.self_attn.v_proj.weight", {})
+    with WeightPusher(source, [recovered]) as pusher, pytest.raises(ReceiverError) as caught:
+        pusher.push(2)
+    assert caught.value.tensor == "model.layers.0.self_attn.qkv_proj.weight"
+
+
+def test_two_trainers_at_once(server: Server, old_model: Any, new_model: Any) -> None:
+    with WeightPusher(ModuleSource(new_model), [server]) as first:
+        first.push(1)
+        with WeightPusher(ModuleSource(old_model), [server]) as second:
+            with pytest.raises(WeightSyncError, match="owned by the live pusher"):
+                second.push(1)
+        assert not is_paused(server)
+        assert_serves(server, new_model)
+        first.push(2)
+    with WeightPusher(ModuleSource(old_model), [server]) as second:
+        second.push(3)
+    assert_serves(server, old_model)
+
+
+def test_a_wrong_key_and_a_dead_url_are_named(server: Server, new_model: Any) -> None:
+    wrong = dataclasses.replace(server, api_key="other")
+    with WeightPusher(ModuleSource(new_model), [wrong]) as pusher:
+        with pytest.raises(WeightSyncError, match="check the API key") as caught:
+            pusher.push(1)
+        assert isinstance(caught.value.__cause__, ServerError)
+    gone = dataclasses.replace(server, url=f"http://127.0.0.1:{helpers.free_port()}")
+    with (
+        WeightPusher(ModuleSource(new_model), [server, gone]) as pusher,
+        pytest.raises(WeightSyncError, match="refused"),
+    ):
+        pusher.push(1)
+    assert not is_paused(server)

@@ -1,0 +1,109 @@
+"""One rank of a DeepSpeed job that trains a step and pushes. Run by test_weight_sync_zero.py."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from transformers.integrations import HfDeepSpeedConfig
+
+from weight_sync import WeightPusher, ZeroSource, plan_buckets
+from weight_sync.sources import slot_view
+
+
+def build_engine(folder: str, stage: int, offload: bool) -> tuple[Any, Any]:
+    """An engine after one real optimizer step; keep the second value alive for stage 3."""
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
+    if offload:
+        zero["offload_param"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+    }
+    keep = HfDeepSpeedConfig(config) if stage == 3 else None
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    ids = torch.arange(3, 35)[None] + dist.get_rank()
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    return engine, keep
+
+
+def full_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """The reference: DeepSpeed's own gather, one parameter at a time."""
+    weights = {}
+    for name, param in engine.module.named_parameters():
+        if hasattr(param, "ds_id"):
+            with deepspeed.zero.GatheredParameters([param]):
+                weights[name] = param.detach().clone()
+        else:
+            weights[name] = param.detach().clone()
+    return weights
+
+
+def check_source(engine: Any, rank: int, slow: bool) -> None:
+    """Buckets of several sizes hold exactly the reference, in full precision and cast."""
+    reference = full_weights(engine)
+    for dtype, bound in ((None, 1 << 30), (None, 20_000), (torch.bfloat16, 50_000)):
+        source = ZeroSource(engine.module, dtype)
+        plan = plan_buckets(source.manifest(), bound)
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, plan.digest)
+        assert len(set(digests)) == 1, "ranks disagree on the plan"
+        seen = set()
+        for bucket in plan.buckets:
+            out = torch.full((bucket.nbytes,), 77, dtype=torch.uint8) if rank == 0 else None
+            source.fill(bucket, out)
+            for slot in bucket.slots if out is not None else ():
+                want = reference[slot.name].to(dtype or torch.float32)
+                assert torch.equal(slot_view(out, slot), want), slot.name
+                seen.add(slot.name)
+        assert rank or seen == set(reference)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--world", type=int)
+    parser.add_argument("--port")
+    parser.add_argument("--folder")
+    parser.add_argument("--url")
+    parser.add_argument("--api-key")
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": args.port, "LOCAL_RANK": str(args.rank)}
+    os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.world)}
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
+    for stage, offload in ((1, False), (2, False), (3, True)):
+        engine, keep = build_engine(args.folder, stage, offload)
+        check_source(engine, args.rank, offload)
+        engine.destroy()
+        del engine, keep
+    engine, _keep = build_engine(args.folder, 3, False)
+    check_source(engine, args.rank, False)
+    endpoint = SimpleNamespace(url=args.url, api_key=args.api_key)
+    with WeightPusher(ZeroSource(engine.module), [endpoint], rank=args.rank) as pusher:
+        report = pusher.push(5)
+    assert report.version == 5
+    assert report.total_s > 0
+    weights = full_weights(engine)
+    if args.rank == 0:
+        torch.save(weights, args.out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
