@@ -1,0 +1,153 @@
+"""Config loading, tracking, timing, placement and the training loop that composes the other packages."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cli import is_user_error, run_cli
+    from .config import ModelConfig, RanksConfig, SupervisedConfig, TaskSize, TrainerConfig
+    from .config_help import help_text
+    from .config_loader import load_config, to_yaml
+    from .errors import (
+        ConfigError,
+        InputError,
+        PlacementError,
+        RankError,
+        ReportError,
+        RlRuntimeError,
+        RolloutFailed,
+        TrackingError,
+    )
+    from .experience import Experience, ExperienceBatch
+    from .inputs import Inputs, check_inputs, check_servers, load_inputs
+    from .loop import LoopResult, Phase, TrainingLoop
+    from .memory import MemorySampler, TreeMemory, process_tree_memory
+    from .metrics import mismatch, rollout_metrics, throughput, update_metrics
+    from .placement import Placement, plan_placement
+    from .rank_group import RankGroup
+    from .report import write_report
+    from .role import Role
+    from .rollout_phase import RolloutPhase, Validation
+    from .session import Session, open_ranks, open_session, plan_ranks, plan_session
+    from .supervised import supervised_step, train_supervised
+    from .timing import PhaseTimer
+    from .tracking import Progress, RunFolder, Tracker, TrackingConfig
+
+# Public name -> module that defines it; nothing is imported before a name is used. One line a name, sorted by module.
+_EXPORTS = {
+    "is_user_error": ".cli",
+    "run_cli": ".cli",
+    "ModelConfig": ".config",
+    "RanksConfig": ".config",
+    "SupervisedConfig": ".config",
+    "TaskSize": ".config",
+    "TrainerConfig": ".config",
+    "help_text": ".config_help",
+    "load_config": ".config_loader",
+    "to_yaml": ".config_loader",
+    "ConfigError": ".errors",
+    "InputError": ".errors",
+    "PlacementError": ".errors",
+    "RankError": ".errors",
+    "ReportError": ".errors",
+    "RlRuntimeError": ".errors",
+    "RolloutFailed": ".errors",
+    "TrackingError": ".errors",
+    "Experience": ".experience",
+    "ExperienceBatch": ".experience",
+    "Inputs": ".inputs",
+    "check_inputs": ".inputs",
+    "check_servers": ".inputs",
+    "load_inputs": ".inputs",
+    "LoopResult": ".loop",
+    "Phase": ".loop",
+    "TrainingLoop": ".loop",
+    "MemorySampler": ".memory",
+    "TreeMemory": ".memory",
+    "process_tree_memory": ".memory",
+    "mismatch": ".metrics",
+    "rollout_metrics": ".metrics",
+    "throughput": ".metrics",
+    "update_metrics": ".metrics",
+    "Placement": ".placement",
+    "plan_placement": ".placement",
+    "RankGroup": ".rank_group",
+    "write_report": ".report",
+    "Role": ".role",
+    "RolloutPhase": ".rollout_phase",
+    "Validation": ".rollout_phase",
+    "Session": ".session",
+    "open_ranks": ".session",
+    "open_session": ".session",
+    "plan_ranks": ".session",
+    "plan_session": ".session",
+    "supervised_step": ".supervised",
+    "train_supervised": ".supervised",
+    "PhaseTimer": ".timing",
+    "Progress": ".tracking",
+    "RunFolder": ".tracking",
+    "Tracker": ".tracking",
+    "TrackingConfig": ".tracking",
+}
+
+__all__ = [
+    "ConfigError",
+    "Experience",
+    "ExperienceBatch",
+    "InputError",
+    "Inputs",
+    "LoopResult",
+    "MemorySampler",
+    "ModelConfig",
+    "Phase",
+    "PhaseTimer",
+    "Placement",
+    "PlacementError",
+    "Progress",
+    "RankError",
+    "RankGroup",
+    "RanksConfig",
+    "ReportError",
+    "RlRuntimeError",
+    "Role",
+    "RolloutFailed",
+    "RolloutPhase",
+    "RunFolder",
+    "Session",
+    "SupervisedConfig",
+    "TaskSize",
+    "Tracker",
+    "TrackingConfig",
+    "TrackingError",
+    "TrainerConfig",
+    "TrainingLoop",
+    "TreeMemory",
+    "Validation",
+    "check_inputs",
+    "check_servers",
+    "help_text",
+    "is_user_error",
+    "load_config",
+    "load_inputs",
+    "mismatch",
+    "open_ranks",
+    "open_session",
+    "plan_placement",
+    "plan_ranks",
+    "plan_session",
+    "process_tree_memory",
+    "rollout_metrics",
+    "run_cli",
+    "supervised_step",
+    "throughput",
+    "to_yaml",
+    "train_supervised",
+    "update_metrics",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name], __name__), name)

@@ -1,0 +1,233 @@
+"""The command line of every app: help, presets, overrides, exit codes, interrupts.
+
+Exit codes: 0 success (or what `main` returns), 1 a failure (with traceback), 2 a user's mistake (one `error: …`
+message, no traceback), 130 after Ctrl-C, 128 + n after signal n. Nothing but the config classes is imported before the
+configuration is known to be right.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+from .config_help import PresetFile, help_text, list_presets
+from .config_loader import load_config, to_yaml
+from .config_schema import all_paths, nearest_paths
+from .errors import ConfigError, ConfigProblem
+
+ConfigT = TypeVar("ConfigT")
+
+_SOURCES = ("preset", "overlay", "config")
+# Packages whose errors count as a user's mistake when they are also ValueErrors.
+_OWN_PACKAGES = frozenset(
+    {"rl_core", "ds_engine", "rollout_vllm", "weight_sync", "ckpt", "rl_data", "rl_runtime", "apps"}
+)
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether an exception is a user's mistake: a ValueError that one of these packages defines."""
+    own = any(base.__module__.partition(".")[0] in _OWN_PACKAGES for base in type(error).__mro__)
+    return isinstance(error, ConfigError) or (isinstance(error, ValueError) and own)
+
+
+def run_cli(
+    config_cls: type[ConfigT],
+    main: Callable[[ConfigT], int | None],
+    *,
+    app_name: str,
+    preset_dir: Path | None = None,
+    argv: Sequence[str] | None = None,
+    doc: str = "",
+    examples: Sequence[str] = (),
+    default_preset: str | None = None,
+    default_preset_unless: Sequence[str] = (),
+    user_errors: tuple[type[BaseException], ...] = (),
+) -> NoReturn:
+    """Run an app from its command line; always ends by raising SystemExit with the exit code.
+
+    Args:
+        config_cls: the app's config dataclass.
+        main: the app; its `finally` blocks and context managers run on errors, Ctrl-C, SIGTERM and SIGHUP.
+        app_name: the app's module, for the help: `apps.grpo.main`; with a space in it, the whole command.
+        preset_dir: folder of presets (`NAME.yaml`) and of overlays (`overlays/NAME.yaml`).
+        argv: arguments without the program's name; None takes the process's.
+        doc: one sentence for the help; empty takes the first line of the config class.
+        examples: argument lists for the help.
+        default_preset: preset used when neither a preset nor a config file is named.
+        default_preset_unless: keys that, when overridden, keep the default preset out.
+        user_errors: further exception classes to report as a user's mistake.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    app_name = app_name if " " in app_name else f"python -m {app_name}"
+    try:
+        if any(arg in ("--help", "-h", "help") for arg in args):
+            under = next((arg for arg in args if arg not in ("--help", "-h", "help") and "=" not in arg), "")
+            text = help_text(
+                config_cls,
+                app_name=app_name,
+                doc=doc,
+                presets=list_presets(preset_dir),
+                overlays=list_presets(_overlay_dir(preset_dir)),
+                examples=examples,
+                under=under,
+            )
+            _print_and_exit(text)
+        request = _parse(args, config_cls, preset_dir, default_preset, default_preset_unless)
+        config = load_config(config_cls, presets=request.files, overrides=request.overrides)
+        if request.print_config:
+            _print_and_exit(to_yaml(config))
+    except ConfigError as error:
+        _fail(error, app_name)
+    _run(main, config, app_name, user_errors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What the arguments ask for."""
+
+    files: list[Path] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    print_config: bool = False
+
+
+def _run(
+    main: Callable[[ConfigT], int | None], config: ConfigT, app_name: str, user_errors: tuple[type[BaseException], ...]
+) -> NoReturn:
+    try:
+        with _signals_as_exceptions():
+            code = main(config)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
+    except Exception as error:
+        # Ray hands over errors of its workers in a wrapper whose text is a remote traceback.
+        cause = getattr(error, "cause", None)
+        shown = cause if isinstance(cause, Exception) else error
+        if not (is_user_error(shown) or isinstance(shown, user_errors)):
+            raise
+        _fail(shown, app_name)
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """Let cleanup code run on SIGTERM and SIGHUP, and let a second Ctrl-C not cut it short.
+
+    The first SIGINT raises KeyboardInterrupt; the second only says that cleanup goes on; the third interrupts that.
+    """
+    count = 0
+
+    def interrupt(_signum: int, _frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            os.write(2, b"\nstill cleaning up; press Ctrl-C once more to leave processes behind\n")
+            return
+        raise KeyboardInterrupt
+
+    def leave(signum: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    previous: dict[signal.Signals, Any] = {}
+    try:
+        for number, handler in ((signal.SIGINT, interrupt), (signal.SIGTERM, leave), (signal.SIGHUP, leave)):
+            # A signal that was ignored at the start (nohup, a shell's background job) stays ignored.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, handler)
+    except ValueError:
+        pass  # not the main thread: signals are someone else's business
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old if old is not None else signal.SIG_DFL)
+
+
+def _parse(
+    args: Sequence[str],
+    cls: type,
+    preset_dir: Path | None,
+    default_preset: str | None,
+    default_preset_unless: Sequence[str],
+) -> _Request:
+    problems: list[ConfigProblem] = []
+    presets: list[Path] = []
+    later: list[Path] = []
+    overrides: list[str] = []
+    print_config = False
+    for arg in args:
+        key, equals, value = arg.partition("=")
+        if arg == "--print-config":
+            print_config = True
+        elif not equals or arg.startswith(("-", "+")):
+            problems.append(ConfigProblem(path="", message=_not_an_override(arg, cls)))
+        elif key not in _SOURCES:
+            overrides.append(arg)
+        elif key == "config":
+            later.append(Path(value).expanduser())
+        else:
+            path = _named_file(key, value, preset_dir, problems)
+            (presets if key == "preset" else later).append(path)
+    own_files = presets or any(arg.startswith("config=") for arg in args)
+    own_keys = any(arg.partition("=")[0] in default_preset_unless for arg in overrides)
+    if default_preset is not None and not own_files and not own_keys:
+        presets.append(_named_file("preset", default_preset, preset_dir, problems))
+    if problems:
+        raise ConfigError(problems)
+    return _Request(files=[*presets, *later], overrides=overrides, print_config=print_config)
+
+
+def _not_an_override(arg: str, cls: type) -> str:
+    bare = arg.lstrip("-+")
+    key, equals, _ = bare.partition("=")
+    if arg.startswith(("-", "+")) and equals and key in (*all_paths(cls), *_SOURCES):
+        return f"unknown option {arg!r}; write {bare} without the leading {arg[: len(arg) - len(bare)]}"
+    if not equals and bare in all_paths(cls):
+        return f"{arg!r} has no value; write {bare}=value"
+    near = nearest_paths(cls, key.replace("-", "_"))
+    hint = f"; nearest key: {near[0]}=value" if near else "; write key=value"
+    return f"unknown argument {arg!r}{hint}; --help lists every key"
+
+
+def _overlay_dir(preset_dir: Path | None) -> Path | None:
+    return preset_dir / "overlays" if preset_dir is not None else None
+
+
+def _named_file(kind: str, name: str, preset_dir: Path | None, problems: list[ConfigProblem]) -> Path:
+    files: list[PresetFile] = list_presets(_overlay_dir(preset_dir)) if kind == "overlay" else []
+    files += list_presets(preset_dir)
+    for file in files:
+        if file.name == name:
+            return file.path
+    import difflib
+
+    names = [file.name for file in files]
+    near = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+    message = f"unknown {kind} {name!r}; "
+    message += f"nearest: {', '.join(near)}; " if near else ""
+    message += f"available: {', '.join(dict.fromkeys(names))}" if names else "this app has none"
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        message += f"; a file of your own is given as config={name}"
+    problems.append(ConfigProblem(path="", message=message))
+    return Path(name)
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `--help | head`: the reader has left; point stdout away so that the interpreter's own flush is quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0)
+
+
+def _fail(error: BaseException, app_name: str) -> NoReturn:
+    hint = f"\nSee {app_name} --help" if isinstance(error, ConfigError) else ""
+    print(f"error: {error}{hint}", file=sys.stderr, flush=True)
+    raise SystemExit(2) from None

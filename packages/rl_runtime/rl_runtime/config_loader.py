@@ -1,0 +1,379 @@
+"""Configuration from dataclass defaults, YAML files and dotted overrides, checked as a whole.
+
+Order of merging, later wins: the defaults of the dataclass, each YAML file left to right, each `a.b=value` left to
+right. Merging and `${other.key}` interpolation are OmegaConf's, the final check is pydantic's; every problem found is
+reported in one `ConfigError`.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .config_schema import (
+    MISSING,
+    accepts_text,
+    allowed_words,
+    alternatives,
+    field_default,
+    field_hints,
+    item_hint,
+    nearest_paths,
+    section_class,
+    value_hint,
+    wants_text,
+)
+from .config_yaml import YamlError, dump, parse_typed
+from .errors import ConfigError, ConfigProblem
+
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """One source of values: a file or one override."""
+
+    source: str
+    tree: dict[str, Any]
+
+
+def load_config(cls: type[ConfigT], *, presets: Sequence[Path | str] = (), overrides: Sequence[str] = ()) -> ConfigT:
+    """Build a config from its defaults, YAML files and dotted overrides.
+
+    Args:
+        cls: a frozen keyword-only dataclass of plain types and further such dataclasses.
+        presets: YAML files, merged left to right.
+        overrides: `dotted.key=value` texts, merged after the files. The value is YAML read by the key's type: text
+            needs no quotes, `[a, b]` is a list, one value alone stands for a list of one, `null` or `None` is null.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, missing or bad value; all of them at once.
+    """
+    problems: list[ConfigProblem] = []
+    layers = [layer for path in presets if (layer := _file_layer(cls, Path(path), problems)) is not None]
+    layers += [layer for text in overrides if (layer := _override_layer(cls, text, problems)) is not None]
+    layers = [_Layer(source=x.source, tree=_known_part(cls, x.tree, cls, "", x.source, problems)) for x in layers]
+    tree = _merge(cls, layers, problems)
+    if tree is None:
+        raise ConfigError(problems)
+    return _validate(cls, tree, layers, problems)
+
+
+def to_yaml(config: Any) -> str:
+    """Write a config as YAML with every key; `load_config` of that file gives an equal config."""
+    return dump(plain_tree(config))
+
+
+def plain_tree(value: Any) -> Any:
+    """Config dataclasses, tuples, paths and enums as dicts, lists and scalars, ready for YAML; `${` is escaped."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: plain_tree(getattr(value, name)) for name in field_hints(type(value))}
+    if isinstance(value, Mapping):
+        return {str(key): plain_tree(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_tree(item) for item in value]
+    if isinstance(value, Enum):
+        return plain_tree(value.value)
+    if isinstance(value, (str, Path)):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))
+    return value
+
+
+def _file_layer(cls: type, path: Path, problems: list[ConfigProblem]) -> _Layer | None:
+    try:
+        tree = parse_typed(path.read_text(encoding="utf-8"), cls)
+    except OSError as error:
+        problems.append(ConfigProblem(path="", message=f"cannot read the file {path}: {error.strerror or error}"))
+        return None
+    except (YamlError, UnicodeDecodeError) as error:
+        problems.append(ConfigProblem(path="", message=str(error), source=str(path)))
+        return None
+    if tree is None:
+        return None
+    if not isinstance(tree, dict):
+        message = f"expected a mapping of keys at the top of the file, got {_short(tree)}"
+        problems.append(ConfigProblem(path="", message=message, source=str(path)))
+        return None
+    return _Layer(source=str(path), tree=tree)
+
+
+def _override_layer(cls: type, text: str, problems: list[ConfigProblem]) -> _Layer | None:
+    path, equals, raw = text.partition("=")
+    words = path.split(".")
+    if not equals or not all(words):
+        message = f"{text!r} is not an override; write key=value with a dotted key, as in a.b=1"
+        problems.append(ConfigProblem(path="", message=message, source="command line"))
+        return None
+    try:
+        value = "" if raw == "" else _parse_override(raw, _hint_at(cls, words))
+    except YamlError as error:
+        problems.append(ConfigProblem(path=path, message=str(error), source="command line"))
+        return None
+    tree: dict[str, Any] = {words[-1]: value}
+    for word in reversed(words[:-1]):
+        tree = {word: tree}
+    return _Layer(source="command line", tree=tree)
+
+
+def _parse_override(raw: str, hint: Any) -> Any:
+    if hint is not None and wants_text(hint) and raw[0] not in "\"'":
+        # Text stands as typed ("Answer: yes #1" would be something else in YAML), but null stays null where allowed.
+        return None if alternatives(hint)[1] and raw in ("null", "None", "~") else raw
+    if hint is not None and raw[0] not in "[\"'" and (item := item_hint(hint)) is not None and wants_text(item):
+        return None if raw in ("null", "None", "~") else raw
+    return parse_typed(raw, hint)
+
+
+def _hint_at(cls: type, words: Sequence[str]) -> Any | None:
+    """Type at a dotted path; None where there is no such key."""
+    hint: Any = cls
+    for word in words:
+        nested = section_class(hint)
+        hint = field_hints(nested).get(word) if nested is not None else value_hint(hint)
+        if hint is None:
+            return None
+    return hint
+
+
+def _known_part(root: type, value: Any, hint: Any, path: str, source: str, problems: list[ConfigProblem]) -> Any:
+    """The part of a layer whose keys exist; the others become problems."""
+    if isinstance(value, list):
+        item = item_hint(hint)
+        return [
+            v if item is None else _known_part(root, v, item, f"{path}[{i}]", source, problems)
+            for i, v in enumerate(value)
+        ]
+    if not isinstance(value, dict):
+        return value
+    nested = section_class(hint)
+    if nested is None:
+        if value_hint(hint) is None and not _is_any(hint):
+            inner = next(iter(value), "")
+            message = f"unknown key; {path} is a value ({allowed_words(hint)}), not a section"
+            problems.append(ConfigProblem(path=f"{path}.{inner}", message=message, source=source))
+            return MISSING
+        return value
+    out = {}
+    for key, inner in value.items():
+        inner_path = f"{path}.{key}" if path else key
+        if key not in field_hints(nested):
+            near = nearest_paths(root, inner_path)
+            message = f"unknown key (given {_short(inner)}); " + (
+                f"nearest: {', '.join(near)}" if near else f"allowed here: {', '.join(field_hints(nested))}"
+            )
+            problems.append(ConfigProblem(path=inner_path, message=message, source=source))
+        elif (known := _known_part(root, inner, field_hints(nested)[key], inner_path, source, problems)) is not MISSING:
+            out[key] = known
+    return out
+
+
+def _is_any(hint: Any) -> bool:
+    return Any in alternatives(hint)[0]
+
+
+def _merge(cls: type, layers: Sequence[_Layer], problems: list[ConfigProblem]) -> dict[str, Any] | None:
+    """Defaults and layers merged, interpolations resolved; None (and a problem) if an interpolation fails."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    given: Any = {}
+    try:
+        trees = [_replace_text(layer.tree, *_MISSING_MARK) for layer in layers]
+        given = OmegaConf.to_container(OmegaConf.merge({}, *(OmegaConf.create(tree) for tree in trees)))
+        defaults = _replace_text(_default_tree(cls, given), *_MISSING_MARK)
+        merged = OmegaConf.merge(OmegaConf.create(defaults), OmegaConf.create(given))
+        tree = _replace_text(OmegaConf.to_container(merged, resolve=True), *reversed(_MISSING_MARK))
+    except OmegaConfBaseException as error:
+        path = str(getattr(error, "full_key", "") or "")
+        value = _at(given, path)
+        first_line = str(error).strip().splitlines()[0]
+        shown = f"cannot resolve {_short(value)}: " if value is not MISSING else ""
+        problems.append(ConfigProblem(path=path, message=f"{shown}{first_line}", source=_source_of(layers, path)))
+        return None
+    normal = _normalise(tree, cls)
+    assert isinstance(normal, dict)
+    return normal
+
+
+# OmegaConf takes the text ??? for a missing value; here it is text like any other, so it wears a mask meanwhile.
+_MISSING_MARK = ("???", "\ue000???")
+
+
+def _replace_text(tree: Any, old: str, new: str) -> Any:
+    """A tree with every text that equals `old` replaced."""
+    if isinstance(tree, dict):
+        return {key: _replace_text(value, old, new) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_replace_text(value, old, new) for value in tree]
+    return new if tree == old else tree
+
+
+def _default_tree(cls: type, given: Any) -> dict[str, Any]:
+    """Defaults of a config class; an optional section that is off by default gets its own defaults once it is given."""
+    tree: dict[str, Any] = {}
+    for name, hint in field_hints(cls).items():
+        default, nested = field_default(cls, name), section_class(hint)
+        user = given.get(name) if isinstance(given, dict) else None
+        if nested is not None and (default is MISSING or (default is None and isinstance(user, dict))):
+            if alternatives(hint)[1] and not isinstance(user, dict):
+                continue
+            tree[name] = _default_tree(nested, user)
+        elif nested is not None and default is not None:
+            tree[name] = _instance_tree(default, user)
+        elif default is not MISSING:
+            tree[name] = plain_tree(default)
+    return tree
+
+
+def _instance_tree(instance: Any, given: Any) -> dict[str, Any]:
+    """Values of a default section instance, with the defaults of its switched-off sections that are given."""
+    cls: type = type(instance)
+    tree = {name: plain_tree(getattr(instance, name)) for name in field_hints(cls)}
+    for name, hint in field_hints(cls).items():
+        user, nested = (given.get(name) if isinstance(given, dict) else None), section_class(hint)
+        if nested is not None and isinstance(user, dict):
+            value = getattr(instance, name)
+            tree[name] = _default_tree(nested, user) if value is None else _instance_tree(value, user)
+    return tree
+
+
+def _normalise(value: Any, hint: Any) -> Any:
+    """Shape resolved values for their types: one value for a list, `1e3` for an integer, a number for text."""
+    if (nested := section_class(hint)) is not None:
+        if not isinstance(value, dict):
+            return value
+        hints = field_hints(nested)
+        return {key: _normalise(item, hints[key]) for key, item in value.items()}
+    if (item := item_hint(hint)) is not None:
+        if isinstance(value, list):
+            return [_normalise(inner, item_hint(hint, index)) for index, inner in enumerate(value)]
+        return value if value is None or isinstance(value, dict) else [_normalise(value, item)]
+    if isinstance(value, dict):
+        inner_hint = value_hint(hint)
+        return value if inner_hint is None else {key: _normalise(item, inner_hint) for key, item in value.items()}
+    return _normalise_scalar(value, hint)
+
+
+def _normalise_scalar(value: Any, hint: Any) -> Any:
+    if isinstance(value, str) and not accepts_text(hint):
+        # Text for a number comes from quotes or from an interpolation such as ${oc.env:PORT}.
+        try:
+            value = parse_typed(value, hint)
+        except YamlError:
+            return value
+    members, _ = alternatives(hint)
+    if isinstance(value, float) and int in members and float not in members and value.is_integer():
+        return int(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and wants_text(hint):
+        return str(value)
+    return value
+
+
+@functools.cache
+def _adapter(cls: type) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
+
+
+def _validate(cls: type[ConfigT], tree: Any, layers: Sequence[_Layer], problems: list[ConfigProblem]) -> ConfigT:
+    from pydantic import ValidationError
+
+    config: ConfigT | None = None
+    try:
+        # JSON mode because only there strictness is what users mean: true is no integer, but a list makes a tuple.
+        config = _adapter(cls).validate_json(json.dumps(tree), strict=True)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        problems += [_problem(cls, detail, tree, layers) for detail in found]
+    unique = list(dict.fromkeys(problems))
+    if unique:
+        raise ConfigError(unique)
+    assert config is not None
+    return config
+
+
+def _problem(cls: type, detail: Mapping[str, Any], tree: Any, layers: Sequence[_Layer]) -> ConfigProblem:
+    missing = detail["type"] in ("missing", "missing_argument", "missing_keyword_only_argument")
+    loc = detail["loc"]
+    path, hint = _locate(cls, loc)
+    if missing and path.endswith("]"):  # a fixed list that is too short
+        missing, (path, hint) = False, _locate(cls, loc[:-1])
+    source = _source_of(layers, path)
+    if detail["type"] == "value_error":
+        return _check_problem(path, hint, str(detail["ctx"]["error"]), layers)
+    if missing:
+        return ConfigProblem(path=path, message=f"missing; it has no default; allowed: {allowed_words(hint)}")
+    value = _at(tree, path)
+    allowed = allowed_words(hint)
+    if not (detail["type"] == "missing" or _says_it_all(detail["type"])):
+        allowed = f"{allowed} ({detail['msg']})"
+    return ConfigProblem(path=path, message=f"got {_short(value)}; allowed: {allowed}", source=source)
+
+
+def _says_it_all(kind: str) -> bool:
+    return kind.endswith(("_type", "_parsing", "_from_float")) or kind in ("literal_error", "enum", "none_required")
+
+
+def _check_problem(path: str, hint: Any, message: str, layers: Sequence[_Layer]) -> ConfigProblem:
+    """A ValueError out of `__post_init__`: its message begins with the field's name by convention."""
+    nested = section_class(hint)
+    match = re.match(r"([A-Za-z_][\w.]*)(?:\s*:\s*|\s+)", message)
+    if nested is not None and match and match[1].partition(".")[0] in field_hints(nested):
+        inner = f"{path}.{match[1]}" if path else match[1]
+        return ConfigProblem(path=inner, message=message[match.end() :], source=_source_of(layers, inner))
+    return ConfigProblem(path=path, message=message)
+
+
+def _locate(cls: type, loc: Sequence[int | str]) -> tuple[str, Any]:
+    """Dotted path and type for pydantic's location; its marks for members of a union are left out."""
+    hint: Any = cls
+    path = ""
+    for step in loc:
+        nested = section_class(hint)
+        if nested is not None and step in field_hints(nested):
+            hint = field_hints(nested)[str(step)]
+            path = f"{path}.{step}" if path else str(step)
+        elif nested is None and isinstance(step, int) and item_hint(hint, step) is not None:
+            hint, path = item_hint(hint, step), f"{path}[{step}]"
+        elif nested is None and value_hint(hint) is not None and not isinstance(step, int):
+            hint, path = value_hint(hint), f"{path}.{step}"
+        else:
+            break
+    return path, hint
+
+
+def _steps(path: str) -> Iterator[str | int]:
+    for word in re.findall(r"[^.\[\]]+|\[\d+\]", path):
+        yield int(word[1:-1]) if word.startswith("[") else word
+
+
+def _at(tree: Any, path: str) -> Any:
+    """Value at a path, or MISSING."""
+    for step in _steps(path):
+        found = tree[step] if isinstance(tree, dict) and step in tree else MISSING
+        if isinstance(tree, list) and isinstance(step, int) and step < len(tree):
+            found = tree[step]
+        if found is MISSING:
+            return MISSING
+        tree = found
+    return tree
+
+
+def _source_of(layers: Sequence[_Layer], path: str) -> str:
+    """The last layer that set the key (or its section)."""
+    key = path.partition("[")[0]
+    return next((layer.source for layer in reversed(layers) if key and _at(layer.tree, key) is not MISSING), "")
+
+
+def _short(value: Any) -> str:
+    if value is MISSING:
+        return "nothing"
+    text = {None: "null", True: "true", False: "false"}.get(value, "") if isinstance(value, (bool, type(None))) else ""
+    text = text or repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,203 @@
+"""What a config dataclass allows: its keys as dotted paths, their types in words. Pure; stdlib only."""
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+MISSING = dataclasses.MISSING
+"""Default of a key that has none and must be given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One settable value of a configuration."""
+
+    path: str
+    hint: Any
+    default: Any
+    owner: type
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A nested dataclass: the mapping at `path`."""
+
+    path: str
+    cls: type
+    optional: bool
+
+
+@functools.cache
+def field_hints(cls: type) -> dict[str, Any]:
+    """Type of each init field of a dataclass, string annotations resolved."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+
+
+def field_default(cls: type, name: str) -> Any:
+    """Default value of a field, or MISSING."""
+    field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    if field.default is not MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not MISSING else MISSING
+
+
+def alternatives(hint: Any) -> tuple[tuple[Any, ...], bool]:
+    """The members of a union without None, and whether None is allowed."""
+    while get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    if get_origin(hint) in (Union, types.UnionType):
+        members = get_args(hint)
+        flat = tuple(alternatives(m)[0][0] for m in members if m is not type(None))
+        return flat, type(None) in members
+    return (hint,), hint in (None, type(None), Any)
+
+
+def section_class(hint: Any) -> type | None:
+    """The dataclass that this hint nests (also when optional), or None for a plain value."""
+    members, _ = alternatives(hint)
+    nested = [m for m in members if isinstance(m, type) and dataclasses.is_dataclass(m)]
+    return nested[0] if len(members) == len(nested) == 1 else None
+
+
+def item_hint(hint: Any, index: int = 0) -> Any | None:
+    """Type of the items of a sequence hint (of the item at `index` in a fixed tuple); None if it is no sequence."""
+    for member in alternatives(hint)[0]:
+        origin, args = get_origin(member) or member, get_args(member)
+        if origin is tuple and args:
+            if len(args) == 2 and args[1] is Ellipsis:
+                return args[0]
+            return args[min(index, len(args) - 1)]
+        if isinstance(origin, type) and issubclass(origin, Sequence) and not issubclass(origin, (str, bytes)):
+            return args[0] if args else Any
+    return None
+
+
+def value_hint(hint: Any) -> Any | None:
+    """Type of the values of a mapping hint; None if it is no mapping."""
+    for member in alternatives(hint)[0]:
+        origin, args = get_origin(member) or member, get_args(member)
+        if isinstance(origin, type) and issubclass(origin, Mapping):
+            return args[1] if args else Any
+    return None
+
+
+def wants_text(hint: Any) -> bool:
+    """Whether a plain scalar is to be taken as text as it stands (`1.10` stays `1.10`)."""
+    members, _ = alternatives(hint)
+    return bool(members) and all(
+        m is str
+        or m is Path
+        or (get_origin(m) is Literal and all(isinstance(v, str) for v in get_args(m)))
+        or (isinstance(m, type) and issubclass(m, Enum) and all(isinstance(v.value, str) for v in m))
+        for m in members
+    )
+
+
+def accepts_text(hint: Any) -> bool:
+    """Whether some member of the type is text."""
+    members, _ = alternatives(hint)
+    return any(m is Any or wants_text(m) for m in members)
+
+
+def entries(cls: type, prefix: str = "") -> Iterator[Key | Section]:
+    """Every section and key of a config class, depth first, in the order of the source. Sections come before keys."""
+    for name, hint in field_hints(cls).items():
+        path = f"{prefix}{name}"
+        nested = section_class(hint)
+        if nested is None:
+            yield Key(path=path, hint=hint, default=field_default(cls, name), owner=cls, name=name)
+        else:
+            yield Section(path=path, cls=nested, optional=alternatives(hint)[1])
+            yield from entries(nested, f"{path}.")
+
+
+def all_paths(cls: type) -> list[str]:
+    """Dotted paths of all sections and keys."""
+    return [entry.path for entry in entries(cls)]
+
+
+def nearest_paths(cls: type, path: str, *, limit: int = 2) -> list[str]:
+    """The keys a wrong path most likely meant, best first; empty when nothing is close.
+
+    A key whose last word is right ranks first (`zero.stage` for `actor.zero.stage`), then close spellings of the whole
+    path, then close spellings of its last word.
+    """
+    paths = all_paths(cls)
+    last_word = path.rpartition(".")[2]
+    by_last: dict[str, list[str]] = {}
+    for known in paths:
+        by_last.setdefault(known.rpartition(".")[2], []).append(known)
+
+    def closeness(known: str) -> float:
+        return difflib.SequenceMatcher(a=path, b=known).ratio()
+
+    def places(word: str) -> list[str]:
+        # For a bare word all its places are equally close: then the order of the source decides.
+        known = by_last.get(word, [])
+        return sorted(known, key=closeness, reverse=True) if "." in path else known
+
+    found = [*places(last_word), *difflib.get_close_matches(path, paths, n=limit, cutoff=0.7)]
+    for word in difflib.get_close_matches(last_word, list(by_last), n=limit, cutoff=0.7):
+        found += places(word)
+    return list(dict.fromkeys(found))[:limit]
+
+
+_WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+    Any: "any value",
+}
+
+
+def allowed_words(hint: Any) -> str:
+    """What a key allows, as a phrase for people: `one of none, cpu`, `an integer or null`."""
+    members, nullable = alternatives(hint)
+    phrases = [_member_words(member) for member in members if member is not type(None)]
+    return " or ".join([*phrases, *(["null"] if nullable and Any not in members else [])])
+
+
+def _member_words(member: Any) -> str:
+    if get_origin(member) is Literal:
+        return "one of " + ", ".join(str(value) for value in get_args(member))
+    if isinstance(member, type) and issubclass(member, Enum):
+        return "one of " + ", ".join(str(value.value) for value in member)
+    if isinstance(member, type) and dataclasses.is_dataclass(member):
+        return "a section with the keys " + ", ".join(field_hints(member))
+    args = get_args(member)
+    if get_origin(member) is tuple and args and Ellipsis not in args:
+        return f"a list of {len(args)} values: " + ", ".join(allowed_words(arg) for arg in args)
+    if (item := item_hint(member)) is not None:
+        return f"a list, each item {allowed_words(item)}"
+    if (value := value_hint(member)) is not None:
+        return f"a mapping, each value {allowed_words(value)}"
+    return _WORDS.get(member, getattr(member, "__name__", str(member)))
+
+
+def type_text(hint: Any) -> str:
+    """A type as one writes it in a signature, short: `int | None`, `none|cpu|nvme`, `tuple[str, ...]`."""
+    members, nullable = alternatives(hint)
+    texts = [_member_text(member) for member in members if member is not type(None)]
+    return " | ".join([*texts, *(["None"] if nullable and Any not in members else [])])
+
+
+def _member_text(member: Any) -> str:
+    if get_origin(member) is Literal:
+        return "|".join(str(value) for value in get_args(member))
+    if isinstance(member, type) and issubclass(member, Enum):
+        return "|".join(str(value.value) for value in member)
+    if args := get_args(member):
+        name = getattr(get_origin(member), "__name__", str(get_origin(member)))
+        return f"{name}[{', '.join('...' if arg is Ellipsis else type_text(arg) for arg in args)}]"
+    return getattr(member, "__name__", str(member))

@@ -1,0 +1,115 @@
+"""The YAML that config files and overrides are written in, read by the types of a config dataclass.
+
+Differences from PyYAML's defaults, each against a known trap: only `true`/`false` are booleans (`off` and `no` stay
+text), `1e-4` is a number, `None` is null, dates stay text, a key given twice is refused, and where the dataclass
+asks for text a plain scalar is taken as written (`tag: 1.10` is "1.10").
+"""
+
+import re
+from typing import Any
+
+import yaml
+
+from .config_schema import field_hints, item_hint, section_class, value_hint, wants_text
+
+_TAG = "tag:yaml.org,2002:"
+_RESOLVERS: list[tuple[str, str, str]] = [
+    ("null", r"^(?:~|null|Null|NULL|None|)$", "~nN\0"),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("int", r"^[-+]?(?:0x[0-9a-fA-F]+|0o[0-7]+|[0-9]+(?:_[0-9]+)*)$", "-+0123456789"),
+    (
+        "float",
+        r"^[-+]?(?:(?:[0-9][0-9_]*)?\.?[0-9]+(?:[eE][-+]?[0-9]+)|[0-9][0-9_]*\.(?:[0-9]+)?(?:[eE][-+]?[0-9]+)?"
+        r"|\.[0-9]+|\.?(?:inf|Inf|INF))$|^\.?(?:nan|NaN|NAN)$",
+        "-+.0123456789inIN",
+    ),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - PyYAML's own class attribute, replaced on purpose
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _name, _pattern, _first in _RESOLVERS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_TAG + _name, re.compile(_pattern), ["" if c == "\0" else c for c in _first])
+
+
+class YamlError(ValueError):
+    """Text that is not the YAML expected; the message has line and column."""
+
+
+def parse_typed(text: str, hint: Any) -> Any:
+    """Parse YAML text into dicts, lists and scalars, reading each scalar as `hint` asks.
+
+    Args:
+        text: one YAML document.
+        hint: the type it is meant for; a dataclass for a whole file. Nothing is validated here: a value that does not
+            fit its type comes back as YAML reads it. Strings holding `${` (interpolations) come back as text.
+
+    Raises:
+        YamlError: not YAML, or a key given twice.
+    """
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise YamlError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    return None if node is None else _construct(node, hint)
+
+
+def dump(tree: Any) -> str:
+    """Write a tree of dicts, lists and scalars so that `parse_typed` reads it back."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+
+
+def _construct(node: yaml.Node, hint: Any) -> Any:
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node, hint)
+    if isinstance(node, yaml.SequenceNode):
+        return [
+            _construct(item, None if hint is None else item_hint(hint, index)) for index, item in enumerate(node.value)
+        ]
+    assert isinstance(node, yaml.MappingNode)
+    nested = section_class(hint) if hint is not None else None
+    hints = field_hints(nested) if nested is not None else {}
+    other = None if hint is None or nested is not None else value_hint(hint)
+    out: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise YamlError(f"a key that is not plain text{_where(key_node)}")
+        key = str(key_node.value)
+        if key in out:
+            raise YamlError(f"the key {key!r} is given twice{_where(key_node)}")
+        out[key] = _construct(value_node, hints.get(key, other))
+    return out
+
+
+def _scalar(node: yaml.ScalarNode, hint: Any) -> Any:
+    text = str(node.value)
+    plain = node.style is None
+    kind = node.tag.removeprefix(_TAG)
+    if kind == "null" and plain:
+        return None
+    if not plain or kind == "str" or "${" in text:
+        return text
+    if hint is not None and wants_text(item_hint(hint) or hint):
+        return text
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        return int(text, 0) if text.lstrip("+-").startswith(("0x", "0o")) else int(text)
+    if kind == "float":
+        return float(re.sub(r"\.(?=[inIN])", "", text))
+    return text
+
+
+def _where(node: yaml.Node) -> str:
+    mark = node.start_mark
+    return f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""

@@ -1,0 +1,128 @@
+"""Memory of this process and everything it started: ranks, Ray, vLLM servers."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeMemory:
+    """Host memory of a process tree.
+
+    `pss_bytes` counts a page shared by n processes as 1/n in each, so the sum over the tree is what the machine really
+    gives; where the system does not tell it, it equals `rss_bytes`, which counts shared pages once per process.
+    """
+
+    rss_bytes: int
+    pss_bytes: int
+    num_processes: int
+
+
+def process_tree_memory(pid: int | None = None, *, extra_pids: Sequence[int] = (), exact: bool = True) -> TreeMemory:
+    """Memory of a process, its descendants and those of `extra_pids`; processes that end meanwhile count as nothing.
+
+    Args:
+        pid: root of the tree; None is this process.
+        extra_pids: further roots, for processes that were started detached.
+        exact: read the proportional size (some milliseconds a process); False takes resident size for both.
+    """
+    import psutil
+
+    processes: dict[int, Any] = {}
+    for root in (os.getpid() if pid is None else pid, *extra_pids):
+        try:
+            process = psutil.Process(root)
+            for member in [process, *process.children(recursive=True)]:
+                processes[member.pid] = member
+        except psutil.Error:
+            continue
+    rss = pss = count = 0
+    for process in processes.values():
+        try:
+            info = process.memory_full_info() if exact else process.memory_info()
+        except psutil.AccessDenied:
+            info = process.memory_info()
+        except psutil.Error:
+            continue
+        rss += info.rss
+        pss += getattr(info, "pss", 0) or info.rss
+        count += 1
+    return TreeMemory(rss_bytes=rss, pss_bytes=pss, num_processes=count)
+
+
+class MemorySampler:
+    """Watches the memory of the process tree from a thread, for its peak.
+
+    ```
+    with MemorySampler(interval_s=1.0) as sampler:
+        ...
+        sampler.metrics()   # memory/host_gib, memory/host_peak_gib, memory/num_processes
+    ```
+    """
+
+    def __init__(
+        self,
+        *,
+        interval_s: float = 1.0,
+        extra_pids: Sequence[int] = (),
+        read: Callable[[], TreeMemory] | None = None,
+    ) -> None:
+        if interval_s <= 0:
+            raise ValueError(f"interval_s must be above 0, got {interval_s}")
+        self._interval_s = interval_s
+        self._read = read or (lambda: process_tree_memory(extra_pids=extra_pids))
+        self._lock = threading.Lock()
+        self._peak = TreeMemory(rss_bytes=0, pss_bytes=0, num_processes=0)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> "MemorySampler":
+        """Begin to sample; a second start is refused."""
+        if self._thread is not None:
+            raise RuntimeError("this sampler was started before")
+        self._thread = threading.Thread(target=self._loop, name="memory-sampler", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Stop sampling; the peak stays readable. May be called again."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+
+    def sample(self) -> TreeMemory:
+        """Measure now and take it into the peak."""
+        memory = self._read()
+        with self._lock:
+            if memory.pss_bytes > self._peak.pss_bytes:
+                self._peak = memory
+        return memory
+
+    @property
+    def peak(self) -> TreeMemory:
+        """The largest sample so far, by `pss_bytes`."""
+        with self._lock:
+            return self._peak
+
+    def metrics(self) -> dict[str, float]:
+        """Memory now and its peak so far, in GiB, and the number of processes."""
+        now = self.sample()
+        return {
+            "memory/host_gib": now.pss_bytes / GIB,
+            "memory/host_peak_gib": self.peak.pss_bytes / GIB,
+            "memory/num_processes": float(now.num_processes),
+        }
+
+    def __enter__(self) -> "MemorySampler":
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _loop(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self.sample()

@@ -1,0 +1,165 @@
+"""Where the time of a step goes: nested phases, giving `timing_s/*`.
+
+`timing_s/step` is the wall time of the step without the phases marked `outside` (validation), as the field's users
+define it: generation, reward, log-probs, updates, checkpoint and sync.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class TimingNode:
+    """One phase of a step: its own wall time and the phases inside it."""
+
+    name: str
+    seconds: float = 0.0
+    count: int = 0
+    outside: bool = False
+    children: dict[str, "TimingNode"] = field(default_factory=dict)
+
+    def child(self, name: str) -> "TimingNode":
+        """The phase `name` inside this one, made at first use."""
+        return self.children.setdefault(name, TimingNode(name=name))
+
+    @property
+    def accounted_s(self) -> float:
+        """Seconds that the phases inside account for."""
+        return sum(node.seconds for node in self.children.values())
+
+
+class PhaseTimer:
+    """Times the nested phases of one step after the other.
+
+    ```
+    timer = PhaseTimer()
+    with timer.step():
+        with timer.phase("rollout"):
+            ...
+        with timer.phase("update"):
+            with timer.phase("backward"):
+                ...
+    timer.metrics()   # timing_s/step, timing_s/rollout, timing_s/update, timing_s/update/backward, timing_s/other
+    ```
+
+    Phases of other threads and asyncio tasks are counted too: a task started inside a phase belongs to that phase, a
+    thread begins at the top. Their sums can then exceed the step's wall time.
+
+    Args:
+        clock: monotonic seconds; for tests.
+        synchronize: called before each reading of the clock, e.g. `torch.cuda.synchronize`; None times the host only.
+    """
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.perf_counter, synchronize: Callable[[], None] | None = None
+    ) -> None:
+        self._clock = clock
+        self._synchronize = synchronize
+        self._lock = threading.Lock()
+        self._root = TimingNode(name="step")
+        self._open: ContextVar[TimingNode | None] = ContextVar("open_phase", default=None)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time one step; phases of the step before are forgotten."""
+        root = self._root = TimingNode(name="step", count=1)
+        start = self._now()
+        token = self._open.set(None)
+        try:
+            yield
+        finally:
+            self._open.reset(token)
+            root.seconds = self._now() - start
+
+    @contextmanager
+    def phase(self, name: str, *, outside: bool = False) -> Iterator[None]:
+        """Time a phase within the phase that is open now.
+
+        Args:
+            name: one word or a path (`update/backward`).
+            outside: does not count into the step's time (validation). Only for phases at the top of the step.
+
+        Raises:
+            ValueError: an `outside` phase inside another phase.
+        """
+        parent = self._open.get()
+        if outside and parent is not None:
+            raise ValueError(f"phase {name!r} is marked outside the step, but lies within phase {parent.name!r}")
+        node = self._descend(parent, name)
+        node.outside = outside
+        start = self._now()
+        token = self._open.set(node)
+        try:
+            yield
+        finally:
+            self._open.reset(token)
+            seconds = self._now() - start
+            with self._lock:
+                node.seconds += seconds
+                node.count += 1
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add time measured elsewhere (on a rank) as a phase within the phase that is open now."""
+        node = self._descend(self._open.get(), name)
+        with self._lock:
+            node.seconds += seconds
+            node.count += 1
+
+    def metrics(self, prefix: str = "timing_s/") -> dict[str, float]:
+        """Seconds of the step, of every phase by its path, and of what no phase of the top covers (`other`)."""
+        step_s = self.step_seconds
+        out = {f"{prefix}step": step_s}
+        for path, node in self.walk():
+            out[f"{prefix}{path}"] = node.seconds
+        covered = sum(node.seconds for node in self._root.children.values() if not node.outside)
+        out[f"{prefix}other"] = max(0.0, step_s - covered)
+        return out
+
+    @property
+    def step_seconds(self) -> float:
+        """Wall seconds of the last finished step without its `outside` phases."""
+        outside = sum(node.seconds for node in self._root.children.values() if node.outside)
+        return max(0.0, self._root.seconds - outside)
+
+    @property
+    def coverage(self) -> float:
+        """Share of the step's wall time that phases account for; 1.0 is all of it."""
+        return min(1.0, self._root.accounted_s / self._root.seconds) if self._root.seconds > 0 else 1.0
+
+    def walk(self) -> list[tuple[str, TimingNode]]:
+        """All phases of the last step with their paths, each before the phases inside it."""
+        found: list[tuple[str, TimingNode]] = []
+
+        def visit(nodes: Mapping[str, TimingNode], prefix: str) -> None:
+            for name, node in nodes.items():
+                found.append((f"{prefix}{name}", node))
+                visit(node.children, f"{prefix}{name}/")
+
+        visit(self._root.children, "")
+        return found
+
+    def tree_text(self) -> str:
+        """The step as an indented table: seconds, share of the step, phase."""
+        total = self._root.seconds or 1.0
+        lines = [f"{self._root.seconds:9.3f} s  100.0%  step"]
+        for path, node in self.walk():
+            depth = path.count("/") + 1
+            label = "  " * depth + node.name + (f" x{node.count}" if node.count > 1 else "")
+            lines.append(f"{node.seconds:9.3f} s  {100 * node.seconds / total:5.1f}%  {label}")
+        return "\n".join(lines)
+
+    def _descend(self, parent: TimingNode | None, path: str) -> TimingNode:
+        with self._lock:
+            node = parent or self._root
+            for word in path.split("/"):
+                node = node.child(word)
+            return node
+
+    def _now(self) -> float:
+        if self._synchronize is not None:
+            self._synchronize()
+        return self._clock()

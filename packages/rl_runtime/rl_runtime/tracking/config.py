@@ -1,0 +1,36 @@
+"""Settings of the run folder and of what is written into it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """What of a run is recorded."""
+
+    rollouts_per_step: int = 8
+    """Samples (prompt, response, reward) of each step written to `rollouts/`; 0 writes none."""
+    curves: bool = True
+    """Draw `curves.png`."""
+    curves_interval_s: float = 60.0
+    """Least seconds between two drawings of the curves; the last one is drawn at the end in any case."""
+    tensorboard: bool = True
+    """Write TensorBoard events to `tensorboard/`."""
+    report: bool = True
+    """Write `report.html` at the end."""
+    memory_interval_s: float = 2.0
+    """Seconds between samples of the host memory of all processes of the run; 0 measures once a step only."""
+    wandb_project: str | None = None
+    """Weights & Biases project; null does not use it. Needs the wandb package."""
+    wandb_entity: str | None = None
+    """Weights & Biases user or team; null is the account's default."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """`offline` keeps the Weights & Biases files in the run folder until `wandb sync`."""
+
+    def __post_init__(self) -> None:
+        if self.rollouts_per_step < 0:
+            raise ValueError(f"rollouts_per_step is {self.rollouts_per_step}; allowed: 0 or more")
+        for name in ("curves_interval_s", "memory_interval_s"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} is {value}; allowed: 0 or more seconds")

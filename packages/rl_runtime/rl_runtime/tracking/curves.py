@@ -1,0 +1,121 @@
+"""`curves.png`: the main metrics of a run in one picture."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from .metrics_table import MetricsTable
+from .panels import Panel, choose_panels
+
+# Okabe and Ito's colours, which stay apart for colour-blind eyes.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8a000")
+_NUM_COLUMNS = 3
+
+
+def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | None:
+    """Draw the main metrics of a table as a grid of small plots and replace `path` by the picture.
+
+    Returns None, and writes nothing, for a table without finite values. Uses matplotlib without its global state, so
+    it can run in any thread.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = [p for p in choose_panels(table.columns) if any(table.series(name)[0] for name in p.metrics)]
+    if not panels:
+        return None
+    num_columns = min(_NUM_COLUMNS, len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    figure = Figure(figsize=(4.6 * num_columns, 2.75 * num_rows + 0.4), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    grid = figure.subplots(num_rows, num_columns, squeeze=False)
+    for index, axes in enumerate(grid.flat):
+        if index < len(panels):
+            _draw_panel(axes, table, panels[index])
+        else:
+            axes.set_visible(False)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    figure.savefig(temporary, format="png")
+    os.replace(temporary, path)
+    return path
+
+
+def label_of(panel: Panel, name: str) -> str:
+    """Short name of a metric within its panel: what the panel's other metrics do not share with it."""
+    parts = name.split("/")
+    shared = 0
+    others = [other.split("/") for other in panel.metrics if other != name]
+    while others and shared < len(parts) - 1 and all(o[: shared + 1] == parts[: shared + 1] for o in others):
+        shared += 1
+    return "/".join(parts[shared:]) if others else name
+
+
+def smooth(values: list[float], window: int = 5) -> list[float]:
+    """Mean of each value with the ones before it, `window` in all."""
+    return [
+        sum(values[max(0, i - window + 1) : i + 1]) / len(values[max(0, i - window + 1) : i + 1])
+        for i in range(len(values))
+    ]
+
+
+def _draw_panel(axes: Any, table: MetricsTable, panel: Panel) -> None:
+    axes.set_title(panel.title, fontsize=9.5, loc="left", fontweight="bold")
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel(panel.unit, fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(True, linewidth=0.4, alpha=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if panel.kind == "stack":
+        _draw_stack(axes, table, panel)
+    else:
+        _draw_lines(axes, table, panel)
+    axes.margins(x=0.02)
+
+
+def _draw_lines(axes: Any, table: MetricsTable, panel: Panel) -> None:
+    drawn = 0
+    for name, colour in zip(panel.metrics, COLOURS, strict=False):
+        steps, values = table.series(name)
+        if not steps:
+            continue
+        drawn += 1
+        noisy = len(values) >= 10 and len(panel.metrics) == 1
+        few = len(values) <= 10
+        axes.plot(
+            steps,
+            values,
+            color=colour,
+            linewidth=1.0 if noisy else 1.6,
+            alpha=0.4 if noisy else 1.0,
+            marker="o" if few else None,
+            markersize=3.5,
+            label=label_of(panel, name),
+        )
+        if noisy:
+            axes.plot(steps, smooth(values), color=colour, linewidth=1.8)
+    if len(panel.metrics) > 1:
+        axes.legend(fontsize=7, frameon=False, loc="best", ncols=1 if drawn < 4 else 2)
+    else:
+        axes.set_title(panel.metrics[0], fontsize=7.5, loc="right", color="#666666")
+
+
+def _draw_stack(axes: Any, table: MetricsTable, panel: Panel) -> None:
+    steps = sorted({step for name in panel.metrics for step in table.series(name)[0]})
+    heights = []
+    for name in panel.metrics:
+        by_step = dict(zip(*table.series(name), strict=True))
+        heights.append([by_step.get(step, 0.0) for step in steps])
+    labels = [label_of(panel, name) for name in panel.metrics]
+    if len(steps) <= 3:
+        bottoms = [0.0] * len(steps)
+        for values, colour, label in zip(heights, COLOURS, labels, strict=False):
+            axes.bar(steps, values, bottom=bottoms, color=colour, label=label, width=0.6)
+            bottoms = [b + v for b, v in zip(bottoms, values, strict=True)]
+    else:
+        axes.stackplot(steps, heights, labels=labels, colors=COLOURS[: len(labels)], alpha=0.85, step="mid")
+    axes.set_ylim(bottom=0, top=1.45 * max(1e-9, *(sum(column) for column in zip(*heights, strict=True))))
+    axes.legend(fontsize=7, frameon=False, loc="upper left", ncols=3, handlelength=1.0, columnspacing=1.0)

@@ -1,0 +1,148 @@
+"""`metrics.tsv`: one row a step, tab-separated, readable while the run goes on."""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import TrackingError
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Write a file so that readers see the old or the new content, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def as_number(name: str, value: Any) -> float | int:
+    """A metric as a Python number: int, float, bool, numpy scalars and tensors of one value.
+
+    Raises:
+        TrackingError: a metric name that breaks the table, or a value that is no number.
+    """
+    if not name or any(c in name for c in "\t\n\r"):
+        raise TrackingError(f"metric name {name!r}: it must be non-empty and without tabs and line breaks")
+    if hasattr(value, "item") and not isinstance(value, (int, float)):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError) as error:
+            raise TrackingError(f"metric {name!r}: expected one number, got {type(value).__name__}: {error}") from None
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, (int, float)):
+        return value
+    raise TrackingError(f"metric {name!r}: expected a number, got {value!r}")
+
+
+def number_text(value: float | int) -> str:
+    """A number for the table: integers in full, floats with nine digits (exact for float32)."""
+    return str(value) if isinstance(value, int) else f"{value:.9g}"
+
+
+class MetricsTable:
+    """The metrics of a run, in memory and in a tab-separated file.
+
+    The first column is `step`; the others come in the order in which they first appeared. A metric that appears later
+    gets a column at the end: the file is then written anew with the longer header, earlier rows empty there. Logging
+    the same step again adds to its row. An existing file is continued.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._columns: list[str] = []
+        self._rows: dict[int, dict[str, float | int]] = {}
+        self._rewrite = False
+        if path.exists():
+            self._read()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Metric names, without `step`."""
+        return tuple(self._columns)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Logged steps, ascending."""
+        return tuple(self._rows)
+
+    def row(self, step: int) -> dict[str, float | int]:
+        """Metrics of one step."""
+        return dict(self._rows[step])
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and finite values of a metric; steps without it are left out."""
+        pairs = [(step, float(row[name])) for step, row in self._rows.items() if name in row]
+        finite = [(step, value) for step, value in pairs if math.isfinite(value)]
+        return [step for step, _ in finite], [value for _, value in finite]
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to the row of a step and to the file.
+
+        Raises:
+            TrackingError: a step before the last one, or a metric that is no number.
+        """
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TrackingError(f"step: expected an integer, got {step!r}")
+        last = next(reversed(self._rows), None)
+        if last is not None and step < last:
+            raise TrackingError(f"step {step} after step {last}: steps are logged in ascending order")
+        if "step" in metrics:
+            raise TrackingError("metric name 'step' is the table's own first column; use another")
+        numbers = {name: as_number(name, value) for name, value in metrics.items()}
+        new = [name for name in numbers if name not in self._columns]
+        known_step = step in self._rows
+        self._columns += new
+        self._rows.setdefault(step, {}).update(numbers)
+        if new or known_step or self._rewrite or not self.path.exists():
+            atomic_write(self.path, self._text())
+            self._rewrite = False
+        else:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(self._line(step))
+
+    def truncate_from(self, step: int) -> None:
+        """Forget this step and all later ones, as a run resumed before them needs."""
+        kept = {number: row for number, row in self._rows.items() if number < step}
+        if len(kept) != len(self._rows):
+            self._rows = kept
+            atomic_write(self.path, self._text())
+
+    def _line(self, step: int) -> str:
+        row = self._rows[step]
+        cells = [number_text(row[name]) if name in row else "" for name in self._columns]
+        return "\t".join([str(step), *cells]) + "\n"
+
+    def _text(self) -> str:
+        return "\t".join(["step", *self._columns]) + "\n" + "".join(self._line(step) for step in self._rows)
+
+    def _read(self) -> None:
+        *lines, rest = self.path.read_text(encoding="utf-8").split("\n")
+        # A run that was killed while it wrote a row leaves one without a line end: the row is dropped.
+        self._rewrite = bool(rest)
+        header = lines[0].split("\t") if lines else []
+        if header[:1] != ["step"]:
+            raise TrackingError(f"{self.path}: not a metrics table; its first column must be 'step'")
+        self._columns = header[1:]
+        for number, line in enumerate(lines[1:], start=2):
+            cells = line.split("\t")
+            try:
+                values = [_parse_number(cell) for cell in cells[1:]]
+                step = int(cells[0])
+            except ValueError:
+                raise TrackingError(f"{self.path}, line {number}: a cell is not a number") from None
+            if len(cells) != len(header):
+                raise TrackingError(f"{self.path}, line {number}: {len(cells)} cells, the header has {len(header)}")
+            self._rows[step] = {
+                name: value for name, value in zip(self._columns, values, strict=True) if value is not None
+            }
+
+
+def _parse_number(cell: str) -> float | int | None:
+    if cell == "":
+        return None
+    try:
+        return int(cell)
+    except ValueError:
+        return float(cell)

@@ -1,0 +1,66 @@
+"""`rollouts/step_000001.jsonl`: a sample of each step's rollouts, one JSON object a line."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import TrackingError
+from .metrics_table import atomic_write
+
+REQUIRED = ("prompt", "response", "reward")
+
+
+def rollouts_path(folder: Path, step: int) -> Path:
+    """File of a step within the `rollouts/` folder."""
+    return folder / f"step_{step:06d}.jsonl"
+
+
+def choose_sample(num_records: int, count: int, *, seed: int) -> list[int]:
+    """Indices of a random sample without repetition, ascending; the same for the same arguments."""
+    if count >= num_records:
+        return list(range(num_records))
+    return sorted(random.Random(seed).sample(range(num_records), count))
+
+
+def write_rollouts(folder: Path, step: int, records: Sequence[Mapping[str, Any]], *, count: int | None = None) -> Path:
+    """Write a sample of a step's rollouts.
+
+    Args:
+        folder: the run's `rollouts/` folder; created if missing.
+        records: mappings with at least `prompt` (text), `response` (text) and `reward` (number); further keys that
+            JSON can hold are kept.
+        count: how many to write, chosen by the step number alone; None writes all.
+
+    Raises:
+        TrackingError: a record without one of the three keys, or a value that JSON cannot hold.
+    """
+    for index, record in enumerate(records):
+        if missing := [key for key in REQUIRED if key not in record]:
+            raise TrackingError(f"rollout record {index} of step {step} lacks {', '.join(missing)}")
+    chosen = choose_sample(len(records), len(records) if count is None else count, seed=step)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = rollouts_path(folder, step)
+    try:
+        lines = [json.dumps({"step": step, **records[index]}, ensure_ascii=False, default=_plain) for index in chosen]
+    except TypeError as error:
+        raise TrackingError(f"rollouts of step {step}: {error}") from None
+    # Lone surrogates can come out of a tokenizer; they have no UTF-8 form.
+    text = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace").decode("utf-8")
+    atomic_write(path, text)
+    return path
+
+
+def read_rollouts(folder: Path) -> list[dict[str, Any]]:
+    """All written rollouts of a run, in the order of the steps; empty if there are none."""
+    records: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("step_*.jsonl")):
+        records += [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    return records
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")

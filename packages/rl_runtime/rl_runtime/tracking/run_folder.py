@@ -1,0 +1,256 @@
+"""The folder of one run: its name, its files, and the log of what the user saw."""
+
+import contextlib
+import logging
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from ..config_loader import to_yaml
+from ..errors import TrackingError
+from .metrics_table import atomic_write
+
+EXPERIMENT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+# Loggers of these packages speak from INFO on; everybody else's from WARNING on.
+_OWN_LOGGERS = ("rl_core", "ds_engine", "rollout_vllm", "weight_sync", "ckpt", "rl_data", "rl_runtime", "apps")
+
+
+class RunFolder:
+    """The folder of a run and the paths in it.
+
+    Used as a context manager it also keeps `train.log`: what the process prints to stdout and stderr and what its
+    loggers say, as the user saw it, without control characters; an error that ends the run is added with its
+    traceback.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).resolve()
+        self._capture: _Capture | None = None
+
+    @classmethod
+    def create(
+        cls, output_dir: str | Path, experiment: str, *, now: Callable[[], datetime] = datetime.now
+    ) -> "RunFolder":
+        """Make `<output_dir>/<experiment>_<YYYYmmdd_HHMMSS>/`; a second run in the same second gets `_2` appended.
+
+        Raises:
+            TrackingError: a name that cannot be a folder's, or a folder that cannot be made.
+        """
+        if not re.fullmatch(EXPERIMENT_PATTERN, experiment):
+            raise TrackingError(
+                f"experiment is {experiment!r}; allowed: letters, digits and . _ + = -, with a letter or digit first"
+            )
+        return cls(_make_new(Path(output_dir), f"{experiment}_{now():%Y%m%d_%H%M%S}"))
+
+    @classmethod
+    def open(cls, path: str | Path) -> "RunFolder":
+        """An existing run folder, to resume or to read.
+
+        Raises:
+            TrackingError: there is no such folder.
+        """
+        if not Path(path).is_dir():
+            raise TrackingError(f"no run folder at {path}")
+        return cls(path)
+
+    @property
+    def name(self) -> str:
+        """Name of the folder: experiment and time."""
+        return self.path.name
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def log_file(self) -> Path:
+        """What the user saw."""
+        return self.path / "train.log"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One row a step."""
+        return self.path / "metrics.tsv"
+
+    @property
+    def supervised_file(self) -> Path:
+        """One row a step of a supervised warm start."""
+        return self.path / "supervised.tsv"
+
+    @property
+    def summary_file(self) -> Path:
+        """What the run reached, as JSON."""
+        return self.path / "summary.json"
+
+    @property
+    def curves_file(self) -> Path:
+        """The main metrics, drawn."""
+        return self.path / "curves.png"
+
+    @property
+    def report_file(self) -> Path:
+        """The run as one HTML page."""
+        return self.path / "report.html"
+
+    @property
+    def rollouts_dir(self) -> Path:
+        """Samples of each step."""
+        return self.path / "rollouts"
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        """TensorBoard events."""
+        return self.path / "tensorboard"
+
+    def subfolder(self, name: str) -> Path:
+        """A folder of this run for other parts' files (`checkpoints`, `servers`, `data`), made if missing."""
+        path = self.path / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def write_config(self, config: Any) -> Path:
+        """Write the resolved configuration; `config=<this file>` repeats the run."""
+        atomic_write(self.config_file, to_yaml(config))
+        return self.config_file
+
+    def __enter__(self) -> "RunFolder":
+        self._capture = _Capture(self.log_file)
+        self._capture.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        capture, self._capture = self._capture, None
+        if capture is None:
+            return
+        if error is not None and not (isinstance(error, SystemExit) and error.code in (0, None)):
+            capture.log.write_text("".join(traceback.format_exception(kind, error, trace)))
+        capture.stop()
+
+
+def _make_new(parent: Path, stem: str) -> Path:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, 10_000):
+            path = parent / (stem if attempt == 1 else f"{stem}_{attempt}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path.resolve()
+    except OSError as error:
+        raise TrackingError(f"cannot make a run folder in {parent}: {error.strerror or error}") from None
+    raise TrackingError(f"cannot find a free name for {stem} in {parent}")
+
+
+class LogFile:
+    """A log of several streams in whole lines, without control characters; safe from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._lock = threading.RLock()
+        self._open_lines: dict[str, str] = {}
+
+    def feed(self, stream: str, text: str) -> None:
+        """Take text written to a stream; only finished lines go to the file, as the terminal shows them at the end."""
+        with self._lock:
+            *lines, rest = (self._open_lines.get(stream, "") + text).split("\n")
+            for line in lines:
+                self._write_line(line)
+            # A progress bar rewrites one line for minutes: keep only what is still visible of it.
+            self._open_lines[stream] = rest[max(rest.rstrip("\r").rfind("\r"), 0) :]
+
+    def write_text(self, text: str) -> None:
+        """Add whole lines."""
+        with self._lock:
+            for line in text.splitlines():
+                self._write_line(line)
+
+    def close(self) -> None:
+        """Write lines that never got their end, and close."""
+        with self._lock:
+            for rest in self._open_lines.values():
+                if visible_line(rest):
+                    self._write_line(rest)
+            self._open_lines.clear()
+            self._file.close()
+
+    def _write_line(self, line: str) -> None:
+        if not self._file.closed:
+            self._file.write(visible_line(line) + "\n")
+            self._file.flush()
+
+
+def visible_line(line: str) -> str:
+    """A terminal line as plain text: the part after the last carriage return, without escape sequences."""
+    visible = line.rstrip("\r").rpartition("\r")[2]
+    return _CONTROL.sub("", _ANSI.sub("", visible)).rstrip()
+
+
+class _Tee:
+    """A stream that also feeds the log; everything else is the original stream's."""
+
+    def __init__(self, original: TextIO, log: LogFile, name: str) -> None:
+        self._original = original
+        self._log = log
+        self._name = name
+
+    def write(self, text: str) -> int:
+        count = self._original.write(text)
+        self._log.feed(self._name, text)
+        return count
+
+    def writelines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+class _Capture:
+    """Copies stdout, stderr and the loggers of this process into a log file while it is on."""
+
+    def __init__(self, path: Path) -> None:
+        self.log = LogFile(path)
+        self._originals: tuple[TextIO, TextIO] | None = None
+        self._handler: logging.Handler | None = None
+        self._level = logging.WARNING
+
+    def start(self) -> None:
+        self._originals = (sys.stdout, sys.stderr)
+        sys.stdout = _Tee(sys.stdout, self.log, "stdout")
+        sys.stderr = _Tee(sys.stderr, self.log, "stderr")
+        root = logging.getLogger()
+        self._handler = logging.StreamHandler(sys.stderr)
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+        self._handler.addFilter(_is_of_interest)
+        self._level = root.level
+        root.addHandler(self._handler)
+        root.setLevel(min(root.level or logging.WARNING, logging.INFO))
+
+    def stop(self) -> None:
+        root = logging.getLogger()
+        if self._handler is not None:
+            root.removeHandler(self._handler)
+            root.setLevel(self._level)
+        if self._originals is not None:
+            # Someone may have wrapped the streams after us; then theirs stay, and our tee keeps passing text through.
+            if isinstance(sys.stdout, _Tee):
+                sys.stdout = self._originals[0]
+            if isinstance(sys.stderr, _Tee):
+                sys.stderr = self._originals[1]
+        self.log.close()
+
+
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    own = record.name.partition(".")[0] in _OWN_LOGGERS
+    return record.levelno >= (logging.INFO if own else logging.WARNING)

@@ -1,0 +1,222 @@
+"""Records a run: progress and log, every metric to the table and the events, curves, rollout samples, summary."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from ..config_loader import plain_tree
+from .config import TrackingConfig
+from .metrics_table import MetricsTable, atomic_write
+from .progress import Progress, duration_text
+from .rollouts import write_rollouts
+from .run_folder import RunFolder
+from .summary import summarise
+from .writers import MetricWriter, TensorBoardWriter, WandbWriter, import_wandb
+
+SCORE = "critic/score/mean"
+
+
+class SupervisedStats(Protocol):
+    """What a supervised optimizer step reports."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def lr(self) -> float: ...
+
+
+class RunResult(Protocol):
+    """What a run reached on held-out prompts; None where it was not measured."""
+
+    @property
+    def accuracy_before(self) -> float | None: ...
+    @property
+    def accuracy_after(self) -> float | None: ...
+
+
+def check_tracking(config: TrackingConfig) -> None:
+    """Find out before a run starts whether it can be recorded as asked; makes and connects nothing.
+
+    Raises:
+        TrackingError: a package that the config needs is not installed.
+    """
+    if config.wandb_project is not None:
+        import_wandb(config)
+
+
+class Tracker:
+    """Writes what a run reports into its folder and tells the user how it goes.
+
+    ```
+    run = RunFolder.create("outputs", "grpo")
+    with Tracker(run, config, num_steps=30) as tracker:
+        tracker.log(1, {"critic/score/mean": 0.4, "perf/throughput": 900.0, "timing_s/step": 4.2})
+        tracker.log_rollouts(1, [{"prompt": "2+2?", "response": "4", "reward": 1.0}])
+    ```
+
+    Within the `with` block stdout, stderr and loggers also go to `train.log`.
+
+    Args:
+        run: the run folder; `config.yaml` is written into it.
+        config: the app's whole config with a `tracking` section, or a TrackingConfig alone.
+        num_steps: number of the last step.
+        first_step: number of the first step (a resumed run starts later).
+        supervised: `log_supervised` reports the run itself (metrics.tsv), not a warm start before it (supervised.tsv).
+        clock: monotonic seconds; for tests.
+
+    Raises:
+        TrackingError: a package that the config needs is not installed.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        config: Any,
+        *,
+        num_steps: int,
+        first_step: int = 1,
+        supervised: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config: TrackingConfig = config if isinstance(config, TrackingConfig) else config.tracking
+        check_tracking(self._config)
+        self.run = run
+        self.table = MetricsTable(run.metrics_file)
+        self.table.truncate_from(first_step)
+        self.progress = Progress(num_steps, first_step=first_step, clock=clock)
+        self._supervised = None if supervised else MetricsTable(run.supervised_file)
+        self._clock = clock
+        self._started = self._curves_time = clock()
+        self._closed = False
+        run.write_config(config)
+        self._writers: list[MetricWriter] = []
+        if self._config.tensorboard:
+            self._writers.append(TensorBoardWriter(run.tensorboard_dir))
+        if self._config.wandb_project is not None:
+            self._writers.append(WandbWriter(self._config, run.path, plain_tree(config)))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record the metrics of a finished step and print its line; a second call for a step adds to its row.
+
+        Raises:
+            TrackingError: a step before the last one, or a value that is no number.
+        """
+        self._record(self.table, step, metrics)
+        row = self.table.row(step)
+        self.progress.step(
+            step,
+            score=row.get(SCORE),
+            throughput=row.get("perf/throughput"),
+            step_s=row.get("timing_s/step"),
+            extra={} if SCORE in row else {k.rpartition("/")[2]: v for k, v in row.items() if k.endswith("/loss")},
+        )
+        if self._config.curves and self._clock() - self._curves_time >= self._config.curves_interval_s:
+            self.draw_curves()
+
+    def log_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record held-out metrics under the step they were measured after (0: before the first) and print them."""
+        self._record(self.table, step, metrics)
+        row = self.table.row(step)
+        shown = [f"{name.removeprefix('val/')} {row[name]:.4g}" for name in metrics]
+        when = "before the first step" if step == 0 else f"after step {step}"
+        self.progress.message(f"held-out {when}: {', '.join(shown)}")
+        self.progress.restart_clock()
+
+    def log_supervised(self, step: int, stats: SupervisedStats) -> None:
+        """Record a supervised step: of the run itself, or of the warm start before it."""
+        metrics = {"sft/loss": stats.loss, "sft/grad_norm": stats.grad_norm, "sft/lr": stats.lr}
+        if self._supervised is None:
+            self.log(step, metrics)
+            return
+        self._record(self._supervised, step, metrics)
+        self.progress.status(f"warm start step {step}  loss {stats.loss:.4f}")
+        if step == 1 or step % 50 == 0:
+            self.progress.message(f"warm start step {step}  loss {stats.loss:.4f}")
+        self.progress.restart_clock()
+
+    def log_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write a sample of a step's rollouts; each record has prompt, response, reward and what else is known."""
+        if self._config.rollouts_per_step > 0 and records:
+            write_rollouts(self.run.rollouts_dir, step, records, count=self._config.rollouts_per_step)
+
+    def info(self, text: str) -> None:
+        """Print a line to the user and the log."""
+        self.progress.message(text)
+
+    def summary(self, result: RunResult | None = None) -> dict[str, float | int | str | None]:
+        """Print what the run reached, write it to `summary.json` and return it."""
+        scores = summarise(self.table.series(SCORE)[1])
+        peaks = self.table.series("memory/host_peak_gib")[1]
+        before = result.accuracy_before if result is not None else None
+        after = result.accuracy_after if result is not None else None
+        facts: dict[str, float | int | str | None] = {
+            "run": self.run.name,
+            "num_steps": sum(step > 0 for step in self.table.steps),
+            "accuracy_before": before,
+            "accuracy_after": after,
+            "score_first_5": scores.first_mean if scores.num_values else None,
+            "score_last_5": scores.last_mean if scores.num_values else None,
+            "peak_host_gib": max(peaks, default=None),
+            "wall_s": round(self._clock() - self._started, 3),
+        }
+        atomic_write(self.run.summary_file, json.dumps(facts, indent=2) + "\n")
+        if before is not None and after is not None:
+            self.info(f"held-out accuracy  {before:.3f} before, {after:.3f} after ({after - before:+.3f})")
+        elif (known := after if after is not None else before) is not None:
+            self.info(f"held-out accuracy  {known:.3f}")
+        if scores.num_values:
+            change = f"({scores.change:+.3f})"
+            self.info(
+                f"mean score         {scores.first_mean:.3f} first five steps, {scores.last_mean:.3f} last {change}"
+            )
+        memory = f", at most {max(peaks):.1f} GiB of host memory" if peaks else ""
+        self.info(f"{facts['num_steps']} steps in {duration_text(self._clock() - self._started)}{memory}")
+        self.info(f"run folder         {self.run.path}")
+        return facts
+
+    def draw_curves(self) -> None:
+        """Draw `curves.png` now."""
+        from .curves import write_curves
+
+        write_curves(self.table, self.run.curves_file, title=self.run.name)
+        self._curves_time = self._clock()
+
+    def close(self) -> None:
+        """Draw the curves, write the report, close the writers. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self.progress.close()
+        try:
+            if self._config.curves and self.table.steps:
+                self.draw_curves()
+            if self._config.report and self.table.steps:
+                from ..report import write_report
+
+                write_report(self.run.path)
+        finally:
+            for writer in self._writers:
+                writer.close()
+
+    def _record(self, table: MetricsTable, step: int, metrics: Mapping[str, Any]) -> None:
+        table.log(step, metrics)
+        row = table.row(step)
+        for writer in self._writers:
+            writer.write(step, {name: row[name] for name in metrics})
+            writer.flush()
+
+    def __enter__(self) -> "Tracker":
+        self.run.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        finally:
+            self.run.__exit__(kind, error, trace)

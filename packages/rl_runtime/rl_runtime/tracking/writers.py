@@ -1,0 +1,107 @@
+"""Other places that metrics go: TensorBoard event files, Weights & Biases."""
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import TrackingError
+from .config import TrackingConfig
+
+
+class MetricWriter(Protocol):
+    """Takes the numbers of a step."""
+
+    def write(self, step: int, metrics: Mapping[str, float | int]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardWriter:
+    """Writes scalars as TensorBoard events with TensorBoard's own writer, without torch or TensorFlow.
+
+    Raises:
+        TrackingError: the tensorboard package is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise TrackingError(
+                f"tracking.tensorboard is true, but the tensorboard package does not import ({error}); "
+                "pip install tensorboard, or set tracking.tensorboard=false"
+            ) from None
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder))
+
+    def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Add one event with all scalars of the step; values that are not finite are left out."""
+        values = [
+            self._summary.Value(tag=name, simple_value=float(value))
+            for name, value in metrics.items()
+            if math.isfinite(value)
+        ]
+        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        self._writer.add_event(event)
+
+    def flush(self) -> None:
+        """Bring the events written so far to the file."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """Sends metrics to Weights & Biases.
+
+    Raises:
+        TrackingError: the wandb package is not installed, or the run cannot be started.
+    """
+
+    def __init__(self, config: TrackingConfig, folder: Path, run_config: Mapping[str, Any] | None) -> None:
+        wandb = import_wandb(config)
+        try:
+            self._run: Any = wandb.init(
+                project=config.wandb_project,
+                entity=config.wandb_entity,
+                mode=config.wandb_mode,
+                name=folder.name,
+                dir=str(folder),
+                config=dict(run_config or {}),
+            )
+        except Exception as error:
+            raise TrackingError(
+                f"Weights & Biases could not start for tracking.wandb_project={config.wandb_project}: {error}; "
+                "log in with `wandb login`, or set tracking.wandb_mode=offline"
+            ) from error
+
+    def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Log the metrics of the step."""
+        self._run.log(dict(metrics), step=step)
+
+    def flush(self) -> None:
+        """Nothing to do: wandb sends in the background."""
+
+    def close(self) -> None:
+        """Finish the run; waits for what is not sent yet."""
+        self._run.finish()
+
+
+def import_wandb(config: TrackingConfig) -> Any:
+    """The wandb module, for a config that asks for it."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise TrackingError(
+            f"tracking.wandb_project={config.wandb_project} needs the wandb package, which does not import ({error}); "
+            "pip install wandb, or leave tracking.wandb_project unset"
+        ) from None
+    return wandb

@@ -1,0 +1,57 @@
+"""A configuration of every shape the loader knows, for the tests of rl_runtime."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero:
+    """Sharding."""
+
+    stage: Literal[1, 2, 3] = 2
+    """ZeRO stage."""
+    offload: Literal["none", "cpu", "off"] = "none"  # where the optimizer's state lives
+    # Bytes of a bucket.
+    # Above 0.
+    bucket_bytes: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}; allowed: above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    lr: float = 1e-6
+    """Learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actor:
+    zero: Zero = field(default_factory=Zero)
+    optim: Optim = field(default_factory=Optim)
+    enabled: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    train: tuple[str, ...] = ()
+    """Parquet files."""
+    weights: list[float] = field(default_factory=list)
+    system_prompt: str | None = None
+    extra: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """An example app."""
+
+    experiment: str = "run"
+    """Name of the run."""
+    seed: int = field(default=1, metadata={"doc": "Seed of everything."})
+    actor: Actor = field(default_factory=Actor)
+    critic: Actor | None = None
+    slow: Actor = Actor(optim=Optim(lr=0.5), enabled=False)
+    data: Data = field(default_factory=Data)

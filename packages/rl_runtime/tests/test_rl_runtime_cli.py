@@ -1,0 +1,250 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_runtime.cli import is_user_error, run_cli
+from rl_runtime.errors import ConfigError, RankError, TrackingError
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from rl_runtime_example_config import Example  # noqa: E402
+
+
+@pytest.fixture
+def presets(tmp_path: Path) -> Path:
+    (tmp_path / "overlays").mkdir()
+    (tmp_path / "base.yaml").write_text("# The base values. More text.\nseed: 2\nexperiment: base\n")
+    (tmp_path / "zero3.yaml").write_text("actor: {zero: {stage: 3}}\n")
+    (tmp_path / "overlays" / "tiny.yaml").write_text("# Small.\nseed: 3\n")
+    return tmp_path
+
+
+def run(
+    *argv: str, preset_dir: Path | None = None, main: object = None, **options: object
+) -> tuple[int, list[Example]]:
+    seen: list[Example] = []
+
+    def record(config: Example) -> None:
+        seen.append(config)
+
+    with pytest.raises(SystemExit) as caught:
+        run_cli(Example, main or record, app_name="apps.example", preset_dir=preset_dir, argv=argv, **options)  # type: ignore[arg-type]
+    code = caught.value.code
+    assert isinstance(code, int)
+    return code, seen
+
+
+def test_no_arguments_run_the_defaults() -> None:
+    assert run() == (0, [Example()])
+
+
+def test_presets_overlays_files_and_keys_in_their_order(presets: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("seed: 4\n")
+    code, (config,) = run("overlay=tiny", "preset=base", preset_dir=presets)
+    assert (code, config.seed, config.experiment) == (0, 3, "base")
+    _, (config,) = run("preset=base", "overlay=tiny", f"config={own}", "preset=zero3", preset_dir=presets)
+    assert (config.seed, config.actor.zero.stage) == (4, 3)
+    _, (config,) = run("seed=9", f"config={own}", preset_dir=presets)
+    assert config.seed == 9
+    _, (config,) = run("overlay=zero3", preset_dir=presets)
+    assert config.actor.zero.stage == 3
+
+
+def test_default_preset(presets: Path) -> None:
+    options = {"default_preset": "base", "default_preset_unless": ("data.train",)}
+    assert run(preset_dir=presets, **options)[1][0].seed == 2
+    assert run("data.train=x", preset_dir=presets, **options)[1][0].seed == 1
+    assert run("preset=zero3", preset_dir=presets, **options)[1][0].seed == 1
+    assert run("overlay=tiny", preset_dir=presets, **options)[1][0].seed == 3
+
+
+def test_main_decides_the_exit_code() -> None:
+    assert run(main=lambda _: 3)[0] == 3
+    assert run(main=lambda _: None)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("preset=bse",), ["unknown preset 'bse'", "nearest: base", "available: base, zero3"]),
+        (("overlay=tin",), ["unknown overlay 'tin'", "nearest: tiny"]),
+        (("preset=x/base.yaml",), ["config=x/base.yaml"]),
+        (("config=nowhere.yaml",), ["cannot read the file nowhere.yaml"]),
+        (("--seed=3",), ["write seed=3 without the leading --"]),
+        (("+actor.zero.stage=3",), ["write actor.zero.stage=3 without the leading +"]),
+        (("--sede",), ["unknown argument '--sede'", "nearest key: seed=value"]),
+        (("seed",), ["'seed' has no value; write seed=value"]),
+        (("sede=3",), ["sede: unknown key", "nearest: seed"]),
+        (("sede=3", "actor.zero.stage=9"), ["2 problems", "one of 1, 2, 3"]),
+    ],
+)
+def test_mistakes_exit_2_with_one_message(
+    presets: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], words: list[str]
+) -> None:
+    code, seen = run(*argv, preset_dir=presets)
+    assert (code, seen) == (2, [])
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert "Traceback" not in printed.err
+    for word in words:
+        assert word in printed.err
+
+
+def test_help_lists_everything(presets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = run("--help", preset_dir=presets, examples=("seed=2",))
+    text = capsys.readouterr().out
+    assert code == 0
+    for words in (
+        "usage: python -m apps.example [preset=NAME]",
+        "An example app.",
+        "base   The base values",
+        "tiny  Small",
+        "python -m apps.example seed=2",
+        "actor.zero.stage: 1|2|3 = 2",
+        "ZeRO stage.",
+        "critic.zero (off unless given)  -  Sharding.",
+        "data.train: tuple[str, ...] = []",
+        "actor.optim.warmup: int | None = null",
+        "slow.optim.lr: float = 0.5",
+        "data.system_prompt: str | None = null",
+    ):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_help_of_some_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--help", "actor.zero")
+    text = capsys.readouterr().out
+    assert "actor.zero.stage" in text
+    assert "data.train" not in text
+    run("--help", "stge")
+    assert "Nearest: actor.zero.stage" in capsys.readouterr().out
+
+
+def test_print_config_writes_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--print-config", "seed=5")[0] == 0
+    assert "seed: 5" in capsys.readouterr().out
+
+
+def test_user_errors_are_value_errors_of_these_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert is_user_error(ConfigError("x"))
+    assert is_user_error(TrackingError("x"))
+    assert not is_user_error(RankError("x"))
+    assert not is_user_error(ValueError("x"))
+
+    def fail(_: Example) -> None:
+        raise TrackingError("no such folder")
+
+    assert run(main=fail)[0] == 2
+    assert capsys.readouterr().err == "error: no such folder\n"
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    def fail(_: Example) -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        run_cli(Example, fail, app_name="x", argv=[])
+
+    assert run(main=fail, user_errors=(ValueError,))[0] == 2
+
+
+def test_an_error_wrapped_by_a_remote_call_is_unwrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    class Remote(Exception):
+        cause = TrackingError("real reason")
+
+    def fail(_: Example) -> None:
+        raise Remote("a page of remote traceback")
+
+    assert run(main=fail)[0] == 2
+    assert capsys.readouterr().err == "error: real reason\n"
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    run()
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+APP = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from rl_runtime_example_config import Example
+from rl_runtime import run_cli
+
+def main(config):
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        time.sleep(1.0)
+        Path({out!r}).write_text("cleaned")
+
+if __name__ == "__main__":
+    run_cli(Example, main, app_name="apps.example")
+"""
+
+
+def start_app(tmp_path: Path) -> tuple["subprocess.Popen[str]", Path]:
+    out = tmp_path / "cleaned.txt"
+    script = tmp_path / "app.py"
+    script.write_text(textwrap.dedent(APP.format(here=str(HERE), out=str(out))))
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process, out
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"), [([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGINT], 130), ([signal.SIGTERM], 143)]
+)
+def test_signals_leave_after_cleanup(tmp_path: Path, signals: list[int], code: int) -> None:
+    process, out = start_app(tmp_path)
+    for number in signals:
+        os.kill(process.pid, number)
+        time.sleep(0.3)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert out.read_text() == "cleaned"
+    assert "Traceback" not in err
+
+
+def test_help_is_fast_and_light(tmp_path: Path) -> None:
+    script = tmp_path / "app.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+        "from rl_runtime_example_config import Example\nfrom rl_runtime import run_cli\n"
+        "try:\n    run_cli(Example, print, app_name='x')\nfinally:\n"
+        "    heavy = {'torch', 'ray', 'numpy', 'matplotlib', 'pydantic', 'omegaconf'} & set(sys.modules)\n"
+        "    print('heavy:', sorted(heavy), file=sys.stderr)\n"
+    )
+    durations = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=60)
+        durations.append(time.perf_counter() - start)
+        assert done.returncode == 0
+        assert "heavy: []" in done.stderr
+    assert min(durations) < 1.0
+
+
+def test_help_into_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
+    script = tmp_path / "app.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+        "from rl_runtime_example_config import Example\nfrom rl_runtime import run_cli\n"
+        "import os; r, w = os.pipe(); os.dup2(w, 1); os.close(w); os.close(r)\n"
+        "run_cli(Example, print, app_name='x')\n"
+    )
+    done = subprocess.run([sys.executable, str(script), "--help"], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

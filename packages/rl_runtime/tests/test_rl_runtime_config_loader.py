@@ -1,0 +1,280 @@
+import dataclasses
+import pickle
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_runtime.config_docs import class_doc, field_doc, source_docs
+from rl_runtime.config_loader import load_config, to_yaml
+from rl_runtime.config_schema import all_paths, nearest_paths
+from rl_runtime.errors import ConfigError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rl_runtime_example_config import Actor, Data, Example, Optim, Zero
+
+
+def load(*overrides: str, presets: tuple[Path, ...] = ()) -> Example:
+    return load_config(Example, presets=presets, overrides=overrides)
+
+
+def problems(*overrides: str, presets: tuple[Path, ...] = ()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides, presets=presets)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def yaml_file(folder: Path, text: str, name: str = "a.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_are_the_dataclass_defaults() -> None:
+    assert load() == Example()
+
+
+@pytest.mark.parametrize(
+    ("override", "pick", "expected"),
+    [
+        ("seed=7", lambda c: c.seed, 7),
+        ("seed=1e3", lambda c: c.seed, 1000),
+        ("seed=16_384", lambda c: c.seed, 16384),
+        ("actor.zero.stage=3", lambda c: c.actor.zero.stage, 3),
+        ("actor.zero.offload=off", lambda c: c.actor.zero.offload, "off"),
+        ("actor.optim.lr=1e-4", lambda c: c.actor.optim.lr, 1e-4),
+        ("actor.optim.lr=3", lambda c: c.actor.optim.lr, 3.0),
+        ("actor.optim.lr=.5", lambda c: c.actor.optim.lr, 0.5),
+        ("actor.optim.betas=[0.8, 0.9]", lambda c: c.actor.optim.betas, (0.8, 0.9)),
+        ("actor.optim.warmup=5", lambda c: c.actor.optim.warmup, 5),
+        ("actor.optim.warmup=null", lambda c: c.actor.optim.warmup, None),
+        ("actor.optim.warmup=None", lambda c: c.actor.optim.warmup, None),
+        ("actor.enabled=false", lambda c: c.actor.enabled, False),
+        ("experiment=2024", lambda c: c.experiment, "2024"),
+        ("experiment=1.10", lambda c: c.experiment, "1.10"),
+        ("experiment=a=b", lambda c: c.experiment, "a=b"),
+        ("experiment='quoted'", lambda c: c.experiment, "quoted"),
+        ("experiment=", lambda c: c.experiment, ""),
+        ("data.system_prompt=Answer: briefly, please #1", lambda c: c.data.system_prompt, "Answer: briefly, please #1"),
+        ("data.system_prompt=None", lambda c: c.data.system_prompt, None),
+        ("data.system_prompt='None'", lambda c: c.data.system_prompt, "None"),
+        ("data.train=a.parquet", lambda c: c.data.train, ("a.parquet",)),
+        ("data.train=[a.parquet, b.parquet]", lambda c: c.data.train, ("a.parquet", "b.parquet")),
+        ("data.train=[]", lambda c: c.data.train, ()),
+        ("data.weights=0.5", lambda c: c.data.weights, [0.5]),
+        ("data.extra.any.thing=1", None, None),
+        ("data.extra={b: 2}", lambda c: c.data.extra, {"b": 2}),
+        ("data.extra.b=2", lambda c: c.data.extra, {"b": 2}),
+        ("critic.zero.stage=3", lambda c: c.critic, Actor(zero=Zero(stage=3))),
+        ("critic={}", lambda c: c.critic, Actor()),
+        ("slow.zero.stage=3", lambda c: c.slow, Actor(optim=Optim(lr=0.5), enabled=False, zero=Zero(stage=3))),
+        ("seed=${actor.zero.stage}", lambda c: c.seed, 2),
+        ("experiment=run_${seed}", lambda c: c.experiment, "run_1"),
+        ("experiment=${seed}", lambda c: c.experiment, "1"),
+        ("experiment=\\${seed}", lambda c: c.experiment, "${seed}"),
+    ],
+)
+def test_override_values(override: str, pick: Any, expected: object) -> None:
+    if pick is None:
+        assert problems(override)
+    else:
+        value = pick(load(override))
+        assert value == expected
+        assert type(value) is type(expected)
+
+
+def test_environment_interpolation_gives_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLINTH_TEST_SEED", "42")
+    assert load("seed=${oc.env:PLINTH_TEST_SEED}").seed == 42
+
+
+def test_files_then_overrides_later_wins(tmp_path: Path) -> None:
+    first = yaml_file(
+        tmp_path, "seed: 2\nactor: {zero: {stage: 1}, optim: {lr: 0.1}}\ndata: {train: [a, b]}\n", "1.yaml"
+    )
+    second = yaml_file(tmp_path, "seed: 3\nactor: {zero: {stage: 3}}\ndata: {train: [c]}\n", "2.yaml")
+    config = load("seed=4", "seed=5", presets=(first, second))
+    assert config == Example(seed=5, actor=Actor(zero=Zero(stage=3), optim=Optim(lr=0.1)), data=Data(train=("c",)))
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert load(presets=(yaml_file(tmp_path, "# nothing\n"),)) == Example()
+
+
+def test_unknown_key_names_the_nearest_and_the_file(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "actor:\n  zero: {stge: 3}\n")
+    (found,) = problems(presets=(path,))
+    assert found.startswith("actor.zero.stge: unknown key (given 3); nearest: actor.zero.stage")
+    assert str(path) in found
+
+
+def test_a_key_below_the_wrong_section_finds_its_place() -> None:
+    (found,) = problems("zero.stage=3")
+    assert found.startswith("zero")
+    assert "actor.zero" in found
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor.zero.stage=7", ["actor.zero.stage", "7", "one of 1, 2, 3", "command line"]),
+        ("actor.zero.stage=two", ["actor.zero.stage", "'two'", "one of 1, 2, 3"]),
+        ("actor.zero.offload=gpu", ["actor.zero.offload", "'gpu'", "one of none, cpu, off"]),
+        ("seed=ten", ["seed", "'ten'", "an integer"]),
+        ("seed=1.5", ["seed", "1.5", "an integer"]),
+        ("seed=true", ["seed", "true", "an integer"]),
+        ("seed=null", ["seed", "null", "an integer"]),
+        ("actor.enabled=1", ["actor.enabled", "1", "true or false"]),
+        ("actor.enabled=yes", ["actor.enabled", "'yes'", "true or false"]),
+        ("actor.optim.warmup=x", ["actor.optim.warmup", "'x'", "an integer or null"]),
+        ("actor.optim.betas=[0.9]", ["actor.optim.betas", "[0.9]", "a list of 2 values"]),
+        ("actor.optim.betas=[0.9, x]", ["actor.optim.betas[1]", "'x'", "a number"]),
+        ("actor.zero=3", ["actor.zero", "3", "a section with the keys stage, offload, bucket_bytes"]),
+        ("actor.zero=null", ["actor.zero", "null", "a section"]),
+        ("seed.x=3", ["seed.x", "unknown key", "seed is a value"]),
+        ("seed={x: 1}", ["seed.x", "unknown key", "seed is a value"]),
+        ("data.extra.a=x", ["data.extra.a", "'x'", "an integer"]),
+        ("actor.zero.bucket_bytes=-1", ["actor.zero.bucket_bytes: is -1; allowed: above 0 (from command line)"]),
+        ("seed=${nothing.here}", ["seed", "${nothing.here}"]),
+        ("seed=${seed}", ["seed"]),
+        ("seed", ["'seed' is not an override"]),
+        ("=3", ["'=3' is not an override"]),
+        ("data.train=[a", ["data.train", "not valid YAML"]),
+    ],
+)
+def test_bad_values_say_path_value_and_what_is_allowed(override: str, words: list[str]) -> None:
+    (found,) = problems(override)
+    for word in words:
+        assert word in found
+
+
+def test_all_problems_come_at_once() -> None:
+    found = problems("actor.zero.stge=3", "actor.zero.stage=7", "seed=ten", "actor.enabled=maybe", "nonsense=1")
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed: 1\nseed: 2\n", "'seed' is given twice"),
+        ("- a\n- b\n", "expected a mapping"),
+        ("seed: [1\n", "not valid YAML"),
+        ("? [a]\n: 1\n", "not plain text"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
+    (found,) = problems(presets=(yaml_file(tmp_path, text),))
+    assert words in found
+    assert "a.yaml" in found
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    (found,) = problems(presets=(tmp_path / "none.yaml",))
+    assert "cannot read the file" in found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    path: str
+    size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    needs: Needs
+
+
+def test_a_required_key_is_reported_and_can_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"needs.path: missing; it has no default; allowed: text"):
+        load_config(Outer)
+    assert load_config(Outer, overrides=["needs.path=x"]) == Outer(needs=Needs(path="x"))
+
+
+def test_errors_pickle() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("seed=x", "nonsense=1")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
+    assert again.problems == caught.value.problems
+
+
+MARKS = "\\${}'\":#[],&*!|>%@`~- \n\t0123456789.eE"
+TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(MARKS), max_size=12) | st.lists(
+    st.sampled_from([*MARKS, "${", "\\${"]), max_size=8
+).map("".join)
+FLOATS = st.floats(allow_nan=False)
+ZEROS = st.builds(
+    Zero,
+    stage=st.sampled_from([1, 2, 3]),
+    offload=st.sampled_from(["none", "cpu", "off"]),
+    bucket_bytes=st.integers(min_value=1),
+)
+OPTIMS = st.builds(Optim, lr=FLOATS, betas=st.tuples(FLOATS, FLOATS), warmup=st.none() | st.integers())
+ACTORS = st.builds(Actor, zero=ZEROS, optim=OPTIMS, enabled=st.booleans())
+SPECIAL = st.sampled_from(["null", "None", "~", "true", "no", "1e-4", "1_000", "0x1", ".inf", "???", "${seed}", "\\${"])
+DATAS = st.builds(
+    Data,
+    train=st.lists(TEXT | SPECIAL, max_size=3).map(tuple),
+    weights=st.lists(FLOATS, max_size=3),
+    system_prompt=st.none() | TEXT | SPECIAL,
+    extra=st.dictionaries(st.text("abc.-_ :'\"1", min_size=1, max_size=4), st.integers(), max_size=3),
+)
+EXAMPLES = st.builds(
+    Example,
+    experiment=TEXT | SPECIAL,
+    seed=st.integers(),
+    actor=ACTORS,
+    critic=st.none() | ACTORS,
+    slow=ACTORS,
+    data=DATAS,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=120)
+@given(EXAMPLES)
+def test_written_yaml_loads_to_an_equal_config(tmp_path_factory: pytest.TempPathFactory, config: Example) -> None:
+    path = tmp_path_factory.getbasetemp() / "roundtrip.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8", newline="")
+    assert load(presets=(path,)) == config
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(st.sampled_from(all_paths(Example)), st.data())
+def test_one_wrong_letter_finds_the_key(path: str, data: st.DataObject) -> None:
+    head, _, word = path.rpartition(".")
+    index = data.draw(st.integers(0, len(word) - 1))
+    wrong = f"{head}." * bool(head) + word[:index] + word[index + 1 :]
+    if wrong and not wrong.endswith(".") and wrong not in all_paths(Example) and len(word) > 3:
+        assert path in nearest_paths(Example, wrong, limit=4)
+
+
+def test_field_docs_in_all_four_forms() -> None:
+    assert field_doc(Zero, "stage") == "ZeRO stage."
+    assert field_doc(Zero, "offload") == "where the optimizer's state lives"
+    assert field_doc(Zero, "bucket_bytes") == "Bytes of a bucket. Above 0."
+    assert field_doc(Example, "seed") == "Seed of everything."
+    assert field_doc(Optim, "warmup") == ""
+    assert class_doc(Zero) == "Sharding."
+    assert class_doc(Optim) == ""
+
+
+def test_inherited_fields_keep_their_docs() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Wider(Zero):
+        other: int = 1
+
+    assert field_doc(Wider, "stage") == "ZeRO stage."
+
+
+def test_source_docs_skips_tool_comments_and_nested_classes() -> None:
+    source = 'class A:\n    x: int = 1  # noqa: E501\n    class B:\n        y: int = 2\n        "why"\n'
+    assert source_docs(source) == {("A.B", "y"): "why"}
+
+
+def test_paths_are_all_there() -> None:
+    assert {"actor", "actor.zero.stage", "critic.optim.lr", "data.train"} <= set(all_paths(Example))
+    assert dataclasses.is_dataclass(load().actor)
