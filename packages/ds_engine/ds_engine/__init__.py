@@ -1,0 +1,72 @@
+"""A ZeRO-1/2/3 training engine around DeepSpeed whose accumulated gradient is the one the maths asks for."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .batch import LogProbFn, LossFn, LossOutput, StepStats, TokenBatch, TokenOutputs
+    from .config import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
+    from .distributed import init_distributed, shutdown_distributed
+    from .ds_config import deepspeed_config
+    from .engine import ZeroEngine
+    from .errors import BatchError, CheckpointError, EngineConfigError, EngineError, ModelError, PlanMismatchError
+    from .memory import MemoryReport, memory_stats
+    from .schedule import learning_rate
+
+_EXPORTS = {
+    "BatchError": ".errors",
+    "CheckpointError": ".errors",
+    "EngineConfig": ".config",
+    "EngineConfigError": ".errors",
+    "EngineError": ".errors",
+    "LogProbFn": ".batch",
+    "LossFn": ".batch",
+    "LossOutput": ".batch",
+    "MemoryReport": ".memory",
+    "ModelError": ".errors",
+    "OffloadConfig": ".config",
+    "OptimConfig": ".config",
+    "PlanMismatchError": ".errors",
+    "StepStats": ".batch",
+    "TokenBatch": ".batch",
+    "TokenOutputs": ".batch",
+    "ZeroConfig": ".config",
+    "ZeroEngine": ".engine",
+    "deepspeed_config": ".ds_config",
+    "init_distributed": ".distributed",
+    "learning_rate": ".schedule",
+    "memory_stats": ".memory",
+    "shutdown_distributed": ".distributed",
+}
+
+__all__ = [
+    "BatchError",
+    "CheckpointError",
+    "EngineConfig",
+    "EngineConfigError",
+    "EngineError",
+    "LogProbFn",
+    "LossFn",
+    "LossOutput",
+    "MemoryReport",
+    "ModelError",
+    "OffloadConfig",
+    "OptimConfig",
+    "PlanMismatchError",
+    "StepStats",
+    "TokenBatch",
+    "TokenOutputs",
+    "ZeroConfig",
+    "ZeroEngine",
+    "deepspeed_config",
+    "init_distributed",
+    "learning_rate",
+    "memory_stats",
+    "shutdown_distributed",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name], __name__), name)

@@ -1,0 +1,177 @@
+"""Causal attention over packed sequences, plugged into Hugging Face models as one attention implementation.
+
+The model sees one row of T tokens; borders travel beside it as a `Packing`, so no [T, T] mask exists and no token is
+padding. Three kernels give the same result:
+
+* flash    flash-attn's varlen kernel (CUDA, bf16 or fp16)
+* varlen   torch.nn.attention.varlen, FlashAttention inside torch (CUDA, bf16 or fp16)
+* sdpa     torch's scaled_dot_product_attention, once per sequence (any device and dtype)
+
+On the CPU, 128 sequences of about 32 tokens take as long one by one as padded into one [S, L] call (25 to 27 ms a layer
+forward and backward, one core), and ragged ones take less, so there is no padded variant. Splitting with
+`Tensor.split` matters: slices would each scatter a full-length gradient in the backward pass (5x slower).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import EngineConfigError, ModelError
+
+if TYPE_CHECKING:
+    from .config import Attention
+
+__all__ = ["ATTENTION_NAME", "Packing", "choose_kernel", "packed_attention", "register_packed_attention"]
+
+ATTENTION_NAME = "plinth_packed"
+"""The name under which transformers knows this implementation."""
+
+_CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "cum_seq_lens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Where the sequences of a packed row begin and end, and which kernel is to run."""
+
+    cu_seqlens_S1: Tensor
+    """int32, on the device of the tokens."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
+    max_seqlen: int
+    kernel: str
+    """flash, varlen or sdpa."""
+
+
+def choose_kernel(wanted: Attention, *, device_type: str, dtype: torch.dtype) -> str:
+    """The kernel for `wanted` ("auto" picks the fastest present). Raises EngineConfigError when it cannot run here."""
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    on_gpu = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if wanted == "auto":
+        if on_gpu and has_flash:
+            return "flash"
+        return "varlen" if on_gpu and has_varlen else "sdpa"
+    if wanted in ("flash", "varlen"):
+        if not on_gpu:
+            raise EngineConfigError(
+                f"attention={wanted!r} needs CUDA and bf16 or fp16, not {device_type} and {dtype}: use auto or sdpa"
+            )
+        if not (has_flash if wanted == "flash" else has_varlen):
+            package = "flash-attn" if wanted == "flash" else "torch.nn.attention.varlen (torch 2.10 or newer)"
+            raise EngineConfigError(f"attention={wanted!r} needs {package}, which is not installed: use auto")
+    return wanted
+
+
+def register_packed_attention() -> None:
+    """Make `attn_implementation=ATTENTION_NAME` known to transformers. Calling it again changes nothing."""
+    from transformers import AttentionInterface
+
+    # Without an entry of the same name among the mask functions transformers builds no mask, as wanted here.
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+
+
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention in the form transformers calls it.
+
+    Args:
+        query: [1, heads, T, head dim]; key and value: [1, kv heads, T, head dim].
+        sliding_window: a token sees itself and the `sliding_window - 1` before it; None: all before it.
+        packing: borders; handed down by the packed forward.
+
+    Returns:
+        ([1, T, heads, head dim], None)
+
+    Raises:
+        ModelError: the model does not hand `packing` down, or asks for scores this function does not compute.
+    """
+    del dropout  # log-probs must not be noisy: every attention dropout is off
+    if packing is None:
+        raise ModelError(
+            f"{type(module).__name__} did not receive the packed borders: its forward does not hand keyword "
+            "arguments on to attention, so sequences would see each other"
+        )
+    unsupported = [name for name in _CHANGES_SCORES if kwargs.get(name) is not None]
+    if unsupported:
+        raise ModelError(f"{type(module).__name__} asks for {', '.join(unsupported)}, which packed attention lacks")
+    if sliding_window is not None and sliding_window >= packing.max_seqlen:
+        sliding_window = None
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if packing.kernel == "sdpa":
+        out = _sdpa_per_sequence(query, key, value, packing, scale, sliding_window)
+    else:
+        kernel = _flash if packing.kernel == "flash" else _varlen
+        q_Thd, k_Thd, v_Thd = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = kernel(q_Thd, k_Thd, v_Thd, packing, scale, sliding_window).unsqueeze(0)
+    return out, None
+
+
+def _flash(
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: Packing, scale: float, sliding_window: int | None
+) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    window = (sliding_window - 1, 0) if sliding_window is not None else (-1, -1)
+    borders, longest = packing.cu_seqlens_S1, packing.max_seqlen
+    out: Tensor = flash_attn_varlen_func(
+        q_Thd, k_Thd, v_Thd, borders, borders, longest, longest, softmax_scale=scale, causal=True, window_size=window
+    )
+    return out
+
+
+def _varlen(
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: Packing, scale: float, sliding_window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters
+    num_groups = q_Thd.shape[1] // k_Thd.shape[1]
+    options: dict[str, Any] = {"scale": scale}
+    if "enable_gqa" in parameters:
+        options["enable_gqa"] = num_groups > 1
+    elif num_groups > 1:
+        k_Thd, v_Thd = (x.repeat_interleave(num_groups, dim=1) for x in (k_Thd, v_Thd))
+    if "window_size" in parameters:
+        options["window_size"] = (sliding_window - 1 if sliding_window is not None else -1, 0)
+    elif sliding_window is not None:
+        raise ModelError("this torch's varlen attention has no sliding window: use attention=flash or sdpa")
+    else:
+        options["is_causal"] = True
+    borders, longest = packing.cu_seqlens_S1, packing.max_seqlen
+    out: Tensor = varlen_attn(q_Thd, k_Thd, v_Thd, borders, borders, longest, longest, **options)
+    return out
+
+
+def _sdpa_per_sequence(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, sliding_window: int | None
+) -> Tensor:
+    lengths = list(packing.lengths)
+    share_kv = query.shape[1] != key.shape[1]
+    outs = []
+    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
+        length = q.shape[2]
+        if sliding_window is not None and length > sliding_window:
+            mask_LL = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+            mask_LL = mask_LL.triu(1 - sliding_window)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_LL, scale=scale, enable_gqa=share_kv)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=share_kv)
+        outs.append(out)
+    return torch.cat(outs, dim=2).transpose(1, 2)

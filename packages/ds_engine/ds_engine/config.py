@@ -1,0 +1,171 @@
+"""Everything a user can set about the engine: plain frozen dataclasses, standard library only.
+
+Combinations DeepSpeed cannot do, or would quietly replace by something else, are refused here with the reason.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = [
+    "Attention",
+    "Dtype",
+    "EngineConfig",
+    "OffloadConfig",
+    "OffloadDevice",
+    "OptimConfig",
+    "Schedule",
+    "ZeroConfig",
+]
+
+OffloadDevice = Literal["none", "cpu", "nvme"]
+Dtype = Literal["bf16", "fp16", "fp32"]
+Attention = Literal["auto", "flash", "varlen", "sdpa"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def _require(ok: bool, name: str, value: Any, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value!r} is not allowed: {allowed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where ZeRO keeps its shards between uses."""
+
+    optimizer: OffloadDevice = "none"
+    """Optimizer states and fp32 master weights: on the device, in CPU memory (any stage) or on NVMe (stage 3)."""
+    param: OffloadDevice = "none"
+    """The model's own parameter shards; stage 3 only."""
+    nvme_path: str | None = None
+    """A folder on a local NVMe drive; needed, and only allowed, when something is offloaded to "nvme"."""
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "param"):
+            _require(getattr(self, name) in ("none", "cpu", "nvme"), name, getattr(self, name), "none, cpu or nvme")
+        uses_nvme = "nvme" in (self.optimizer, self.param)
+        _require(
+            uses_nvme == (self.nvme_path is not None),
+            "nvme_path",
+            self.nvme_path,
+            "set it exactly when optimizer or param is nvme",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """DeepSpeed's ZeRO: what is sharded, where it is kept, how gradients accumulate."""
+
+    stage: Literal[1, 2, 3] = 2
+    """1 shards optimizer states, 2 also gradients, 3 also parameters."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    fp32_grad_accum: bool = True
+    """Add micro batches' gradients up in fp32 whatever the model's dtype."""
+    fp32_reduce: bool = False
+    """Send gradients between ranks in fp32: twice the traffic, no rounding before the sum over ranks."""
+    step_each_micro: bool = False
+    """True lets DeepSpeed count micro batches itself (its step() is called after each); False marks the last one by
+    hand and steps once. Both give the same weights."""
+    reduce_bucket_bytes: int = 128 * 1024 * 1024
+    """Gradients are reduced in buckets of this many bytes (of the dtype they travel in); at least 1024."""
+    param_persistence_elements: int = 100_000
+    """Stage 3: parameters with fewer elements stay whole on every rank; at least 0."""
+    overlap_comm: bool | None = None
+    """Reduce gradients while the backward pass goes on. None: yes at stage 3 on CUDA, no elsewhere."""
+
+    def __post_init__(self) -> None:
+        _require(self.stage in (1, 2, 3), "stage", self.stage, "1, 2 or 3")
+        _require(self.reduce_bucket_bytes >= 1024, "reduce_bucket_bytes", self.reduce_bucket_bytes, "at least 1024")
+        _require(
+            self.param_persistence_elements >= 0,
+            "param_persistence_elements",
+            self.param_persistence_elements,
+            "0 or more",
+        )
+        _require(
+            self.stage == 3 or self.offload.param == "none",
+            "offload.param",
+            self.offload.param,
+            f"parameters are sharded at stage 3 only; stage {self.stage} keeps them whole on the device: use none",
+        )
+        _require(
+            self.stage == 3 or self.offload.optimizer != "nvme",
+            "offload.optimizer",
+            self.offload.optimizer,
+            f"at stage {self.stage} DeepSpeed would keep the states in CPU memory without saying so: "
+            "use cpu, or stage 3",
+        )
+        _require(
+            self.offload.param == "none" or self.offload.optimizer != "none",
+            "offload.optimizer",
+            self.offload.optimizer,
+            "DeepSpeed steps offloaded parameters on the CPU: with offload.param set, use cpu or nvme here too",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate; positive."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and second moment; each in [0, 1)."""
+    eps: float = 1e-8
+    """Added to the denominator; positive."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, on every trained parameter; 0 or more."""
+    grad_clip: float | None = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it. None: no clipping."""
+    schedule: Schedule = "constant"
+    """constant, linear (down to min_lr_ratio) or cosine (down to min_lr_ratio)."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the rate rises linearly to lr; 0 or more."""
+    total_steps: int | None = None
+    """Optimizer steps of the whole run; needed by linear and cosine (may be given to the engine instead)."""
+    min_lr_ratio: float = 0.0
+    """Final learning rate as a fraction of lr, for linear and cosine; 0 to 1."""
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, "lr", self.lr, "a positive number")
+        _require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two in [0, 1)")
+        _require(self.eps > 0, "eps", self.eps, "a positive number")
+        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or more")
+        _require(
+            self.grad_clip is None or self.grad_clip > 0, "grad_clip", self.grad_clip, "positive, or null for none"
+        )
+        _require(
+            self.schedule in ("constant", "linear", "cosine"), "schedule", self.schedule, "constant, linear or cosine"
+        )
+        _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "0 or more")
+        _require(
+            self.total_steps is None or self.total_steps > self.warmup_steps,
+            "total_steps",
+            self.total_steps,
+            f"more than warmup_steps ({self.warmup_steps})",
+        )
+        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One engine: one model, trained by a group of ranks."""
+
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    dtype: Dtype = "bf16"
+    """Dtype of weights and activations. The optimizer always keeps fp32 master weights. fp16 scales the loss."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass instead of keeping them."""
+    attention: Attention = "auto"
+    """auto: flash-attn if installed, else torch's varlen attention, on CUDA; SDPA segment by segment on the CPU."""
+    seed: int = 0
+    """Seeds weights the model folder lacks and dropout."""
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in ("bf16", "fp16", "fp32"), "dtype", self.dtype, "bf16, fp16 or fp32")
+        _require(
+            self.attention in ("auto", "flash", "varlen", "sdpa"),
+            "attention",
+            self.attention,
+            "auto, flash, varlen or sdpa",
+        )

@@ -1,0 +1,74 @@
+"""EngineConfig -> the dictionary DeepSpeed reads. A pure function, so it is tested without a process."""
+
+from typing import Any
+
+from .config import EngineConfig, OffloadDevice
+
+__all__ = ["deepspeed_config"]
+
+_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def deepspeed_config(config: EngineConfig, *, device_type: str) -> dict[str, Any]:
+    """DeepSpeed's own configuration for `config`.
+
+    Batch sizes are given as one: the engine decides the number of micro batches call by call, scales the loss itself,
+    and marks accumulation borders, so DeepSpeed's counts never enter the maths.
+
+    Args:
+        device_type: "cpu" or "cuda", where the model computes.
+    """
+    optim = config.optim
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": optim.grad_clip or 0.0,
+        "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,
+        # Offloaded states are stepped by torch's fused CPU AdamW: DeepSpeed's own needs a compiler at run time.
+        "zero_force_ds_cpu_optimizer": False,
+        "data_types": {"grad_accum_dtype": "fp32" if config.zero.fp32_grad_accum else config.dtype},
+        "zero_optimization": _zero_section(config, device_type),
+    }
+    if config.zero.fp32_reduce:
+        settings["communication_data_type"] = "fp32"
+    if config.dtype == "bf16":
+        settings["bf16"] = {"enabled": True}
+    elif config.dtype == "fp16":
+        settings["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000}
+    return settings
+
+
+def _zero_section(config: EngineConfig, device_type: str) -> dict[str, Any]:
+    zero = config.zero
+    travel_dtype = "fp32" if zero.fp32_reduce else config.dtype
+    bucket_elements = zero.reduce_bucket_bytes // _ELEMENT_BYTES[travel_dtype]
+    overlap = zero.overlap_comm
+    if overlap is None:
+        overlap = zero.stage == 3 and device_type == "cuda"
+    section: dict[str, Any] = {
+        "stage": zero.stage,
+        "overlap_comm": overlap,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": bucket_elements,
+        "allgather_bucket_size": bucket_elements // 2 * 2,
+    }
+    offload = zero.offload
+    pin_memory = device_type == "cuda"
+    if offload.optimizer != "none":
+        section["offload_optimizer"] = _offload_section(offload.optimizer, offload.nvme_path, pin_memory)
+    if zero.stage == 3:
+        section["stage3_param_persistence_threshold"] = zero.param_persistence_elements
+        section["stage3_prefetch_bucket_size"] = bucket_elements
+        section["stage3_gather_16bit_weights_on_model_save"] = False
+        if offload.param != "none":
+            section["offload_param"] = _offload_section(offload.param, offload.nvme_path, pin_memory)
+    return section
+
+
+def _offload_section(device: OffloadDevice, nvme_path: str | None, pin_memory: bool) -> dict[str, Any]:
+    section: dict[str, Any] = {"device": device, "pin_memory": pin_memory}
+    if device == "nvme":
+        section["nvme_path"] = nvme_path
+    return section

@@ -1,0 +1,315 @@
+"""ZeroEngine: one Hugging Face causal LM, sharded by DeepSpeed, trained on packed micro batches."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .attention import choose_kernel
+from .batch import LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
+from .ds_config import deepspeed_config
+from .errors import BatchError, CheckpointError, EngineError, PlanMismatchError
+from .export import export_parameters
+from .loading import load_causal_lm, torch_dtype
+from .memory import MemoryReport, StorageParking, memory_stats, state_tensors
+from .packed_model import install_packed_forward, packed_inputs
+from .schedule import check_schedule, learning_rate
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+
+__all__ = ["ZeroEngine"]
+
+_LOG_PROBS, _TRAIN = 1, 2
+_PHASES = {_LOG_PROBS: "log_probs", _TRAIN: "train_mini_batch"}
+
+
+class ZeroEngine:
+    """One model trained by all ranks of the default process group, which must be initialised (`init_distributed`).
+
+    Every method below is collective: all ranks call it, with the same number of micro batches.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: EngineConfig,
+        *,
+        log_prob_fn: LogProbFn,
+        device: torch.device,
+        total_steps: int | None = None,
+    ) -> None:
+        """Take over `module`, a causal LM already loaded with packed attention; usually call `from_pretrained`."""
+        if not dist.is_initialized():
+            raise EngineError("torch.distributed is not initialised: call ds_engine.init_distributed first")
+        self.config = config
+        self.device = device
+        self.module = module
+        self.dp_rank = dist.get_rank()
+        self.dp_size = dist.get_world_size()
+        self.zero_stage: int = config.zero.stage
+        self._total_steps = total_steps if total_steps is not None else config.optim.total_steps
+        check_schedule(config.optim, self._total_steps)
+        self._kernel = choose_kernel(config.attention, device_type=device.type, dtype=torch_dtype(config.dtype))
+        self._num_steps = 0
+        self._parking = StorageParking()
+        if config.gradient_checkpointing:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        install_packed_forward(module, log_prob_fn)
+        self._optimizer = self._build_optimizer()
+        self._deepspeed = self._build_deepspeed()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_path: str,
+        config: EngineConfig,
+        *,
+        log_prob_fn: LogProbFn,
+        device: torch.device,
+        total_steps: int | None = None,
+    ) -> ZeroEngine:
+        """Load the Hugging Face folder `model_path` and shard it as `config` says.
+
+        Args:
+            log_prob_fn: (hidden_KH, weight_VH, targets_K, temperature) -> (log_probs_K, entropy_K), fp32.
+            device: where this rank computes; the same as given to `init_distributed`.
+            total_steps: optimizer steps of the run, for the schedule; overrides `config.optim.total_steps`.
+
+        Raises:
+            ModelError: the folder or architecture cannot be used.
+            EngineConfigError: a setting cannot work here.
+        """
+        if not dist.is_initialized():
+            raise EngineError("torch.distributed is not initialised: call ds_engine.init_distributed first")
+        settings = deepspeed_config(config, device_type=device.type)
+        module = load_causal_lm(model_path, config, device=device, ds_config=settings)
+        return cls(module, config, log_prob_fn=log_prob_fn, device=device, total_steps=total_steps)
+
+    # ------------------------------------------------------------------ work
+
+    @torch.no_grad()
+    def log_probs(self, micro_batches: Sequence[TokenBatch], *, temperature: float = 1.0) -> list[TokenOutputs]:
+        """Log-prob and entropy of each target, without gradient.
+
+        Returns:
+            One TokenOutputs per micro batch, [K] fp32, on the CPU; K = 0 where a batch has no targets.
+
+        Raises:
+            PlanMismatchError: ranks brought different numbers of micro batches.
+        """
+        self._check_plan(_LOG_PROBS, micro_batches)
+        self.module.eval()
+        outputs = [self._forward(batch, temperature)[0] for batch in micro_batches]
+        return [TokenOutputs(log_probs_K=o.log_probs_K.cpu(), entropy_K=o.entropy_K.cpu()) for o in outputs]
+
+    def train_mini_batch(
+        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, temperature: float = 1.0
+    ) -> StepStats:
+        """One optimizer step on the sum of the losses of all micro batches of all ranks.
+
+        The gradient applied is exactly that of the summed loss, however it is split into micro batches and ranks.
+
+        Args:
+            loss_fn: called with the outputs and the batch (both on the device) of each micro batch that has targets.
+
+        Raises:
+            PlanMismatchError: ranks brought different numbers of micro batches.
+            BatchError: a malformed batch or loss.
+        """
+        num_empty = self._check_plan(_TRAIN, micro_batches)
+        self.module.train()
+        lr = learning_rate(self._num_steps, self.config.optim, self._total_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        losses: list[Tensor] = []
+        metrics: dict[str, list[Tensor]] = {}
+        self._begin_accumulation(len(micro_batches))
+        for index, batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            self._mark_border(is_last)
+            losses.append(self._backward(batch, loss_fn, temperature, metrics))
+            if self.config.zero.step_each_micro or is_last:
+                self._deepspeed.step()
+        self._num_steps += 1
+        return self._collect_stats(losses, metrics, lr=lr, num_micro=len(micro_batches), num_empty=num_empty)
+
+    def _forward(self, batch: TokenBatch, temperature: float) -> tuple[TokenOutputs, Tensor]:
+        """Outputs for the targets of `batch`, and a zero that depends on every parameter the pass used."""
+        inputs, num_targets = packed_inputs(batch, device=self.device, kernel=self._kernel)
+        both_2K = self._deepspeed(packed=inputs, temperature=temperature)
+        anchor = both_2K.sum() * 0.0
+        log_probs_K, entropy_K = both_2K[:, :num_targets].unbind(0)
+        return TokenOutputs(log_probs_K=log_probs_K, entropy_K=entropy_K), anchor
+
+    def _backward(
+        self, batch: TokenBatch, loss_fn: LossFn, temperature: float, metrics: dict[str, list[Tensor]]
+    ) -> Tensor:
+        """Forward and backward of one micro batch; returns its detached loss share."""
+        outputs, anchor = self._forward(batch, temperature)
+        loss = anchor
+        if outputs.log_probs_K.numel() > 0:
+            result = loss_fn(outputs, batch.to(self.device))
+            if result.loss.dim() != 0:
+                raise BatchError(f"the loss must be a 0-d tensor, got shape {tuple(result.loss.shape)}")
+            # A loss that does not depend on the model (all advantages masked, say) still has to pass backward
+            # through every parameter, or this rank would leave out the gradient collectives its peers wait in.
+            loss = result.loss if result.loss.requires_grad else result.loss + anchor
+            for name, value in result.metrics.items():
+                metrics.setdefault(name, []).append(value.detach())
+        # DeepSpeed averages over ranks; shares are to be summed.
+        self._deepspeed.backward(loss * self.dp_size, scale_wrt_gas=False)
+        return loss.detach()
+
+    # -------------------------------------------------------- accumulation
+
+    def _begin_accumulation(self, num_micro_batches: int) -> None:
+        """Stage 1 and 2 forget all but the last micro batch unless told how many there are.
+
+        Either DeepSpeed counts (its accumulation steps become this mini batch's number) or the last is marked by hand.
+        """
+        if self.config.zero.step_each_micro:
+            self._deepspeed._config.gradient_accumulation_steps = num_micro_batches
+            self._deepspeed.micro_steps = 0
+
+    def _mark_border(self, is_last: bool) -> None:
+        if not self.config.zero.step_each_micro:
+            self._deepspeed.set_gradient_accumulation_boundary(is_last)
+
+    # ------------------------------------------------------- what ranks share
+
+    def _check_plan(self, phase: int, micro_batches: Sequence[TokenBatch]) -> int:
+        """Compare plans before the first collective that could hang; returns all ranks' micro batches without target."""
+        num_empty = sum(batch.target_ids_K.numel() == 0 for batch in micro_batches)
+        mine = torch.tensor([phase, len(micro_batches), num_empty], dtype=torch.int64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.dp_size)]
+        dist.all_gather(everyone, mine)
+        plans = [row.tolist() for row in everyone]
+        phases = [_PHASES[plan[0]] for plan in plans]
+        counts = [plan[1] for plan in plans]
+        if len(set(phases)) > 1:
+            raise PlanMismatchError(f"ranks call different methods: {dict(enumerate(phases))}")
+        if len(set(counts)) > 1:
+            raise PlanMismatchError(
+                f"{phases[0]}: ranks brought different numbers of micro batches: {dict(enumerate(counts))}; "
+                "give ranks without work empty micro batches"
+            )
+        if counts[0] == 0:
+            raise BatchError(f"{phases[0]} needs at least one micro batch")
+        return sum(plan[2] for plan in plans)
+
+    def _collect_stats(
+        self, losses: list[Tensor], metrics: dict[str, list[Tensor]], *, lr: float, num_micro: int, num_empty: int
+    ) -> StepStats:
+        mine = {name: _sum(values) for name, values in metrics.items()}
+        everyone: list[Any] = [None] * self.dp_size
+        dist.all_gather_object(everyone, (_sum(losses), mine))
+        totals: dict[str, float] = {}
+        for _, shares in everyone:  # in rank order, so every rank adds in the same order
+            for name, value in shares.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return StepStats(
+            loss=math.fsum(loss for loss, _ in everyone),
+            metrics=totals,
+            grad_norm=float(self._deepspeed._global_grad_norm),
+            lr=lr,
+            num_micro_batches=num_micro,
+            num_empty_micro_batches=num_empty,
+            step_applied=bool(self._deepspeed.was_step_applied()),
+        )
+
+    # ------------------------------------------------------- state in and out
+
+    def export_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) on rank 0, nothing elsewhere; every rank iterates to the end."""
+        return export_parameters(self.module, rank=self.dp_rank, zero_stage=self.zero_stage, dtype=dtype)
+
+    def save_checkpoint(self, folder: str | Path, tag: str) -> None:
+        """Write DeepSpeed's own checkpoint to `folder`/`tag`: every rank its shard."""
+        self._deepspeed.save_checkpoint(str(folder), tag=tag, client_state={"num_steps": self._num_steps})
+
+    def load_checkpoint(self, folder: str | Path, tag: str) -> None:
+        """Continue from `folder`/`tag`, written by as many ranks at the same stage.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if not (Path(folder) / tag).is_dir():
+            raise CheckpointError(f"no checkpoint {tag!r} in {str(folder)!r}")
+        path, state = self._deepspeed.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+        if path is None or "num_steps" not in state:
+            raise CheckpointError(f"{str(Path(folder) / tag)!r} is not a checkpoint this engine wrote")
+        self._num_steps = int(state["num_steps"])
+
+    def offload(self, *, include_params: bool = False) -> MemoryReport:
+        """Move optimizer states, fp32 weights and gradient buffers off the device (and the weights, if asked).
+
+        On the CPU there is nothing to free. Until `reload`, only `export_parameters` may be used, and only with the
+        weights still on the device.
+        """
+        before = self._device_bytes()
+        moved = 0
+        if self.device.type == "cuda" and not self._parking.is_parked:
+            self._deepspeed.optimizer.zero_grad()
+            keep = (
+                set()
+                if include_params
+                else {_storage_id(t) for t in state_tensors(list(self.module.parameters()), "cuda")}
+            )
+            tensors = [self._optimizer.state, self._optimizer.param_groups, vars(self._deepspeed.optimizer)]
+            if include_params:
+                tensors.append(list(self.module.parameters()))
+            moved = self._parking.park(t for t in state_tensors(tensors, "cuda", depth=6) if _storage_id(t) not in keep)
+            gc.collect()
+            torch.cuda.empty_cache()
+        return MemoryReport(moved_bytes=moved, device_bytes_before=before, device_bytes_after=self._device_bytes())
+
+    def reload(self) -> MemoryReport:
+        """Bring back what `offload` moved."""
+        before = self._device_bytes()
+        moved = self._parking.unpark() if self._parking.is_parked else 0
+        return MemoryReport(moved_bytes=moved, device_bytes_before=before, device_bytes_after=self._device_bytes())
+
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes in use by this rank; see `ds_engine.memory_stats`."""
+        return memory_stats(self.device)
+
+    def close(self) -> None:
+        """Release DeepSpeed's hooks and buffers. The process group stays."""
+        self._deepspeed.destroy()
+
+    # ---------------------------------------------------------------- setup
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        optim = self.config.optim
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        # torch's fused AdamW runs on CPU and CUDA alike and needs no compiler at run time, unlike DeepSpeed's.
+        return torch.optim.AdamW(
+            trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+        )
+
+    def _build_deepspeed(self) -> Any:
+        import deepspeed
+
+        settings = deepspeed_config(self.config, device_type=self.device.type)
+        engine, _, _, _ = deepspeed.initialize(model=self.module, optimizer=self._optimizer, config=settings)
+        return engine
+
+    def _device_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+
+def _sum(values: Sequence[Tensor]) -> float:
+    """Sum of 0-d tensors in fp64, one transfer from the device."""
+    return float(torch.stack([value.double() for value in values]).sum()) if values else 0.0
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,136 @@
+"""Where the bytes are, and freeing them between phases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["MemoryReport", "StorageParking", "memory_stats", "state_tensors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """What an offload or reload moved."""
+
+    moved_bytes: int
+    """Bytes copied between device and CPU."""
+    device_bytes_before: int
+    """Bytes torch had allocated on the device before; 0 on the CPU."""
+    device_bytes_after: int
+    """Bytes torch has allocated on the device after."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """Device bytes given back (negative after a reload)."""
+        return self.device_bytes_before - self.device_bytes_after
+
+
+def memory_stats(device: torch.device) -> dict[str, int]:
+    """Bytes: resident memory of this process and its peak, and on CUDA what torch holds and held at most."""
+    stats = _process_memory()
+    if device.type == "cuda":
+        stats |= {
+            "device_allocated_bytes": torch.cuda.memory_allocated(device),
+            "device_reserved_bytes": torch.cuda.memory_reserved(device),
+            "device_max_allocated_bytes": torch.cuda.max_memory_allocated(device),
+            "device_max_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        }
+    return stats
+
+
+def _process_memory() -> dict[str, int]:
+    fields = {"VmRSS": "cpu_resident_bytes", "VmHWM": "cpu_max_resident_bytes"}
+    stats = {}
+    try:
+        with open("/proc/self/status") as status:
+            for line in status:
+                name, _, value = line.partition(":")
+                if name in fields:
+                    stats[fields[name]] = int(value.split()[0]) * 1024
+    except OSError:  # not Linux: the peak is all the standard library knows
+        import resource
+
+        stats["cpu_max_resident_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return stats
+
+
+def state_tensors(root: Any, device_type: str, *, depth: int = 4) -> Iterator[Tensor]:
+    """Every tensor on `device_type` that `root` (an object, list or dict) reaches within `depth` containers."""
+    if isinstance(root, Tensor):
+        if root.device.type == device_type:
+            yield root
+        for name in ("grad", "ds_tensor"):
+            # .grad of a non-leaf warns; only leaves carry a gradient worth moving.
+            inner = getattr(root, name, None) if name != "grad" or root.is_leaf else None
+            if isinstance(inner, Tensor):
+                yield from state_tensors(inner, device_type, depth=0)
+        return
+    if depth == 0:
+        return
+    children: Iterable[Any]
+    if isinstance(root, dict):
+        children = list(root.values()) + [key for key in root if isinstance(key, Tensor)]
+    elif isinstance(root, list | tuple | set):
+        children = root
+    else:
+        return
+    for child in children:
+        yield from state_tensors(child, device_type, depth=depth - 1)
+
+
+class StorageParking:
+    """Empties tensor storages into CPU memory and fills them again.
+
+    Working on storages instead of tensors leaves every view, every reference and every flat buffer DeepSpeed holds
+    valid, whatever the stage. The CPU copies are pinned and kept for the next time.
+    """
+
+    def __init__(self) -> None:
+        self._parked: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._buffers: dict[int, list[Tensor]] = {}
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether storages are empty now."""
+        return bool(self._parked)
+
+    def park(self, tensors: Iterable[Tensor]) -> int:
+        """Copy the storages behind `tensors` to the CPU and free them; returns the bytes copied."""
+        seen: set[int] = set()
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            num_bytes = storage.nbytes()
+            if num_bytes == 0 or storage.data_ptr() in seen:
+                continue
+            seen.add(storage.data_ptr())
+            buffer = self._buffer(num_bytes)
+            buffer.copy_(_as_bytes(storage), non_blocking=True)
+            self._parked.append((storage, buffer))
+        torch.cuda.synchronize()
+        for storage, _ in self._parked:
+            storage.resize_(0)
+        return sum(buffer.numel() for _, buffer in self._parked)
+
+    def unpark(self) -> int:
+        """Fill the storages again; returns the bytes copied."""
+        moved = 0
+        for storage, buffer in self._parked:
+            storage.resize_(buffer.numel())
+            _as_bytes(storage).copy_(buffer, non_blocking=True)
+            self._buffers.setdefault(buffer.numel(), []).append(buffer)
+            moved += buffer.numel()
+        self._parked.clear()
+        torch.cuda.synchronize()
+        return moved
+
+    def _buffer(self, num_bytes: int) -> Tensor:
+        spare = self._buffers.get(num_bytes)
+        return spare.pop() if spare else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]

@@ -1,0 +1,27 @@
+"""Fixtures: a tiny model folder, and two real ranks (gloo, CPU) that run the functions of ds_engine_worker.py."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ds_engine_testkit import RankPool, write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("untied_model"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with RankPool(2, tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool

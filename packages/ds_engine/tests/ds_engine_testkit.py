@@ -1,0 +1,251 @@
+"""What tests and rank processes share: a tiny model, batches, a plain log-prob function, losses, and a pool of ranks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB = 64
+
+
+def write_tiny_model(
+    folder: Path,
+    *,
+    tied: bool = True,
+    family: str = "qwen3",
+    hidden: int = 32,
+    layers: int = 2,
+    seed: int = 0,
+    **extra: Any,
+) -> Path:
+    """A randomly initialised causal LM of some ten thousand parameters."""
+    import transformers
+
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden // 4,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | extra
+    config_class = {"qwen3": "Qwen3Config", "llama": "LlamaConfig", "qwen2": "Qwen2Config"}[family]
+    config = getattr(transformers, config_class)(**sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The smallest thing that satisfies ds_engine.TokenBatch."""
+
+    input_ids_T: Tensor
+    position_ids_T: Tensor
+    cu_seqlens_S1: Tensor
+    max_seqlen: int
+    target_index_K: Tensor
+    target_ids_K: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device | str) -> Batch:
+        tensors = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return Batch(**{**vars(self), **tensors, "columns": {k: v.to(device) for k, v in self.columns.items()}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Token ids of which the first `num_prompt` are given, and the weight of each predicted token."""
+
+    ids: list[int]
+    num_prompt: int
+    weight: float
+
+
+def make_samples(num: int, *, seed: int, longest: int = 24) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    samples = []
+    for _ in range(num):
+        length = draw(4, longest)
+        ids = torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+        weight = float(torch.randn(1, generator=generator)) / num
+        samples.append(Sample(ids=ids, num_prompt=draw(1, length - 1), weight=weight))
+    return samples
+
+
+def make_batch(samples: Sequence[Sample]) -> Batch:
+    ids: list[int] = []
+    positions: list[int] = []
+    borders = [0]
+    index: list[int] = []
+    targets: list[int] = []
+    weights: list[float] = []
+    for sample in samples:
+        start = len(ids)
+        ids += sample.ids
+        positions += range(len(sample.ids))
+        borders.append(len(ids))
+        for i in range(sample.num_prompt, len(sample.ids)):
+            index.append(start + i - 1)
+            targets.append(sample.ids[i])
+            weights.append(sample.weight)
+    return Batch(
+        input_ids_T=torch.tensor(ids, dtype=torch.int64),
+        position_ids_T=torch.tensor(positions, dtype=torch.int64),
+        cu_seqlens_S1=torch.tensor(borders, dtype=torch.int32),
+        max_seqlen=max((len(s.ids) for s in samples), default=0),
+        target_index_K=torch.tensor(index, dtype=torch.int64),
+        target_ids_K=torch.tensor(targets, dtype=torch.int64),
+        columns={"weights": torch.tensor(weights)},
+    )
+
+
+def plain_log_prob(
+    hidden_KH: Tensor, weight_VH: Tensor, targets_K: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Reference: full logits, log-softmax in fp32."""
+    logits_KV = (hidden_KH @ weight_VH.t()).float() / temperature
+    log_p_KV = logits_KV.log_softmax(-1)
+    entropy_K = -(log_p_KV.exp() * log_p_KV).sum(-1)
+    return log_p_KV.gather(1, targets_K[:, None])[:, 0], entropy_K
+
+
+def token_loss(log_probs_K: Tensor, entropy_K: Tensor, weights_K: Tensor) -> Tensor:
+    """Non-linear in both outputs, so wrong gradients of either show."""
+    return (weights_K * (log_probs_K + 0.1 * log_probs_K.square() + 0.3 * entropy_K)).sum()
+
+
+# ------------------------------------------------------------------ reference
+
+
+def reference_training(
+    model_path: Path,
+    steps: Sequence[Sequence[Sample]],
+    *,
+    lr: float,
+    eps: float = 1e-8,
+    grad_clip: float | None = 1.0,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """(weights, losses, grad norms) of plain PyTorch: no packing, no DeepSpeed, full logits, one process."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=eps, weight_decay=0.0)
+    losses, norms = [], []
+    for samples in steps:
+        total = torch.zeros(())
+        for sample in samples:
+            logits = model(input_ids=torch.tensor([sample.ids])).logits[0].float() / temperature
+            log_p = logits[sample.num_prompt - 1 : -1].log_softmax(-1)
+            targets = torch.tensor(sample.ids[sample.num_prompt :])
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            chosen = log_p.gather(1, targets[:, None])[:, 0]
+            total = total + token_loss(chosen, entropy, torch.full_like(chosen, sample.weight))
+        optimizer.zero_grad()
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float("inf"))
+        optimizer.step()
+        losses.append(total.item())
+        norms.append(float(norm))
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, losses, norms
+
+
+# ----------------------------------------------------------------------- ranks
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RankPool:
+    """Processes that joined one gloo group and run functions of ds_engine_worker.py together, one after another."""
+
+    def __init__(self, size: int, folder: Path, *, timeout_s: float = 120.0) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        address = str(folder / "pool.sock")
+        listener = Listener(address)
+        env = os.environ | {"OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0", "TOKENIZERS_PARALLELISM": "false"}
+        worker = str(Path(__file__).with_name("ds_engine_worker.py"))
+        port = str(free_port())
+        self.processes = []
+        for rank in range(size):
+            with open(folder / f"rank_{rank}.log", "wb") as log:
+                command = [sys.executable, worker, address, str(rank), str(size), port]
+                self.processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        self.logs = [folder / f"rank_{rank}.log" for rank in range(size)]
+        connections = [listener.accept() for _ in range(size)]
+        by_rank: dict[int, Connection] = {
+            pickle.loads(connection.recv_bytes()): connection for connection in connections
+        }
+        self.connections = [by_rank[rank] for rank in range(size)]
+        listener.close()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def run(self, function: str, per_rank: Sequence[Mapping[str, Any]] | None = None, **everywhere: Any) -> list[Any]:
+        """Results of `function(**everywhere, **per_rank[rank])` by rank; an exception of a rank comes back as such."""
+        for rank, connection in enumerate(self.connections):
+            # Plain pickle bytes: the connection's own pickler would pass tensors as shared-memory handles.
+            connection.send_bytes(pickle.dumps((function, dict(everywhere) | dict(per_rank[rank] if per_rank else {}))))
+        deadline = time.monotonic() + self.timeout_s
+        results = []
+        for rank, connection in enumerate(self.connections):
+            if not connection.poll(max(0.1, deadline - time.monotonic())):
+                for process in self.processes:
+                    process.send_signal(signal.SIGUSR1)
+                time.sleep(0.5)
+                self.kill()
+                raise TimeoutError(f"rank {rank} did not answer; its log ends: {self.logs[rank].read_text()[-3000:]}")
+            results.append(pickle.loads(connection.recv_bytes()))
+        for rank, result in enumerate(results):
+            if isinstance(result, tuple) and result and result[0] == "crash":
+                raise RuntimeError(f"rank {rank} failed:\n{result[1]}")
+        return results
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self.connections:
+            try:
+                connection.send_bytes(pickle.dumps(None))
+            except OSError:
+                pass
+        for process in self.processes:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,66 @@
+"""Real ranks against plain PyTorch: the gradient is that of the summed loss, whatever the stage and the split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ds_engine_testkit import RankPool, Sample, make_samples, reference_training
+
+from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
+
+pytestmark = pytest.mark.slow
+LR = 3e-3
+EPS = 1e-4  # Adam divides by |g| + eps: a small eps would turn rounding of near-zero gradients into whole steps
+STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
+
+
+def config(stage: int, *, offload: str = "none", step_each_micro: bool = False, dtype: str = "fp32") -> EngineConfig:
+    return EngineConfig(
+        zero=ZeroConfig(
+            stage=stage,
+            offload=OffloadConfig(optimizer=offload),
+            step_each_micro=step_each_micro,
+            param_persistence_elements=0,
+        ),
+        optim=OptimConfig(lr=LR, eps=EPS, grad_clip=1.0),
+        dtype=dtype,
+    )
+
+
+def split(samples: list[Sample], rank: int, num_micro: int) -> list[list[Sample]]:
+    """Round robin over two ranks, then over micro batches; some may stay empty."""
+    mine = samples[rank::2]
+    return [mine[m::num_micro] for m in range(num_micro)]
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("step_each_micro", [False, True])
+@pytest.mark.parametrize("num_micro", [1, 3, 5])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_three_steps_equal_one_fp32_process(
+    two_ranks: RankPool, tiny_model: Path, stage: int, offload: str, num_micro: int, step_each_micro: bool
+) -> None:
+    expected, losses, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+    per_rank = [{"steps": [split(s, rank, num_micro) for s in STEPS]} for rank in range(2)]
+    results = two_ranks.run(
+        "train",
+        per_rank,
+        model_path=str(tiny_model),
+        config=config(stage, offload=offload, step_each_micro=step_each_micro),
+    )
+    stats = results[0]["stats"]
+    assert results[1]["stats"] == stats
+    assert [s.loss for s in stats] == pytest.approx(losses, rel=1e-5)
+    assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=1e-5)
+    assert list(results[0]["weights"]) == list(expected)
+    assert results[1]["weights"] == {}
+    for name, weight in results[0]["weights"].items():
+        assert close(weight, expected[name]) < 1e-5, name
+    assert stats[0].metrics["tokens"] == sum(len(s.ids) - s.num_prompt for s in STEPS[0])
+    assert all(s.num_skipped_micro_batches == 0 for s in stats)
