@@ -1,0 +1,91 @@
+"""Durable file operations: what is called done here survives a power cut.
+
+A rename is atomic but not durable: the file's bytes, and the folder that holds its name, each need an fsync.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["fsync_file", "fsync_folder", "hash_file", "publish_folder", "remove_folder", "walk_files", "write_text"]
+
+_CHUNK_BYTES = 4 << 20
+#: Folders whose name begins so are leftovers on their way out; anyone may delete them.
+TRASH_PREFIX = ".trash_"
+
+
+def fsync_file(path: Path) -> None:
+    """Force a file's bytes to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_folder(path: Path) -> None:
+    """Force a folder's names to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def partial_name(path: Path) -> Path:
+    """The name under which `write_text` writes before the rename."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old text or the new, never a part, even after a power cut."""
+    partial = partial_name(path)
+    partial.write_text(text, encoding="utf-8")
+    fsync_file(partial)
+    os.replace(partial, path)
+    fsync_folder(path.parent)
+
+
+def publish_folder(partial: Path, final: Path) -> None:
+    """Make the folder `partial` appear as `final`, which must not exist; the names inside are made durable first.
+
+    Both lie in the same parent folder. The files' own bytes are the caller's to fsync.
+    """
+    for folder, _, _ in os.walk(partial):
+        fsync_folder(Path(folder))
+    os.rename(partial, final)
+    fsync_folder(final.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder; a reader never finds it half deleted under its name."""
+    trash = path.with_name(TRASH_PREFIX + path.name.lstrip("."))
+    if trash.exists():
+        shutil.rmtree(trash)
+    os.rename(path, trash)
+    fsync_folder(path.parent)
+    shutil.rmtree(trash)
+
+
+def walk_files(root: Path) -> Iterator[Path]:
+    """Every file below `root`, sorted by relative path. A symbolic link is yielded as itself, not followed."""
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
+        found += [Path(folder) / name for name in (*names, *links)]
+    yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file, as hex, read in chunks."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        buffer = bytearray(_CHUNK_BYTES)
+        view = memoryview(buffer)
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+    return digest.hexdigest()

@@ -1,0 +1,222 @@
+"""Write a Hugging Face model folder from a stream of tensors, holding one tensor in memory at a time.
+
+A safetensors file begins with a header that names every tensor, but a stream does not say what is to come. So each
+shard is written with room left for its header, the header is filled in last, and the space that remains is padded with
+blanks, as the format allows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from .errors import ExportError
+from .files import fsync_file, publish_folder, remove_folder
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HfExport", "save_hf_folder"]
+
+#: Room for the header, its 8-byte length included: about 500 tensors. A longer header moves the data once.
+_HEADER_ROOM_BYTES = 64 << 10
+_MOVE_CHUNK_BYTES = 16 << 20
+_WEIGHT_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|ckpt)|.*\.index\.json|\..*")
+_DTYPE_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfExport:
+    """What was written. `num_bytes` counts the tensors, not the headers."""
+
+    path: Path
+    num_tensors: int
+    num_bytes: int
+    num_shards: int
+
+
+@dataclass
+class _Shard:
+    """One safetensors file being written."""
+
+    path: Path
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    num_bytes: int = 0
+    _file: IO[bytes] | None = None
+
+    def append(self, name: str, dtype_name: str, shape: list[int], data: memoryview) -> None:
+        if self._file is None:
+            self._file = self.path.open("w+b")
+            self._file.seek(_HEADER_ROOM_BYTES)
+        self._file.write(data)
+        end = self.num_bytes + data.nbytes
+        self.entries[name] = {"dtype": dtype_name, "shape": shape, "data_offsets": [self.num_bytes, end]}
+        self.num_bytes = end
+
+    def finish(self) -> None:
+        assert self._file is not None, "a shard holds at least one tensor"
+        header = json.dumps({"__metadata__": {"format": "pt"}, **self.entries}, separators=(",", ":")).encode()
+        room = _HEADER_ROOM_BYTES
+        if len(header) + 8 > room:
+            room = -(-(len(header) + 8) // 4096) * 4096
+            _move_up(self._file, _HEADER_ROOM_BYTES, self.num_bytes, room - _HEADER_ROOM_BYTES)
+        self._file.seek(0)
+        self._file.write((room - 8).to_bytes(8, "little") + header.ljust(room - 8))
+        self._file.close()
+        fsync_file(self.path)
+
+
+def _move_up(file: IO[bytes], start: int, num_bytes: int, distance: int) -> None:
+    """Move a range of a file towards its end, last chunk first, so that nothing is overwritten before it is read."""
+    end = start + num_bytes
+    while end > start:
+        begin = max(start, end - _MOVE_CHUNK_BYTES)
+        file.seek(begin)
+        chunk = file.read(end - begin)
+        file.seek(begin + distance)
+        file.write(chunk)
+        end = begin
+
+
+class _ShardWriter:
+    """Splits the stream into shards and names them once their number is known."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._max_shard_bytes = max_shard_bytes
+        self._shards: list[_Shard] = []
+        self._names: set[str] = set()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        import torch
+
+        if name in self._names:
+            raise ExportError(f"{name}: the tensor came twice; give each name once, tied weights under one name")
+        self._names.add(name)
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        dtype_name = _DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
+        if dtype_name is None:
+            raise ExportError(f"{name}: {dtype} cannot be stored; use one of {', '.join(_DTYPE_NAMES)}")
+        shape = list(tensor.shape)
+        flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().data
+        self._shard_for(data.nbytes, flat.element_size()).append(name, dtype_name, shape, data)
+
+    def _shard_for(self, num_bytes: int, alignment: int) -> _Shard:
+        """The open shard, or a new one when the tensor would exceed the size or start unaligned in it."""
+        if self._shards:
+            shard = self._shards[-1]
+            if shard.num_bytes + num_bytes <= self._max_shard_bytes and shard.num_bytes % alignment == 0:
+                return shard
+            shard.finish()
+        shard = _Shard(self._folder / f"model-{len(self._shards) + 1:05d}.safetensors")
+        self._shards.append(shard)
+        return shard
+
+    def finish(self) -> tuple[int, int, int]:
+        """Close the files, give them their final names, write the index. Returns (tensors, bytes, shards)."""
+        if not self._shards:
+            raise ExportError("no tensor was given; the stream ended before the first one")
+        self._shards[-1].finish()
+        count = len(self._shards)
+        num_bytes = sum(shard.num_bytes for shard in self._shards)
+        if count == 1:
+            os.rename(self._shards[0].path, self._folder / "model.safetensors")
+            return len(self._names), num_bytes, 1
+        weight_map: dict[str, str] = {}
+        for index, shard in enumerate(self._shards, start=1):
+            final = f"model-{index:05d}-of-{count:05d}.safetensors"
+            os.rename(shard.path, self._folder / final)
+            weight_map.update(dict.fromkeys(shard.entries, final))
+        index_json = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        index_path = self._folder / "model.safetensors.index.json"
+        index_path.write_text(json.dumps(index_json, indent=2) + "\n", encoding="utf-8")
+        fsync_file(index_path)
+        return len(self._names), num_bytes, count
+
+
+def _copy_model_files(source: Path, out: Path, dtype: torch.dtype | None) -> None:
+    """Copy everything of a model folder but weights; write the new dtype into config.json."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not _WEIGHT_FILE.fullmatch(path.name):
+            shutil.copyfile(path, out / path.name)
+        elif path.is_dir() and path.name == "additional_chat_templates":
+            shutil.copytree(path, out / path.name)
+    if dtype is not None:
+        config_path = out / "config.json"
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        if "torch_dtype" in config:  # the name before transformers 5
+            config["torch_dtype"] = config["dtype"]
+        config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for path in out.rglob("*"):
+        if path.is_file():
+            fsync_file(path)
+
+
+def save_hf_folder(
+    out: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    model_files_from: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> HfExport:
+    """Write the model folder `out`, loadable by transformers and vLLM.
+
+    `tensors` is consumed as a stream; one tensor is held at a time, on whatever device it comes. Each name comes once,
+    and tied weights under one of their names, as given. `dtype` casts floating-point tensors; None keeps each as it
+    is. Shards hold at most `max_shard_bytes` of tensors (a larger single tensor gets a shard of its own); one shard is
+    `model.safetensors`, more come with an index. Configuration, tokenizer and other files without weights are copied
+    from `model_files_from`. The folder appears whole, by rename; on an error nothing is left.
+
+    Raises ExportError: `out` exists and is not empty (unless `overwrite`), `model_files_from` has no config.json, a
+    name comes twice, or there is no tensor.
+    """
+    out, source = Path(out), Path(model_files_from)
+    if not (source / "config.json").is_file():
+        raise ExportError(f"{source}: has no config.json; give the folder of the model that is exported")
+    if max_shard_bytes < 1:
+        raise ExportError(f"max_shard_bytes={max_shard_bytes!r}: must be at least 1")
+    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
+        raise ExportError(f"{out}: exists and is not an empty folder; choose another or pass overwrite=True")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial")
+    if partial.exists():
+        remove_folder(partial)
+    partial.mkdir()
+    try:
+        _copy_model_files(source, partial, dtype)
+        writer = _ShardWriter(partial, dtype, max_shard_bytes)
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        num_tensors, num_bytes, num_shards = writer.finish()
+        if out.exists():
+            remove_folder(out)
+        publish_folder(partial, out)
+    except BaseException:
+        if partial.exists():
+            remove_folder(partial)
+        raise
+    return HfExport(path=out, num_tensors=num_tensors, num_bytes=num_bytes, num_shards=num_shards)

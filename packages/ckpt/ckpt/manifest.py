@@ -1,0 +1,172 @@
+"""The manifest of a checkpoint: the name, size and SHA-256 of every file, and a checksum of the manifest itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from .errors import CheckpointUsageError, UnsupportedFormatError
+from .files import fsync_file, hash_file, partial_name, walk_files
+
+__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "ManifestError", "Problem", "verify_folder"]
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+#: Reading and hashing overlap across files; more threads than this find the disk busy already.
+_MAX_HASH_THREADS = 8
+
+
+class ManifestError(Exception):
+    """A manifest is missing, torn or altered. Internal: callers turn it into a Problem."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """Size and checksum of one file."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is wrong with one file of a checkpoint.
+
+    `missing`: it is not there; `torn`: its size differs; `altered`: its size is right, its bytes are not;
+    `unreadable`: the system refused to read it.
+    """
+
+    file: str
+    kind: Literal["missing", "torn", "altered", "unreadable"]
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.kind} ({self.detail})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a published checkpoint consists of."""
+
+    step: int
+    created_at: str
+    """UTC, ISO 8601."""
+    files: Mapping[str, FileEntry]
+    """By path relative to the checkpoint, with forward slashes."""
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def num_bytes(self) -> int:
+        """Sum of the sizes of all files."""
+        return sum(entry.num_bytes for entry in self.files.values())
+
+    @classmethod
+    def describe(cls, folder: Path, *, step: int, created_at: str) -> Manifest:
+        """Hash every file in `folder` and force it to the disk. Raises CheckpointUsageError for a symbolic link."""
+        # An earlier try at publishing may have left a manifest, or half of one.
+        own = {folder / MANIFEST_NAME, partial_name(folder / MANIFEST_NAME)}
+        paths = [path for path in walk_files(folder) if path not in own]
+        for path in paths:
+            if path.is_symlink() or not path.is_file():
+                raise CheckpointUsageError(
+                    f"{path.relative_to(folder)}: is not a regular file. A checkpoint must hold its bytes itself; "
+                    "copy the file instead of linking it."
+                )
+
+        def describe_file(path: Path) -> tuple[str, FileEntry]:
+            fsync_file(path)
+            entry = FileEntry(num_bytes=path.stat().st_size, sha256=hash_file(path))
+            return path.relative_to(folder).as_posix(), entry
+
+        with _hash_pool() as pool:
+            return cls(step=step, created_at=created_at, files=dict(pool.map(describe_file, paths)))
+
+    def to_json(self) -> str:
+        """The manifest file's text; the last field is the SHA-256 of the rest."""
+        body: dict[str, Any] = {
+            "format_version": self.format_version,
+            "step": self.step,
+            "created_at": self.created_at,
+            "files": {name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in self.files.items()},
+        }
+        return json.dumps({**body, "manifest_sha256": _body_checksum(body)}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a checkpoint folder.
+
+        Raises ManifestError when it is missing, torn or altered, UnsupportedFormatError when it is of a newer format.
+        """
+        try:
+            text = (folder / MANIFEST_NAME).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ManifestError("missing") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ManifestError(f"cannot be read: {error}") from error
+        try:
+            body = json.loads(text)
+            checksum = body.pop("manifest_sha256")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ManifestError("is not a complete manifest") from error
+        version = body.get("format_version")
+        # Before the checksum: a newer format may compute it otherwise.
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise UnsupportedFormatError(
+                f"{folder}: has checkpoint format {version}; this version of plinth-ckpt reads formats up to "
+                f"{FORMAT_VERSION}. Install a newer plinth-ckpt."
+            )
+        if checksum != _body_checksum(body):
+            raise ManifestError("does not match its own checksum")
+        files = {
+            name: FileEntry(num_bytes=entry["bytes"], sha256=entry["sha256"]) for name, entry in body["files"].items()
+        }
+        for name in files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ManifestError(f"names a file outside the checkpoint: {name}")
+        return cls(step=body["step"], created_at=body["created_at"], files=files, format_version=version)
+
+
+def _body_checksum(body: Mapping[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _hash_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_MAX_HASH_THREADS, os.cpu_count() or 1))
+
+
+def check_file(folder: Path, name: str, entry: FileEntry) -> Problem | None:
+    """Compare one file with its manifest entry; None when it is as published."""
+    path = folder / name
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != entry.num_bytes:
+            return Problem(file=name, kind="torn", detail=f"{num_bytes} bytes, published with {entry.num_bytes}")
+        if hash_file(path) != entry.sha256:
+            return Problem(file=name, kind="altered", detail="SHA-256 differs from the published one")
+    except FileNotFoundError:
+        return Problem(file=name, kind="missing", detail=f"published with {entry.num_bytes} bytes")
+    except OSError as error:
+        return Problem(file=name, kind="unreadable", detail=str(error))
+    return None
+
+
+def verify_folder(folder: Path) -> tuple[Problem, ...]:
+    """Read every file of a published checkpoint and report what differs from its manifest; empty when all is well.
+
+    Files that the manifest does not name are ignored: tools may leave notes or conversions beside a checkpoint.
+    """
+    try:
+        manifest = Manifest.read(folder)
+    except ManifestError as error:
+        kind: Literal["missing", "altered"] = "altered" if (folder / MANIFEST_NAME).exists() else "missing"
+        return (Problem(file=MANIFEST_NAME, kind=kind, detail=str(error)),)
+    with _hash_pool() as pool:
+        results = pool.map(lambda item: check_file(folder, *item), manifest.files.items())
+        return tuple(problem for problem in results if problem is not None)

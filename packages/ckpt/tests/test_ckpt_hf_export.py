@@ -1,0 +1,217 @@
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ckpt import ExportError, save_hf_folder
+from ckpt import hf_export as module
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return _make_source(tmp_path / "source")
+
+
+def _make_source(folder: Path) -> Path:
+    folder.mkdir()
+    config = {"model_type": "llama", "dtype": "float32", "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "chat_template.jinja", "modeling_x.py", "merges.txt", "tokenizer.model"):
+        (folder / name).write_text(name)
+    for name in ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "optimizer.pt", ".hidden"):
+        (folder / name).write_text("weights")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").write_text("x")
+    return folder
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found.update(load_file(path))
+    return found
+
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+entries = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=12)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(entries, st.integers(1, 400), st.sampled_from([None, torch.bfloat16, torch.float32]))
+def test_tensors_round_trip(
+    entries: list[tuple[tuple[int, ...], torch.dtype]], max_shard_bytes: int, dtype: torch.dtype | None
+) -> None:
+    tensors = {f"layer.{i}": (torch.rand(shape) * 9).to(kind) for i, (shape, kind) in enumerate(entries)}
+    with tempfile.TemporaryDirectory() as root:
+        out = Path(root) / "out"
+        source = _make_source(Path(root) / "source")
+        report = save_hf_folder(
+            out, iter(tensors.items()), model_files_from=source, dtype=dtype, max_shard_bytes=max_shard_bytes
+        )
+        expected = {
+            name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
+        found = _tensors(out)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor)
+        num_bytes = sum(tensor.nbytes for tensor in expected.values())
+        shards = sorted(out.glob("*.safetensors"))
+        assert (report.num_tensors, report.num_bytes, report.num_shards) == (len(tensors), num_bytes, len(shards))
+        if len(shards) > 1:
+            index = json.loads((out / "model.safetensors.index.json").read_text())
+            assert index["metadata"]["total_size"] == num_bytes
+            assert set(index["weight_map"]) == set(tensors)
+            for shard in shards:
+                with safe_open(shard, "pt") as opened:
+                    held = list(opened.keys())
+                    assert opened.metadata() == {"format": "pt"}
+                assert all(index["weight_map"][name] == shard.name for name in held)
+                assert len(held) == 1 or sum(expected[name].nbytes for name in held) <= max_shard_bytes
+        else:
+            assert [shard.name for shard in shards] == ["model.safetensors"]
+
+
+def test_size_is_the_tensors_and_a_header(tmp_path: Path, source: Path) -> None:
+    tensors = [(f"w{i}", torch.rand(1000, 1000)) for i in range(3)]
+    save_hf_folder(tmp_path / "out", tensors, model_files_from=source, dtype=torch.bfloat16)
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert 6_000_000 < size <= 6_000_000 + 65536
+
+
+def test_a_header_longer_than_its_room(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOVE_CHUNK_BYTES", 1000)
+    tensors = {f"a.long.name.of.a.parameter.{i}": torch.full((i % 7, 3), float(i)) for i in range(2000)}
+    save_hf_folder(tmp_path / "out", tensors.items(), model_files_from=source)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_non_contiguous_and_scalar_tensors(tmp_path: Path, source: Path) -> None:
+    tensors = {
+        "t": torch.arange(6.0).reshape(2, 3).T,
+        "scalar": torch.tensor(3.0),
+        "grad": torch.ones(2).requires_grad_(),
+    }
+    save_hf_folder(tmp_path / "out", tensors.items(), model_files_from=source)
+    found = _tensors(tmp_path / "out")
+    assert torch.equal(found["t"], tensors["t"])
+    assert found["scalar"].shape == ()
+
+
+def test_one_tensor_is_held_at_a_time(tmp_path: Path, source: Path) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(10):
+            assert sum(reference() is not None for reference in alive) <= 1
+            tensor = torch.ones(100)
+            alive.append(weakref.ref(tensor))
+            yield f"w{index}", tensor
+            del tensor
+
+    save_hf_folder(tmp_path / "out", stream(), model_files_from=source, dtype=torch.bfloat16)
+
+
+def test_files_beside_the_weights(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    save_hf_folder(out, [("w", torch.ones(2))], model_files_from=source, dtype=torch.bfloat16)
+    assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()) == [
+        "additional_chat_templates/tool.jinja",
+        "chat_template.jinja",
+        "config.json",
+        "merges.txt",
+        "model.safetensors",
+        "modeling_x.py",
+        "tokenizer.json",
+        "tokenizer.model",
+    ]
+    config = json.loads((out / "config.json").read_text())
+    assert config == {"model_type": "llama", "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_errors_leave_nothing(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(2)
+        raise RuntimeError("rank died")
+
+    with pytest.raises(RuntimeError, match="rank died"):
+        save_hf_folder(out, failing(), model_files_from=source)
+    twice = [("a", torch.ones(2)), ("a", torch.ones(2))]
+    with pytest.raises(ExportError, match="a: the tensor came twice"):
+        save_hf_folder(out, twice, model_files_from=source)
+    with pytest.raises(ExportError, match="no tensor"):
+        save_hf_folder(out, [], model_files_from=source)
+    with pytest.raises(ExportError, match="complex64 cannot be stored"):
+        save_hf_folder(out, [("a", torch.ones(2, dtype=torch.complex64))], model_files_from=source)
+    with pytest.raises(ExportError, match=r"no config\.json"):
+        save_hf_folder(out, twice, model_files_from=tmp_path)
+    with pytest.raises(ExportError, match="max_shard_bytes=0"):
+        save_hf_folder(out, twice, model_files_from=source, max_shard_bytes=0)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_existing_folder(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    save_hf_folder(out, [("a", torch.ones(2))], model_files_from=source)
+    with pytest.raises(ExportError, match="overwrite=True"):
+        save_hf_folder(out, [("b", torch.ones(2))], model_files_from=source)
+    assert set(_tensors(out)) == {"a"}
+    save_hf_folder(out, [("b", torch.ones(2))], model_files_from=source, overwrite=True)
+    assert set(_tensors(out)) == {"b"}
+    # A model folder may be exported over itself: its files are read first.
+    save_hf_folder(out, [("c", torch.ones(2))], model_files_from=out, overwrite=True)
+    assert set(_tensors(out)) == {"c"}
+    assert sorted(os.listdir(tmp_path)) == ["out", "source"]
+
+
+@pytest.mark.parametrize(("tied", "max_shard_bytes"), [(True, 10**9), (False, 10**9), (True, 20_000)])
+def test_transformers_loads_it(tmp_path: Path, tied: bool, max_shard_bytes: int) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "source")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    report = save_hf_folder(
+        tmp_path / "out",
+        model.named_parameters(),  # gives tied weights once
+        model_files_from=tmp_path / "source",
+        dtype=torch.bfloat16,
+        max_shard_bytes=max_shard_bytes,
+    )
+    assert report.num_bytes == 2 * sum(parameter.numel() for parameter in model.parameters())
+    assert (report.num_shards > 1) == (max_shard_bytes == 20_000)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
+    expected = model.to(torch.bfloat16).state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())

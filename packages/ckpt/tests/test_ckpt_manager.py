@@ -1,0 +1,335 @@
+import json
+import math
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    CheckpointStateError,
+    CheckpointUsageError,
+    UnsupportedFormatError,
+    verify_folder,
+)
+from ckpt.__main__ import main
+from ckpt.manifest import MANIFEST_NAME
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
+
+names = st.text(alphabet="ab.-_é", min_size=1, max_size=6).filter(lambda name: name.strip("."))
+paths = st.lists(names, min_size=1, max_size=3).map(
+    lambda parts: "d/" + "/".join(f"{part}_{len(parts)}" for part in parts)
+)
+trees = st.dictionaries(paths, st.binary(min_size=1, max_size=200), min_size=1, max_size=5)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def save(manager: CheckpointManager, step: int, tree: dict[str, bytes] | None = None, **options: Any) -> Path:
+    folder = manager.prepare(step, **options)
+    for name, content in (tree if tree is not None else {"ranks/0.bin": b"zero", "ranks/1.bin": b"one"}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return manager.publish(step, state={"step": step}).path
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run" / "checkpoints")
+    assert manager.latest() is None
+    assert manager.steps() == []
+    state = {"epoch": 1, "lr": 0.1 + 0.2, "sampler": {"held": [1, 2]}, "best": None}
+    folder = manager.prepare(20)
+    (folder / "rank0.bin").write_bytes(b"0")
+    published = manager.publish(20, state=state)
+    assert published.path.name == "step_00000020"
+    for found in (published, manager.latest(), manager.load(20), manager.newest_good()):
+        assert found is not None
+        assert (found.step, found.state, found.path) == (20, state, published.path)
+    assert (manager.root / "latest").read_text() == "step_00000020\n"
+    assert set(manager.manifest(20).files) == {"rank0.bin", "state.json"}
+    save(manager, 30)
+    assert manager.steps() == [20, 30]
+    newest = manager.latest()
+    assert newest is not None
+    assert newest.step == 30
+    assert sorted(path.name for path in manager.root.iterdir()) == ["latest", "step_00000020", "step_00000030"]
+
+
+@PROPERTY
+@given(trees, json_values)
+def test_any_files_and_state_round_trip(tree: dict[str, bytes], value: Any) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        manager = CheckpointManager(Path(root))
+        folder = manager.prepare(1)
+        kept: dict[str, bytes] = {}
+        for name, content in tree.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+            kept[name] = content
+        manager.publish(1, state={"value": value})
+        checkpoint = manager.load(1)
+        assert checkpoint.state == {"value": value}
+        assert {name: (checkpoint.path / name).read_bytes() for name in kept} == kept
+
+
+@PROPERTY
+@given(trees, st.data())
+def test_any_damage_is_found_with_the_files_name(tree: dict[str, bytes], data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        manager = CheckpointManager(Path(root))
+        save(manager, 1)
+        folder = save(manager, 2, tree)
+        victim = data.draw(st.sampled_from([*tree, "state.json"]))
+        content = bytearray((folder / victim).read_bytes())
+        kind = data.draw(st.sampled_from(["missing", "torn", "longer", "altered"]))
+        if kind == "missing":
+            (folder / victim).unlink()
+        elif kind == "torn":
+            (folder / victim).write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+        elif kind == "longer":
+            (folder / victim).write_bytes(content + b"\0")
+        else:
+            content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+            (folder / victim).write_bytes(content)
+        with pytest.raises(CheckpointDamagedError, match="step 1 ") as caught:
+            manager.load(2)
+        assert caught.value.files == (victim,)
+        assert victim in str(caught.value)
+        assert (caught.value.step, caught.value.newest_good) == (2, 1)
+        assert [problem.kind for problem in manager.verify(2)] == ["torn" if kind == "longer" else kind]
+        good = manager.newest_good()
+        assert good is not None
+        assert good.step == 1
+
+
+def test_any_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manifest = save(manager, 1) / MANIFEST_NAME
+    original = manifest.read_bytes()
+    # The last byte is the line break that ends the file; it carries nothing.
+    for position in range(len(original) - 1):
+        content = bytearray(original)
+        content[position] ^= 1 << position % 8
+        manifest.write_bytes(content)
+        # A flipped digit of the format version can read as a newer format.
+        with pytest.raises((CheckpointDamagedError, UnsupportedFormatError)):
+            manager.load(1)
+    manifest.write_bytes(original)
+    manager.load(1)
+
+
+def test_nothing_good_is_left(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    folder = save(manager, 1)
+    (folder / MANIFEST_NAME).unlink()
+    with pytest.raises(CheckpointDamagedError, match=r"manifest\.json: missing.*No other") as caught:
+        manager.latest()
+    assert caught.value.newest_good is None
+    assert manager.newest_good() is None
+
+
+def test_latest_checks_the_state(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    folder = save(manager, 1)
+    (folder / "state.json").write_text('{"step": 2}\n')
+    with pytest.raises(CheckpointDamagedError, match=r"state\.json"):
+        manager.latest()
+
+
+def test_newer_format_is_refused(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    save(manager, 1)
+    folder = save(manager, 2)
+    body = json.loads((folder / MANIFEST_NAME).read_text())
+    (folder / MANIFEST_NAME).write_text(json.dumps({**body, "format_version": 2}))
+    with pytest.raises(UnsupportedFormatError, match="format 2"):
+        manager.load(2)
+    good = manager.newest_good()
+    assert good is not None
+    assert good.step == 1
+
+
+def test_manifest_cannot_name_files_outside(tmp_path: Path) -> None:
+    from ckpt.manifest import FileEntry, Manifest
+
+    entry = FileEntry(num_bytes=0, sha256="")
+    for name in ("../x", "/etc/passwd", "a/../../x"):
+        text = Manifest(step=1, created_at="", files={name: entry}).to_json()
+        (tmp_path / MANIFEST_NAME).write_text(text)
+        (problem,) = verify_folder(tmp_path)
+        assert "outside" in problem.detail
+
+
+def test_not_found(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint is published"):
+        manager.load(3)
+    save(manager, 1)
+    with pytest.raises(CheckpointNotFoundError, match="published steps: 1"):
+        manager.load(3)
+
+
+def test_keep_last(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    for step in (1, 2, 3, 4):
+        save(manager, step)
+    assert manager.steps() == [3, 4]
+    assert manager.prune() == []
+    assert CheckpointManager(tmp_path, keep_last=1).prune() == [3]
+    assert manager.steps() == [4]
+    assert CheckpointManager(tmp_path).prune() == []
+    with pytest.raises(CheckpointUsageError, match="keep_last=0"):
+        CheckpointManager(tmp_path, keep_last=0)
+
+
+def test_going_back(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    for step in (10, 30, 40):
+        save(manager, step)
+    save(manager, 20)
+    assert 20 in manager.steps(), "the one just published is not pruned"
+    assert manager.discard_after(20) == [30, 40]
+    assert manager.steps() == [20]
+    assert (tmp_path / "latest").read_text() == "step_00000020\n"
+    assert manager.discard_after(0) == [20]
+    assert not (tmp_path / "latest").exists()
+
+
+def test_a_step_published_already(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    save(manager, 1, {"a": b"old"})
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        manager.prepare(1)
+    folder = save(manager, 1, {"a": b"new"}, overwrite=True)
+    assert (folder / "a").read_bytes() == b"new"
+    assert manager.load(1).step == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
+
+
+def test_leftovers_are_deleted_but_not_other_saves_under_way(tmp_path: Path) -> None:
+    CheckpointManager(tmp_path).prepare(5).joinpath("half").write_bytes(b"x")
+    assert CheckpointManager(tmp_path).steps() == []
+    manager = CheckpointManager(tmp_path)
+    first = manager.prepare(6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [first.name]
+    second = manager.prepare(7)
+    assert first.is_dir()
+    manager.publish(7, state={})
+    manager.publish(6, state={})
+    assert manager.steps() == [6, 7]
+    assert (tmp_path / "latest").read_text() == "step_00000007\n"
+    assert not second.exists()
+    manager.prepare(8)
+    manager.abandon(8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000006", "step_00000007"]
+
+
+@pytest.mark.parametrize(
+    ("state", "where"),
+    [
+        ({"a": {"b": [1, {2, 3}]}}, r"state\.a\.b\.1"),
+        ({"weights": b"bytes"}, r"state\.weights"),
+        ({("x", 1): 1}, "state"),
+    ],
+)
+def test_state_that_json_cannot_hold(tmp_path: Path, state: Any, where: str) -> None:
+    manager = CheckpointManager(tmp_path)
+    folder = manager.prepare(1)
+    with pytest.raises(CheckpointStateError, match=where):
+        manager.publish(1, state=state)
+    assert folder.is_dir()
+    assert manager.steps() == []
+    manager.publish(1, state={"nan": math.nan})
+    assert math.isnan(manager.load(1).state["nan"])
+
+
+def test_wrong_use(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointUsageError, match="not prepared"):
+        manager.publish(1, state={})
+    with pytest.raises(CheckpointUsageError, match="step=-1"):
+        manager.prepare(-1)
+    (manager.prepare(1) / "state.json").write_text("{}")
+    with pytest.raises(CheckpointUsageError, match="manager's own"):
+        manager.publish(1, state={})
+    (manager.prepare(2) / "link").symlink_to(tmp_path)
+    with pytest.raises(CheckpointUsageError, match="link: is not a regular file"):
+        manager.publish(2, state={})
+    assert manager.steps() == []
+
+
+def test_errors_pickle_and_are_told_apart() -> None:
+    error = CheckpointDamagedError("message", step=3, files=("a",), newest_good=2)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.step, again.files, again.newest_good) == ("message", 3, ("a",), 2)
+    assert isinstance(again, CheckpointError)
+    assert not isinstance(again, ValueError)
+    assert issubclass(CheckpointExistsError, ValueError)
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: object) -> tuple[int, str]:
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        save(manager, step)
+    manager.prepare(3)
+    code, text = run("list", tmp_path)
+    assert code == 0
+    assert text.count("latest") == 1
+    assert "unfinished: .partial_step_00000003" in text
+    assert run("verify", tmp_path) == (0, "step_00000001: good\nstep_00000002: good\n2 of 2 checkpoints are good\n")
+    assert run("verify", tmp_path / "step_00000001") == (0, "step_00000001: good\n1 of 1 checkpoints are good\n")
+    (tmp_path / "step_00000002" / "ranks" / "1.bin").write_bytes(b"0ne")
+    code, text = run("verify", tmp_path)
+    assert code == 1
+    assert "ranks/1.bin: altered" in text
+    assert run("verify", tmp_path, "--step", 1)[0] == 0
+    (tmp_path / "step_00000002" / MANIFEST_NAME).unlink()
+    code, text = run("list", tmp_path)
+    assert code == 1
+    assert "damaged" in text
+    for wrong in (("verify", tmp_path, "--step", 9), ("verify", tmp_path / "none"), ("list", tmp_path / "none")):
+        code, text = run(*wrong)
+        assert code == 2
+        assert "error: " in text
+    (tmp_path / "empty").mkdir()
+    assert run("verify", tmp_path / "empty")[0] == 2
+
+
+def test_importing_the_manager_does_not_import_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib, ckpt\n"
+        f"manager = ckpt.CheckpointManager(pathlib.Path({str(tmp_path)!r}))\n"
+        "manager.prepare(1); manager.publish(1, state={}); manager.load(1)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_exports() -> None:
+    import ckpt
+
+    assert sorted(ckpt.__all__) == ckpt.__all__
+    exported: list[Callable[..., object]] = [getattr(ckpt, name) for name in ckpt.__all__]
+    assert all(callable(item) for item in exported)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = ckpt.nothing
