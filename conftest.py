@@ -1,0 +1,20 @@
+"""Settings every test run shares. Imports nothing heavy: collecting one package's tests must stay cheap."""
+
+import os
+import sys
+
+from hypothesis import settings
+
+# In CI a failure must be the change's, not the dice's: the same examples every time, and no deadline on shared cores.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("dev", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+# Under `pants test` the heavy stack (torch, ...) comes from .venv, which .pants.bootstrap names. Pythons that a test
+# starts find it, and the sandbox's source roots, in the variable that Pex hands its sys.path additions on in.
+_heavy_stack = os.environ.get("PLINTH_SITE_PACKAGES")
+_handed_on = "__PEX_EXTRA_SYS_PATH__"
+if _heavy_stack and _handed_on in os.environ:
+    sys.path.append(_heavy_stack)
+    _roots = [os.path.abspath(root) for root in os.environ[_handed_on].split(os.pathsep)]
+    os.environ[_handed_on] = os.pathsep.join([*_roots, _heavy_stack])
