@@ -85,17 +85,20 @@ def layout(config: GrpoConfig) -> "rl_core.BatchLayout":
     return rl_core.batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=config.trainer.num_ranks)
 
 
-def check(config: GrpoConfig) -> None:
-    """Refuses what cannot work before any process starts."""
+def check(config: GrpoConfig) -> "rl_runtime.Placement":
+    """Refuses what cannot work before any process starts; which process runs on which device."""
     layout(config)
+    rl_runtime.check_tracking(config.tracking)
+    placement = rl_runtime.plan_session(config.trainer, config.rollout)
+    rl_runtime.prepare_driver(on_gpu=placement.on_gpu)
     rl_runtime.check_inputs(config.model, config.data, config.warm_start)
     rl_runtime.check_servers(config.model, config.rollout)
-    rl_runtime.plan_session(config.trainer, config.rollout)
+    return placement
 
 
 def main(config: GrpoConfig) -> None:
     """Runs the job and prints what it reached."""
-    check(config)
+    placement = check(config)
     run = rl_runtime.RunFolder.create(config.trainer.output_dir, config.trainer.experiment)
     with (
         rl_runtime.MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
@@ -105,6 +108,7 @@ def main(config: GrpoConfig) -> None:
             config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed
         )
         with rl_runtime.open_session(
+            placement,
             trainer=config.trainer,
             rollout=config.rollout,
             model_path=str(inputs.model_path),

@@ -12,21 +12,24 @@ from apps.sft.config import SftConfig
 from rl_runtime import run_cli
 
 
-def check(config: SftConfig) -> None:
-    """Refuses what cannot work before any process starts."""
+def check(config: SftConfig) -> "rl_runtime.Placement":
+    """Refuses what cannot work before any process starts; which rank runs on which device."""
+    rl_runtime.check_tracking(config.tracking)
+    placement = rl_runtime.plan_ranks(config.trainer)
+    rl_runtime.prepare_driver(on_gpu=placement.on_gpu)
     rl_runtime.check_inputs(config.model, config.data, config.supervised)
-    rl_runtime.plan_ranks(config.trainer)
+    return placement
 
 
 def main(config: SftConfig) -> None:
     """Trains on the demonstrations and writes the model."""
-    check(config)
+    placement = check(config)
     run = rl_runtime.RunFolder.create(config.trainer.output_dir, config.trainer.experiment)
     with rl_runtime.Tracker(run, config, num_steps=config.supervised.steps, supervised=True) as tracker:
         inputs = rl_runtime.load_inputs(
             config.model, config.data, config.supervised, config.task, folder=run.path, seed=config.trainer.seed
         )
-        with rl_runtime.open_ranks(config.trainer, rl_runtime.plan_ranks(config.trainer)) as ranks:
+        with rl_runtime.open_ranks(config.trainer, placement) as ranks:
             model = rl_runtime.Role(ranks, "actor", config.batch)
             engine = replace(config.engine, optim=config.supervised.optim)
             model.build(str(inputs.model_path), engine, total_steps=config.supervised.steps)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .config import ModelConfig, RanksConfig, SupervisedConfig, TaskSize, TrainerConfig
     from .config_help import help_text
     from .config_loader import load_config, to_yaml
+    from .environment import prepare_driver
     from .errors import (
         ConfigError,
         InputError,
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
     from .session import Session, open_ranks, open_session, plan_ranks, plan_session
     from .supervised import supervised_step, train_supervised
     from .timing import PhaseTimer
-    from .tracking import Progress, RunFolder, Tracker, TrackingConfig
+    from .tracking import Progress, RunFolder, Tracker, TrackingConfig, check_tracking
 
 # Public name -> module that defines it; nothing is imported before a name is used. One line a name, sorted by module.
 _EXPORTS = {
+    "check_tracking": ".tracking",
+    "prepare_driver": ".environment",
     "is_user_error": ".cli",
     "run_cli": ".cli",
     "ModelConfig": ".config",
@@ -125,6 +128,7 @@ __all__ = [
     "Validation",
     "check_inputs",
     "check_servers",
+    "check_tracking",
     "help_text",
     "is_user_error",
     "load_config",
@@ -135,6 +139,7 @@ __all__ = [
     "plan_placement",
     "plan_ranks",
     "plan_session",
+    "prepare_driver",
     "process_tree_memory",
     "rollout_metrics",
     "run_cli",

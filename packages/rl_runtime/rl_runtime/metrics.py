@@ -1,23 +1,13 @@
 """The metrics of a step as pure functions of what it brought. Names and definitions are those of docs/metrics.md."""
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
+from ds_engine import StepStats
+
 from .experience import ExperienceBatch
 from .rollout_phase import Collected
-
-
-class StepStatsLike(Protocol):
-    """What an optimizer step reports."""
-
-    loss: float
-    metrics: Mapping[str, float]
-    grad_norm: float
-    lr: float
-    num_micro_batches: int
-    num_skipped_micro_batches: int
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float]:
@@ -48,7 +38,7 @@ def mismatch(batch: ExperienceBatch, log_probs: tuple[np.ndarray, ...]) -> float
     return float(np.abs(trainer - rollout).mean())
 
 
-def update_metrics(prefix: str, stats: list[StepStatsLike]) -> dict[str, float]:
+def update_metrics(prefix: str, stats: Sequence[StepStats]) -> dict[str, float]:
     """The optimizer steps of one training step: means, and counts summed."""
     names = dict.fromkeys(name for s in stats for name in s.metrics)
     return {

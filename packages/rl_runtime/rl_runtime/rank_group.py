@@ -1,24 +1,16 @@
 """The trainer ranks as Ray actors: started together, called together, and given up together when one dies."""
 
-import os
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from .environment import rank_env
 from .errors import RankError
 from .placement import Placement
 from .rank_worker import RankWorker
-
-
-def python_path() -> str:
-    """This process's import path for the workers: what imports here (an app, a pex) imports there."""
-    stdlib = os.path.dirname(os.__file__)
-    entries = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
-    return os.pathsep.join(e for e in dict.fromkeys(entries) if os.path.exists(e) and e != stdlib)
 
 
 class RankGroup:
@@ -33,7 +25,7 @@ class RankGroup:
             actor.options(
                 num_cpus=1,
                 max_restarts=0,
-                runtime_env={"env_vars": _rank_env(gpus, num_threads)},
+                runtime_env={"env_vars": rank_env(gpus, num_threads)},
             ).remote(rank, self.world_size, device=device, num_threads=num_threads)
             for rank, gpus in enumerate(placement.rank_gpus)
         ]
@@ -83,18 +75,3 @@ class RankGroup:
                 except RayActorError as error:
                     raise RankError(f"rank {rank_of[ref]} of {len(refs)} died in {method!r}: {error}") from error
         return results
-
-
-def _rank_env(gpus: Sequence[int], num_threads: int) -> Mapping[str, str]:
-    threads = str(num_threads)
-    return {
-        "PYTHONPATH": python_path(),
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "TOKENIZERS_PARALLELISM": "false",
-        # Ray would hide the GPUs of an actor that reserved none; the placement decides instead.
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
-        # DeepSpeed picks its accelerator from this; a host without a GPU must not probe for one.
-        "DS_ACCELERATOR": "cuda" if gpus else "cpu",
-    }

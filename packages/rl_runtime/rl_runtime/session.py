@@ -4,29 +4,20 @@ Closing happens on success, error and Ctrl-C alike, and leaves no process behind
 """
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-import torch
 
 from rollout_vllm import RolloutClient, RolloutConfig, ServerGroup
 from weight_sync import SyncConfig, server_args, server_env
 
 from .config import RanksConfig, TrainerConfig
+from .environment import visible_gpus
 from .placement import Placement, plan_placement
 from .rank_group import RankGroup
-
-
-def visible_gpus() -> list[int]:
-    """The GPUs this process may use."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = torch.cuda.device_count()
-    ids = [int(i) for i in listed.split(",") if i.strip().isdigit()] if listed else []
-    return ids if len(ids) == count else list(range(count))
 
 
 @contextmanager
@@ -57,6 +48,7 @@ class Session:
 
 @contextmanager
 def open_session(
+    placement: Placement,
     *,
     trainer: TrainerConfig,
     rollout: RolloutConfig,
@@ -67,10 +59,8 @@ def open_session(
     """Starts servers and ranks and joins the ranks; the servers may still be loading when this yields.
 
     Raises:
-        PlacementError: more GPUs asked for than there are.
         RankError: a rank could not start.
     """
-    placement = plan_session(trainer, rollout)
     with ExitStack() as stack:
         servers = stack.enter_context(
             ServerGroup.launch(
@@ -89,7 +79,11 @@ def open_session(
 
 
 def plan_session(trainer: TrainerConfig, rollout: RolloutConfig) -> Placement:
-    """The placement of a run's ranks and servers on this host."""
+    """The placement of a run's ranks and servers on this host.
+
+    Raises:
+        PlacementError: more GPUs asked for than there are.
+    """
     return plan_placement(
         gpu_ids=visible_gpus(),
         device=trainer.device,
@@ -121,5 +115,6 @@ def _start_ray(num_ranks: int) -> None:
         log_to_driver=True,
         logging_level=logging.ERROR,
         object_store_memory=256 * 1024 * 1024,
-        configure_logging=True,
+        # Ray gives its workers a lower priority than everything else; the ranks are the job itself.
+        _system_config={"worker_niceness": 0},
     )

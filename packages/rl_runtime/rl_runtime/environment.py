@@ -1,0 +1,54 @@
+"""The one place where this package reads or sets environment variables."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+# Libraries that would otherwise write progress bars and warnings over the run's own lines.
+_QUIET = {
+    "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def prepare_driver(*, on_gpu: bool) -> None:
+    """Sets, where the user has not, what the libraries in this process and the processes it starts should know."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    # transformers imports DeepSpeed, which would probe for an accelerator and warn that it found none.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
+
+
+def visible_gpus() -> list[int]:
+    """The GPUs this process may use."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    ids = [int(i) for i in listed.split(",") if i.strip().isdigit()] if listed else []
+    return ids if len(ids) == count else list(range(count))
+
+
+def rank_env(gpus: Sequence[int], num_threads: int) -> dict[str, str]:
+    """The environment of a trainer rank."""
+    return {
+        **_QUIET,
+        "PYTHONPATH": python_path(),
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+        # Ray would hide the GPUs of an actor that reserved none; the placement decides instead.
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        "DS_ACCELERATOR": "cuda" if gpus else "cpu",
+    }
+
+
+def python_path() -> str:
+    """This process's import path for the ranks: what imports here (an app, a pex) imports there."""
+    stdlib = os.path.dirname(os.__file__)
+    entries = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
+    return os.pathsep.join(e for e in dict.fromkeys(entries) if os.path.exists(e) and e != stdlib)
