@@ -35,8 +35,8 @@ class BatchLayout:
     micro_batch_size: int
     """Sequences per forward/backward and GPU; 1 when packing by tokens."""
     gradient_accumulation_steps: int
-    """Forward/backwards per optimizer step. When packing by tokens this is only what DeepSpeed is told: the plan of each
-    mini batch has its own count, and the engine marks the accumulation boundary itself."""
+    """Forward/backwards per optimizer step. When packing by tokens this is only what DeepSpeed is told: the plan of
+    each mini batch has its own count, and the engine marks the accumulation boundary itself."""
     sequences_per_forward: int | None
     """Most sequences a replica computes together (micro_batch_size * sp); None when packing by tokens."""
     tokens_per_forward: int | None

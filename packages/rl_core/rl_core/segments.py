@@ -23,10 +23,9 @@ def segment_sum(values_K: Tensor, lens_S: Tensor) -> Tensor:
     """Sum of each sequence's values, [S], in the dtype of `values_K`; 0 for an empty sequence. Differentiable."""
     require_1d(values_K=values_K)
     _require_lens(values_K.numel(), lens_S)
-    if lens_S.numel() == 0:
-        return values_K.new_zeros(0)
     if values_K.numel() == 0:
-        return values_K.new_zeros(lens_S.numel())
+        # an empty micro batch still runs a backward pass, so its zeros need a graph
+        return values_K.sum().expand(lens_S.numel())
     # segment_reduce, not index_add: no atomics, so CUDA gives the same bits every time
     lens = lens_S.to(device=values_K.device, dtype=torch.int64)
     return torch.segment_reduce(values_K, "sum", lengths=lens, initial=0.0)

@@ -33,6 +33,9 @@ def value_loss(
         return plain, torch.zeros_like(plain, dtype=torch.bool)
     require_same_shape(values_K=values_K, old_values_K=old_values_K)
     old_values = old_values_K.detach().to(values)
-    held = old_values + (values - old_values).clamp(-clip, clip)
+    change = values - old_values
+    # inside the bound the held value must be the value itself: old + (new - old) may be one rounding away from it, and
+    # the token would then be counted as clipped
+    held = torch.where(change.abs() <= clip, values, old_values + change.clamp(-clip, clip))
     bounded = 0.5 * (held - returns).square()
     return torch.maximum(plain, bounded), (bounded > plain).detach()

@@ -1,5 +1,6 @@
 """The package as another trainer meets it: import cost, exports, pickling."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -9,6 +10,11 @@ import pytest
 import rl_core
 
 
+def run_alone(code: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)
+
+
 def test_import_is_light() -> None:
     code = (
         "import sys, rl_core\n"
@@ -16,7 +22,7 @@ def test_import_is_light() -> None:
         "heavy = {'torch', 'numpy', 'triton', 'deepspeed', 'vllm', 'ray', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run_alone(code)
 
 
 def test_triton_waits_for_the_op() -> None:
@@ -27,7 +33,7 @@ def test_triton_waits_for_the_op() -> None:
         "    getattr(rl_core, name)\n"
         "assert before or 'triton' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run_alone(code)
 
 
 def test_every_export_resolves_and_no_name_is_a_module() -> None:

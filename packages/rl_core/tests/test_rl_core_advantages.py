@@ -1,0 +1,339 @@
+"""Group advantages, GAE, REINFORCE++ and whitening: algebra they must keep, and plain loops as oracles."""
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rl_core import (
+    broadcast_to_tokens,
+    dr_grpo_advantages,
+    flatten_padded,
+    gae,
+    group_advantages,
+    masked_whiten,
+    pad_flat,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    remax_advantages,
+    returns_to_go,
+    rloo_advantages,
+)
+from rl_core.whiten import _merged, _moments
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
+ESTIMATORS = {
+    "grpo": lambda s, g: group_advantages(s, g, eps=0.0),
+    "grpo_eps": group_advantages,
+    "dr_grpo": dr_grpo_advantages,
+    "rloo": rloo_advantages,
+}
+SCALE_FREE = ("grpo",)
+SCALE_EQUIVARIANT = ("dr_grpo", "rloo")
+
+scores_strategy = st.lists(st.floats(-10, 10, allow_subnormal=False, width=32), min_size=1, max_size=20)
+
+
+@st.composite
+def grouped(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """Scores and group ids of groups of unequal size, singletons included, in any order."""
+    scores = draw(scores_strategy)
+    ids = draw(st.lists(st.integers(-3, 3), min_size=len(scores), max_size=len(scores)))
+    return torch.tensor(scores, dtype=torch.float64), torch.tensor(ids)
+
+
+@st.composite
+def spread_groups(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """Like `grouped`, with scores on a grid of 1/4, so that a group has no spread at all or a clear one."""
+    _, ids = draw(grouped())
+    quarters = draw(st.lists(st.integers(-40, 40), min_size=len(ids), max_size=len(ids)))
+    return torch.tensor(quarters, dtype=torch.float64) / 4, ids
+
+
+def members(ids: Tensor) -> list[list[int]]:
+    places = defaultdict(list)
+    for place, group in enumerate(ids.tolist()):
+        places[group].append(place)
+    return list(places.values())
+
+
+every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
+
+
+@every_estimator
+@PROPERTY
+@given(spread_groups())
+def test_sum_to_zero(name: str, made: tuple[Tensor, Tensor]) -> None:
+    scores, ids = made
+    advantages = ESTIMATORS[name](scores, ids)
+    for places in members(ids):
+        assert abs(float(advantages[places].sum())) <= 1e-12 * max(1.0, float(advantages[places].abs().sum()))
+
+
+@every_estimator
+@PROPERTY
+@given(spread_groups(), st.integers(-8, 8))
+def test_shift_free(name: str, made: tuple[Tensor, Tensor], shift: int) -> None:
+    scores, ids = made
+    torch.testing.assert_close(
+        ESTIMATORS[name](scores + shift, ids), ESTIMATORS[name](scores, ids), rtol=1e-10, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("name", SCALE_FREE)
+@PROPERTY
+@given(spread_groups(), st.floats(1e-3, 1e3))
+def test_scale_free(name: str, made: tuple[Tensor, Tensor], scale: float) -> None:
+    scores, ids = made
+    torch.testing.assert_close(
+        ESTIMATORS[name](scores * scale, ids), ESTIMATORS[name](scores, ids), rtol=1e-10, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("name", SCALE_EQUIVARIANT)
+@PROPERTY
+@given(spread_groups(), st.floats(1e-3, 1e3))
+def test_scale_equivariant(name: str, made: tuple[Tensor, Tensor], scale: float) -> None:
+    scores, ids = made
+    torch.testing.assert_close(
+        ESTIMATORS[name](scores * scale, ids), scale * ESTIMATORS[name](scores, ids), rtol=1e-10, atol=1e-10 * scale
+    )
+
+
+@every_estimator
+@PROPERTY
+@given(grouped(), st.randoms(use_true_random=False))
+def test_permutation_equivariant(name: str, made: tuple[Tensor, Tensor], random: object) -> None:
+    scores, ids = made
+    order = list(range(len(ids)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    torch.testing.assert_close(
+        ESTIMATORS[name](scores[order], ids[order]), ESTIMATORS[name](scores, ids)[order], rtol=1e-9, atol=1e-9
+    )
+
+
+@every_estimator
+@PROPERTY
+@given(grouped(), st.integers(-5, 5))
+def test_other_groups_do_not_matter(name: str, made: tuple[Tensor, Tensor], other: int) -> None:
+    scores, ids = made
+    whole = ESTIMATORS[name](scores, ids)
+    for places in members(ids):
+        torch.testing.assert_close(ESTIMATORS[name](scores[places], ids[places]), whole[places], rtol=1e-9, atol=1e-9)
+
+
+@every_estimator
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@PROPERTY
+@given(score=st.floats(-3, 3, width=32), size=st.integers(1, 9))
+def test_equal_scores_give_exact_zeros(name: str, dtype: torch.dtype, score: float, size: int) -> None:
+    scores = torch.full((size,), score).to(dtype)
+    advantages = ESTIMATORS[name](scores, torch.zeros(size, dtype=torch.int64))
+    assert torch.equal(advantages, torch.zeros(size, dtype=advantages.dtype))
+    assert advantages.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@every_estimator
+@PROPERTY
+@given(grouped())
+def test_fp32_agrees_with_fp64(name: str, made: tuple[Tensor, Tensor]) -> None:
+    scores, ids = made
+    torch.testing.assert_close(
+        ESTIMATORS[name](scores.float(), ids).double(), ESTIMATORS[name](scores, ids), rtol=1e-6, atol=1e-6
+    )
+
+
+@PROPERTY
+@given(spread_groups())
+def test_grpo_has_unit_std(made: tuple[Tensor, Tensor]) -> None:
+    scores, ids = made
+    advantages = group_advantages(scores, ids, eps=0.0)
+    for places in members(ids):
+        if len(places) > 1 and float(scores[places].max()) > float(scores[places].min()):
+            assert float(advantages[places].std()) == pytest.approx(1.0, abs=1e-12)
+
+
+@PROPERTY
+@given(spread_groups())
+def test_rloo_is_the_leave_one_out_baseline(made: tuple[Tensor, Tensor]) -> None:
+    scores, ids = made
+    advantages = rloo_advantages(scores, ids)
+    for places in members(ids):
+        for place in places:
+            others = [float(scores[p]) for p in places if p != place]
+            want = float(scores[place]) - sum(others) / len(others) if others else 0.0
+            assert float(advantages[place]) == pytest.approx(want, abs=1e-10)
+
+
+@PROPERTY
+@given(scores_strategy, st.floats(-5, 5), st.floats(0.1, 10))
+def test_remax_is_shift_free_and_scale_equivariant(raw: list[float], shift: float, scale: float) -> None:
+    scores = torch.tensor(raw, dtype=torch.float64)
+    greedy = scores.roll(1)
+    want = scale * remax_advantages(scores, greedy)
+    torch.testing.assert_close(
+        remax_advantages(scale * (scores + shift), scale * (greedy + shift)), want, rtol=1e-10, atol=1e-10
+    )
+
+
+def test_grpo_hand_values() -> None:
+    scores = torch.tensor([1.0, 0.0, 0.0, 1.0, 7.0], dtype=torch.float64)
+    ids = torch.tensor([5, 5, 5, 9, 5])
+    mean, std = 2.0, math.sqrt((1 + 4 + 4 + 25) / 3)
+    want = [(s - mean) / (std + 1e-6) for s in (1.0, 0.0, 0.0)] + [0.0, 5.0 / (std + 1e-6)]
+    assert group_advantages(scores, ids).tolist() == pytest.approx(want, abs=1e-12)
+
+
+# GAE
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float]:
+    """rewards_K, values_K, lens_S, bootstrap_S, gamma, lam"""
+    lens = torch.tensor(draw(st.lists(st.integers(0, 8), min_size=1, max_size=7)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    total = int(lens.sum())
+    rewards, values = torch.randn(2, total, generator=generator, dtype=torch.float64)
+    bootstrap = torch.randn(len(lens), generator=generator, dtype=torch.float64)
+    unit = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1))
+    return rewards, values, lens, bootstrap, draw(unit), draw(unit)
+
+
+@PROPERTY
+@given(rollouts())
+def test_gae_against_a_loop(made: tuple[Tensor, Tensor, Tensor, Tensor, float, float]) -> None:
+    rewards, values, lens, bootstrap, gamma, lam = made
+    advantages, returns = gae(rewards, values, lens, gamma=gamma, lam=lam, bootstrap_values_S=bootstrap)
+    want, start = [], 0
+    for length, after in zip(lens.tolist(), bootstrap.tolist(), strict=True):
+        running, following, backwards = 0.0, after, []
+        for t in reversed(range(start, start + length)):
+            running = float(rewards[t]) + gamma * following - float(values[t]) + gamma * lam * running
+            following = float(values[t])
+            backwards.append(running)
+        want += backwards[::-1]
+        start += length
+    assert advantages.tolist() == pytest.approx(want, abs=1e-12)
+    torch.testing.assert_close(returns, advantages + values, rtol=0, atol=1e-12)
+
+
+@PROPERTY
+@given(rollouts())
+def test_gae_lambda_one_is_returns_minus_values(made: tuple[Tensor, Tensor, Tensor, Tensor, float, float]) -> None:
+    rewards, values, lens, _, gamma, _ = made
+    advantages, returns = gae(rewards, values, lens, gamma=gamma, lam=1.0)
+    torch.testing.assert_close(returns, returns_to_go(rewards, lens, gamma=gamma), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(advantages, returns - values, rtol=0, atol=1e-11)
+
+
+@PROPERTY
+@given(rollouts(), st.randoms(use_true_random=False))
+def test_gae_sequences_do_not_touch_each_other(
+    made: tuple[Tensor, Tensor, Tensor, Tensor, float, float], random: object
+) -> None:
+    rewards, values, lens, bootstrap, gamma, lam = made
+    options = {"gamma": gamma, "lam": lam}
+    whole = gae(rewards, values, lens, bootstrap_values_S=bootstrap, **options)[0].split(lens.tolist())
+    parts = list(zip(rewards.split(lens.tolist()), values.split(lens.tolist()), lens, bootstrap, whole, strict=True))
+    random.shuffle(parts)  # type: ignore[attr-defined]
+    for part_rewards, part_values, length, after, want in parts:
+        got, _ = gae(part_rewards, part_values, length[None], bootstrap_values_S=after[None], **options)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@PROPERTY
+@given(rollouts(), st.data())
+def test_gae_through_padding_with_holes(
+    made: tuple[Tensor, Tensor, Tensor, Tensor, float, float], data: st.DataObject
+) -> None:
+    rewards, values, lens, _, gamma, lam = made
+    width = int(lens.max()) + 3
+    mask = torch.zeros(len(lens), width, dtype=torch.bool)
+    for row, length in enumerate(lens.tolist()):
+        mask[row, sorted(data.draw(st.permutations(range(width)))[:length])] = True
+    (flat_rewards, flat_lens), (flat_values, _) = (
+        flatten_padded(pad_flat(column, mask, fill=1e9), mask) for column in (rewards, values)
+    )
+    got, _ = gae(flat_rewards, flat_values, flat_lens, gamma=gamma, lam=lam)
+    assert torch.equal(got, gae(rewards, values, lens, gamma=gamma, lam=lam)[0])
+    assert torch.equal(pad_flat(got, mask)[mask], got)
+
+
+# whitening and REINFORCE++
+
+
+@PROPERTY
+@given(st.integers(2, 200), st.integers(0, 2**31), st.floats(0.01, 100), st.floats(-1000, 1000))
+def test_whiten_mean_zero_variance_one(count: int, seed: int, scale: float, shift: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = shift + scale * torch.randn(count, generator=generator, dtype=torch.float64)
+    mask = torch.rand(count, generator=generator) < 0.7
+    white = masked_whiten(values, mask, eps=0.0)
+    assert torch.equal(white[~mask], torch.zeros(int((~mask).sum()), dtype=torch.float64))
+    if int(mask.sum()) > 1:
+        assert abs(float(white[mask].mean())) < 1e-9 * max(1.0, abs(shift) / scale)
+        assert float(white[mask].std()) == pytest.approx(1.0, abs=1e-9)
+
+
+@PROPERTY
+@given(st.integers(1, 60), st.integers(0, 2**31), st.integers(1, 6), st.floats(-1e6, 1e6))
+def test_whiten_moments_merge_over_any_split(count: int, seed: int, num_parts: int, shift: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = shift + torch.randn(count, generator=generator, dtype=torch.float64)
+    part_of = torch.randint(0, num_parts, (count,), generator=generator)
+    rows = [_moments(values[part_of == part], None)[:3] for part in range(num_parts)]
+    merged = _merged(rows)
+    whole = _moments(values, None)
+    assert merged[0] == whole[0] == count
+    assert merged[1] == pytest.approx(whole[1], rel=1e-12, abs=1e-12)
+    assert merged[2] == pytest.approx(whole[2], rel=1e-8, abs=1e-9)
+
+
+@PROPERTY
+@given(st.floats(-5, 5, width=32), st.integers(0, 8), st.booleans())
+def test_whiten_without_spread(value: float, count: int, shift_mean: bool) -> None:
+    values = torch.full((count,), value)
+    white = masked_whiten(values, eps=0.0, shift_mean=shift_mean)
+    assert torch.equal(white, torch.zeros(count) if shift_mean else values)
+
+
+@PROPERTY
+@given(rollouts())
+def test_reinforce_pp_is_whitened_returns(made: tuple[Tensor, Tensor, Tensor, Tensor, float, float]) -> None:
+    rewards, _, lens, _, gamma, _ = made
+    advantages = reinforce_pp_advantages(rewards, lens, gamma=gamma)
+    if len(rewards) > 1:
+        assert abs(float(advantages.mean())) < 1e-9
+        assert float(advantages.std()) == pytest.approx(1.0, abs=1e-6)
+    torch.testing.assert_close(
+        advantages, masked_whiten(returns_to_go(rewards, lens, gamma=gamma)), rtol=1e-12, atol=1e-12
+    )
+
+
+@PROPERTY
+@given(spread_groups(), st.floats(0.01, 100), st.data())
+def test_reinforce_pp_baseline_is_scale_free_over_the_batch(
+    made: tuple[Tensor, Tensor], scale: float, data: st.DataObject
+) -> None:
+    scores, ids = made
+    lens = torch.tensor(data.draw(st.lists(st.integers(0, 5), min_size=len(ids), max_size=len(ids))))
+    plain = reinforce_pp_baseline_advantages(scores, ids, lens)
+    torch.testing.assert_close(reinforce_pp_baseline_advantages(scores * scale, ids, lens), plain, rtol=1e-5, atol=1e-5)
+    centred = broadcast_to_tokens(dr_grpo_advantages(scores, ids), lens)
+    assert plain.shape == centred.shape
+
+
+def test_bad_arguments_are_named() -> None:
+    ones = torch.ones(3)
+    with pytest.raises(ValueError, match="shapes differ"):
+        group_advantages(ones, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="eps=-1"):
+        group_advantages(ones, torch.zeros(3), eps=-1)
+    with pytest.raises(ValueError, match=r"lam=1\.5"):
+        gae(ones, ones, torch.tensor([3]), lam=1.5)
+    with pytest.raises(ValueError, match="sums to 2"):
+        gae(ones, ones, torch.tensor([2]))

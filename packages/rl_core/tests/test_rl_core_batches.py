@@ -1,0 +1,332 @@
+"""Partitions, micro-batch plans, layouts and orders: everything once, everywhere equally often, within the bounds."""
+
+import dataclasses
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rl_core import (
+    BatchConfig,
+    BatchError,
+    BatchLayout,
+    MicroBatchPlan,
+    balanced_partition,
+    batch_layout,
+    inverse_order,
+    plan_micro_batches,
+    reorder,
+    restore,
+    split_mini_batches,
+)
+from rl_core.partition import first_fit, level_bins
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
+lengths_strategy = st.lists(st.integers(1, 300), min_size=1, max_size=60)
+limits_strategy = st.one_of(
+    st.fixed_dictionaries({"token_budget": st.integers(1, 900)}),
+    st.fixed_dictionaries({"micro_batch_size": st.integers(1, 9)}),
+    st.fixed_dictionaries({"token_budget": st.integers(1, 900), "micro_batch_size": st.integers(1, 9)}),
+)
+ranks_strategy = st.integers(1, 8)
+
+
+def tokens(lengths: list[int], members: tuple[int, ...] | list[int]) -> int:
+    return sum(lengths[i] for i in members)
+
+
+def micros(plan: MicroBatchPlan) -> list[tuple[int, ...]]:
+    return [micro for rank in plan.assignment for micro in rank]
+
+
+@PROPERTY
+@given(lengths_strategy, ranks_strategy, limits_strategy)
+def test_plan_covers_every_sample_once(lengths: list[int], num_ranks: int, limits: dict[str, int]) -> None:
+    plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
+    assert sorted(i for micro in micros(plan) for i in micro) == list(range(len(lengths)))
+
+
+@PROPERTY
+@given(lengths_strategy, ranks_strategy, limits_strategy)
+def test_plan_has_equal_counts_on_every_rank(lengths: list[int], num_ranks: int, limits: dict[str, int]) -> None:
+    plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
+    assert plan.num_ranks == num_ranks
+    assert {len(rank) for rank in plan.assignment} == {plan.num_micro_batches}
+    assert plan.num_micro_batches >= 1
+
+
+@PROPERTY
+@given(lengths_strategy, ranks_strategy, limits_strategy)
+def test_plan_keeps_the_limits(lengths: list[int], num_ranks: int, limits: dict[str, int]) -> None:
+    for micro in micros(plan_micro_batches(lengths, num_ranks=num_ranks, **limits)):
+        assert len(micro) <= limits.get("micro_batch_size", len(lengths))
+        assert len(micro) <= 1 or tokens(lengths, micro) <= limits.get("token_budget", sum(lengths))
+
+
+@PROPERTY
+@given(lengths_strategy, ranks_strategy, limits_strategy)
+def test_plan_is_empty_only_for_want_of_samples(lengths: list[int], num_ranks: int, limits: dict[str, int]) -> None:
+    plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
+    num_empty = sum(not micro for micro in micros(plan))
+    assert num_empty == max(0, num_ranks * plan.num_micro_batches - len(lengths))
+
+
+@PROPERTY
+@given(lengths_strategy, ranks_strategy, limits_strategy)
+def test_plan_balances_ranks_within_one_micro_batch(lengths: list[int], num_ranks: int, limits: dict[str, int]) -> None:
+    plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
+    rank_tokens = [tokens(lengths, plan.rank_samples(rank)) for rank in range(num_ranks)]
+    micro_tokens = [tokens(lengths, micro) for micro in micros(plan)]
+    assert max(rank_tokens) - min(rank_tokens) <= max(micro_tokens) - min(micro_tokens)
+
+
+@PROPERTY
+@given(lengths_strategy, ranks_strategy, st.integers(1, 9))
+def test_fixed_size_micro_batches_differ_by_one_item(lengths: list[int], num_ranks: int, size: int) -> None:
+    plan = plan_micro_batches(lengths, num_ranks=num_ranks, micro_batch_size=size)
+    sizes = [len(micro) for micro in micros(plan)]
+    assert max(sizes) - min(sizes) <= 1
+    assert plan.num_micro_batches == -(-len(lengths) // (num_ranks * size))
+    if len(lengths) % (num_ranks * size) == 0:
+        assert set(sizes) == {size}
+
+
+@PROPERTY
+@given(lengths_strategy, ranks_strategy, limits_strategy)
+def test_plan_ranks_run_micro_batches_of_similar_size_together(
+    lengths: list[int], num_ranks: int, limits: dict[str, int]
+) -> None:
+    plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
+    rounds = [[tokens(lengths, micro) for micro in column] for column in zip(*plan.assignment, strict=True)]
+    for earlier, later in pairwise(rounds):
+        assert min(earlier) >= max(later)
+
+
+@PROPERTY
+@given(lengths_strategy, ranks_strategy, st.integers(1, 900))
+def test_plan_needs_no_more_micro_batches_than_first_fit(lengths: list[int], num_ranks: int, budget: int) -> None:
+    plan = plan_micro_batches(lengths, num_ranks=num_ranks, token_budget=budget)
+    assert plan.num_micro_batches == -(-len(first_fit(lengths, budget)) // num_ranks)
+    assert plan.num_micro_batches >= -(-sum(min(length, budget) for length in lengths) // (budget * num_ranks))
+
+
+@PROPERTY
+@given(lengths_strategy, ranks_strategy, limits_strategy)
+def test_plan_is_the_same_every_time_and_restores_order(
+    lengths: list[int], num_ranks: int, limits: dict[str, int]
+) -> None:
+    plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
+    assert plan == plan_micro_batches(tuple(lengths), num_ranks=num_ranks, **limits)
+    results = [[[f"sample {i}" for i in micro] for micro in rank] for rank in plan.assignment]
+    assert plan.restore(results) == [f"sample {i}" for i in range(len(lengths))]
+
+
+@PROPERTY
+@given(st.lists(st.integers(0, 300), max_size=60), st.integers(1, 12))
+def test_balanced_partition_bounds(sizes: list[int], num_bins: int) -> None:
+    bins = balanced_partition(sizes, num_bins)
+    assert sorted(i for members in bins for i in members) == list(range(len(sizes)))
+    counts, loads = [len(members) for members in bins], [tokens(sizes, members) for members in bins]
+    assert max(counts) - min(counts) <= 1
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@PROPERTY
+@given(lengths_strategy, st.integers(1, 900), st.one_of(st.none(), st.integers(1, 6)))
+def test_first_fit_bounds(lengths: list[int], capacity: int, max_items: int | None) -> None:
+    bins = first_fit(lengths, capacity, max_items)
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    assert all(members for members in bins)
+    for members in bins:
+        assert len(members) == 1 or tokens(lengths, members) <= capacity
+    if max_items is None:
+        # no two bins fit into one, so less than twice the least number possible
+        loads = sorted(tokens(lengths, members) for members in bins)
+        assert len(loads) < 2 or loads[0] + loads[1] > capacity
+
+
+@PROPERTY
+@given(lengths_strategy, st.integers(1, 30), st.integers(1, 900))
+def test_level_bins_bounds(lengths: list[int], num_bins: int, capacity: int) -> None:
+    bins = level_bins(lengths, num_bins, capacity)
+    assume(bins is not None)
+    assert bins is not None
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    assert sum(not members for members in bins) == max(0, num_bins - len(lengths))
+    if max(lengths) <= capacity:
+        loads = [tokens(lengths, members) for members in bins]
+        assert max(loads) - min(loads) <= max(lengths)
+
+
+@PROPERTY
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_mini_batches_cover_or_name_sizes_that_do(num_prompts: int, size: int) -> None:
+    if num_prompts % size == 0:
+        minis = split_mini_batches(num_prompts, size)
+        assert [i for mini in minis for i in mini] == list(range(num_prompts))
+        assert {len(mini) for mini in minis} == {size}
+        return
+    with pytest.raises(BatchError, match="sizes that would do") as caught:
+        split_mini_batches(num_prompts, size)
+    for offered in numbers_after(str(caught.value), "sizes that would do: "):
+        split_mini_batches(num_prompts, offered)
+
+
+@PROPERTY
+@given(st.randoms(use_true_random=False), st.integers(0, 40))
+def test_reorder_and_restore(rng: random.Random, count: int) -> None:
+    import torch
+
+    items, order = [f"item {i}" for i in range(count)], list(range(count))
+    rng.shuffle(order)
+    assert restore(reorder(items, order), order) == items
+    tensor = torch.arange(2 * count).reshape(count, 2)
+    assert torch.equal(restore(reorder(tensor, order), order), tensor)
+    assert inverse_order(inverse_order(order)) == order
+
+
+def test_reorder_refuses_what_is_no_permutation() -> None:
+    for order in ([0, 0], [1, 2], [-1, 0]):
+        with pytest.raises(BatchError, match="permutation"):
+            restore(["a", "b"], order)
+    with pytest.raises(BatchError, match="3 items"):
+        restore(["a", "b", "c"], [0, 1])
+
+
+# dp x sp, mini and micro batches as DeepSpeed counts them
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[BatchConfig, dict[str, int]]:
+    mini = draw(st.integers(1, 64))
+    config = BatchConfig(
+        train_batch_size=mini * draw(st.integers(1, 4)),
+        mini_batch_size=mini,
+        micro_batch_size=draw(st.one_of(st.none(), st.integers(1, 8))),
+        token_budget=draw(st.integers(1, 4096)),
+    )
+    sizes = {
+        "samples_per_prompt": draw(st.integers(1, 8)),
+        "dp": draw(st.integers(1, 8)),
+        "sp": draw(st.integers(1, 4)),
+    }
+    return config, sizes
+
+
+def numbers_after(message: str, label: str) -> list[int]:
+    if label not in message:
+        return []
+    listed = message.split(label)[1].split(";")[0].split("(")[0]
+    return [int(number) for number in listed.split(",")]
+
+
+@PROPERTY
+@given(layouts())
+def test_accepted_layouts_satisfy_deepspeeds_assertion(made: tuple[BatchConfig, dict[str, int]]) -> None:
+    config, sizes = made
+    sequences = config.mini_batch_size * sizes["samples_per_prompt"]
+    unit = (config.micro_batch_size or 1) * sizes["dp"] * sizes["sp"]
+    try:
+        layout = batch_layout(config, **sizes)
+    except BatchError:
+        assert sequences % unit != 0
+        return
+    assert sequences % unit == 0
+    for told, world in ((False, layout.dp * layout.sp), (True, layout.dp)):
+        keys = layout.deepspeed_batch(told_sequence_parallel=told)
+        assert min(keys.values()) >= 1
+        assert (
+            keys["train_batch_size"]
+            == keys["train_micro_batch_size_per_gpu"] * keys["gradient_accumulation_steps"] * world
+            == sequences
+        )
+
+
+@PROPERTY
+@given(layouts())
+def test_refused_layouts_name_sizes_that_do(made: tuple[BatchConfig, dict[str, int]]) -> None:
+    config, sizes = made
+    try:
+        batch_layout(config, **sizes)
+    except BatchError as error:
+        message = str(error)
+    else:
+        return
+    offers: list[tuple[BatchConfig, dict[str, int]]] = []
+    for mini in numbers_after(message, "mini_batch_size that would do: "):
+        offers.append((dataclasses.replace(config, mini_batch_size=mini), sizes))
+    for train in numbers_after(message, "train_batch_size that would do: "):
+        offers.append((dataclasses.replace(config, train_batch_size=train, mini_batch_size=train), sizes))
+    for micro in numbers_after(message, "micro_batch_size that would do: "):
+        offers.append((dataclasses.replace(config, micro_batch_size=micro), sizes))
+    for samples in numbers_after(message, "samples per prompt that would do: "):
+        offers.append((config, {**sizes, "samples_per_prompt": samples}))
+    assert len(offers) >= 2
+    for offered_config, offered_sizes in offers:
+        batch_layout(offered_config, **offered_sizes)
+
+
+@PROPERTY
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**31)
+)
+def test_plans_run_what_deepspeed_was_told(gas: int, micro: int, dp: int, sp: int, samples: int, seed: int) -> None:
+    config = BatchConfig(
+        train_batch_size=gas * micro * dp * sp, mini_batch_size=gas * micro * dp * sp, micro_batch_size=micro
+    )
+    layout: BatchLayout = batch_layout(config, samples_per_prompt=samples, dp=dp, sp=sp)
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 500) for _ in range(layout.train_batch_size)]
+    plan = plan_micro_batches(lengths, num_ranks=dp, micro_batch_size=layout.sequences_per_forward)
+    assert plan.num_micro_batches == layout.gradient_accumulation_steps == gas * samples
+    assert {len(micro) for micro in micros(plan)} == {layout.micro_batch_size * sp}
+
+
+def test_deepspeed_itself_accepts_the_layout() -> None:
+    deepspeed_config = pytest.importorskip("deepspeed.runtime.config")
+    config = BatchConfig(train_batch_size=128, mini_batch_size=128, micro_batch_size=16)
+    layout = batch_layout(config, samples_per_prompt=1, dp=2, sp=2)
+    assert layout.gradient_accumulation_steps == 2
+    for told, world_size in ((False, 4), (True, 2)):
+        checked = object.__new__(deepspeed_config.DeepSpeedConfig)
+        for key, value in layout.deepspeed_batch(told_sequence_parallel=told).items():
+            setattr(checked, key, value)
+        checked.world_size = world_size
+        checked._set_batch_related_parameters()
+        checked._batch_assertion()
+        checked.world_size = world_size + 1
+        with pytest.raises(AssertionError):
+            checked._batch_assertion()
+
+
+def test_refusals_read_well() -> None:
+    config = BatchConfig(train_batch_size=12, mini_batch_size=6, micro_batch_size=4)
+    with pytest.raises(BatchError) as caught:
+        batch_layout(config, samples_per_prompt=2, dp=2)
+    assert str(caught.value) == (
+        "mini_batch_size=6 prompts x 2 samples = 12 sequences cannot be divided by micro_batch_size=4 x dp=2 = 8;"
+        " mini_batch_size that would do: 4, 12; micro_batch_size that would do: 1, 2, 3, 6;"
+        " samples per prompt that would do: 4"
+    )
+    with pytest.raises(ValueError, match="sizes that would do: 2, 3, 4, 6"):
+        BatchConfig(train_batch_size=12, mini_batch_size=7)
+    with pytest.raises(ValueError, match="token_budget=0"):
+        BatchConfig(token_budget=0)
+    with pytest.raises(BatchError, match="give token_budget"):
+        plan_micro_batches([1], num_ranks=1)
+    with pytest.raises(BatchError, match="sample 1 has length 0"):
+        plan_micro_batches([3, 0], num_ranks=1, token_budget=4)
+    with pytest.raises(BatchError, match="no samples"):
+        plan_micro_batches([], num_ranks=1, token_budget=4)
+    with pytest.raises(BatchError, match="num_ranks=0"):
+        plan_micro_batches([1], num_ranks=0, token_budget=4)
+
+
+def test_restore_refuses_another_layout() -> None:
+    plan = plan_micro_batches([3, 3, 3], num_ranks=2, micro_batch_size=1)
+    with pytest.raises(BatchError, match="ranks"):
+        plan.restore([[[1]]])
+    with pytest.raises(BatchError, match="rank 0"):
+        plan.restore([[[1, 2], []], [[], []]])

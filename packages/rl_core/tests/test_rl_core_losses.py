@@ -1,0 +1,401 @@
+"""Policy and value losses, importance weights and KL: plain loops and exact expectations as oracles."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rl_core import (
+    aggregate_loss,
+    broadcast_to_tokens,
+    cispo_loss,
+    entropy_from_logits,
+    gspo_loss,
+    kl_estimate,
+    kl_loss,
+    policy_metric_shares,
+    ppo_clip_loss,
+    rollout_weights,
+    segment_mean,
+    segment_sum,
+    token_weights,
+    value_loss,
+)
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=50)
+seeds = st.integers(0, 2**31)
+KINDS = ("k1", "k2", "k3", "abs")
+
+
+def rows(seed: int, count: int, num: int, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return list(scale * torch.randn(num, count, generator=generator, dtype=torch.float64))
+
+
+def grad_of(loss_K: Tensor, leaf: Tensor) -> Tensor:
+    (grad,) = torch.autograd.grad(loss_K.sum(), leaf)
+    return grad
+
+
+# PPO
+
+
+@PROPERTY
+@given(seeds, st.integers(1, 30), st.floats(0, 1), st.floats(0, 2), st.one_of(st.none(), st.floats(1.01, 5)))
+def test_ppo_against_a_loop(seed: int, count: int, low: float, high: float, dual: float | None) -> None:
+    log_probs, old, advantages = rows(seed, count, 3)
+    leaf = log_probs.requires_grad_()
+    loss, stats = ppo_clip_loss(leaf, old, advantages, clip_low=low, clip_high=high, dual_clip=dual)
+    grad, loss = grad_of(loss, leaf), loss.detach()
+    for t in range(count):
+        ratio, advantage = math.exp(leaf[t].item() - float(old[t])), float(advantages[t])
+        objective = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+        active = objective == ratio * advantage
+        if dual is not None and advantage < 0 and dual * advantage > objective:
+            objective, active = dual * advantage, False
+            assert bool(stats.dual_clipped_K[t])
+        assert float(loss[t]) == pytest.approx(-objective, rel=1e-12, abs=1e-12)
+        assert float(grad[t]) == pytest.approx(-ratio * advantage if active else 0.0, rel=1e-12, abs=1e-12)
+        assert bool(stats.clipped_K[t] | stats.dual_clipped_K[t]) == (not active)
+
+
+@PROPERTY
+@given(seeds, st.integers(1, 30))
+def test_every_policy_gradient_starts_as_reinforce(seed: int, count: int) -> None:
+    """On policy (ratio 1) the gradient of PPO, GSPO and CISPO is -A; GSPO's with one advantage a sequence."""
+    log_probs, advantages = rows(seed, count, 2)
+    lens = torch.tensor([count])
+    same_advantage = advantages[:1].expand(count)
+    leaf = log_probs.requires_grad_()
+    old = leaf.detach()
+    torch.testing.assert_close(grad_of(ppo_clip_loss(leaf, old, advantages)[0], leaf), -advantages)
+    torch.testing.assert_close(grad_of(cispo_loss(leaf, old, advantages)[0], leaf), -advantages)
+    torch.testing.assert_close(grad_of(gspo_loss(leaf, old, same_advantage, lens)[0], leaf), -same_advantage)
+
+
+@PROPERTY
+@given(seeds, st.integers(1, 30), st.floats(1.01, 5))
+def test_dual_clip_bounds_the_loss_of_bad_tokens(seed: int, count: int, dual: float) -> None:
+    log_probs, old, advantages = rows(seed, count, 3, scale=4.0)
+    loss, _ = ppo_clip_loss(log_probs, old, advantages, dual_clip=dual)
+    bad = advantages < 0
+    assert bool((loss[bad] <= dual * advantages[bad].abs() + 1e-12).all())
+    assert torch.equal(loss[~bad], ppo_clip_loss(log_probs, old, advantages)[0][~bad])
+
+
+@PROPERTY
+@given(seeds, st.integers(1, 30), st.floats(0, 0.5), st.floats(0, 0.5), st.floats(0, 1))
+def test_clip_higher_never_raises_the_loss(seed: int, count: int, low: float, high: float, more: float) -> None:
+    log_probs, old, advantages = rows(seed, count, 3)
+    narrow, _ = ppo_clip_loss(log_probs, old, advantages, clip_low=low, clip_high=high)
+    wide, _ = ppo_clip_loss(log_probs, old, advantages, clip_low=low, clip_high=high + more)
+    assert bool((wide <= narrow + 1e-12).all())
+
+
+@PROPERTY
+@given(seeds, st.integers(1, 20))
+def test_losses_take_any_shape_and_lower_precision(seed: int, count: int) -> None:
+    log_probs, old, advantages = rows(seed, 6 * count, 3)
+    for loss_fn in (ppo_clip_loss, cispo_loss):
+        flat = loss_fn(log_probs, old, advantages)[0]
+        shaped = loss_fn(*(x.reshape(2, count, 3) for x in (log_probs, old, advantages)))[0]
+        assert torch.equal(shaped.flatten(), flat)
+        half = loss_fn(*(x.bfloat16() for x in (log_probs, old, advantages)))[0]
+        assert half.dtype == torch.float32
+        exact = loss_fn(*(x.bfloat16().double() for x in (log_probs, old, advantages)))[0]
+        torch.testing.assert_close(half.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@PROPERTY
+@given(st.floats(50, 1e6), st.booleans(), st.booleans())
+def test_far_ratios_stay_finite(distance: float, up: bool, good: bool) -> None:
+    leaf = torch.tensor([distance if up else -distance], requires_grad=True)
+    old, advantage = torch.zeros(1), torch.tensor([1.0 if good else -1.0])
+    lens = torch.tensor([1])
+    for loss, _ in (
+        ppo_clip_loss(leaf, old, advantage),
+        gspo_loss(leaf, old, advantage, lens),
+        cispo_loss(leaf, old, advantage),
+        (kl_loss(leaf, old), None),
+    ):
+        assert bool(loss.isfinite().all())
+        assert bool(grad_of(loss, leaf).isfinite().all())
+
+
+# GSPO
+
+
+@PROPERTY
+@given(seeds, st.lists(st.integers(0, 6), min_size=1, max_size=6))
+def test_gspo_has_the_objective_and_gradient_of_the_sequence_form(seed: int, lens: list[int]) -> None:
+    lens_S = torch.tensor(lens)
+    count = sum(lens)
+    log_probs, old = rows(seed, count, 2, scale=0.3)
+    (per_sequence,) = rows(seed + 1, len(lens), 1)
+    leaf = log_probs.requires_grad_()
+    weights = token_weights("seq_mean_token_mean", lens_S, dtype=torch.float64)
+    bounds = {"clip_low": 0.1, "clip_high": 0.15}
+    token_form, stats = gspo_loss(leaf, old, broadcast_to_tokens(per_sequence, lens_S), lens_S, **bounds)
+    got = aggregate_loss(token_form, weights, lens_S)
+    ratio_S = segment_mean(leaf - old, lens_S).exp()
+    objective_S = torch.minimum(ratio_S * per_sequence, ratio_S.clamp(0.9, 1.15) * per_sequence)
+    want = -(objective_S * (lens_S > 0)).sum() / max(1, sum(length > 0 for length in lens))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad_of(got, leaf), grad_of(want, leaf), rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(stats.ratio_K, broadcast_to_tokens(ratio_S.detach(), lens_S))
+
+
+@PROPERTY
+@given(seeds, st.integers(1, 20))
+def test_gspo_of_single_tokens_is_ppo(seed: int, count: int) -> None:
+    log_probs, old, advantages = rows(seed, count, 3)
+    ones = torch.ones(count, dtype=torch.int64)
+    bounds = {"clip_low": 0.2, "clip_high": 0.3}
+    leaf = log_probs.requires_grad_()
+    sequence_form, _ = gspo_loss(leaf, old, advantages, ones, **bounds)
+    token_form, _ = ppo_clip_loss(leaf, old, advantages, **bounds)
+    torch.testing.assert_close(sequence_form, token_form, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad_of(sequence_form, leaf), grad_of(token_form, leaf), rtol=1e-12, atol=1e-12)
+
+
+# CISPO
+
+
+@PROPERTY
+@given(seeds, st.integers(1, 30), st.floats(0, 1), st.floats(0, 5))
+def test_cispo_keeps_every_gradient_with_a_clipped_weight(seed: int, count: int, low: float, high: float) -> None:
+    log_probs, old, advantages = rows(seed, count, 3)
+    leaf = log_probs.requires_grad_()
+    loss, stats = cispo_loss(leaf, old, advantages, clip_low=low, clip_high=high)
+    weight = (leaf.detach() - old).exp().clamp(1 - low, 1 + high)
+    torch.testing.assert_close(grad_of(loss, leaf), -weight * advantages, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(loss.detach(), -weight * advantages * leaf.detach(), rtol=1e-12, atol=1e-12)
+    assert torch.equal(stats.clipped_K, weight != stats.ratio_K)
+
+
+# importance weights between rollout and trainer
+
+levels = st.sampled_from(["token", "sequence", "geometric"])
+
+
+@PROPERTY
+@given(seeds, st.lists(st.integers(0, 5), min_size=1, max_size=6), levels, st.floats(0, 1), st.floats(1, 3))
+def test_rollout_weights_against_a_loop(seed: int, lens: list[int], level: str, low: float, high: float) -> None:
+    lens_S = torch.tensor(lens)
+    old, rollout = rows(seed, sum(lens), 2, scale=0.5)
+    options = {"level": level, "max_ratio": high, "min_ratio": low, "response_lens_S": lens_S}
+    truncated, inside = rollout_weights(old, rollout, mode="truncate", **options)
+    masked, inside_again = rollout_weights(old, rollout, mode="mask", **options)
+    assert torch.equal(inside, inside_again)
+    place = 0
+    for length in lens:
+        gaps = [float(old[t]) - float(rollout[t]) for t in range(place, place + length)]
+        for offset in range(length):
+            log_ratio = {
+                "token": gaps[offset],
+                "sequence": sum(gaps),
+                "geometric": sum(gaps) / length,
+            }[level]
+            ratio = math.exp(log_ratio)
+            assert float(truncated[place + offset]) == pytest.approx(min(max(ratio, low), high), rel=1e-12)
+            kept = low <= ratio <= high
+            assert bool(inside[place + offset]) == kept
+            assert float(masked[place + offset]) == pytest.approx(ratio if kept else 0.0, rel=1e-12)
+        place += length
+
+
+@PROPERTY
+@given(seeds, st.integers(1, 20), levels, st.sampled_from(["truncate", "mask"]))
+def test_no_mismatch_means_weight_one_and_no_gradient(seed: int, count: int, level: str, mode: str) -> None:
+    (old,) = rows(seed, count, 1)
+    leaf = old.requires_grad_()
+    weights, inside = rollout_weights(leaf, leaf, mode=mode, level=level, response_lens_S=torch.tensor([count]))
+    assert torch.equal(weights, torch.ones_like(weights))
+    assert bool(inside.all())
+    assert not weights.requires_grad
+
+
+@PROPERTY
+@given(seeds, st.integers(1, 20), st.sampled_from(["truncate", "mask"]))
+def test_levels_agree_on_single_tokens(seed: int, count: int, mode: str) -> None:
+    old, rollout = rows(seed, count, 2)
+    ones = torch.ones(count, dtype=torch.int64)
+    by_level = [
+        rollout_weights(old, rollout, mode=mode, level=level, response_lens_S=ones)[0]
+        for level in ("token", "sequence", "geometric")
+    ]
+    assert torch.equal(by_level[0], by_level[1])
+    assert torch.equal(by_level[0], by_level[2])
+
+
+@PROPERTY
+@given(seeds, st.integers(2, 8))
+def test_untruncated_token_weights_are_unbiased(seed: int, vocabulary: int) -> None:
+    """E over the rollout's distribution of w f equals E over the trainer's of f."""
+    trainer, rollout, values = rows(seed, vocabulary, 3)
+    trainer, rollout = trainer.log_softmax(0), rollout.log_softmax(0)
+    weights, _ = rollout_weights(trainer, rollout, max_ratio=1e9)
+    torch.testing.assert_close((rollout.exp() * weights * values).sum(), (trainer.exp() * values).sum())
+
+
+# KL
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@PROPERTY
+@given(seed=seeds, vocabulary=st.integers(2, 9), off_policy=st.booleans())
+def test_kl_loss_has_the_gradient_of_what_it_estimates(kind: str, seed: int, vocabulary: int, off_policy: bool) -> None:
+    """The exact expectation over every token of the vocabulary, on policy and from an older policy."""
+    logits, ref_logits, old_logits = rows(seed, vocabulary, 3)
+    leaf = logits.requires_grad_()
+    log_probs, ref = leaf.log_softmax(0), ref_logits.log_softmax(0)
+    old = old_logits.log_softmax(0)
+    sampled_from = old.exp() if off_policy else log_probs.detach().exp()
+    per_token = kl_loss(log_probs, ref, kind=kind, old_log_probs_K=old if off_policy else None)
+    got = grad_of(sampled_from * per_token, leaf)
+    policy = leaf.log_softmax(0)
+    # k1, k2, k3 stand for KL(policy || ref); abs for the mean absolute difference
+    target = (policy.exp() * ((policy - ref).abs() if kind == "abs" else (policy - ref))).sum()
+    torch.testing.assert_close(got, grad_of(target, leaf), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+@PROPERTY
+@given(seed=seeds, vocabulary=st.integers(2, 9))
+def test_kl_estimates_are_unbiased(kind: str, seed: int, vocabulary: int) -> None:
+    policy, ref = (row.log_softmax(0) for row in rows(seed, vocabulary, 2))
+    exact = (policy.exp() * (policy - ref)).sum()
+    torch.testing.assert_close((policy.exp() * kl_estimate(policy, ref, kind)).sum(), exact, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@PROPERTY
+@given(seed=seeds, count=st.integers(1, 30))
+def test_kl_loss_value_is_the_estimate(kind: str, seed: int, count: int) -> None:
+    log_probs, ref = rows(seed, count, 2)
+    estimate = kl_estimate(log_probs, ref, kind)
+    assert torch.equal(kl_loss(log_probs, ref, kind=kind), estimate)
+    assert torch.equal(kl_loss(log_probs, ref, kind=kind, old_log_probs_K=log_probs), estimate)
+    if kind != "k1":
+        assert bool((estimate >= 0).all())
+    assert torch.equal(kl_estimate(ref, ref, kind), torch.zeros(count, dtype=torch.float64))
+
+
+@PROPERTY
+@given(st.floats(-1e-3, 1e-3))
+def test_small_k3_keeps_its_precision_in_fp32(difference: float) -> None:
+    exact = float(kl_estimate(torch.tensor(difference, dtype=torch.float64), torch.tensor(0.0)))
+    single = float(kl_estimate(torch.tensor(difference, dtype=torch.float32), torch.tensor(0.0)))
+    assert single == pytest.approx(exact, abs=1e-10)
+
+
+# value loss, entropy, segments
+
+
+@PROPERTY
+@given(seeds, st.integers(1, 30), st.floats(0.01, 2))
+def test_value_loss_against_a_loop(seed: int, count: int, clip: float) -> None:
+    values, returns, old = rows(seed, count, 3)
+    leaf = values.requires_grad_()
+    loss, clipped = value_loss(leaf, returns, old, clip=clip)
+    grad, loss = grad_of(loss, leaf), loss.detach()
+    for t in range(count):
+        v, r, o = leaf[t].item(), float(returns[t]), float(old[t])
+        held = v if abs(v - o) <= clip else o + math.copysign(clip, v - o)
+        plain, bounded = 0.5 * (v - r) ** 2, 0.5 * (held - r) ** 2
+        assert float(loss[t]) == pytest.approx(max(plain, bounded), rel=1e-12, abs=1e-15)
+        assert bool(clipped[t]) == (bounded > plain)
+        assert float(grad[t]) == pytest.approx(0.0 if bounded > plain else v - r, rel=1e-11, abs=1e-12)
+
+
+@PROPERTY
+@given(seeds, st.integers(1, 30))
+def test_value_loss_without_a_bound_is_the_squared_error(seed: int, count: int) -> None:
+    values, returns, old = rows(seed, count, 3)
+    plain = 0.5 * (values - returns).square()
+    assert torch.equal(value_loss(values, returns, old, clip=None)[0], plain)
+    assert torch.equal(value_loss(values, returns)[0], plain)
+    assert bool((value_loss(values, returns, old, clip=0.1)[0] >= plain).all())
+
+
+@PROPERTY
+@given(seeds, st.integers(1, 5), st.integers(2, 9))
+def test_entropy_bounds_and_gradient(seed: int, count: int, vocabulary: int) -> None:
+    logits = torch.stack(rows(seed, vocabulary, count, scale=3.0)).requires_grad_()
+    entropy = entropy_from_logits(logits)
+    assert bool(((entropy >= 0) & (entropy <= math.log(vocabulary) + 1e-12)).all())
+    uniform = entropy_from_logits(torch.zeros(1, vocabulary, dtype=torch.float64))
+    assert float(uniform) == pytest.approx(math.log(vocabulary), abs=1e-12)
+    probs = logits.softmax(-1)
+    want = -(probs * (probs.log() + entropy[:, None])).detach()
+    torch.testing.assert_close(grad_of(entropy, logits), want, rtol=1e-9, atol=1e-12)
+
+
+def test_entropy_ignores_banned_tokens() -> None:
+    logits = torch.tensor([[0.3, -0.2, -torch.inf]], dtype=torch.float64, requires_grad=True)
+    entropy = entropy_from_logits(logits)
+    torch.testing.assert_close(entropy, entropy_from_logits(logits[:, :2]))
+    grad = grad_of(entropy, logits)
+    assert bool(grad.isfinite().all())
+    assert float(grad[0, 2]) == 0.0
+
+
+@PROPERTY
+@given(seeds, st.lists(st.integers(0, 6), max_size=8))
+def test_segments_against_a_loop(seed: int, lens: list[int]) -> None:
+    (values,) = rows(seed, sum(lens), 1)
+    leaf = values.requires_grad_()
+    lens_S = torch.tensor(lens, dtype=torch.int64)
+    want = [float(part.sum()) for part in leaf.split(lens)] if lens else []
+    sums, means = segment_sum(leaf, lens_S), segment_mean(leaf, lens_S)
+    assert sums.tolist() == pytest.approx(want, abs=1e-12)
+    assert means.tolist() == pytest.approx([s / max(n, 1) for s, n in zip(want, lens, strict=True)], abs=1e-12)
+    # an empty row keeps its graph too
+    assert torch.equal(grad_of(sums, leaf), torch.ones(sum(lens), dtype=torch.float64))
+
+
+def test_gradcheck_of_the_smooth_losses() -> None:
+    log_probs, old, advantages = rows(3, 7, 3, scale=0.05)
+    lens = torch.tensor([3, 0, 4])
+    leaf = log_probs.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: ppo_clip_loss(x, old, advantages)[0], leaf)
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, advantages, old, clip=3.0)[0], leaf)
+    assert torch.autograd.gradcheck(lambda x: segment_mean(x.exp(), lens), leaf)
+
+
+@PROPERTY
+@given(seeds, st.lists(st.integers(0, 5), min_size=1, max_size=6))
+def test_metric_shares_add_up(seed: int, lens: list[int]) -> None:
+    lens_S = torch.tensor(lens)
+    log_probs, old, advantages = rows(seed, sum(lens), 3, scale=0.3)
+    weights_K = broadcast_to_tokens(token_weights("token_mean", lens_S, dtype=torch.float64), lens_S)
+    whole = policy_metric_shares(ppo_clip_loss(log_probs, old, advantages)[1], weights_K)
+    pieces = [x.split(lens) for x in (log_probs, old, advantages, weights_K)]
+    shares = [policy_metric_shares(ppo_clip_loss(lp, o, a)[1], w) for lp, o, a, w in zip(*pieces, strict=True)]
+    for name, value in whole.items():
+        assert float(sum(share[name] for share in shares)) == pytest.approx(float(value), abs=1e-12)
+    assert float(whole["kl_old"]) >= 0.0
+    assert 0.0 <= float(whole["clip_fraction"]) <= 1.0 + 1e-12
+
+
+def test_bad_arguments_are_named() -> None:
+    one = torch.zeros(1)
+    for call, message in (
+        (lambda: ppo_clip_loss(one, one, torch.zeros(2)), r"advantages_K \(2,\)"),
+        (lambda: ppo_clip_loss(one, one, one, clip_low=2.0), "clip_low=2.0"),
+        (lambda: ppo_clip_loss(one, one, one, clip_high=-1.0), "clip_high=-1.0"),
+        (lambda: ppo_clip_loss(one, one, one, dual_clip=1.0), "dual_clip=1.0"),
+        (lambda: rollout_weights(one, one, max_ratio=0.0), "max_ratio=0.0"),
+        (lambda: rollout_weights(one, one, min_ratio=5.0), "min_ratio=5.0"),
+        (lambda: rollout_weights(one, one, level="sequence"), "needs response_lens_S"),
+        (lambda: rollout_weights(one, one, level="word"), "level='word'"),  # type: ignore[arg-type]
+        (lambda: rollout_weights(one, one, mode="drop"), "mode='drop'"),  # type: ignore[arg-type]
+        (lambda: kl_estimate(one, one, "k4"), "kind='k4'"),  # type: ignore[arg-type]
+        (lambda: value_loss(one, one, one, clip=0.0), "clip=0.0"),
+        (lambda: segment_sum(one, torch.tensor([2])), "sums to 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
