@@ -13,6 +13,7 @@ cd "$root"
 venv=$root/.venv
 stamp=$venv/.plinth-stamp
 list=3rdparty/cpu.txt
+log=.cache/setup.log
 needed_mib=8000 # 4 GB installed, and the downloaded wheels beside them while pip works
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -70,19 +71,24 @@ check_disk() {
     "The stack takes about 4 GB, its downloads as much again for a while."
 }
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" 2> >(grep -v 'is ignored: it is neither a file' >&2); }
+# What pip and the build backends say goes to a log, which is shown when a step fails.
+pip() {
+  echo "== pip $*" >> "$log"
+  "$venv/bin/python" -m pip --disable-pip-version-check "$@" >> "$log" 2>&1 ||
+    { tail -n 30 "$log" >&2; die "pip $1 failed (its last lines above, all of them in $log)"; }
+}
 pin() { grep -E "^$1==" "$list"; }
 
 install_torch() {
   # By name and first: whatever else pulls torch in takes the newest CUDA build. PyTorch's own index holds the CPU wheel;
   # it is asked for this line alone, and where it cannot be reached pip goes on to what it is set up with.
   local index=${PLINTH_TORCH_INDEX-https://download.pytorch.org/whl/cpu}
-  pip install --quiet --no-deps --no-compile --retries 2 ${index:+--extra-index-url "$index"} "$(pin torch)"
+  pip install --no-deps --no-compile --retries 2 ${index:+--extra-index-url "$index"} "$(pin torch)"
   local build
   build=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')
   case $build in
     *+cpu) ;;
-    *) pip uninstall --quiet --yes torch
+    *) pip uninstall --yes torch
        die "pip found torch $build, which is not the CPU build; it was taken out again" \
          "The CPU wheel ($(pin torch)+cpu) is on PyTorch's own index: is ${index:-an index that has it} reachable?" \
          "Or put the wheel into a folder and name it: PIP_FIND_LINKS=/folder scripts/setup.sh" ;;
@@ -90,22 +96,21 @@ install_torch() {
 }
 
 install_stack() {
-  local python started=$SECONDS rest
+  local python rest started=$SECONDS
   python=$(find_python)
   check_compiler
   is_311 "$venv/bin/python" || check_disk
   is_311 "$venv/bin/python" || { say "making .venv with $("$python" --version)"; "$python" -m venv --clear "$venv"; }
   sed -i '/^stack /d' "$stamp" 2> /dev/null || true
   say "installing the CPU stack of $list (some minutes the first time)"
-  pip install --quiet "$(pin pip)" "$(pin setuptools)" "$(pin wheel)"
+  pip install "$(pin pip)" "$(pin setuptools)" "$(pin wheel)"
   install_torch
   say "torch is in; $(grep -c == "$list") pinned distributions in all"
-  rest=$(mktemp)
+  rest=.cache/rest.txt
   grep -v -E '^(torch|deepspeed)==' "$list" > "$rest"
-  pip install --quiet --no-deps --no-compile -r "$rest" || { rm -f "$rest"; die "pip could not install $list (see above)"; }
-  rm -f "$rest"
+  pip install --no-deps --no-compile -r "$rest"
   # Its build imports torch, and must not compile operators: what a run needs is compiled when first used.
-  DS_BUILD_OPS=0 pip install --quiet --no-deps --no-compile --no-build-isolation "$(pin deepspeed)"
+  DS_BUILD_OPS=0 pip install --no-deps --no-compile --no-build-isolation "$(pin deepspeed)"
   # Compiled here on all cores rather than by pip on one.
   "$venv/bin/python" -m compileall -q -j 0 "$venv/lib/python3.11/site-packages" > /dev/null 2>&1 || true
   check_stack
@@ -141,7 +146,7 @@ install_packages() {
   done
   [ ${#editables[@]} -gt 0 ] || return 0
   say "installing $((${#editables[@]} / 2)) packages of packages/ in editable form"
-  pip install --quiet --no-deps --no-build-isolation --no-index "${editables[@]}"
+  pip install --no-deps --no-build-isolation --no-index "${editables[@]}"
   sed -i '/^packages /d' "$stamp"
   echo "$packages_line" >> "$stamp"
 }
@@ -152,6 +157,7 @@ if command -v flock > /dev/null; then
   exec 9> .cache/setup.lock
   flock 9
 fi
+: > "$log"
 stamped "$stack_line" || install_stack
 stamped "$packages_line" || install_packages
 say "ready: .venv"
