@@ -36,9 +36,10 @@ def refuse(tmp_path: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A folder with a model configuration but no tokenizer."""
+    """A model folder without a tokenizer, as far as a check before loading can tell."""
     folder = tmp_path / "model"
     folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"")
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -109,8 +110,8 @@ def test_wrong_type(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_for_the_kv_cache(tmp_path: Path) -> None:
-    # 2 layers x 2 KV heads x 32 x fp32 x (K and V) is 1 KiB a token: a million tokens need a GiB.
-    message = refuse(tmp_path, "rollout.max_model_len=2000000", "rollout.kv_cache_gib=1")
+    # 2 layers x 2 KV heads x 32 x 4 bytes x (K and V) is 1 KiB a token: 512 tokens need 0.0005 GiB.
+    message = refuse(tmp_path, "rollout.max_model_len=512", "rollout.kv_cache_gib=0.0001")
     assert "kv_cache" in message
 
 

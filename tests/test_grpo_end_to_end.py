@@ -21,6 +21,9 @@ SHORT = (
     "batch.train_batch_size=8",
     "batch.mini_batch_size=4",
     "sampling.n=4",
+    # Pay for any number, so that a model this raw has groups whose scores differ, and a gradient.
+    "reward.method=flexible",
+    "reward.format_score=0.5",
 )
 REQUIRED_COLUMNS = {
     "step",
@@ -102,7 +105,8 @@ def test_two_steps_write_the_whole_run_folder(tmp_path: Path) -> None:
     assert list((run / "tensorboard").iterdir())
     with (run / "metrics.tsv").open() as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
-    assert [row["step"] for row in rows] == ["1", "2"]
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert float(rows.pop(0)["val/num"]) == 32
     assert set(rows[0]) >= REQUIRED_COLUMNS
     for row in rows:
         # Two fp32 implementations of the same weights: a stale or broken sync shows as a mismatch of tenths.

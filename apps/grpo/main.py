@@ -88,9 +88,9 @@ def layout(config: GrpoConfig) -> "rl_core.BatchLayout":
 def check(config: GrpoConfig) -> "rl_runtime.Placement":
     """Refuses what cannot work before any process starts; which process runs on which device."""
     layout(config)
+    rl_runtime.prepare_driver(config.trainer.device)
     rl_runtime.check_tracking(config.tracking)
     placement = rl_runtime.plan_session(config.trainer, config.rollout)
-    rl_runtime.prepare_driver(on_gpu=placement.on_gpu)
     rl_runtime.check_inputs(config.model, config.data, config.warm_start)
     rl_runtime.check_servers(config.model, config.rollout)
     return placement

@@ -14,9 +14,9 @@ from rl_runtime import run_cli
 
 def check(config: SftConfig) -> "rl_runtime.Placement":
     """Refuses what cannot work before any process starts; which rank runs on which device."""
+    rl_runtime.prepare_driver(config.trainer.device)
     rl_runtime.check_tracking(config.tracking)
     placement = rl_runtime.plan_ranks(config.trainer)
-    rl_runtime.prepare_driver(on_gpu=placement.on_gpu)
     rl_runtime.check_inputs(config.model, config.data, config.supervised)
     return placement
 

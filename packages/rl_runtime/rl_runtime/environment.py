@@ -16,12 +16,15 @@ _QUIET = {
 }
 
 
-def prepare_driver(*, on_gpu: bool) -> None:
-    """Sets, where the user has not, what the libraries in this process and the processes it starts should know."""
+def prepare_driver(device: str) -> None:
+    """Sets, where the user has not, what the libraries in this process and the processes it starts should know.
+
+    Comes before they are imported: several read their variables only then. `device`: "auto", "cpu" or "cuda".
+    """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     # transformers imports DeepSpeed, which would probe for an accelerator and warn that it found none.
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu" if device == "cpu" or not visible_gpus() else "cuda")
 
 
 def visible_gpus() -> list[int]:

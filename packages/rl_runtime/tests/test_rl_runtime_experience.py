@@ -1,0 +1,90 @@
+"""The train batch: columns stay with their samples through selection, mini batches, packing and back."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core import plan_micro_batches
+from rl_runtime.experience import Experience, ExperienceBatch
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    ground_truth: str = "1"
+    data_source: str = "gsm8k"
+
+
+def make_batch(groups: list[list[int]]) -> ExperienceBatch:
+    """Groups of response lengths; every response token's id and log-prob tell which sample it belongs to."""
+    items = []
+    for group_id, lengths in enumerate(groups):
+        prompt = Prompt(str(group_id), f"prompt {group_id}", tuple(range(2 + group_id % 3)))
+        for sample_index, length in enumerate(lengths):
+            number = len(items)
+            items.append(
+                Experience(
+                    prompt=prompt,
+                    group_id=group_id,
+                    sample_index=sample_index,
+                    response_ids=tuple(1000 * number + t for t in range(length)),
+                    response_text="",
+                    rollout_log_probs=np.full(length, -number, np.float32),
+                    finish_reason="stop",
+                    policy_version=0,
+                    score=float(number),
+                )
+            )
+    batch = ExperienceBatch(items=tuple(items))
+    return batch.with_column("tag", [np.arange(n) + 1000 * i for i, n in enumerate(batch.response_lens_N.tolist())])
+
+
+groups_of_lengths = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=5), min_size=1, max_size=7)
+
+
+@given(groups=groups_of_lengths, num_prompts=st.integers(1, 4))
+def test_mini_batches_keep_groups_whole_and_every_sample_once(groups: list[list[int]], num_prompts: int) -> None:
+    batch = make_batch(groups)
+    minis = list(batch.mini_batches(num_prompts))
+    assert sorted(item.score for mini in minis for item in mini.items) == sorted(batch.scores_N.tolist())
+    seen = [set(mini.group_ids_N.tolist()) for mini in minis]
+    assert all(len(groups) <= num_prompts for groups in seen)
+    assert sum(map(len, seen)) == len(groups), "a group was split over mini batches"
+    for mini in minis:
+        for item, column in zip(mini.items, mini.columns["tag"], strict=True):
+            assert column[0] == 1000 * item.score
+
+
+@given(groups=groups_of_lengths, num_ranks=st.integers(1, 4), budget=st.integers(8, 64))
+def test_packed_columns_stay_aligned_with_their_tokens(groups: list[list[int]], num_ranks: int, budget: int) -> None:
+    batch = make_batch(groups)
+    plan = plan_micro_batches([item.num_tokens for item in batch.items], num_ranks=num_ranks, token_budget=budget)
+    packed = batch.packed(plan)
+    assert len({len(rank) for rank in packed}) == 1, "ranks have different numbers of micro batches"
+    seen = 0
+    for rank in packed:
+        for micro in rank:
+            if micro.num_targets:
+                # The column's value is the token id by construction: alignment is equality.
+                assert micro.columns["tag"].long().tolist() == micro.target_ids_K.tolist()
+                assert micro.input_ids_T[micro.target_index_K + 1].tolist() == micro.target_ids_K.tolist()
+            seen += micro.num_targets
+    assert seen == int(batch.response_lens_N.sum())
+
+
+def test_a_column_of_the_wrong_length_is_refused() -> None:
+    batch = make_batch([[3, 2]])
+    with pytest.raises(ValueError, match="'bad'"):
+        batch.with_column("bad", [np.zeros(3), np.zeros(3)])
+
+
+def test_a_constant_is_repeated_over_its_response() -> None:
+    batch = make_batch([[3, 2]])
+    (first, second) = batch.with_constant("c", batch.scores_N + 5).columns["c"]
+    assert first.tolist() == [5, 5, 5]
+    assert second.tolist() == [6, 6]
