@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .client import RolloutClient
     from .config import RolloutConfig, SamplingConfig
+    from .control import LoraAdapters
+    from .episodes import Episode, EpisodeGroup, EpisodeResult, TurnFailedError, run_episodes
     from .errors import (
         ControlError,
         KVCacheTooSmallError,
@@ -18,20 +20,28 @@ if TYPE_CHECKING:
         ServerDiedError,
         ServerStartError,
     )
+    from .rewards import RewardOutcome, RewardPool
     from .samples import Endpoint, Failure, GroupResult, Request, Sample, request_seed
     from .server import ServerGroup, check_launch
+    from .watch import ServerWatch, WatchEvent
 
 __all__ = [
     "ControlError",
     "Endpoint",
+    "Episode",
+    "EpisodeGroup",
+    "EpisodeResult",
     "Failure",
     "GroupResult",
     "KVCacheTooSmallError",
+    "LoraAdapters",
     "ModelFolderError",
     "NoServerError",
     "PortInUseError",
     "Request",
     "RequestTooLongError",
+    "RewardOutcome",
+    "RewardPool",
     "RolloutClient",
     "RolloutConfig",
     "RolloutConfigError",
@@ -41,21 +51,31 @@ __all__ = [
     "ServerDiedError",
     "ServerGroup",
     "ServerStartError",
+    "ServerWatch",
+    "TurnFailedError",
+    "WatchEvent",
     "check_launch",
     "request_seed",
+    "run_episodes",
 ]
 
 _EXPORTS = {
     "ControlError": ".errors",
     "Endpoint": ".samples",
+    "Episode": ".episodes",
+    "EpisodeGroup": ".episodes",
+    "EpisodeResult": ".episodes",
     "Failure": ".samples",
     "GroupResult": ".samples",
     "KVCacheTooSmallError": ".errors",
+    "LoraAdapters": ".control",
     "ModelFolderError": ".errors",
     "NoServerError": ".errors",
     "PortInUseError": ".errors",
     "Request": ".samples",
     "RequestTooLongError": ".errors",
+    "RewardOutcome": ".rewards",
+    "RewardPool": ".rewards",
     "RolloutClient": ".client",
     "RolloutConfig": ".config",
     "RolloutConfigError": ".errors",
@@ -65,8 +85,12 @@ _EXPORTS = {
     "ServerDiedError": ".errors",
     "ServerGroup": ".server",
     "ServerStartError": ".errors",
+    "ServerWatch": ".watch",
+    "TurnFailedError": ".episodes",
+    "WatchEvent": ".watch",
     "check_launch": ".server",
     "request_seed": ".samples",
+    "run_episodes": ".episodes",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .command import Device, kv_cache_bytes_of
 from .config import RolloutConfig
-from .errors import KVCacheTooSmallError, ModelFolderError, PortInUseError, RequestTooLongError
+from .errors import KVCacheTooSmallError, ModelFolderError, PortInUseError, RequestTooLongError, RolloutConfigError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -57,6 +57,16 @@ def check_context(config: RolloutConfig, model_config: Mapping[str, Any] | None)
     if config.max_model_len > limit:
         raise RequestTooLongError(
             f"max_model_len={config.max_model_len}: the model's context is {limit} tokens (max_position_embeddings)"
+        )
+
+
+def check_device_features(config: RolloutConfig, device: Device) -> None:
+    """Settings that only one kind of server knows. Raises RolloutConfigError."""
+    if device == "cpu" and config.sleep_mode:
+        raise RolloutConfigError("sleep_mode=True: a CPU server has no GPU memory to give back; allowed is False")
+    if device == "cpu" and config.tensor_parallel_size > 1:
+        raise RolloutConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size}: allowed on the CPU is 1; raise num_servers instead"
         )
 
 

@@ -9,7 +9,6 @@ import random
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ import aiohttp
 
 from ._loop import LoopThread
 from .config import RolloutConfig, SamplingConfig
+from .dispatch import Dispatcher
 from .errors import NoServerError
 from .metrics import ClientCounters, combine, server_metrics
 from .protocol import Choice, MalformedAnswerError, completion_body, error_message, parse_completion
 from .retry import ABORTED, CONNECTION_LOST, MALFORMED, TIMED_OUT, Verdict, backoff_s, judge_status
-from .routing import Router
 from .samples import Endpoint, Failure, FailureKind, GroupResult, Request, Sample
 
 OnGroup = Callable[[GroupResult], Awaitable[None] | None]
@@ -40,7 +39,7 @@ class _Setback:
     verdict: Verdict
     message: str
     retry_after_s: float | None = None
-    at_once: bool = False  # a stale connection: the next attempt needs no pause and nobody is to blame
+    maybe_stale: bool = False  # the server may only have closed an idle connection: try again at once
 
 
 class RolloutClient:
@@ -56,16 +55,17 @@ class RolloutClient:
         self.endpoints = tuple(endpoints)
         self.config = config or RolloutConfig()
         self.counters = ClientCounters()
-        self._router = Router(len(self.endpoints), max_in_flight=self.config.max_samples_in_flight)
+        self._dispatcher = Dispatcher(len(self.endpoints), max_in_flight=self.config.max_samples_in_flight)
         self._policy_version = 0
+        self._model_override: str | None = None
         self._models = [endpoint.model for endpoint in self.endpoints]
         self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession]
         self._sessions = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()  # guards the router, the waiters and the counters between loops
-        self._waiters: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._lock = threading.Lock()  # guards the counters between loops
         self._background = LoopThread("rollout-client")
         self._random = random.Random()
         self._num_running, self._running_since = 0, 0.0
+        self._report_suspect: Callable[[int], None] | None = None
 
     # ---- generating ----------------------------------------------------------------------------------------------
     async def generate(
@@ -137,12 +137,14 @@ class RolloutClient:
             return _failed(request, sampling.n, "too_long", message, 0)
         started, avoid = time.monotonic(), set[int]()
         for attempt in range(1, self.config.max_retries + 2):
-            server = await self._acquire(request.prompt_id, sampling.n, avoid)
+            server = await self._dispatcher.acquire(request.prompt_id, sampling.n, avoid)
+            if server is None:
+                return _failed(request, sampling.n, "connection", "no server is left", attempt)
             version = self._policy_version
             try:
                 outcome = await self._attempt(server, request, sampling)
             finally:
-                self._release(server, sampling.n)
+                self._dispatcher.release(server, sampling.n)
             if not isinstance(outcome, _Setback):
                 return self._succeed(request, outcome, server, version, attempt, time.monotonic() - started)
             last = attempt == self.config.max_retries + 1
@@ -155,8 +157,7 @@ class RolloutClient:
     def _succeed(
         self, request: Request, choices: list[Choice], server: int, version: int, attempt: int, duration_s: float
     ) -> GroupResult:
-        with self._lock:
-            self._router.succeeded(server)
+        self._dispatcher.succeeded(server)
         samples = tuple(
             Sample(
                 prompt_id=request.prompt_id,
@@ -177,10 +178,13 @@ class RolloutClient:
     async def _pause(self, server: int, setback: _Setback, attempt: int) -> None:
         with self._lock:
             self.counters.num_retries += 1
-            if setback.verdict.blame_server and not setback.at_once:
-                self._router.failed(server, time.monotonic())
-        if setback.at_once and attempt == 1:
-            return
+        if setback.maybe_stale and attempt == 1:
+            return  # nobody is to blame
+        if setback.verdict.blame_server:
+            self._dispatcher.failed(server)
+        report = self._report_suspect
+        if report is not None and setback.verdict in (CONNECTION_LOST, TIMED_OUT):
+            report(server)
         delay = backoff_s(
             attempt,
             base_s=self.config.retry_base_s,
@@ -193,13 +197,13 @@ class RolloutClient:
     # ---- one HTTP exchange ---------------------------------------------------------------------------------------
     async def _attempt(self, server: int, request: Request, sampling: SamplingConfig) -> list[Choice] | _Setback:
         try:
-            model = self._models[server] or await self._ask_model(server)
+            model = self._model_override or self._models[server] or await self._ask_model(server)
             body = completion_body(request.prompt_ids, sampling, model=model, seed=request.seed)
             status, headers, raw = await self._exchange(server, "POST", "/v1/completions", body)
         except TimeoutError:
             return _Setback(TIMED_OUT, f"no answer within {self.config.request_timeout_s:g} s")
         except aiohttp.ServerDisconnectedError as error:
-            return _Setback(CONNECTION_LOST, f"connection lost: {error}", at_once=True)
+            return _Setback(CONNECTION_LOST, f"connection lost: {error}", maybe_stale=True)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             return _Setback(CONNECTION_LOST, f"connection lost: {type(error).__name__}: {error}")
         except (MalformedAnswerError, aiohttp.ClientResponseError) as error:
@@ -247,48 +251,21 @@ class RolloutClient:
         self._models[server] = str(name)
         return str(name)
 
-    # ---- who may send --------------------------------------------------------------------------------------------
-    async def _acquire(self, group: str, cost: int, avoid: set[int]) -> int:
-        """Wait for room on a server; first come, first served."""
-        while True:
-            with self._lock:
-                server = self._router.pick(group, cost, time.monotonic(), avoid=avoid)
-                if server is None:
-                    loop = asyncio.get_running_loop()
-                    waiter: asyncio.Future[None] = loop.create_future()
-                    self._waiters.append((loop, waiter))
-            if server is not None:
-                self._wake_one()  # there may be room for another one
-                return server
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                if waiter.done() and not waiter.cancelled():
-                    self._wake_one()  # hand our turn on
-                raise
-
-    def _release(self, server: int, cost: int) -> None:
-        with self._lock:
-            self._router.finish(server, cost)
-        self._wake_one()
-
-    def _wake_one(self) -> None:
-        with self._lock:
-            while self._waiters:
-                loop, waiter = self._waiters.popleft()
-                if not waiter.done() and not loop.is_closed():
-                    loop.call_soon_threadsafe(_resolve, waiter)
-                    return
-
+    # ---- servers out of service ----------------------------------------------------------------------------------
     def block(self, server: int) -> None:
         """Send nothing new to endpoint number `server` until `unblock` (it restarts, or awaits weights)."""
-        with self._lock:
-            self._router.block(server)
+        self._dispatcher.block(server)
 
     def unblock(self, server: int) -> None:
-        with self._lock:
-            self._router.unblock(server)
-        self._wake_one()
+        self._dispatcher.unblock(server)
+
+    def retire(self, server: int) -> None:
+        """Endpoint number `server` will not come back. With none left, all that waits ends as failures."""
+        self._dispatcher.retire(server)
+
+    def report_suspects_to(self, report: Callable[[int], None] | None) -> None:
+        """Call `report(server)` whenever a server could not be reached or did not answer (see ServerWatch)."""
+        self._report_suspect = report
 
     # ---- versions, figures, end ----------------------------------------------------------------------------------
     @property
@@ -298,6 +275,10 @@ class RolloutClient:
     def set_policy_version(self, version: int) -> None:
         """To be called when all servers have taken the weights of `version`."""
         self._policy_version = version
+
+    def set_model(self, model: str | None) -> None:
+        """Ask for another model name from now on: a LoRA adapter's; None: each endpoint's own."""
+        self._model_override = model
 
     async def fetch_metrics(self) -> dict[str, float]:
         """The client's counters ("client/...") and the servers' own figures, summed and per server.
@@ -314,7 +295,9 @@ class RolloutClient:
 
         per_server = await asyncio.gather(*(one(server) for server in range(len(self.endpoints))))
         with self._lock:
-            own = self.counters.as_dict() | {"client/samples_in_flight": float(sum(self._router.load))}
+            own = self.counters.as_dict()
+        own["client/samples_in_flight"] = float(self._dispatcher.samples_in_flight)
+        own["client/groups_waiting"] = float(self._dispatcher.num_waiting)
         return own | combine(per_server)
 
     def metrics(self) -> dict[str, float]:
@@ -360,11 +343,6 @@ class RolloutClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _resolve(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 def _failed(request: Request, n: int, kind: FailureKind, message: str, attempts: int) -> GroupResult:

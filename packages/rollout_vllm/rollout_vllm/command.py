@@ -73,6 +73,10 @@ def server_arguments(
         args += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
     if device == "cuda":
         args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+    if config.sleep_mode:
+        args += ["--enable-sleep-mode"]
+    if config.max_lora_rank is not None:  # two of them in memory: the next version loads beside the current one
+        args += ["--enable-lora", "--max-lora-rank", str(config.max_lora_rank), "--max-loras", "2"]
     kv_cache_bytes = kv_cache_bytes_of(config, device)
     if kv_cache_bytes is not None:
         args += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
@@ -115,6 +119,10 @@ def server_environment(
         # FlashInfer's sampler is compiled at the first start: two minutes. vLLM's own is there at once.
         "VLLM_USE_FLASHINFER_SAMPLER": base.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
     }
+    if config.sleep_mode:
+        env["VLLM_SERVER_DEV_MODE"] = "1"  # the sleep routes are part of it; the API key guards them too
+    if config.max_lora_rank is not None:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if device == "cpu":
         threads = plan_cpu_threads(num_cores, config.num_servers, config.cpu_threads)
         env["OMP_NUM_THREADS"] = str(threads)

@@ -32,12 +32,14 @@ class RolloutConfig:
         "auto"  # auto: vLLM's choice (bfloat16 for float32 weights)
     )
     max_model_len: int | None = None  # tokens, prompt + response; None: the model's own
-    max_num_seqs: int = 64  # sequences a server decodes at once
+    max_num_seqs: int = 256  # sequences a server decodes at once
     gpu_memory_utilization: float = 0.5  # share of GPU memory a server may take, 0..1; unused on CPU
     kv_cache_gib: float | None = None  # KV cache in GiB; None: 1 on CPU, what gpu_memory_utilization leaves on GPU
     enforce_eager: bool = True  # False: torch.compile and CUDA graphs: a slower start, faster decoding
     prefix_caching: bool = True
     chunked_prefill: bool | None = None  # None: off on CPU (a per-request seed would kill that engine), on elsewhere
+    sleep_mode: bool = False  # servers that can give their GPU memory back between rollouts (control.sleep); GPU only
+    max_lora_rank: int | None = None  # LoRA adapters up to this rank can be loaded (control.LoraAdapters); None: none
     load_format: str = "auto"  # vLLM's --load-format; "dummy": random weights, for those that push weights anyway
     deterministic: bool = False  # same seeds, same tokens, whatever the batching; slower
     cpu_threads: int | None = (
@@ -63,7 +65,7 @@ class RolloutConfig:
         _require_positive(self, ("num_servers", "tensor_parallel_size", "max_num_seqs", "startup_timeout_s"))
         _require_positive(self, ("request_timeout_s", "connect_timeout_s", "retry_base_s", "retry_max_s"))
         _require_positive(self, ("max_samples_in_flight",))
-        _require_positive(self, ("max_model_len", "kv_cache_gib", "cpu_threads"), or_none=True)
+        _require_positive(self, ("max_model_len", "kv_cache_gib", "cpu_threads", "max_lora_rank"), or_none=True)
         _require(self.stop_grace_s >= 0, "stop_grace_s", self.stop_grace_s, "0 or more seconds")
         _require(self.max_retries >= 0, "max_retries", self.max_retries, "0 or more")
         memory = self.gpu_memory_utilization

@@ -21,6 +21,7 @@ class Router:
         self.max_in_flight = max_in_flight
         self.load = [0] * num_servers
         self._blocked = [False] * num_servers
+        self._retired = [False] * num_servers
         self._down_until = [0.0] * num_servers
         self._strikes = [0] * num_servers
         self._cooldown_s = cooldown_s
@@ -80,8 +81,16 @@ class Router:
         self._blocked[server] = True
 
     def unblock(self, server: int) -> None:
-        self._blocked[server] = False
+        self._blocked[server] = self._retired[server]
         self.succeeded(server)
+
+    def retire(self, server: int) -> None:
+        """Out of service for good."""
+        self._blocked[server] = self._retired[server] = True
+
+    @property
+    def all_retired(self) -> bool:
+        return all(self._retired)
 
     def is_blocked(self, server: int) -> bool:
         return self._blocked[server]

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
-FailureKind = Literal["too_long", "refused", "malformed", "connection", "timeout", "server", "aborted", "deadline"]
+FailureKind = Literal[
+    "too_long",  # prompt + max_tokens do not fit the model's context
+    "refused",  # the server called the request wrong (4xx)
+    "malformed",  # answers without all samples, token ids and log-probs
+    "connection",  # no connection, or lost
+    "timeout",  # no answer within request_timeout_s
+    "server",  # 5xx or 429
+    "aborted",  # the server aborted it
+    "deadline",  # the caller's deadline passed
+    "rollout",  # the user's rollout function raised
+]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from types import TracebackType
 from .checks import (
     available_memory_bytes,
     check_context,
+    check_device_features,
     check_kv_cache,
     check_memory,
     check_model_folder,
@@ -36,6 +37,7 @@ def check_launch(model_path: str | Path, config: RolloutConfig) -> Device:
     if config.urls:
         return "cpu"
     device = detect_device()[0] if config.device == "auto" else config.device
+    check_device_features(config, device)
     model_config = check_model_folder(str(model_path), load_format=config.load_format)
     check_context(config, model_config)
     check_kv_cache(config, model_config, device)
@@ -63,7 +65,7 @@ class ServerGroup:
     ) -> None:
         self.endpoints = tuple(endpoints)
         self.servers = tuple(servers)
-        self._startup_timeout_s = startup_timeout_s
+        self.startup_timeout_s = startup_timeout_s
         self._started_at = time.monotonic()
         self._owner_pid = os.getpid()
         reference = weakref.ref(self)
@@ -123,7 +125,7 @@ class ServerGroup:
 
         Raises ServerStartError with the first failure's reason in one line; then all of them are stopped.
         """
-        deadline = self._started_at + self._startup_timeout_s
+        deadline = self._started_at + self.startup_timeout_s
         jobs = self.servers or self.endpoints
         pool = ThreadPoolExecutor(max_workers=len(jobs), thread_name_prefix="wait_ready")
         try:

@@ -469,7 +469,7 @@ def test_reserved_ports_differ_and_can_be_listened_on() -> None:
         ),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", 1, "out of GPU memory"),
         (
-            "ValueError: Free memory on device (1/139 GiB) on startup is less than desired GPU memory utilization (0.9)",
+            "ValueError: Free memory on device (1/139 GiB) on startup is less than desired GPU memory utilization",
             1,
             "out of GPU memory",
         ),

@@ -1,0 +1,272 @@
+"""Harm on the way and at the servers, against real vLLM: no sample lost, none doubled, no process left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from test_rollout_vllm_real import assert_complete, make_requests
+
+import rollout_vllm.client
+from conftest import HarmfulProxy
+from rollout_vllm import (
+    Endpoint,
+    GroupResult,
+    RolloutClient,
+    RolloutConfig,
+    RolloutConfigError,
+    SamplingConfig,
+    ServerDiedError,
+    ServerGroup,
+    ServerWatch,
+)
+from rollout_vllm.watch import version_problem
+
+pytestmark = pytest.mark.slow
+SHORT = SamplingConfig(n=3, max_tokens=5)
+
+
+def quick(**changes: object) -> RolloutConfig:
+    return config_for_tests(**({"retry_base_s": 0.05, "retry_max_s": 0.5, "max_retries": 4} | changes))
+
+
+def test_harm_that_passes_costs_no_sample(proxy: HarmfulProxy) -> None:
+    proxy.plan.extend(["drop", "cut", "garbage", "missing", 500, 503, 429, "pass", "drop", "garbage"])
+    proxy.retry_after = "0.1"
+    requests = make_requests(8)
+    with RolloutClient([proxy.endpoint], quick()) as client:
+        groups = client.generate_blocking(requests, SHORT)
+        assert client.counters.num_retries == 9
+    assert_complete(requests, groups, 3)
+    assert all(g.complete for g in groups)
+    assert proxy.num_requests == 17
+    assert max(s.num_attempts for g in groups for s in g.samples) > 1
+
+
+@pytest.mark.parametrize(
+    ("harm", "kind"), [("garbage", "malformed"), ("missing", "malformed"), ("drop", "connection"), (503, "server")]
+)
+def test_harm_that_stays_is_reported_for_each_sample(proxy: HarmfulProxy, harm: str | int, kind: str) -> None:
+    proxy.plan.extend([harm] * 3)
+    [request] = make_requests(1)
+    with RolloutClient([proxy.endpoint], quick(max_retries=2)) as client:
+        groups = client.generate_blocking([request], SHORT)
+        assert client.counters.failures_by_kind == {kind: 3}
+    assert_complete([request], groups, 3)
+    assert not groups[0].samples
+    assert {(f.kind, f.num_attempts) for f in groups[0].failures} == {(kind, 3)}
+
+
+def test_a_refused_request_is_not_tried_again(proxy: HarmfulProxy) -> None:
+    proxy.plan.append(422)
+    with RolloutClient([proxy.endpoint], quick()) as client:
+        [group] = client.generate_blocking(make_requests(1), SHORT)
+    assert {(f.kind, f.num_attempts) for f in group.failures} == {("refused", 1)}
+    assert proxy.num_requests == 1
+
+
+def test_a_hanging_answer_is_asked_for_again(proxy: HarmfulProxy, pair: ServerGroup) -> None:
+    proxy.plan.append("hang")
+    requests = make_requests(2)
+    with RolloutClient([proxy.endpoint, pair.endpoints[1]], quick(request_timeout_s=3.0)) as client:
+        groups = client.generate_blocking(requests, SHORT)
+    assert_complete(requests, groups, 3)
+    assert all(g.complete for g in groups)
+    assert groups[0].samples[0].server_url == pair.endpoints[1].url  # not the one that hung
+
+
+def test_a_deadline_ends_what_hangs_and_keeps_the_rest(proxy: HarmfulProxy) -> None:
+    proxy.plan.append("hang")
+    requests = make_requests(4)
+    begin = time.monotonic()
+    with RolloutClient([proxy.endpoint], quick()) as client:
+        groups = client.generate_blocking(requests, SHORT, deadline_s=5.0)
+    assert 4.5 < time.monotonic() - begin < 20
+    assert_complete(requests, groups, 3)
+    assert sorted(len(g.samples) for g in groups) == [0, 3, 3, 3]
+    assert {f.kind for g in groups for f in g.failures} == {"deadline"}
+
+
+def test_a_slow_network_is_waited_for(proxy: HarmfulProxy) -> None:
+    proxy.plan.extend(["slow"] * 4)
+    requests = make_requests(4)
+    with RolloutClient([proxy.endpoint], quick()) as client:
+        groups = client.generate_blocking(requests, SHORT)
+        assert client.counters.num_retries == 0
+    assert all(g.complete for g in groups)
+
+
+def test_a_stale_connection_is_survived(pair: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn closes idle connections after 5 s; here the client would keep them longer."""
+    monkeypatch.setattr(rollout_vllm.client, "_KEEP_ALIVE_S", 60.0)
+    requests = make_requests(8)
+    with RolloutClient(pair.endpoints, quick()) as client:
+        for _ in range(2):
+            assert all(g.complete for g in client.generate_blocking(requests, SHORT))
+            time.sleep(5.5)
+        assert all(g.complete for g in client.generate_blocking(requests, SHORT))
+
+
+def test_a_cancelled_client_frees_the_server(pair: ServerGroup) -> None:
+    config = quick(max_model_len=None)
+    endless = SamplingConfig(n=8, max_tokens=200, ignore_eos=True)
+
+    async def main() -> tuple[dict[str, float], dict[str, float]]:
+        client = RolloutClient(pair.endpoints, config)
+        before = await client.fetch_metrics()
+        task = asyncio.ensure_future(client.generate(make_requests(64), endless))
+        while (await client.fetch_metrics())["num_running"] == 0:
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        end = time.monotonic() + 30
+        while (after := await client.fetch_metrics())["num_running"] + after["num_waiting"] > 0:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+        assert after["client/samples_in_flight"] == after["client/groups_waiting"] == 0
+        await client.aclose()
+        return before, after
+
+    before, after = asyncio.run(main())
+    assert after["generation_tokens"] - before["generation_tokens"] < 64 * 8 * 200 / 2  # it did not run to the end
+
+
+def test_a_failing_callback_ends_the_rest(client: RolloutClient) -> None:
+    def on_group(group: GroupResult) -> None:
+        raise RuntimeError("scoring broke")
+
+    with pytest.raises(RuntimeError, match="scoring broke"):
+        client.generate_blocking(make_requests(16), SHORT, on_group=on_group)
+    assert client.metrics()["client/samples_in_flight"] == 0
+    assert client.generate_blocking(make_requests(1), SHORT)[0].complete
+
+
+def test_no_server_at_all() -> None:
+    nobody = [Endpoint("http://127.0.0.1:9", "k", "policy")]
+    with RolloutClient(nobody, quick(max_retries=1)) as client:
+        [group] = client.generate_blocking(make_requests(1), SHORT)
+    assert {f.kind for f in group.failures} == {"connection"}
+
+
+# ---- servers that die, restarted under watch ------------------------------------------------------------------------
+class Synchroniser:
+    """Stands for the weight push: notes that a restarted server answers, and had no traffic before."""
+
+    def __init__(self, client: RolloutClient) -> None:
+        self.client, self.calls = client, list[int]()
+
+    def __call__(self, index: int, endpoint: Endpoint) -> int:
+        from rollout_vllm.metrics import server_metrics
+        from rollout_vllm.process import call
+
+        figures = server_metrics(call(endpoint, "GET", "/metrics")[1])
+        assert figures["generation_tokens"] <= 1  # the readiness check's own token
+        self.calls.append(index)
+        return self.client.policy_version
+
+
+def kill_tree_member(group: ServerGroup, index: int, how: signal.Signals) -> int:
+    """Signal the API server's own process (the supervisor's child), as an operator or the kernel would."""
+    supervisor = group.servers[index].pid
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    os.kill(int(children[0]), how)
+    return int(children[0])
+
+
+def run_with_fault(client: RolloutClient, fault: threading.Event, sampling: SamplingConfig) -> list[GroupResult]:
+    """A rollout during which `fault` is set once the first group is back."""
+    requests = make_requests(48)
+    groups = client.generate_blocking(requests, sampling, on_group=lambda _: fault.set())
+    assert_complete(requests, groups, sampling.n)
+    assert all(g.complete for g in groups), [g.failures for g in groups if g.failures]
+    return groups
+
+
+def when(fault: threading.Event, action: object) -> threading.Thread:
+    def run() -> None:
+        fault.wait(120)
+        action()  # type: ignore[operator]
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_one_of_two_servers_is_killed(pair: ServerGroup) -> None:
+    client = RolloutClient(pair.endpoints, quick(max_samples_in_flight=64))
+    client.set_policy_version(5)
+    synchronise, fault = Synchroniser(client), threading.Event()
+    long = SamplingConfig(n=8, max_tokens=60, ignore_eos=True)
+    with client, ServerWatch(pair, client, on_restart=synchronise) as watch:
+        killer = when(fault, lambda: kill_tree_member(pair, 1, signal.SIGKILL))
+        run_with_fault(client, fault, long)
+        killer.join()
+        wait_until(lambda: [e.what for e in watch.events] == ["died", "restarted"])
+        assert synchronise.calls == [1]
+        groups = client.generate_blocking(make_requests(16), SHORT)
+        assert {s.server_url for g in groups for s in g.samples} == {e.url for e in pair.endpoints}
+        watch.check()
+    pair.check()
+
+
+def test_the_only_server_hangs(pair: ServerGroup) -> None:
+    alone = ServerGroup(pair.endpoints[:1], pair.servers[:1], 300.0)
+    client = RolloutClient(alone.endpoints, quick(max_samples_in_flight=64))
+    synchronise, fault = Synchroniser(client), threading.Event()
+    with client, ServerWatch(alone, client, on_restart=synchronise, health_every_s=0.5, hang_timeout_s=4.0) as watch:
+        stopper = when(fault, lambda: kill_tree_member(alone, 0, signal.SIGSTOP))
+        run_with_fault(client, fault, SamplingConfig(n=8, max_tokens=40, ignore_eos=True))
+        stopper.join()
+        assert [e.what for e in watch.events] == ["hung", "restarted"]
+    alone.check()
+
+
+def test_the_only_server_is_killed(pair: ServerGroup) -> None:
+    alone = ServerGroup(pair.endpoints[1:], pair.servers[1:], 300.0)
+    client = RolloutClient(alone.endpoints, quick(max_samples_in_flight=64))
+    synchronise, fault = Synchroniser(client), threading.Event()
+    with client, ServerWatch(alone, client, on_restart=synchronise) as watch:
+        killer = when(fault, lambda: kill_tree_member(alone, 0, signal.SIGKILL))
+        run_with_fault(client, fault, SamplingConfig(n=8, max_tokens=40, ignore_eos=True))
+        killer.join()
+        assert [e.what for e in watch.events] == ["died", "restarted"]
+    alone.check()
+
+
+def wait_until(condition: object, timeout_s: float = 200.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.05)
+
+
+def test_a_server_that_cannot_be_restarted_is_given_up(pair: ServerGroup, tmp_path: Path) -> None:
+    """With plain processes in the server's place: they end at once, as a server with a broken setup does."""
+    from rollout_vllm.process import ServerProcess
+
+    endpoint = Endpoint("http://127.0.0.1:9", "k", "policy")
+    server = ServerProcess(0, endpoint, ["--no-such-argument"], {"PATH": os.environ["PATH"]}, tmp_path / "log")
+    group = ServerGroup([endpoint], [server], 60.0)
+    client = RolloutClient([endpoint], quick())
+    with client, ServerWatch(group, client, on_restart=lambda *_: 0, max_restarts=0) as watch:
+        [result] = client.generate_blocking(make_requests(1), SHORT, deadline_s=60)
+        assert {f.kind for f in result.failures} == {"connection"}
+        wait_until(lambda: any(e.what == "given_up" for e in watch.events))
+        with pytest.raises(ServerDiedError, match="max_restarts"):
+            watch.check()
+    with pytest.raises(RolloutConfigError, match="by url"):
+        ServerWatch(ServerGroup([endpoint], [], 1.0), client, on_restart=lambda *_: 0)
+    with pytest.raises(RolloutConfigError, match="endpoints"):
+        ServerWatch(pair, client, on_restart=lambda *_: 0)
+
+
+def test_wrong_weights_never_generate() -> None:
+    assert version_problem(4, 4) is None
+    assert version_problem(None, 4) is None
+    assert "version 3" in (version_problem(3, 4) or "")

@@ -1,0 +1,357 @@
+"""Against real vLLM servers on the CPU: what comes out, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from rollout_vllm_helpers import EOS_ID, assert_complete, config_for_tests, make_requests
+
+from rollout_vllm import (
+    ControlError,
+    Endpoint,
+    Episode,
+    GroupResult,
+    KVCacheTooSmallError,
+    LoraAdapters,
+    ModelFolderError,
+    PortInUseError,
+    Request,
+    RolloutClient,
+    RolloutConfig,
+    RolloutConfigError,
+    SamplingConfig,
+    ServerGroup,
+    ServerStartError,
+    request_seed,
+    run_episodes,
+)
+from rollout_vllm.process import call
+
+pytestmark = pytest.mark.slow
+
+
+def test_groups_of_samples(client: RolloutClient) -> None:
+    client.set_policy_version(3)
+    requests, sampling = make_requests(24), SamplingConfig(n=4, max_tokens=10)
+    order: list[str] = []
+    groups = client.generate_blocking(requests, sampling, on_group=lambda g: order.append(g.prompt_id))
+    assert_complete(requests, groups, 4)
+    assert sorted(order) == sorted(r.prompt_id for r in requests)
+    samples = [s for g in groups for s in g.samples]
+    assert len(samples) == 96
+    for s in samples:
+        assert len(s.response_ids) == len(s.log_probs) <= 10
+        assert all(v <= 0 for v in s.log_probs)
+        assert (s.finish_reason == "stop") == (s.response_ids[-1] == EOS_ID)
+        assert s.policy_version == s.last_policy_version == 3
+    served = Counter(s.server_url for s in samples)
+    assert set(served.values()) == {48}, served  # the load is even, and groups stay together
+    figures = client.metrics()
+    assert figures["client/num_samples"] == 96
+    assert figures["client/tokens_per_s"] > 0
+    assert figures["generation_tokens"] >= sum(len(s.response_ids) for s in samples)
+    assert figures["server_1/num_running"] == 0
+
+
+def test_seeds_repeat_and_differ(client: RolloutClient) -> None:
+    [request] = make_requests(1, step=5)
+    sampling = SamplingConfig(n=4, max_tokens=16, ignore_eos=True)
+    first, again = (client.generate_blocking([request], sampling)[0] for _ in range(2))
+    assert [s.response_ids for s in first.samples] == [s.response_ids for s in again.samples]
+    assert len({tuple(s.response_ids) for s in first.samples}) == 4
+    other = dataclasses.replace(request, seed=request_seed(7, 6, "p0"))
+    [different] = client.generate_blocking([other], sampling)
+    assert [s.response_ids for s in first.samples] != [s.response_ids for s in different.samples]
+
+
+REFERENCE = """
+import json, sys, torch
+from transformers import Qwen3ForCausalLM
+model = Qwen3ForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+temperature, out = float(sys.argv[2]), []
+for prompt, response in json.load(sys.stdin):
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    log_probs = (logits / temperature).log_softmax(-1)
+    out.append(log_probs.gather(1, torch.tensor(response)[:, None])[:, 0].tolist())
+print(json.dumps(out))
+"""
+
+
+def test_log_probs_are_those_after_temperature(client: RolloutClient, model_folder: Path) -> None:
+    requests = make_requests(6, step=8)
+    groups = client.generate_blocking(requests, SamplingConfig(n=2, max_tokens=12, temperature=0.6))
+    ours = [
+        (r.prompt_ids, s.response_ids, s.log_probs) for r, g in zip(requests, groups, strict=True) for s in g.samples
+    ]
+    reference = subprocess.run(
+        [sys.executable, "-c", REFERENCE, str(model_folder), "0.6"],
+        input=json.dumps([(p, r) for p, r, _ in ours]),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    theirs = json.loads(reference.stdout.splitlines()[-1])
+    difference = max(abs(a - b) for (_, _, x), y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True))
+    assert difference < 1e-3
+    assert max(max(x) - min(x) for _, _, x in ours) > 1.0  # far from uniform: the test can fail
+
+
+def test_stop_tokens_and_length(client: RolloutClient) -> None:
+    [request] = make_requests(1, step=2)
+    [free] = client.generate_blocking([request], SamplingConfig(n=1, max_tokens=30, ignore_eos=True))
+    ids = free.samples[0].response_ids
+    assert len(ids) == 30
+    assert free.samples[0].finish_reason == "length"
+    stop = ids[9]
+    [stopped] = client.generate_blocking(
+        [request], SamplingConfig(n=1, max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
+    )
+    assert stopped.samples[0].finish_reason == "stop"
+    assert stopped.samples[0].response_ids == ids[: ids.index(stop) + 1]
+
+
+@pytest.mark.parametrize("knows_limit", [True, False])
+def test_a_request_too_long_is_a_failure_of_its_own(pair: ServerGroup, knows_limit: bool) -> None:
+    config = config_for_tests() if knows_limit else RolloutConfig()
+    requests = [*make_requests(3), Request(prompt_id="long", prompt_ids=[5] * 300)]
+    with RolloutClient(pair.endpoints, config) as client:
+        groups = client.generate_blocking(requests, SamplingConfig(n=2, max_tokens=4))
+    assert_complete(requests, groups, 2)
+    assert [len(g.samples) for g in groups] == [2, 2, 2, 0]
+    assert {f.kind for f in groups[3].failures} == {"too_long"}
+    assert groups[3].failures[0].num_attempts == (0 if knows_limit else 1)
+
+
+def test_every_route_wants_the_key(pair: ServerGroup) -> None:
+    url = pair.endpoints[0].url
+    for key in (None, "wrong"):
+        for method, path in [
+            ("GET", "/health"),
+            ("GET", "/metrics"),
+            ("GET", "/v1/models"),
+            ("POST", "/v1/completions"),
+            ("POST", "/v1/load_lora_adapter"),
+            ("POST", "/pause"),
+            ("GET", "/nothing"),
+            ("OPTIONS", "/v1/completions"),
+        ]:
+            assert call(Endpoint(url, key), method, path, {})[0] == 401, path
+    assert call(pair.endpoints[0], "GET", "/health")[0] == 200
+
+
+def test_running_servers_by_url(pair: ServerGroup, tmp_path: Path) -> None:
+    """Nothing is started or stopped; the model's name is asked for."""
+    endpoint = pair.endpoints[1]
+    config = RolloutConfig(urls=(endpoint.url + "/",), api_key=endpoint.api_key, startup_timeout_s=30)
+    with ServerGroup.launch("not needed", config, log_dir=tmp_path) as group:
+        group.wait_ready()
+        with RolloutClient(group.endpoints, config) as client:
+            [result] = client.generate_blocking(make_requests(1), SamplingConfig(n=2, max_tokens=3))
+        assert result.complete
+        group.check()
+    pair.check()
+    wrong = dataclasses.replace(config, api_key="wrong")
+    with pytest.raises(ServerStartError, match="401"):
+        ServerGroup.launch("not needed", wrong, log_dir=tmp_path).wait_ready()
+
+
+def test_generate_in_the_callers_own_loop(pair: ServerGroup) -> None:
+    async def main() -> None:
+        client = RolloutClient(pair.endpoints, dataclasses.replace(config_for_tests(), max_samples_in_flight=4))
+        seen: list[str] = []
+
+        async def on_group(group: GroupResult) -> None:
+            await asyncio.sleep(0)
+            seen.append(group.prompt_id)
+            if group.prompt_id == "p0":
+                client.set_policy_version(1)
+
+        requests = make_requests(12)
+        groups = await client.generate(requests, SamplingConfig(n=4, max_tokens=6), on_group=on_group)
+        assert_complete(requests, groups, 4)
+        assert len(seen) == 12
+        assert {s.policy_version for g in groups for s in g.samples} == {0, 1}
+        await client.aclose()
+
+    asyncio.run(main())
+
+
+# ---- several turns --------------------------------------------------------------------------------------------------
+def test_episodes(client: RolloutClient) -> None:
+    tool = [60, 61, 62]
+
+    async def function(episode: Episode) -> None:
+        if episode.prompt_id == "p1" and episode.sample_index == 0:
+            raise KeyError("the tool broke")
+        if episode.prompt_id == "p2":
+            await asyncio.sleep(60)
+        for _ in range(3):
+            await episode.generate(max_tokens=4)
+            episode.add_context(tool)
+        episode.data["note"] = "kept"
+
+    requests = make_requests(3, step=9)
+    sampling = SamplingConfig(n=2, max_tokens=40, ignore_eos=True)
+
+    async def main() -> list[object]:
+        out = [await run_episodes(client, requests, function, sampling, episode_timeout_s=20.0) for _ in range(2)]
+        await client.aclose()
+        return out
+
+    begin = time.monotonic()
+    first, again = asyncio.run(main())
+    assert time.monotonic() - begin < 120
+    assert [g.prompt_id for g in first] == ["p0", "p1", "p2"]  # type: ignore[attr-defined]
+    assert [len(g.results) for g in first] == [2, 1, 0]  # type: ignore[attr-defined]
+    assert first[1].failures[0].kind == "rollout"  # type: ignore[index]
+    assert "tool broke" in first[1].failures[0].message  # type: ignore[index]
+    assert {f.kind for f in first[2].failures} == {"deadline"}  # type: ignore[index]
+    one = first[0].results[0]  # type: ignore[index]
+    assert one.response_mask == ([True] * 4 + [False] * 3) * 3
+    assert one.response_ids[4:7] == tool
+    assert one.log_probs[4:7] == [0.0] * 3
+    assert all(v < 0 for v, m in zip(one.log_probs, one.response_mask, strict=True) if m)
+    assert one.data == {"note": "kept"}
+    assert one.policy_versions == (0, 0, 0)
+    assert again[0].results[0].response_ids == one.response_ids  # type: ignore[index]
+
+
+# ---- LoRA -----------------------------------------------------------------------------------------------------------
+MAKE_ADAPTER = """
+import sys, torch
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3ForCausalLM
+torch.manual_seed(1)
+config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+model = get_peft_model(Qwen3ForCausalLM.from_pretrained(sys.argv[1]), config)
+for name, parameter in model.named_parameters():
+    if "lora_" in name:
+        torch.nn.init.normal_(parameter, std=0.5)
+model.save_pretrained(sys.argv[2])
+"""
+
+
+def test_lora_adapters_on_all_servers_or_on_none(
+    pair: ServerGroup, client: RolloutClient, model_folder: Path, tmp_path: Path
+) -> None:
+    subprocess.run(
+        [sys.executable, "-c", MAKE_ADAPTER, str(model_folder), str(tmp_path / "good")],
+        check=True,
+        timeout=300,
+        capture_output=True,
+    )
+    requests, sampling = make_requests(4), SamplingConfig(n=1, temperature=0.0, max_tokens=12, ignore_eos=True)
+
+    def generated() -> list[list[int]]:
+        return [g.samples[0].response_ids for g in client.generate_blocking(requests, sampling)]
+
+    base = generated()
+    adapters = LoraAdapters(pair.endpoints)
+    with pytest.raises(ControlError, match="nowhere"):
+        adapters.load(tmp_path / "nowhere", 1)
+    assert adapters.current is None
+    for version in (1, 2, 3):  # each replaces the one before
+        client.set_model(adapters.load(tmp_path / "good", version))
+        assert generated() != base
+    names = [json.loads(call(e, "GET", "/v1/models")[1])["data"] for e in pair.endpoints]
+    assert [[m["id"] for m in server] for server in names] == [["policy", "adapter-v3"]] * 2
+    adapters.unload()
+    client.set_model(None)
+    assert generated() == base
+
+
+# ---- starts that fail, ends that are not asked for -----------------------------------------------------------------
+def test_mistakes_are_found_before_any_process(model_folder: Path, tmp_path: Path) -> None:
+    def launch(folder: Path = model_folder, **changes: object) -> None:
+        ServerGroup.launch(folder, config_for_tests(**changes), log_dir=tmp_path / "logs")
+
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((model_folder / name).read_bytes())
+    begin = time.monotonic()
+    with pytest.raises(ModelFolderError, match="tokenizer"):
+        launch(bare)
+    with pytest.raises(KVCacheTooSmallError, match="max_model_len=512"):
+        launch(kv_cache_gib=0.0003, max_model_len=512)
+    with pytest.raises(KVCacheTooSmallError, match="free"):
+        launch(kv_cache_gib=1e6)
+    with pytest.raises(RolloutConfigError, match="512"):
+        launch(max_model_len=513)
+    with pytest.raises(RolloutConfigError, match="sleep_mode"):
+        launch(sleep_mode=True)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortInUseError):
+        launch(port=taken.getsockname()[1])
+    assert time.monotonic() - begin < 5
+    assert not (tmp_path / "logs").exists()
+
+
+def descendants_alive(pid: int) -> bool:
+    """Is any process left of the group that the supervisor `pid` leads?"""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == pid and fields[0] != "Z":
+            return True
+    return False
+
+
+def test_a_failed_start_gives_the_reason_and_leaves_nothing(model_folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model_folder.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "model.safetensors").write_bytes(b"\xff" * 64)
+    group = ServerGroup.launch(broken, config_for_tests(), log_dir=tmp_path)
+    pid = group.servers[0].pid
+    assert pid is not None
+    with pytest.raises(ServerStartError, match="bad model: broken safetensors") as caught:
+        group.wait_ready()
+    assert "\n" not in caught.value.reason
+    assert caught.value.log_path == tmp_path / "server_0.log"
+    assert not descendants_alive(pid)
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from rollout_vllm import RolloutConfig, ServerGroup
+config = RolloutConfig(max_model_len=64, kv_cache_gib=0.05, cpu_threads=1, stop_grace_s=1.0)
+group = ServerGroup.launch(sys.argv[1], config, log_dir=Path(sys.argv[2]))
+print(group.servers[0].pid, flush=True)
+group.wait_ready()
+"""
+
+
+def test_a_killed_launcher_leaves_no_engine_behind(model_folder: Path, tmp_path: Path) -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(model_folder), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    supervisor = int(launcher.stdout.readline())
+    end = time.monotonic() + 300
+    while "VllmWorker" not in (log := (tmp_path / "server_0.log").read_text()) and "(Worker pid=" not in log:
+        assert time.monotonic() < end
+        assert launcher.poll() is None
+        time.sleep(0.1)
+    launcher.kill()
+    launcher.wait()
+    end = time.monotonic() + 20
+    while descendants_alive(supervisor):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{supervisor}")

@@ -1,0 +1,124 @@
+"""The supervisor with plain processes: nothing survives, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import rollout_vllm
+
+SUPERVISE = str(Path(rollout_vllm.__file__).with_name("_supervise.py"))
+
+# A command with a child, a grandchild in a session of its own, and an orphan whose parent is gone already.
+TREE = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleep = "import time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+pids = [os.getpid()]
+pids.append(subprocess.Popen([sys.executable, "-c", sleep]).pid)
+pids.append(subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True).pid)
+middle = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {sleep!r}], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)"
+pids.append(int(subprocess.run([sys.executable, "-c", middle], capture_output=True, check=True).stdout))
+(folder / "tmp").write_text(" ".join(map(str, pids)))
+(folder / "tmp").rename(folder / "pids")
+if "exit" in sys.argv:
+    sys.exit(7)
+time.sleep(600)
+"""  # noqa: E501
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.02)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def start(folder: Path, *flags: str, grace_s: float = 0.3) -> tuple[subprocess.Popen[bytes], list[int]]:
+    command = [
+        sys.executable,
+        SUPERVISE,
+        str(os.getpid()),
+        str(grace_s),
+        sys.executable,
+        "-c",
+        TREE,
+        str(folder),
+        *flags,
+    ]
+    supervisor = subprocess.Popen(command, start_new_session=True)
+    wait_for((folder / "pids").exists)
+    return supervisor, [int(p) for p in (folder / "pids").read_text().split()]
+
+
+@pytest.mark.parametrize("flags", [(), ("stubborn",)])
+def test_sigterm_ends_the_tree(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    supervisor, pids = start(tmp_path, *flags)
+    assert all(running(p) for p in pids)
+    supervisor.terminate()
+    assert supervisor.wait(20) == 128 + (signal.SIGKILL if flags else signal.SIGTERM)
+    assert not any(running(p) for p in pids)
+
+
+def test_the_commands_end_ends_the_rest(tmp_path: Path) -> None:
+    supervisor, pids = start(tmp_path, "exit")
+    assert supervisor.wait(20) == 7
+    assert not any(running(p) for p in pids)
+
+
+def test_a_killed_command_takes_its_tree_along(tmp_path: Path) -> None:
+    supervisor, pids = start(tmp_path)
+    os.kill(pids[0], signal.SIGKILL)
+    assert supervisor.wait(20) == 128 + signal.SIGKILL
+    assert not any(running(p) for p in pids)
+
+
+def test_a_killed_launcher_takes_all_along(tmp_path: Path) -> None:
+    launcher_code = (
+        "import os, subprocess, sys, time;"
+        "subprocess.Popen([sys.executable, sys.argv[1], str(os.getpid()), '0.3', sys.executable, '-c', *sys.argv[2:]],"
+        " start_new_session=True); time.sleep(600)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", launcher_code, SUPERVISE, TREE, str(tmp_path)])
+    try:
+        wait_for((tmp_path / "pids").exists)
+        pids = [int(p) for p in (tmp_path / "pids").read_text().split()]
+    finally:
+        launcher.kill()
+        launcher.wait()
+    wait_for(lambda: not any(running(p) for p in pids))
+
+
+def test_a_launcher_that_is_gone_already_is_noticed(tmp_path: Path) -> None:
+    command = [sys.executable, SUPERVISE, "1", "0.3", sys.executable, "-c", "import time; time.sleep(600)"]
+    begin = time.monotonic()
+    assert subprocess.run(command, timeout=20).returncode != 0
+    assert time.monotonic() - begin < 10
+
+
+def test_a_killed_supervisor_takes_the_command_along(tmp_path: Path) -> None:
+    supervisor, pids = start(tmp_path)
+    supervisor.kill()
+    supervisor.wait()
+    wait_for(lambda: not running(pids[0]))
+    os.killpg(supervisor.pid, signal.SIGKILL)  # what ServerProcess.stop does last
+    wait_for(lambda: not running(pids[1]))
+    for pid in pids[2:]:  # in sessions of their own: beyond a process group's reach
+        os.kill(pid, signal.SIGKILL)
