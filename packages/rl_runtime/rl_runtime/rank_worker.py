@@ -24,7 +24,8 @@ class RankWorker:
     def __init__(self, rank: int, world_size: int, *, device: str, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         self.rank, self.world_size = rank, world_size
-        self.device = torch.device(device)
+        # A rank sees one GPU, its own.
+        self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self._engines: dict[str, ZeroEngine] = {}
         self._pusher: WeightPusher | None = None
 
