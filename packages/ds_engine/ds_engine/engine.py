@@ -186,7 +186,7 @@ class ZeroEngine:
     # ------------------------------------------------------- what ranks share
 
     def _check_plan(self, phase: int, micro_batches: Sequence[TokenBatch]) -> int:
-        """Compare plans before the first collective that could hang; returns all ranks' micro batches without target."""
+        """Compare plans before anything can hang; returns the number of all ranks' micro batches without targets."""
         num_empty = sum(batch.target_ids_K.numel() == 0 for batch in micro_batches)
         mine = torch.tensor([phase, len(micro_batches), num_empty], dtype=torch.int64, device=self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.dp_size)]

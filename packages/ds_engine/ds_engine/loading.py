@@ -46,7 +46,28 @@ def load_causal_lm(
             )
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"cannot load a causal language model from {model_path!r}: {error}") from error
-    return model if sharded else model.to(device)
+    if not sharded:
+        return model.to(device)
+    _restore_fp32_buffers(model)
+    return model
+
+
+def _restore_fp32_buffers(model: Any) -> None:
+    """Recompute in fp32 what stage 3 rounded to the model's dtype, above all the rotary frequencies.
+
+    DeepSpeed turns every floating tensor made while the model is built into bf16. Parameters should be; frequencies
+    rounded to 8 bits shift the angles of far positions by whole radians, and no other stage rounds them.
+    """
+    for module in model.modules():
+        buffers = {
+            name: b for name, b in module.named_buffers(recurse=False) if name in module._non_persistent_buffers_set
+        }
+        rounded = {name: b for name, b in buffers.items() if b.is_floating_point() and b.dtype != torch.float32}
+        if not rounded or any(True for _ in module.parameters(recurse=False)):
+            continue
+        for name, buffer in rounded.items():
+            module.register_buffer(name, buffer.float(), persistent=False)
+        model._init_weights(module)
 
 
 @contextmanager

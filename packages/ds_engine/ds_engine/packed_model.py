@@ -2,8 +2,8 @@
 
 The model stays the same module with the same parameter names; only a second way to call it is added:
 `model(packed=PackedInputs(...), temperature=...)` runs the backbone, picks the hidden states that predict a target and
-calls the LM head, whose own forward then runs the injected log-prob function; the result is one [2, K] tensor, log-probs
-and entropies. The head's weight is used inside the
+calls the LM head, whose own forward then runs the injected log-prob function; the result is one [2, K] tensor of
+log-probs and entropies. The head's weight is used inside the
 head's forward because that is where ZeRO-3 has it gathered, tied to the embedding or not.
 """
 
@@ -73,7 +73,7 @@ def packed_inputs(batch: TokenBatch, *, device: torch.device, kernel: str) -> tu
     ), num_targets
 
 
-def install_packed_forward(model: nn.Module, log_prob_fn: LogProbFn) -> None:
+def install_packed_forward(model: Any, log_prob_fn: LogProbFn) -> None:
     """Add the packed way of calling to `model` (a transformers causal LM). Ordinary calls keep working.
 
     Raises:
@@ -104,7 +104,7 @@ def install_packed_forward(model: nn.Module, log_prob_fn: LogProbFn) -> None:
     model.forward = forward
 
 
-def _install_head_forward(head: nn.Module, log_prob_fn: LogProbFn, options: dict[str, Any]) -> None:
+def _install_head_forward(head: Any, log_prob_fn: LogProbFn, options: dict[str, Any]) -> None:
     original: Callable[..., Any] = head.forward
     has_bias = getattr(head, "bias", None) is not None
 
@@ -112,22 +112,22 @@ def _install_head_forward(head: nn.Module, log_prob_fn: LogProbFn, options: dict
         if targets_K is None:
             return original(hidden)
         extra = dict(options, bias=head.bias) if has_bias else options
-        log_probs_K, entropy_K = log_prob_fn(hidden, head.weight, targets_K, temperature, **extra)  # type: ignore[arg-type]
+        log_probs_K, entropy_K = log_prob_fn(hidden, head.weight, targets_K, temperature, **extra)
         # One tensor, not two: ZeRO-3 hooks each output of a module, and a loss that uses the entropy on one rank only
         # would leave the ranks with different traces of the backward pass, which then gather in different orders.
         return torch.stack((log_probs_K, entropy_K))
 
-    head.forward = forward  # type: ignore[method-assign]
+    head.forward = forward
 
 
-def _head_options(model: nn.Module, head: nn.Module) -> dict[str, Any]:
+def _head_options(model: Any, head: nn.Module) -> dict[str, Any]:
     if type(head) is not nn.Linear:
         raise ModelError(f"{type(model).__name__}'s LM head is {type(head).__name__}, not a plain linear layer")
     soft_cap = getattr(model.config, "final_logit_softcapping", None)
-    return {} if soft_cap is None else {"soft_cap": float(soft_cap)}  # type: ignore[arg-type]
+    return {} if soft_cap is None else {"soft_cap": float(soft_cap)}
 
 
-def _hidden_scale(model: nn.Module) -> float:
+def _hidden_scale(model: Any) -> float:
     """Some families scale their logits; the head being linear, scaling its input does the same."""
     config: Any = model.config
     if getattr(config, "logit_scale", None) is not None:  # Cohere multiplies

@@ -18,7 +18,7 @@ def check_schedule(config: OptimConfig, total_steps: int | None) -> None:
         )
     if total_steps <= config.warmup_steps:
         raise EngineConfigError(
-            f"optim.warmup_steps={config.warmup_steps} must be smaller than the {total_steps} optimizer steps of the run"
+            f"optim.warmup_steps={config.warmup_steps} must be smaller than the run's {total_steps} optimizer steps"
         )
 
 

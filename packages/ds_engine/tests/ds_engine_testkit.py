@@ -1,7 +1,8 @@
-"""What tests and rank processes share: a tiny model, batches, a plain log-prob function, losses, and a pool of ranks."""
+"""What tests and rank processes share: a tiny model, batches, a plain log-prob function, and a pool of ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -239,10 +240,8 @@ class RankPool:
 
     def __exit__(self, *_: object) -> None:
         for connection in self.connections:
-            try:
+            with contextlib.suppress(OSError):
                 connection.send_bytes(pickle.dumps(None))
-            except OSError:
-                pass
         for process in self.processes:
             try:
                 process.wait(timeout=20)

@@ -13,11 +13,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import deepspeed
 import torch
+import torch.distributed as dist
 from ds_engine_testkit import Sample, make_batch, plain_log_prob, token_loss
 
 import ds_engine
-from ds_engine import EngineConfig, LossOutput, ZeroEngine
+from ds_engine import EngineConfig, LossOutput, OptimConfig, TokenOutputs, ZeroConfig, ZeroEngine
+from ds_engine.loading import load_causal_lm
+from ds_engine.packed_model import install_packed_forward, packed_inputs
 
 CPU = torch.device("cpu")
 
@@ -59,6 +63,99 @@ def train(
         return {"stats": stats, "weights": weights, "outputs": outputs, "memory": engine.memory_stats()}
     finally:
         engine.close()
+
+
+def naive_and_exact_norms(model_path: str, micro_batches: list[list[Sample]]) -> dict[int, dict[str, float]]:
+    """Per stage: DeepSpeed's norm when borders are not marked, the engine's, the true one, the last batch's alone."""
+    truth = _true_gradient(model_path, "fp32", micro_batches)
+    last = _true_gradient(model_path, "fp32", micro_batches[-1:])
+    norms = {}
+    for stage in (1, 2, 3):
+        zero = ZeroConfig(stage=stage, param_persistence_elements=0)
+        config = EngineConfig(zero=zero, dtype="fp32", optim=OptimConfig(lr=1e-6))
+        engine = build(model_path, config)
+        exact = engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
+        engine.close()
+        engine = build(model_path, config)
+        for samples in micro_batches:
+            engine._backward(make_batch(samples), weighted_loss, 1.0, {})
+        engine._deepspeed.step()
+        # Both ranks ran the same batches, so sums are twice one process's.
+        norms[stage] = {
+            "naive": float(engine._deepspeed._global_grad_norm),
+            "engine": exact.grad_norm,
+            "true": 2 * _norm(truth),
+            "last_alone": 2 * _norm(last),
+        }
+        engine.close()
+    return norms
+
+
+def train_with_loss(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]], kind: str) -> Any:
+    """One step whose loss uses log-probs only, or nothing of the model."""
+
+    def loss_fn(outputs: Any, batch: Any) -> LossOutput:
+        loss = (outputs.log_probs_K.square() * batch.columns["weights"]).sum()
+        return LossOutput(loss=loss if kind == "log_prob_only" else torch.tensor(0.5))
+
+    def with_norm(outputs: Any, batch: Any) -> LossOutput:
+        result = loss_fn(outputs, batch)
+        share = norm / len(micro_batches) if kind == "log_prob_only" else 0.0
+        return LossOutput(loss=result.loss, metrics={"true_norm": torch.tensor(share, dtype=torch.float64)})
+
+    norm = _norm(_true_gradient(model_path, "fp32", micro_batches, loss_fn if kind == "log_prob_only" else None))
+    engine = build(model_path, config)
+    stats = engine.train_mini_batch([make_batch(m) for m in micro_batches], with_norm)
+    engine.close()
+    return stats
+
+
+def gradient_error(model_path: str, micro_batches: list[list[Sample]], stage: int, fp32_reduce: bool) -> float:
+    """Relative distance of the engine's bf16 gradient from the fp32 sum of all micro batches' own gradients."""
+    truth = _true_gradient(model_path, "bf16", micro_batches)
+    for tensor in truth.values():
+        dist.all_reduce(tensor)
+    zero = ZeroConfig(stage=stage, fp32_reduce=fp32_reduce, param_persistence_elements=0)
+    engine = build(model_path, EngineConfig(zero=zero, dtype="bf16"))
+    for index, samples in enumerate(micro_batches):
+        engine._mark_border(index == len(micro_batches) - 1)
+        engine._backward(make_batch(samples), weighted_loss, 1.0, {})
+    square = torch.zeros(2)
+    for name, parameter in engine.module.named_parameters():
+        gradient = deepspeed.utils.safe_get_full_grad(parameter)
+        square += torch.stack(((gradient - truth[name]).square().sum(), truth[name].square().sum()))
+    engine.close()
+    return float((square[0] / square[1]).sqrt())
+
+
+def offload_cycle(model_path: str, config: EngineConfig) -> Any:
+    engine = build(model_path, config)
+    report = engine.offload()
+    engine.reload()
+    stats = engine.memory_stats()
+    engine.close()
+    return report, stats
+
+
+def _true_gradient(
+    model_path: str, dtype: str, micro_batches: list[list[Sample]], loss_fn: Any = weighted_loss
+) -> dict[str, torch.Tensor]:
+    """This rank's gradient by plain autograd, each micro batch's own, summed in fp32."""
+    model = load_causal_lm(model_path, EngineConfig(dtype=dtype), device=CPU, ds_config={})
+    install_packed_forward(model, plain_log_prob)
+    total = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    for samples in micro_batches if loss_fn else []:
+        batch = make_batch(samples)
+        log_probs_K, entropy_K = model(packed=packed_inputs(batch, device=CPU, kernel="sdpa")[0])
+        model.zero_grad()
+        loss_fn(TokenOutputs(log_probs_K=log_probs_K, entropy_K=entropy_K), batch).loss.backward()
+        for name, parameter in model.named_parameters():
+            total[name] += parameter.grad
+    return total
+
+
+def _norm(tensors: dict[str, torch.Tensor]) -> float:
+    return float(torch.stack([t.square().sum() for t in tensors.values()]).sum().sqrt())
 
 
 def main() -> None:

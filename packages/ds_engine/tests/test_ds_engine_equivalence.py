@@ -39,14 +39,28 @@ def close(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+Reference = tuple[dict[str, torch.Tensor], list[float], list[float]]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path) -> Reference:
+    return reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+
+
 @pytest.mark.parametrize("step_each_micro", [False, True])
 @pytest.mark.parametrize("num_micro", [1, 3, 5])
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_three_steps_equal_one_fp32_process(
-    two_ranks: RankPool, tiny_model: Path, stage: int, offload: str, num_micro: int, step_each_micro: bool
+    two_ranks: RankPool,
+    tiny_model: Path,
+    reference: Reference,
+    stage: int,
+    offload: str,
+    num_micro: int,
+    step_each_micro: bool,
 ) -> None:
-    expected, losses, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+    expected, losses, norms = reference
     per_rank = [{"steps": [split(s, rank, num_micro) for s in STEPS]} for rank in range(2)]
     results = two_ranks.run(
         "train",

@@ -1,0 +1,175 @@
+"""Packed log-probs against ordinary Hugging Face ones: same numbers without padding, with any border."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ds_engine_testkit import make_batch, make_samples, plain_log_prob, write_tiny_model
+
+from ds_engine import EngineConfig, EngineConfigError, ModelError
+from ds_engine.attention import Packing, choose_kernel, packed_attention
+from ds_engine.errors import BatchError
+from ds_engine.loading import load_causal_lm
+from ds_engine.packed_model import install_packed_forward, packed_inputs
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, dtype: str = "fp32", log_prob_fn=plain_log_prob):
+    model = load_causal_lm(str(folder), EngineConfig(dtype=dtype), device=CPU, ds_config={})
+    install_packed_forward(model, log_prob_fn)
+    return model
+
+
+def padded_log_probs(folder: Path, samples, *, temperature: float, dtype: torch.dtype = torch.float32):
+    """The usual way: right padding, an attention mask, full logits."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    longest = max(len(s.ids) for s in samples)
+    ids_BL = torch.tensor([s.ids + [0] * (longest - len(s.ids)) for s in samples])
+    mask_BL = torch.tensor([[1] * len(s.ids) + [0] * (longest - len(s.ids)) for s in samples])
+    with torch.no_grad():
+        logits = model(input_ids=ids_BL, attention_mask=mask_BL).logits.float() / temperature
+    log_p = logits.log_softmax(-1)
+    chosen, entropy = [], []
+    for row, sample in zip(log_p, samples, strict=True):
+        for i in range(sample.num_prompt, len(sample.ids)):
+            chosen.append(row[i - 1, sample.ids[i]])
+            entropy.append(-(row[i - 1].exp() * row[i - 1]).sum())
+    return torch.stack(chosen), torch.stack(entropy)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_equals_padded_fp32(tmp_path: Path, family: str, temperature: float) -> None:
+    extra = {} if family != "qwen2" else {"head_dim": 8}
+    folder = write_tiny_model(tmp_path, family=family, tied=family == "qwen3", **extra)
+    samples = make_samples(9, seed=4)
+    inputs, num_targets = packed_inputs(make_batch(samples), device=CPU, kernel="sdpa")
+    with torch.no_grad():
+        log_probs_K, entropy_K = load(folder)(packed=inputs, temperature=temperature)
+    expected, expected_entropy = padded_log_probs(folder, samples, temperature=temperature)
+    assert num_targets == expected.numel()
+    torch.testing.assert_close(log_probs_K, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy_K, expected_entropy, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_equals_padded_bf16(tiny_model: Path) -> None:
+    samples = make_samples(9, seed=5)
+    inputs, _ = packed_inputs(make_batch(samples), device=CPU, kernel="sdpa")
+    with torch.no_grad():
+        log_probs_K = load(tiny_model, "bf16")(packed=inputs)[0]
+    exact, _ = padded_log_probs(tiny_model, samples, temperature=1.0)
+    usual, _ = padded_log_probs(tiny_model, samples, temperature=1.0, dtype=torch.bfloat16)
+    # Both bf16 ways round; ours must not be further from the fp32 truth than the usual one by more than its own error.
+    assert (log_probs_K - exact).abs().mean() <= 1.25 * (usual - exact).abs().mean()
+
+
+def test_sliding_window(tmp_path: Path) -> None:
+    options = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
+    folder = write_tiny_model(tmp_path, family="qwen2", head_dim=8, layer_types=["sliding_attention"] * 2, **options)
+    samples = make_samples(6, seed=6)
+    inputs, _ = packed_inputs(make_batch(samples), device=CPU, kernel="sdpa")
+    with torch.no_grad():
+        log_probs_K = load(folder)(packed=inputs)[0]
+    expected, _ = padded_log_probs(folder, samples, temperature=1.0)
+    torch.testing.assert_close(log_probs_K, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sequences_do_not_see_each_other(tiny_model: Path) -> None:
+    model = load(tiny_model)
+    first, second = make_samples(2, seed=7)
+    with torch.no_grad():
+        alone = model(packed=packed_inputs(make_batch([second]), device=CPU, kernel="sdpa")[0])[0]
+        behind = model(packed=packed_inputs(make_batch([first, second]), device=CPU, kernel="sdpa")[0])[0]
+    torch.testing.assert_close(behind[-alone.numel() :], alone, rtol=1e-6, atol=1e-6)
+
+
+def test_logits_are_never_made(tiny_model: Path) -> None:
+    """The head runs the injected function only: hidden states in, K log-probs out."""
+    seen = []
+
+    def spy(hidden_KH, weight_VH, targets_K, temperature):
+        seen.append((tuple(hidden_KH.shape), tuple(weight_VH.shape)))
+        return plain_log_prob(hidden_KH, weight_VH, targets_K, temperature)
+
+    batch = make_batch(make_samples(3, seed=8))
+    load(tiny_model, log_prob_fn=spy)(packed=packed_inputs(batch, device=CPU, kernel="sdpa")[0])
+    assert seen == [((batch.target_ids_K.numel(), 32), (64, 32))]
+
+
+def test_ordinary_calls_still_work(tiny_model: Path) -> None:
+    import transformers
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
+    install_packed_forward(ours, plain_log_prob)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    torch.testing.assert_close(ours(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_per_sequence(seed: int) -> None:
+    """Against one dense block-diagonal causal mask, forward and backward."""
+    torch.manual_seed(seed)
+    lengths = torch.randint(1, 12, (5,)).tolist()
+    total = sum(lengths)
+    tensors = [torch.randn(1, heads, total, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    borders = torch.tensor([0, *lengths]).cumsum(0).int()
+    packing = Packing(cu_seqlens_S1=borders, lengths=tuple(lengths), max_seqlen=max(lengths), kernel="sdpa")
+    out, _ = packed_attention(None, *tensors, None, scaling=0.3, packing=packing)
+    segment = torch.repeat_interleave(torch.arange(5), torch.tensor(lengths))
+    mask = (segment[:, None] == segment[None, :]).tril()
+    q, k, v = tensors[0], *(t.repeat_interleave(2, dim=1) for t in tensors[1:])
+    scores = (q @ k.transpose(2, 3) * 0.3).masked_fill(~mask, float("-inf"))
+    expected = (scores.softmax(-1) @ v).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    weight = torch.randn_like(out)
+    ours = torch.autograd.grad((out * weight).sum(), tensors)
+    theirs = torch.autograd.grad((expected * weight).sum(), tensors)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_missing_borders_and_unknown_scores_are_refused() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    packing = Packing(cu_seqlens_S1=torch.tensor([0, 3]), lengths=(3,), max_seqlen=3, kernel="sdpa")
+    with pytest.raises(ModelError, match="does not hand keyword"):
+        packed_attention(None, q, q, q, None)
+    with pytest.raises(ModelError, match="softcap"):
+        packed_attention(None, q, q, q, None, packing=packing, softcap=30.0)
+
+
+def test_kernel_choice() -> None:
+    assert choose_kernel("auto", device_type="cpu", dtype=torch.bfloat16) == "sdpa"
+    assert choose_kernel("auto", device_type="cuda", dtype=torch.float32) == "sdpa"
+    assert choose_kernel("auto", device_type="cuda", dtype=torch.bfloat16) in ("flash", "varlen")
+    with pytest.raises(EngineConfigError, match="needs CUDA"):
+        choose_kernel("varlen", device_type="cpu", dtype=torch.bfloat16)
+
+
+def test_bad_model_folders(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    with pytest.raises(ModelError, match="cannot load"):
+        load(tmp_path)
+    with pytest.raises(ModelError, match="not a causal language model"):
+        install_packed_forward(torch.nn.Linear(2, 2), plain_log_prob)
+
+
+def test_bad_borders_are_refused() -> None:
+    batch = make_batch(make_samples(2, seed=1))
+    broken = type(batch)(**{**vars(batch), "cu_seqlens_S1": batch.cu_seqlens_S1 + 1})
+    broken.cu_seqlens_S1[0] = 0
+    with pytest.raises(BatchError, match="cu_seqlens_S1"):
+        packed_inputs(broken, device=CPU, kernel="sdpa")
+
+
+def test_batch_without_targets_becomes_one_token() -> None:
+    for batch in (make_batch([]),):
+        inputs, num_targets = packed_inputs(batch, device=CPU, kernel="sdpa")
+        assert num_targets == 0
+        assert inputs.input_ids_1T.shape == (1, 1)

@@ -1,0 +1,141 @@
+"""Functions and settings that need no process group."""
+
+import math
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ds_engine
+from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig, deepspeed_config, learning_rate
+from ds_engine.errors import EngineConfigError
+from ds_engine.schedule import check_schedule
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, ds_engine; from ds_engine import EngineConfig, deepspeed_config, learning_rate, ZeroConfig; "
+        "EngineConfig(); heavy = {'torch', 'deepspeed', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_export_resolves() -> None:
+    for name in ds_engine.__all__:
+        assert getattr(ds_engine, name) is not None
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = ds_engine.nothing
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ZeroConfig(stage=4), "stage=4"),
+        (lambda: ZeroConfig(stage=2, offload=OffloadConfig(param="cpu", optimizer="cpu")), "stage 2 keeps them whole"),
+        (
+            lambda: ZeroConfig(stage=1, offload=OffloadConfig(optimizer="nvme", nvme_path="/x")),
+            "CPU memory without saying so",
+        ),
+        (lambda: ZeroConfig(stage=3, offload=OffloadConfig(param="cpu")), "use cpu or nvme here too"),
+        (lambda: OffloadConfig(optimizer="nvme"), "nvme_path=None"),
+        (lambda: OffloadConfig(nvme_path="/x"), "nvme_path"),
+        (lambda: OffloadConfig(optimizer="disk"), "none, cpu or nvme"),
+        (lambda: OptimConfig(lr=0.0), "lr=0.0"),
+        (lambda: OptimConfig(betas=(0.9, 1.0)), "betas"),
+        (lambda: OptimConfig(warmup_steps=10, total_steps=10), "more than warmup_steps"),
+        (lambda: OptimConfig(grad_clip=0.0), "grad_clip"),
+        (lambda: EngineConfig(dtype="fp8"), "bf16, fp16 or fp32"),
+        (lambda: EngineConfig(attention="eager"), "auto, flash, varlen or sdpa"),
+    ],
+)
+def test_bad_settings_name_field_value_and_remedy(build, message: str) -> None:
+    with pytest.raises(ValueError, match=r"is not allowed") as caught:
+        build()
+    assert message in str(caught.value)
+
+
+@given(
+    stage=st.sampled_from([1, 2, 3]),
+    optimizer=st.sampled_from(["none", "cpu"]),
+    param=st.sampled_from(["none", "cpu"]),
+    dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
+    fp32_accum=st.booleans(),
+    fp32_reduce=st.booleans(),
+    bucket=st.integers(1024, 1 << 30),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+@settings(deadline=None, derandomize=True)
+def test_deepspeed_config(stage, optimizer, param, dtype, fp32_accum, fp32_reduce, bucket, device) -> None:
+    if param == "cpu" and (stage < 3 or optimizer == "none"):
+        param = "none"
+    config = EngineConfig(
+        zero=ZeroConfig(
+            stage=stage,
+            offload=OffloadConfig(optimizer=optimizer, param=param),
+            fp32_grad_accum=fp32_accum,
+            fp32_reduce=fp32_reduce,
+            reduce_bucket_bytes=bucket,
+        ),
+        dtype=dtype,
+    )
+    result = deepspeed_config(config, device_type=device)
+    zero = result["zero_optimization"]
+    assert zero["stage"] == stage
+    assert ("offload_optimizer" in zero) == (optimizer == "cpu")
+    assert ("offload_param" in zero) == (param == "cpu")
+    assert result["data_types"]["grad_accum_dtype"] == ("fp32" if fp32_accum else dtype)
+    assert result.get("bf16", {}).get("enabled", False) == (dtype == "bf16")
+    assert result.get("fp16", {}).get("enabled", False) == (dtype == "fp16")
+    element_bytes = 4 if fp32_reduce or dtype == "fp32" else 2
+    assert zero["reduce_bucket_size"] == bucket // element_bytes
+    assert zero["allgather_bucket_size"] % 2 == 0  # DeepSpeed asserts this
+    assert result["train_micro_batch_size_per_gpu"] == result["gradient_accumulation_steps"] == 1
+    assert "train_batch_size" not in result  # DeepSpeed derives it from the world size
+    assert not any(value == "auto" for value in zero.values())  # DeepSpeed drops "auto" without a word
+
+
+@given(
+    step=st.integers(0, 2000),
+    warmup=st.integers(0, 100),
+    length=st.integers(1, 1000),
+    floor=st.floats(0, 1),
+    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+)
+@settings(deadline=None, derandomize=True)
+def test_learning_rate_bounds_and_borders(step, warmup, length, floor, schedule) -> None:
+    total = warmup + length
+    config = OptimConfig(lr=1e-3, schedule=schedule, warmup_steps=warmup, total_steps=total, min_lr_ratio=floor)
+    rate = learning_rate(step, config, total)
+    assert 0 <= rate <= 1e-3 * (1 + 1e-12)
+    if step + 1 < warmup:
+        assert rate < learning_rate(step + 1, config, total)
+    elif step >= warmup:
+        assert learning_rate(step + 1, config, total) <= rate
+        assert rate >= 1e-3 * floor * (1 - 1e-12)
+    assert learning_rate(warmup, config, total) == pytest.approx(1e-3)
+    expected_end = 1e-3 if schedule == "constant" else 1e-3 * floor
+    assert learning_rate(total, config, total) == pytest.approx(expected_end, abs=1e-15)
+
+
+def test_cosine_halfway() -> None:
+    config = OptimConfig(lr=2.0, schedule="cosine", warmup_steps=2, total_steps=12, min_lr_ratio=0.1)
+    assert learning_rate(0, config, 12) == 1.0
+    assert learning_rate(7, config, 12) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert learning_rate(4, config, 12) == pytest.approx(2.0 * (0.1 + 0.9 * (1 + math.cos(0.2 * math.pi)) / 2))
+
+
+def test_schedule_without_length_is_refused() -> None:
+    check_schedule(OptimConfig(), None)
+    with pytest.raises(EngineConfigError, match=r"optim\.total_steps"):
+        check_schedule(OptimConfig(schedule="linear"), None)
+    with pytest.raises(EngineConfigError, match="warmup_steps=5"):
+        check_schedule(OptimConfig(schedule="cosine", warmup_steps=5), 5)
+
+
+def test_errors_pickle() -> None:
+    error = pickle.loads(pickle.dumps(EngineConfigError("why")))
+    assert isinstance(error, ValueError)
+    assert str(error) == "why"

@@ -1,0 +1,176 @@
+"""Two real ranks: what the engine promises beyond the gradient itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ds_engine_testkit import RankPool, make_batch, make_samples, plain_log_prob
+
+from ds_engine import EngineConfig, OffloadConfig, OptimConfig, PlanMismatchError, ZeroConfig
+
+pytestmark = pytest.mark.slow
+
+
+def config(stage: int, *, dtype: str = "fp32", optimizer: str = "none", param: str = "none", **optim) -> EngineConfig:
+    offload = OffloadConfig(optimizer=optimizer, param=param)
+    return EngineConfig(
+        zero=ZeroConfig(stage=stage, offload=offload, param_persistence_elements=0),
+        optim=OptimConfig(**({"lr": 3e-3, "eps": 1e-4} | optim)),
+        dtype=dtype,
+    )
+
+
+def test_upstream_loses_gradients_and_we_do_not(two_ranks: RankPool, tiny_model: Path) -> None:
+    """Several backward() and one step() without marked borders: stages 1 and 2 keep the last micro batch only."""
+    micro_batches = [[s] for s in make_samples(3, seed=1)]
+    norms = two_ranks.run("naive_and_exact_norms", model_path=str(tiny_model), micro_batches=micro_batches)[0]
+    for stage in (1, 2):
+        assert norms[stage]["naive"] == pytest.approx(norms[stage]["last_alone"], rel=1e-5)
+        assert abs(norms[stage]["naive"] / norms[stage]["true"] - 1) > 0.05
+    for stage in (1, 2, 3):
+        assert norms[stage]["engine"] == pytest.approx(norms[stage]["true"], rel=1e-5)
+
+
+def test_unequal_micro_batch_counts_fail_at_once_on_all_ranks(two_ranks: RankPool, tiny_model: Path) -> None:
+    samples = make_samples(3, seed=2)
+    per_rank = [{"steps": [[samples]]}, {"steps": [[samples, samples]]}]
+    for error in two_ranks.run("train", per_rank, model_path=str(tiny_model), config=config(2)):
+        assert isinstance(error, PlanMismatchError)
+        assert "{0: 1, 1: 2}" in str(error)
+
+
+def test_unequal_methods_fail_at_once(two_ranks: RankPool, tiny_model: Path) -> None:
+    samples = make_samples(3, seed=2)
+    per_rank = [{"steps": [[samples]]}, {"steps": [], "log_prob_samples": [samples]}]
+    for error in two_ranks.run("train", per_rank, model_path=str(tiny_model), config=config(2)):
+        assert isinstance(error, PlanMismatchError)
+        assert "log_probs" in str(error)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_losses_that_use_less_on_one_rank(two_ranks: RankPool, tiny_model: Path, stage: int) -> None:
+    """Rank 0 ignores the entropy, rank 1 the model altogether: same collectives, and only rank 0's gradient."""
+    samples = make_samples(4, seed=3)
+    per_rank = [{"kind": "log_prob_only"}, {"kind": "constant"}]
+    results = two_ranks.run(
+        "train_with_loss",
+        per_rank,
+        model_path=str(tiny_model),
+        config=config(stage),
+        micro_batches=[samples[:2], samples[2:]],
+    )
+    assert results[0].grad_norm == pytest.approx(results[0].metrics["true_norm"], rel=1e-5)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("stage", "param"), [(2, "none"), (3, "none"), (3, "cpu")])
+def test_log_probs_and_tied_export(
+    two_ranks: RankPool, tiny_model: Path, untied_model: Path, stage: int, param: str
+) -> None:
+    import transformers
+
+    samples = make_samples(5, seed=4)
+    optimizer = "cpu" if param == "cpu" else "none"
+    for folder in (tiny_model, untied_model):
+        per_rank = [{"log_prob_samples": [samples, []]}, {"log_prob_samples": [samples[:2], samples[2:]]}]
+        results = two_ranks.run(
+            "train",
+            per_rank,
+            model_path=str(folder),
+            steps=[],
+            temperature=0.8,
+            config=config(stage, optimizer=optimizer, param=param),
+        )
+        rank_0, rank_1 = (r["outputs"] for r in results)
+        assert rank_0[1].log_probs_K.shape == (0,)
+        joined = torch.cat([o.log_probs_K for o in rank_1])
+        torch.testing.assert_close(rank_0[0].log_probs_K, joined, rtol=1e-5, atol=1e-6)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert list(results[0]["weights"]) == [name for name, _ in model.named_parameters()]
+        for name, parameter in model.named_parameters():
+            assert torch.equal(results[0]["weights"][name], parameter), name
+        assert results[1]["weights"] == {}
+
+
+def test_parameter_offload_trains(two_ranks: RankPool, tiny_model: Path) -> None:
+    samples = make_samples(4, seed=4)
+    per_rank = [{"steps": [[samples[:1], samples[1:2]]]}, {"steps": [[samples[2:3], samples[3:]]]}]
+    plain = two_ranks.run("train", per_rank, model_path=str(tiny_model), config=config(3))[0]
+    offloaded = two_ranks.run(
+        "train", per_rank, model_path=str(tiny_model), config=config(3, optimizer="cpu", param="cpu")
+    )[0]
+    assert offloaded["stats"][0].grad_norm == pytest.approx(plain["stats"][0].grad_norm, rel=1e-6)
+    for name, weight in plain["weights"].items():
+        torch.testing.assert_close(offloaded["weights"][name], weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_checkpoint_continues_exactly(two_ranks: RankPool, tiny_model: Path, tmp_path: Path, stage: int) -> None:
+    steps = [[make_samples(2, seed=s)] for s in range(4)]
+    options = {"schedule": "linear", "warmup_steps": 2, "total_steps": 6}
+    common = {"model_path": str(tiny_model), "config": config(stage, **options)}
+    whole = two_ranks.run("train", steps=steps, **common)[0]
+    two_ranks.run("train", steps=steps[:2], save_to=str(tmp_path), **common)
+    resumed = two_ranks.run("train", steps=steps[2:], load_from=str(tmp_path), **common)[0]
+    assert resumed["stats"] == whole["stats"][2:]
+    for name, weight in whole["weights"].items():
+        assert torch.equal(resumed["weights"][name], weight), name
+    assert [s.lr for s in whole["stats"]] == pytest.approx([1.5e-3, 3e-3, 3e-3, 2.25e-3])
+
+
+def test_missing_checkpoint(two_ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
+    for error in two_ranks.run(
+        "train", steps=[], load_from=str(tmp_path), model_path=str(tiny_model), config=config(2)
+    ):
+        assert "no checkpoint 'tag'" in str(error)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_gradient_against_fp32_sum(two_ranks: RankPool, tiny_model: Path, stage: int) -> None:
+    """Many micro batches, bf16 model. Truth: each micro batch's own bf16 gradient, summed in fp32.
+
+    Bound 2^-8: with fp32 accumulation no sum over micro batches rounds. What rounds is each gradient once on its way
+    through the bf16 reduction (unit roundoff 2^-9, halves of which may add up over the two ranks' sum). Reducing in
+    fp32 as well leaves only fp32 rounding.
+    """
+    micro = [[[s] for s in make_samples(12, seed=10 + rank)] for rank in range(2)]
+    for fp32_reduce, bound in ((False, 2**-8), (True, 1e-5)):
+        results = two_ranks.run(
+            "gradient_error",
+            [{"micro_batches": m} for m in micro],
+            model_path=str(tiny_model),
+            stage=stage,
+            fp32_reduce=fp32_reduce,
+        )
+        assert results[0] < bound, (stage, fp32_reduce, results)
+
+
+def test_stage_3_keeps_rotary_frequencies_in_fp32(two_ranks: RankPool, tiny_model: Path) -> None:
+    """zero.Init would round them to bf16 and shift far positions; log-probs then differ between stages."""
+    samples = make_samples(4, seed=12, longest=200)
+    outputs = [
+        two_ranks.run(
+            "train",
+            model_path=str(tiny_model),
+            steps=[],
+            log_prob_samples=[samples],
+            config=config(stage, dtype="bf16"),
+        )[0]["outputs"][0]
+        for stage in (2, 3)
+    ]
+    assert torch.equal(outputs[0].log_probs_K, outputs[1].log_probs_K)
+
+
+def test_memory_stats_and_offload_on_the_cpu(two_ranks: RankPool, tiny_model: Path) -> None:
+    report, stats = two_ranks.run("offload_cycle", model_path=str(tiny_model), config=config(2))[0]
+    assert report.moved_bytes == 0
+    assert stats["cpu_resident_bytes"] > 1 << 20
+
+
+def test_reference_log_prob_has_entropy_gradient() -> None:
+    batch = make_batch(make_samples(1, seed=0))
+    hidden = torch.randn(batch.target_ids_K.numel(), 8, requires_grad=True)
+    _, entropy = plain_log_prob(hidden, torch.randn(64, 8), batch.target_ids_K, 1.0)
+    assert torch.autograd.grad(entropy.sum(), hidden)[0].abs().sum() > 0
