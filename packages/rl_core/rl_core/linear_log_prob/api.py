@@ -137,7 +137,7 @@ class _LinearLogProb(torch.autograd.Function):
             stats = _forward_stats(backend, hidden_NH, weight_VH, bias_V, rows_N, spec)
         if group is not None:
             stats = reduce_stats(stats, group)
-        log_prob_N = stats.target_z_N - stats.lse_N
+        log_prob_N = (stats.target_z_N - stats.lse_N).clamp_max(0)  # rounding alone could put it above
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, rows_N, stats.lse_N, stats.mean_z_N, log_prob_N)
         ctx.spec, ctx.backend, ctx.group = spec, backend, group
         ctx.set_materialize_grads(False)

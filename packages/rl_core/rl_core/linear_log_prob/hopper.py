@@ -1,0 +1,85 @@
+"""Launches of the warp-specialised Hopper kernels, and when they fit."""
+
+import functools
+import math
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from .types import LogitSpec
+
+STAGES = 4  # slots of shared memory; with the backward kernel's staging 229,632 of 232,448 bytes
+LAG = 2  # slots the second consumer stays behind
+GROUP_M = 16  # row blocks that run side by side
+TESTED_TRITON = ((3, 6), (3, 6))  # Gluon is an experimental interface: outside these the portable kernels run
+BLOCK_N = 256
+
+
+@functools.cache
+def _gluon_usable() -> bool:
+    if find_spec("triton") is None or find_spec("triton.experimental.gluon") is None:
+        return False
+    import triton
+
+    major, minor = (int(part) for part in triton.__version__.split(".")[:2])
+    return TESTED_TRITON[0] <= (major, minor) <= TESTED_TRITON[1]
+
+
+def fits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: LogitSpec) -> bool:
+    """Whether the Hopper kernels can take this problem; the portable ones take the rest."""
+    return (
+        hidden_NH.is_cuda
+        and hidden_NH.dtype in (torch.bfloat16, torch.float16)
+        and bias_V is None
+        and spec.soft_cap is None
+        and hidden_NH.shape[1] % 8 == 0  # rows must be multiples of 16 bytes for the copy engine
+        and hidden_NH.data_ptr() % 16 == 0
+        and weight_VH.data_ptr() % 16 == 0
+        and torch.cuda.get_device_capability(hidden_NH.device) == (9, 0)
+        and _gluon_usable()
+    )
+
+
+def _num_programs(device: torch.device, num_rows: int, num_columns: int) -> int:
+    tiles = math.ceil(num_rows / 128) * math.ceil(num_columns / BLOCK_N)
+    return min(torch.cuda.get_device_properties(device).multi_processor_count, tiles)
+
+
+def _descriptor(matrix: Tensor, block_rows: int) -> object:
+    """A copy-engine view in 64-column boxes with the 128-byte swizzle; it travels as a kernel argument."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    dtype = gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for([block_rows, 64], dtype)
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [block_rows, 64], layout)
+
+
+def tile_stats(hidden_NH: Tensor, weight_VH: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """``[tiles, N]`` log2-sum-exp2 and entropy in bits of every 256-column tile."""
+    from .hopper_kernels import stats_kernel
+
+    (num_rows, hidden_size), vocab = hidden_NH.shape, weight_VH.shape[0]
+    lse, entropy = torch.empty(2, math.ceil(vocab / BLOCK_N), num_rows, dtype=torch.float32, device=hidden_NH.device)
+    stats_kernel[(_num_programs(hidden_NH.device, num_rows, vocab),)](
+        _descriptor(hidden_NH, 64), _descriptor(weight_VH, 256), lse, entropy, num_rows, vocab, hidden_size, scale,
+        LAG=LAG, STAGES=STAGES, GROUP_M=GROUP_M, num_warps=4,
+    )  # fmt: skip
+    return lse, entropy
+
+
+def tile_gradient(
+    out_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor, lse_N: Tensor, alpha_N: Tensor, beta_N: Tensor | None,
+    scale: float,
+) -> None:  # fmt: skip
+    """Fill ``out`` with da (targets' own entries aside); see hopper_kernels.gradient_kernel."""
+    from .hopper_kernels import gradient_kernel
+
+    num_rows, hidden_size = hidden_NH.shape
+    num_columns = weight_CH.shape[0]
+    gradient_kernel[(_num_programs(hidden_NH.device, num_rows, num_columns),)](
+        _descriptor(hidden_NH, 64), _descriptor(weight_CH, 256), _descriptor(out_NC, 64), lse_N, alpha_N,
+        alpha_N if beta_N is None else beta_N, num_rows, num_columns, hidden_size, scale,
+        HAS_BETA=beta_N is not None, LAG=LAG, STAGES=STAGES, GROUP_M=GROUP_M, num_warps=4,
+    )  # fmt: skip

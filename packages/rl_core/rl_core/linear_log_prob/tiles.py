@@ -1,0 +1,108 @@
+"""Planning for the Triton path, without Triton: tile shapes to try, blocks of the backward pass, and the tuner."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+EXTRA_BYTES = 2**29  # working memory of the backward pass beyond the gradients, where the inputs allow it
+BLOCK_BYTES = 264 * 2**20  # one block of da; 16384 tokens x 8448 columns in bf16
+MAX_BLOCK_ROWS = 16384
+# 4224 = 33 * 128 columns: then 128 x 256 tiles of both 16384 x C and C x 1024 come in whole waves of 132 programs.
+COLUMN_STEPS = (4224, 256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """Shape of one program's tile and how Triton builds it."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# First is the default: used without a GPU to try on, when results must not depend on timing, and in CUDA graph capture.
+_AMPERE = (
+    TileConfig(block_m=128, block_n=128, block_k=32, num_warps=4, num_stages=4),
+    TileConfig(block_m=128, block_n=256, block_k=32, num_warps=8, num_stages=3),
+    TileConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3),
+)
+_HOPPER = (
+    TileConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3),
+    TileConfig(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3),
+    TileConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4),
+)
+_FLOAT32 = (
+    TileConfig(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2),
+    TileConfig(block_m=128, block_n=64, block_k=32, num_warps=8, num_stages=2),
+)
+_INTERPRETER = (TileConfig(block_m=32, block_n=32, block_k=32, num_warps=4, num_stages=1),)
+
+
+def tile_configs(dtype: torch.dtype, capability: tuple[int, int] | None) -> Sequence[TileConfig]:
+    """Candidates for a GPU of this compute capability; None is Triton's interpreter on a CPU."""
+    if capability is None:
+        return _INTERPRETER
+    if dtype == torch.float32:
+        return _FLOAT32
+    return _HOPPER if capability[0] == 9 else _AMPERE
+
+
+def plan_blocks(num_rows: int, num_columns: int, hidden_size: int, itemsize: int, with_hidden: bool) -> tuple[int, int]:
+    """Rows and columns of one block of da in the backward pass.
+
+    Rows: all up to MAX_BLOCK_ROWS, else equal parts of at most that. Columns: what fits the budget, in whole steps of
+    COLUMN_STEPS. The budget is EXTRA_BYTES less what the float32 accumulator of hidden's gradient takes beyond the
+    gradient itself, which is made after the block is gone; where that leaves less than half of BLOCK_BYTES the total
+    goes over EXTRA_BYTES rather than down to narrow blocks.
+    """
+    parts = -(-num_rows // MAX_BLOCK_ROWS)
+    rows = min(num_rows, -(-num_rows // (128 * parts)) * 128)
+    left = EXTRA_BYTES - 2**23 - (num_rows * hidden_size * (4 - itemsize) if with_hidden else 0)
+    budget = min(BLOCK_BYTES, left) if left >= BLOCK_BYTES // 2 else BLOCK_BYTES
+    fitting = budget // (rows * itemsize)
+    for step in COLUMN_STEPS:
+        if fitting >= 2 * step:
+            return rows, min(num_columns, fitting // step * step)
+    return rows, min(num_columns, max(256, fitting // 256 * 256))
+
+
+class Tuner:
+    """Remembers the fastest candidate of each key. One lock: worker threads neither race nor measure each other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._choices: dict[tuple[object, ...], TileConfig] = {}
+
+    def choose(
+        self, key: tuple[object, ...], candidates: Sequence[TileConfig], launch: Callable[[TileConfig], object]
+    ) -> TileConfig:
+        """The fastest of ``candidates`` for ``key``, measured by calling ``launch`` the first time a key is seen.
+
+        ``launch`` must be repeatable. Candidates that the device cannot hold are passed over.
+        """
+        with self._lock:
+            if key not in self._choices:
+                timed = [(self._milliseconds(launch, candidate), i) for i, candidate in enumerate(candidates)]
+                self._choices[key] = candidates[min(timed)[1]]
+            return self._choices[key]
+
+    @staticmethod
+    def _milliseconds(launch: Callable[[TileConfig], object], candidate: TileConfig) -> float:
+        from triton.runtime.errors import OutOfResources
+
+        times: list[float] = []
+        try:
+            for _ in range(4):  # the first compiles and warms up
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                launch(candidate)
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end))
+        except OutOfResources:
+            return float("inf")
+        return sorted(times[1:])[1]

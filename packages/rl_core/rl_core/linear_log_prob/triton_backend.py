@@ -1,0 +1,97 @@
+"""The Triton path: chooses between the Hopper kernels and the portable ones, and the portable ones' tile shapes."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+import triton
+from torch import Tensor
+
+from . import hopper
+from .tiles import TileConfig, Tuner, plan_blocks, tile_configs
+from .triton_backward import backward_blocks, portable_tile_gradient, row_factors, slice_rows
+from .triton_forward import MAX_ROWS, forward_rows, portable_tile_stats
+from .types import Gradients, LogitSpec, Needs, RowGrads, RowStats
+
+# The one thing remembered between calls: tile shapes measured in this process. ``deterministic`` never looks at it.
+_TUNER = Tuner()
+
+
+class TritonBackend:
+    """See :class:`rl_core.linear_log_prob.types.Backend`. ``allow_hopper=False`` keeps to the portable kernels."""
+
+    def __init__(self, *, deterministic: bool = False, allow_hopper: bool = True) -> None:
+        self.deterministic = deterministic
+        self.allow_hopper = allow_hopper
+
+    def forward(
+        self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec
+    ) -> RowStats:
+        with _on_device(hidden_NH):
+            config = None
+            if not (self.allow_hopper and hopper.fits(hidden_NH, weight_VH, bias_V, spec)):
+                sample_NH = hidden_NH[:MAX_ROWS]
+                config = self._tile(
+                    "forward", hidden_NH, weight_VH, bias_V, spec,
+                    lambda c: portable_tile_stats(sample_NH, weight_VH, bias_V, spec, c),
+                )  # fmt: skip
+            return forward_rows(hidden_NH, weight_VH, bias_V, targets_N, spec, config)
+
+    def backward(
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        spec: LogitSpec,
+        rows: RowGrads,
+        needs: Needs,
+    ) -> Gradients:
+        with _on_device(hidden_NH):
+            config = None
+            if not (self.allow_hopper and hopper.fits(hidden_NH, weight_VH, bias_V, spec)):
+                config = self._gradient_tile(hidden_NH, weight_VH, bias_V, spec, rows, needs)
+            return backward_blocks(hidden_NH, weight_VH, bias_V, targets_N, spec, rows, needs, config)
+
+    def _gradient_tile(
+        self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: LogitSpec, rows: RowGrads, needs: Needs
+    ) -> TileConfig:
+        num_rows, num_columns = plan_blocks(
+            hidden_NH.shape[0], weight_VH.shape[0], hidden_NH.shape[1], hidden_NH.dtype.itemsize, needs.hidden
+        )
+
+        def launch(config: TileConfig) -> None:
+            out_NC = torch.empty(num_rows, num_columns, dtype=hidden_NH.dtype, device=hidden_NH.device)
+            factors = slice_rows(row_factors(rows, spec, hidden_NH.dtype), 0, num_rows)
+            bias_C = None if bias_V is None else bias_V[:num_columns]
+            portable_tile_gradient(out_NC, hidden_NH[:num_rows], weight_VH[:num_columns], bias_C, factors, spec, config)
+
+        return self._tile("backward", hidden_NH, weight_VH, bias_V, spec, launch)
+
+    def _tile(
+        self,
+        name: str,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        spec: LogitSpec,
+        launch: Callable[[TileConfig], object],
+    ) -> TileConfig:
+        """The default tile where results must repeat across processes or nothing can be measured, else the fastest."""
+        capability = torch.cuda.get_device_capability(hidden_NH.device) if hidden_NH.is_cuda else None
+        candidates = tile_configs(hidden_NH.dtype, capability)
+        if self.deterministic or capability is None or torch.cuda.is_current_stream_capturing():
+            return candidates[0]
+        size = triton.next_power_of_2(hidden_NH.shape[0]), weight_VH.shape[0], hidden_NH.shape[1]
+        flags = hidden_NH.dtype, bias_V is not None, spec.soft_cap is not None
+        return _TUNER.choose((name, hidden_NH.device, *size, *flags), candidates, launch)
+
+
+@contextlib.contextmanager
+def _on_device(tensor: Tensor) -> Iterator[None]:
+    """Triton launches on the current device, which in a worker thread need not be the tensor's."""
+    if tensor.is_cuda:
+        with torch.cuda.device(tensor.device):
+            yield
+    else:
+        yield

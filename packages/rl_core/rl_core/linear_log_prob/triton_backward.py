@@ -1,0 +1,171 @@
+"""Backward pass on the GPU: one block of ``da`` (types.py) at a time, each followed by two library matrix products.
+
+Per block of R rows x C columns: recompute the logits and turn them into ``da`` in the tile kernel's last step (never
+written as logits), correct the targets' entries from the saved float32 log-prob, then ``d_weight[C] = da^T @ hidden``
+(written once; through a float32 block where several row blocks add up) and, in float32,
+``d_hidden[R] += da @ weight[C]``.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from . import hopper
+from .chunked import matmul_accumulate
+from .tiles import TileConfig, plan_blocks
+from .triton_forward import LOG2_E, tile_arguments
+from .triton_kernels import target_gradient_kernel, tile_gradient_kernel
+from .types import Gradients, LogitSpec, Needs, RowGrads
+
+FP16_PEAK = 2.0**14  # what the largest possible |da| is scaled to in fp16, whose smallest normal number is 2**-14
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFactors:
+    """``da = 2^(scale u - lse) (alpha + beta u) (1 - (u / cap)^2)`` times ``loss_scale``, and the target's own value.
+
+    ``loss_scale`` is None except for fp16, whose range the gradients of a mean over many tokens would leave.
+    """
+
+    lse_bits_N: Tensor
+    alpha_N: Tensor
+    beta_N: Tensor | None
+    target_da_N: Tensor
+    loss_scale: Tensor | None
+
+
+def row_factors(rows: RowGrads, spec: LogitSpec, dtype: torch.dtype) -> RowFactors:
+    """Everything about a row that the tile kernel needs, from the incoming gradients; no wait for the device."""
+    probability_N = rows.log_prob_N.exp()
+    alpha_N = -rows.grad_log_prob_N
+    target_N = -torch.expm1(rows.log_prob_N) * rows.grad_log_prob_N  # 1 - p without cancellation
+    bound_N = rows.grad_log_prob_N.abs()
+    beta_N = None
+    if rows.grad_entropy_N is not None:
+        target_z_N = rows.log_prob_N + rows.lse_N
+        alpha_N = alpha_N + rows.grad_entropy_N * rows.mean_z_N
+        beta_N = -rows.grad_entropy_N / spec.temperature
+        target_N = target_N - rows.grad_entropy_N * probability_N * (target_z_N - rows.mean_z_N)
+        bound_N = bound_N + 16 * rows.grad_entropy_N.abs()  # |p (log p + entropy)| <= log V + 1
+    if spec.soft_cap is not None:
+        u_N = (rows.log_prob_N + rows.lse_N) * spec.temperature
+        target_N = target_N * (1.0 - (u_N / spec.soft_cap).square())
+    factor: Tensor | float = 1.0 / spec.temperature
+    loss_scale = None
+    if dtype == torch.float16:
+        peak = (bound_N.max() / spec.temperature).clamp_min(2.0**-100)
+        loss_scale = torch.exp2(torch.floor(torch.log2(FP16_PEAK / peak)))
+        factor = factor * loss_scale
+    return RowFactors(
+        lse_bits_N=rows.lse_N * LOG2_E,
+        alpha_N=alpha_N * factor,
+        beta_N=None if beta_N is None else beta_N * factor,
+        target_da_N=target_N * factor,
+        loss_scale=loss_scale,
+    )
+
+
+def portable_tile_gradient(
+    out_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, factors: RowFactors, spec: LogitSpec,
+    config: TileConfig,
+) -> None:  # fmt: skip
+    """Fill ``out`` with da, targets' own entries aside."""
+    (num_rows, hidden_size), num_columns = hidden_NH.shape, weight_CH.shape[0]
+    tile_gradient_kernel[(triton.cdiv(num_rows, config.block_m) * triton.cdiv(num_columns, config.block_n),)](
+        hidden_NH, weight_CH, weight_CH if bias_C is None else bias_C, out_NC, factors.lse_bits_N, factors.alpha_N,
+        factors.alpha_N if factors.beta_N is None else factors.beta_N, num_rows, num_columns, hidden_size,
+        out_NC.stride(0), LOG2_E / spec.temperature, spec.soft_cap or 1.0, HAS_BETA=factors.beta_N is not None,
+        **tile_arguments(hidden_NH, bias_C, spec, config),
+    )  # fmt: skip
+
+
+def fill_block(
+    out_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, targets_N: Tensor, first_column: int,
+    factors: RowFactors, spec: LogitSpec, config: TileConfig | None,
+) -> None:  # fmt: skip
+    """One block of da, complete. ``config`` None runs the Hopper kernel."""
+    if config is None:
+        scale = LOG2_E / spec.temperature
+        hopper.tile_gradient(out_NC, hidden_NH, weight_CH, factors.lse_bits_N, factors.alpha_N, factors.beta_N, scale)
+    else:
+        portable_tile_gradient(out_NC, hidden_NH, weight_CH, bias_C, factors, spec, config)
+    num_rows, num_columns = out_NC.shape
+    target_gradient_kernel[(triton.cdiv(num_rows, 1024),)](
+        out_NC, targets_N, factors.target_da_N, num_rows, first_column, num_columns, out_NC.stride(0), BLOCK=1024
+    )
+
+
+def slice_rows(factors: RowFactors, start: int, stop: int) -> RowFactors:
+    return RowFactors(
+        lse_bits_N=factors.lse_bits_N[start:stop],
+        alpha_N=factors.alpha_N[start:stop],
+        beta_N=None if factors.beta_N is None else factors.beta_N[start:stop],
+        target_da_N=factors.target_da_N[start:stop],
+        loss_scale=factors.loss_scale,
+    )
+
+
+def product_into(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
+    """``out (+)= left @ right``; a float32 ``out`` of bf16/fp16 factors is never rounded on the way."""
+    if out.dtype == left.dtype:
+        torch.addmm(out, left, right, beta=1 if add else 0, out=out)
+    elif out.is_cuda:
+        torch.addmm(out, left, right, beta=1 if add else 0, out_dtype=torch.float32, out=out)
+    elif add:
+        out += matmul_accumulate(left, right)
+    else:
+        out.copy_(matmul_accumulate(left, right))
+
+
+def backward_blocks(
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec, rows: RowGrads,
+    needs: Needs, config: TileConfig | None,
+) -> Gradients:  # fmt: skip
+    """All gradients asked for; columns outside, rows inside, so that each piece of d_weight is finished in one go."""
+    (num_rows, hidden_size), vocab, dtype = hidden_NH.shape, weight_VH.shape[0], hidden_NH.dtype
+    factors = row_factors(rows, spec, dtype)
+    block_rows, block_columns = plan_blocks(num_rows, vocab, hidden_size, dtype.itemsize, needs.hidden)
+    num_parts = math.ceil(num_rows / block_rows)
+    d_hidden_NH = torch.empty_like(hidden_NH, dtype=torch.float32) if needs.hidden else None
+    d_weight_VH = torch.empty_like(weight_VH) if needs.weight else None
+    d_bias_V = weight_VH.new_zeros(vocab, dtype=torch.float32) if needs.bias else None
+    # Row stride a multiple of 16 bytes whatever the vocabulary: the copy engine and the products want it.
+    stride = -(-block_columns // 8) * 8
+    block = torch.empty(block_rows, stride, dtype=dtype, device=hidden_NH.device)
+    through_float32 = num_parts > 1 or factors.loss_scale is not None
+    for start in range(0, vocab, block_columns):
+        stop = min(start + block_columns, vocab)
+        weight_CH = weight_VH[start:stop]
+        d_weight_CH = None
+        if d_weight_VH is not None:
+            d_weight_CH = d_weight_VH[start:stop]
+            if through_float32:
+                d_weight_CH = torch.empty_like(d_weight_CH, dtype=torch.float32)
+        for first in range(0, num_rows, block_rows):
+            last = min(first + block_rows, num_rows)
+            da_RC = block[: last - first, : stop - start]
+            rows_RH, targets_R = hidden_NH[first:last], targets_N[first:last]
+            bias_C = None if bias_V is None else bias_V[start:stop]
+            part = slice_rows(factors, first, last)
+            fill_block(da_RC, rows_RH, weight_CH, bias_C, targets_R, start, part, spec, config)
+            if d_hidden_NH is not None:
+                product_into(d_hidden_NH[first:last], da_RC, weight_CH, add=start > 0)
+            if d_weight_CH is not None:
+                product_into(d_weight_CH, da_RC.T, rows_RH, add=first > 0)
+            if d_bias_V is not None:
+                d_bias_V[start:stop] += da_RC.sum(0, dtype=torch.float32)
+        if d_weight_VH is not None and d_weight_CH is not None and through_float32:
+            _finish(d_weight_VH[start:stop], d_weight_CH, factors.loss_scale)
+    if d_hidden_NH is not None and factors.loss_scale is not None:
+        d_hidden_NH.div_(factors.loss_scale)
+    if d_bias_V is not None and factors.loss_scale is not None:
+        d_bias_V.div_(factors.loss_scale)
+    bias_grad = None if d_bias_V is None or bias_V is None else d_bias_V.to(bias_V.dtype)
+    return Gradients(hidden_NH=d_hidden_NH, weight_VH=d_weight_VH, bias_V=bias_grad)
+
+
+def _finish(out_CH: Tensor, sum_CH: Tensor, loss_scale: Tensor | None) -> None:
+    out_CH.copy_(sum_CH if loss_scale is None else sum_CH.div_(loss_scale))

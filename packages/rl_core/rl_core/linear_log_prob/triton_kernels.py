@@ -1,0 +1,214 @@
+"""Portable Triton kernels: any GPU Triton supports, bf16, fp16 and fp32, bias and soft cap; also Triton's interpreter.
+
+The matrix products here are one tile a program. The warp-specialised kernels of hopper_kernels.py replace
+``tile_stats_kernel`` and ``tile_gradient_kernel`` where they fit; the small row kernels serve both.
+
+Everything exponential is in bits (base 2), because the hardware's exponential is: ``t = z * log2(e)``.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+NEGATIVE = tl.constexpr(-1.0e30)  # finite, so that 0 * NEGATIVE is 0 and not NaN
+
+
+@triton.jit
+def _tile_position(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """Row block and column block of a tile; rows fastest inside groups, so neighbours share blocks through the L2."""
+    per_group = GROUP_M * num_n
+    group = tile // per_group
+    first_m = group * GROUP_M
+    rows = tl.minimum(num_m - first_m, GROUP_M)
+    inside = tile - group * per_group
+    return first_m + inside % rows, inside // rows
+
+
+@triton.jit
+def _soft_cap(raw, soft_cap):
+    """``cap * tanh(raw / cap)`` through one exponential; overflow of it gives exactly the cap."""
+    return soft_cap * (1.0 - 2.0 / (tl.exp2(raw * (2.0 * LOG2_E / soft_cap)) + 1.0))
+
+
+@triton.jit
+def _capped_tile(
+    hidden_ptr, weight_ptr, bias_ptr, rows, columns, num_tokens, vocab, hidden_size, soft_cap, HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``u`` of types.py for a BLOCK_M x BLOCK_N tile in float32; columns past the vocabulary hold NEGATIVE."""
+    inner = tl.arange(0, BLOCK_K)
+    # Rows and columns outside are read from the last one inside and never used.
+    safe_rows = tl.minimum(rows, num_tokens - 1).to(tl.int64)
+    safe_columns = tl.minimum(columns, vocab - 1).to(tl.int64)
+    hidden_ptrs = hidden_ptr + safe_rows[:, None] * hidden_size + inner[None, :]
+    weight_ptrs = weight_ptr + safe_columns[None, :] * hidden_size + inner[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(tl.cdiv(hidden_size, BLOCK_K)):
+        if EVEN_K:
+            hidden = tl.load(hidden_ptrs)
+            weight = tl.load(weight_ptrs)
+        else:
+            inside = inner < hidden_size - k * BLOCK_K
+            hidden = tl.load(hidden_ptrs, mask=inside[None, :], other=0.0)
+            weight = tl.load(weight_ptrs, mask=inside[:, None], other=0.0)
+        if UPCAST:
+            hidden = hidden.to(tl.float32)
+            weight = weight.to(tl.float32)
+        acc = tl.dot(hidden, weight, acc, input_precision=PRECISION)
+        hidden_ptrs += BLOCK_K
+        weight_ptrs += BLOCK_K
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + safe_columns).to(tl.float32)[None, :]
+    if HAS_CAP:
+        acc = _soft_cap(acc, soft_cap)
+    return tl.where((columns < vocab)[None, :], acc, NEGATIVE)
+
+
+@triton.jit
+def tile_stats_kernel(
+    hidden_ptr, weight_ptr, bias_ptr, lse_ptr, entropy_ptr, num_tokens, vocab, hidden_size, scale, soft_cap,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Per tile and row: log2-sum-exp2 and entropy in bits of ``t = scale * u``; two ``[num_n, T]`` outputs.
+
+    Within a tile with maximum ``m``, ``s = sum 2^(t - m)`` and ``w = sum 2^(t - m) (t - m)``:
+    ``lse = m + log2 s`` and ``entropy = log2 s - w / s``. ``scale`` is log2(e) / temperature.
+    """
+    num_m = tl.cdiv(num_tokens, BLOCK_M)
+    num_n = tl.cdiv(vocab, BLOCK_N)
+    block_m, block_n = _tile_position(tl.program_id(0), num_m, num_n, GROUP_M)
+    rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    u = _capped_tile(
+        hidden_ptr, weight_ptr, bias_ptr, rows, columns, num_tokens, vocab, hidden_size, soft_cap, HAS_BIAS, HAS_CAP,
+        EVEN_K, UPCAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    peak = tl.max(u, axis=1) * scale
+    x = u * scale - peak[:, None]
+    e = tl.exp2(x)
+    s = tl.sum(e, axis=1)
+    w = tl.sum(e * x, axis=1)
+    log_s = tl.log2(s)
+    offsets = block_n.to(tl.int64) * num_tokens + rows
+    tl.store(lse_ptr + offsets, peak + log_s, mask=rows < num_tokens)
+    tl.store(entropy_ptr + offsets, log_s - w / s, mask=rows < num_tokens)
+
+
+@triton.jit
+def combine_kernel(
+    tile_lse_ptr, tile_entropy_ptr, lse_ptr, mean_ptr, num_tokens, num_tiles, BLOCK_T: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+):  # fmt: skip
+    """Tiles to rows, in nats: with weights ``P_i = 2^(lse_i - lse)``, ``entropy = sum P_i (entropy_i - log2 P_i)``.
+
+    One pass with a running maximum ``m``, ``s = sum 2^(lse_i - m)``, ``q = sum 2^(lse_i - m) (entropy_i - lse_i + m)``.
+    """
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    m = tl.full((BLOCK_T,), NEGATIVE, dtype=tl.float32)
+    s = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    q = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    for first in range(0, num_tiles, BLOCK_TILES):
+        tiles = first + tl.arange(0, BLOCK_TILES)
+        inside = (tiles < num_tiles)[:, None] & (rows < num_tokens)[None, :]
+        offsets = tiles.to(tl.int64)[:, None] * num_tokens + rows[None, :]
+        lse = tl.load(tile_lse_ptr + offsets, mask=inside, other=NEGATIVE)
+        entropy = tl.load(tile_entropy_ptr + offsets, mask=inside, other=0.0)
+        new_m = tl.maximum(m, tl.max(lse, axis=0))
+        shrink = tl.exp2(m - new_m)
+        share = tl.exp2(lse - new_m[None, :])
+        q = shrink * (q + s * (new_m - m)) + tl.sum(share * (entropy - lse + new_m[None, :]), axis=0)
+        s = shrink * s + tl.sum(share, axis=0)
+        m = new_m
+    lse_nats = (m + tl.log2(s)) * LN_2
+    entropy_nats = (tl.log2(s) + q / s) * LN_2
+    tl.store(lse_ptr + rows, lse_nats, mask=rows < num_tokens)
+    tl.store(mean_ptr + rows, lse_nats - entropy_nats, mask=rows < num_tokens)
+
+
+@triton.jit
+def target_kernel(
+    hidden_ptr, weight_ptr, bias_ptr, targets_ptr, out_ptr, num_tokens, vocab, hidden_size, inverse_temperature,
+    soft_cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``z`` of each row's target; 0 where the target is not held here.
+
+    The diagonal of BLOCK_T rows times their BLOCK_T gathered weight rows. That is BLOCK_T times the arithmetic of dot
+    products, and still nothing beside the tiles; but it runs on the same matrix units in the same order as the tiles
+    do, whose float32 sums are cut, not rounded. So a target that holds all the probability gets a log-prob of 0 and
+    not the difference between two ways to sum.
+    """
+    local = tl.arange(0, BLOCK_T)
+    rows = tl.program_id(0) * BLOCK_T + local
+    inner = tl.arange(0, BLOCK_K)
+    targets = tl.load(targets_ptr + rows, mask=rows < num_tokens, other=-1)
+    held = (targets >= 0) & (targets < vocab)
+    safe_rows = tl.minimum(rows, num_tokens - 1).to(tl.int64)
+    safe_targets = tl.where(held, targets, 0)
+    hidden_ptrs = hidden_ptr + safe_rows[:, None] * hidden_size + inner[None, :]
+    weight_ptrs = weight_ptr + safe_targets[None, :] * hidden_size + inner[:, None]
+    acc = tl.zeros((BLOCK_T, BLOCK_T), dtype=tl.float32)
+    for k in range(tl.cdiv(hidden_size, BLOCK_K)):
+        inside = inner < hidden_size - k * BLOCK_K
+        hidden = tl.load(hidden_ptrs, mask=inside[None, :], other=0.0)
+        weight = tl.load(weight_ptrs, mask=inside[:, None], other=0.0)
+        if UPCAST:
+            hidden = hidden.to(tl.float32)
+            weight = weight.to(tl.float32)
+        acc = tl.dot(hidden, weight, acc, input_precision=PRECISION)
+        hidden_ptrs += BLOCK_K
+        weight_ptrs += BLOCK_K
+    raw = tl.sum(tl.where(local[:, None] == local[None, :], acc, 0.0), axis=1)
+    if HAS_BIAS:
+        raw += tl.load(bias_ptr + safe_targets).to(tl.float32)
+    if HAS_CAP:
+        raw = _soft_cap(raw, soft_cap)
+    tl.store(out_ptr + rows, tl.where(held, raw * inverse_temperature, 0.0), mask=rows < num_tokens)
+
+
+@triton.jit
+def tile_gradient_kernel(
+    hidden_ptr, weight_ptr, bias_ptr, out_ptr, lse_ptr, alpha_ptr, beta_ptr, num_tokens, vocab, hidden_size,
+    out_stride, scale, soft_cap, HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
+    EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """``out = 2^(scale * u - lse) * (alpha + beta * u) * (1 - (u / cap)^2)``: da of types.py.
+
+    The target's column lacks its own term: target_gradient_kernel writes it. ``lse`` is in bits; ``alpha`` and ``beta``
+    carry the incoming gradients, the temperature and any loss scale.
+    """
+    num_m = tl.cdiv(num_tokens, BLOCK_M)
+    num_n = tl.cdiv(vocab, BLOCK_N)
+    block_m, block_n = _tile_position(tl.program_id(0), num_m, num_n, GROUP_M)
+    rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    u = _capped_tile(
+        hidden_ptr, weight_ptr, bias_ptr, rows, columns, num_tokens, vocab, hidden_size, soft_cap, HAS_BIAS, HAS_CAP,
+        EVEN_K, UPCAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    inside = rows < num_tokens
+    lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)
+    factor = tl.load(alpha_ptr + rows, mask=inside, other=0.0)[:, None]
+    if HAS_BETA:
+        factor = factor + tl.load(beta_ptr + rows, mask=inside, other=0.0)[:, None] * u
+    da = tl.exp2(u * scale - lse[:, None]) * factor
+    if HAS_CAP:
+        da *= 1.0 - (u / soft_cap) * (u / soft_cap)
+    offsets = rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    tl.store(out_ptr + offsets, da.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < vocab)[None, :])
+
+
+@triton.jit
+def target_gradient_kernel(
+    out_ptr, targets_ptr, values_ptr, num_tokens, first_column, num_columns, out_stride, BLOCK: tl.constexpr
+):
+    """Write the target's own ``da`` over what the tile kernel left there, for targets inside this block of columns."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(targets_ptr + rows, mask=rows < num_tokens, other=-1) - first_column
+    inside = (column >= 0) & (column < num_columns)
+    values = tl.load(values_ptr + rows, mask=rows < num_tokens, other=0.0)
+    tl.store(out_ptr + rows.to(tl.int64) * out_stride + column, values.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,133 @@
+"""The Triton path through Triton's interpreter on a CPU, in a process of its own (the switch is read at import).
+
+Runs where ``triton`` is installed beside a CPU torch; the planning tests run everywhere.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.linear_log_prob.tiles import BLOCK_BYTES, EXTRA_BYTES, MAX_BLOCK_ROWS, TileConfig, Tuner, plan_blocks
+
+CASES = """
+import itertools, sys
+import torch
+from rl_core.linear_log_prob import linear_log_prob, tiles, triton_forward
+
+tiles.COLUMN_STEPS = (64,)
+tiles.MAX_BLOCK_ROWS = 128  # several row blocks
+tiles.BLOCK_BYTES = 1       # and the narrowest column blocks
+triton_forward.MAX_ROWS = 64
+
+def run(hidden, weight, targets, bias, up, **kwargs):
+    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    out = linear_log_prob(leaves[0], leaves[1], targets, bias=leaves[2] if bias is not None else None, **kwargs)
+    loss = sum((o * u.to(o.dtype)).sum() for o, u in zip(out, up) if u is not None)
+    return [*out, *torch.autograd.grad(loss, leaves)]
+
+def error(value, truth):
+    return ((value.double() - truth.double()).norm() / truth.double().norm().clamp_min(1e-30)).item()
+
+count = 0
+for dtype, (use_bias, soft_cap, entropy) in itertools.product(
+    (torch.float32, torch.bfloat16, torch.float16), ((False, None, True), (True, 4.0, True), (True, None, False))
+):
+    generator = torch.Generator().manual_seed(count)
+    tokens, size, vocab = ((7, 16, 31), (140, 48, 133), (33, 40, 170))[(count + count // 3) % 3]
+    hidden = torch.randn(tokens, size, generator=generator).to(dtype)
+    weight = (3 * torch.randn(vocab, size, generator=generator) / size**0.5).to(dtype)
+    bias = torch.randn(vocab, generator=generator).to(dtype) if use_bias else None
+    targets = torch.randint(vocab, (tokens,), generator=generator)
+    targets[::5] = -100
+    up = (torch.randn(tokens, generator=generator) * 1e-4, torch.randn(tokens, generator=generator) * 1e-4)
+    up = up if entropy else (up[0], None)
+    options = dict(temperature=0.8, soft_cap=soft_cap, ignore_index=-100)
+    mine = run(hidden, weight, targets, bias, up, backend="triton", **options)
+    exact = [x.double() if x is not None else None for x in (hidden, weight)]
+    truth = run(*exact, targets, None if bias is None else bias.double(), up, backend="reference", **options)
+    plain = run(hidden, weight, targets, bias, up, backend="reference", **options)
+    # The interpreter cuts fp32 to bf16 where GPUs round: twice the error of one rounding.
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
+    for i, (value, expected, base) in enumerate(zip(mine, truth, plain)):
+        if i < 2:
+            assert (value.double() - expected).abs().max() < 2e-5, (dtype, use_bias, soft_cap, i)
+        else:
+            assert error(value, expected) <= error(base, expected) + tolerance, (
+                dtype, use_bias, soft_cap, entropy, i, error(value, expected), error(base, expected))
+    count += 1
+print(count, "cases")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_interpreter_equals_float64(tmp_path: Path) -> None:
+    script = tmp_path / "cases.py"
+    script.write_text(CASES)
+    paths = [str(Path(importlib.util.find_spec("rl_core").origin).parents[1]), *sys.path]  # type: ignore[union-attr,arg-type]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "9 cases" in done.stdout
+
+
+def test_importing_does_not_import_triton() -> None:
+    code = (
+        "import sys, torch; from rl_core import linear_log_prob; before = 'triton' in sys.modules;"
+        "linear_log_prob(torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(2, dtype=torch.int64));"
+        "assert before or 'triton' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(
+    num_rows=st.integers(1, 300_000),
+    num_columns=st.integers(1, 300_000),
+    hidden_size=st.integers(1, 1024).map(lambda x: 16 * x),
+    itemsize=st.sampled_from([2, 4]),
+    with_hidden=st.booleans(),
+)
+def test_blocks_cover_and_fit(
+    num_rows: int, num_columns: int, hidden_size: int, itemsize: int, with_hidden: bool
+) -> None:
+    rows, columns = plan_blocks(num_rows, num_columns, hidden_size, itemsize, with_hidden)
+    assert 1 <= rows <= min(num_rows, MAX_BLOCK_ROWS)
+    assert 1 <= columns <= num_columns
+    assert rows * columns * itemsize <= BLOCK_BYTES
+    accumulator = num_rows * hidden_size * (4 - itemsize) if with_hidden else 0
+    if accumulator <= EXTRA_BYTES - 2**23 - BLOCK_BYTES // 2:
+        assert rows * columns * itemsize + accumulator <= EXTRA_BYTES
+
+
+def test_shapes_of_the_speed_table_use_whole_waves() -> None:
+    assert plan_blocks(16384, 151936, 1024, 2, True) == (16384, 8448)
+    assert plan_blocks(4096, 151936, 1024, 2, True) == (4096, 33792)
+    rows, columns = plan_blocks(16384, 151936, 4096, 2, True)
+    assert (rows, columns) == (16384, 8448)
+
+
+def test_tuner_measures_once_and_passes_over_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = Tuner()
+    configs = [TileConfig(block_m=m, block_n=64, block_k=32, num_warps=4, num_stages=2) for m in (16, 32, 64)]
+    times = {16: float("inf"), 32: 2.0, 64: 1.0}
+    measured = []
+
+    def milliseconds(launch: object, config: TileConfig) -> float:
+        measured.append(config.block_m)
+        return times[config.block_m]
+
+    monkeypatch.setattr(tuner, "_milliseconds", milliseconds)
+    assert tuner.choose(("a",), configs, lambda config: None) is configs[2]
+    assert tuner.choose(("a",), configs, lambda config: None) is configs[2]
+    assert measured == [16, 32, 64]
