@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from .config_schema import (
     MISSING,
@@ -287,7 +287,7 @@ def _validate(cls: type[ConfigT], tree: Any, layers: Sequence[_Layer], problems:
     config: ConfigT | None = None
     try:
         # JSON mode because only there strictness is what users mean: true is no integer, but a list makes a tuple.
-        config = _adapter(cls).validate_json(json.dumps(tree), strict=True)
+        config = _adapter(cast("Any", cls)).validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)
         problems += [_problem(cls, detail, tree, layers) for detail in found]

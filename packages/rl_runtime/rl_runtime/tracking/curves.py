@@ -6,6 +6,7 @@ from typing import Any
 
 from .metrics_table import MetricsTable
 from .panels import Panel, choose_panels
+from .summary import smooth
 
 # Okabe and Ito's colours, which stay apart for colour-blind eyes.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8a000")
@@ -52,14 +53,6 @@ def label_of(panel: Panel, name: str) -> str:
     return "/".join(parts[shared:]) if others else name
 
 
-def smooth(values: list[float], window: int = 5) -> list[float]:
-    """Mean of each value with the ones before it, `window` in all."""
-    return [
-        sum(values[max(0, i - window + 1) : i + 1]) / len(values[max(0, i - window + 1) : i + 1])
-        for i in range(len(values))
-    ]
-
-
 def _draw_panel(axes: Any, table: MetricsTable, panel: Panel) -> None:
     axes.set_title(panel.title, fontsize=9.5, loc="left", fontweight="bold")
     axes.set_xlabel("step", fontsize=8)
@@ -73,6 +66,8 @@ def _draw_panel(axes: Any, table: MetricsTable, panel: Panel) -> None:
         _draw_stack(axes, table, panel)
     else:
         _draw_lines(axes, table, panel)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useOffset=False)
+    axes.yaxis.get_offset_text().set_fontsize(7)
     axes.margins(x=0.02)
 
 

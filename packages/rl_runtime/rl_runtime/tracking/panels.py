@@ -31,8 +31,8 @@ class _Wish:
 
 _WISHES = (
     _Wish(title="Score", unit="", patterns=("critic/score/mean", "critic/rewards/mean")),
-    _Wish(title="Held-out", unit="", patterns=("val/*accuracy*", "val/*score*", "val/*")),
-    _Wish(title="Loss", unit="", patterns=("actor/loss", "actor/pg_loss", "sft/loss", "critic/vf_loss", "critic/loss")),
+    _Wish(title="Held-out", unit="", patterns=("val/*accuracy*", "val/*score*")),
+    _Wish(title="Loss", unit="", patterns=("actor/loss", "sft/loss", "critic/vf_loss", "critic/loss")),
     _Wish(title="Gradient norm", unit="", patterns=("actor/grad_norm", "critic/grad_norm", "sft/grad_norm")),
     _Wish(title="Throughput", unit="tokens/s per device", patterns=("perf/throughput",)),
     _Wish(title="Step time", unit="s", patterns=("timing_s/*",), kind="stack", limit=7),

@@ -54,3 +54,10 @@ def summarise(values: Sequence[float], count: int = 5) -> MetricSummary:
         maximum=max(finite, default=math.nan),
         last=finite[-1] if finite else math.nan,
     )
+
+
+def smooth(values: list[float], window: int = 5) -> list[float]:
+    """Mean of each value with its neighbours, `window` in all where there are as many on both sides."""
+    half, last = window // 2, len(values) - 1
+    windows = [values[i - min(half, i, last - i) : i + min(half, i, last - i) + 1] for i in range(len(values))]
+    return [sum(near) / len(near) for near in windows]

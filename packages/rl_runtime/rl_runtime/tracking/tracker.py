@@ -169,10 +169,8 @@ class Tracker:
         elif (known := after if after is not None else before) is not None:
             self.info(f"held-out accuracy  {known:.3f}")
         if scores.num_values:
-            change = f"({scores.change:+.3f})"
-            self.info(
-                f"mean score         {scores.first_mean:.3f} first five steps, {scores.last_mean:.3f} last {change}"
-            )
+            first, last, change = scores.first_mean, scores.last_mean, scores.change
+            self.info(f"mean score         {first:.3f} first five steps, {last:.3f} last five ({change:+.3f})")
         memory = f", at most {max(peaks):.1f} GiB of host memory" if peaks else ""
         self.info(f"{facts['num_steps']} steps in {duration_text(self._clock() - self._started)}{memory}")
         self.info(f"run folder         {self.run.path}")

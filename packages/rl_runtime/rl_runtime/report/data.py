@@ -1,0 +1,80 @@
+"""What a report shows, read from a run folder."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ReportError, TrackingError
+from ..tracking.metrics_table import MetricsTable
+from ..tracking.rollouts import read_rollouts
+from ..tracking.run_folder import RunFolder
+
+MAX_ROLLOUTS = 2000
+MAX_TEXT = 4000
+MAX_LOG_LINES = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """One run. Rollouts are at most MAX_ROLLOUTS, spread over the run; `num_rollouts` counts those in the folder."""
+
+    name: str
+    table: MetricsTable
+    supervised: MetricsTable | None
+    rollouts: list[dict[str, Any]]
+    num_rollouts: int
+    summary: dict[str, Any]
+    config_text: str
+    log_text: str
+
+
+def read_run(folder: Path) -> RunData:
+    """Read a run folder; only `metrics.tsv` has to be there, as a run that is still going on may lack the rest.
+
+    Raises:
+        ReportError: no such folder, no metrics, or files that are not what they should be.
+    """
+    try:
+        run = RunFolder.open(folder)
+        if not run.metrics_file.exists():
+            raise ReportError(f"{folder}: no metrics.tsv; a report needs a run folder with at least one logged step")
+        rollouts = read_rollouts(run.rollouts_dir)
+        return RunData(
+            name=run.name,
+            table=MetricsTable(run.metrics_file),
+            supervised=MetricsTable(run.supervised_file) if run.supervised_file.exists() else None,
+            rollouts=[_shortened(record) for record in _spread(rollouts, MAX_ROLLOUTS)],
+            num_rollouts=len(rollouts),
+            summary=json.loads(_text(run.summary_file) or "{}"),
+            config_text=_text(run.config_file),
+            log_text="\n".join(_text(run.log_file).splitlines()[-MAX_LOG_LINES:]),
+        )
+    except (TrackingError, json.JSONDecodeError) as error:
+        raise ReportError(f"{folder}: {error}") from None
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _spread(records: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """At most `limit` records, evenly over all."""
+    if len(records) <= limit:
+        return records
+    return [records[index * len(records) // limit] for index in range(limit)]
+
+
+def _shortened(record: dict[str, Any]) -> dict[str, Any]:
+    """A record that fits the page: long texts lose their middle (the answer is at the end), nan becomes null."""
+    return {key: _fitting(value) for key, value in record.items()}
+
+
+def _fitting(value: Any) -> Any:
+    half = MAX_TEXT // 2
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        return f"{value[:half]}\n[... {len(value) - 2 * half} characters left out ...]\n{value[-half:]}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

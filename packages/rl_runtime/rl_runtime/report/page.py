@@ -1,0 +1,246 @@
+"""The report page: puts a run's data, charts, style and script together."""
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ..tracking.curves import label_of
+from ..tracking.metrics_table import MetricsTable, atomic_write
+from ..tracking.panels import Panel, choose_panels
+from ..tracking.progress import duration_text
+from ..tracking.summary import summarise
+from .assets import SCRIPT, STYLE
+from .data import RunData, read_run
+from .svg import Series, line_chart, stack_chart
+
+# Nothing may be loaded from anywhere: the page says so itself, and browsers hold it to that.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_OWN_SECTIONS = {"Step time": "time", "Memory": "memory", "Rollout to trainer log-prob gap": "mismatch"}
+
+
+def write_report(run_folder: Path | str) -> Path:
+    """Write `report.html` into a run folder and return its path.
+
+    The page needs no server and no other file. It shows curves, where the time of a step goes, memory, the gap between
+    rollout and trainer, sample rollouts (searchable), every metric, the configuration and the end of the log.
+
+    Raises:
+        ReportError: no such folder, no metrics, or files that are not what they should be.
+    """
+    folder = Path(run_folder)
+    data = read_run(folder)
+    path = folder / "report.html"
+    atomic_write(path, render(data))
+    return path
+
+
+def render(data: RunData) -> str:
+    """The whole page as text."""
+    sections = [
+        ("curves", "Curves", _curves(data)),
+        ("time", "Where the time goes", _time(data.table)),
+        ("memory", "Memory", _own_panel(data.table, "Memory")),
+        ("mismatch", "Rollout and trainer", _own_panel(data.table, "Rollout to trainer log-prob gap")),
+        ("rollouts", "Rollouts", _rollouts(data)),
+        ("metrics", "All metrics", _metric_table(data.table)),
+        ("config", "Configuration and log", _texts(data)),
+    ]
+    present = [(key, title, body) for key, title, body in sections if body]
+    links = "".join(f'<a href="#{key}">{escape(title)}</a>' for key, title, _ in present)
+    bodies = "".join(f'<section><h2 id="{key}">{escape(title)}</h2>{body}</section>' for key, title, body in present)
+    name = escape(data.name)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{STYLE}</style></head><body><nav><div><b>{name}</b>{links}</div></nav>"
+        f"<main><h1>{name}</h1>{_tiles(data)}{bodies}</main>"
+        f'<script type="application/json" id="records">{_json_in_html(data.rollouts)}</script>'
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _json_in_html(value: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str).replace("<", "\\u003c")
+
+
+def _tiles(data: RunData) -> str:
+    table, tiles = data.table, []
+    steps = [step for step in table.steps if step > 0]
+    wall = data.summary.get("wall_s")
+    took = f"in {duration_text(wall)}" if isinstance(wall, (int, float)) else "logged"
+    tiles.append(_tile(str(len(steps)), f"steps {took}"))
+    before, after = data.summary.get("accuracy_before"), data.summary.get("accuracy_after")
+    if isinstance(before, (int, float)) and isinstance(after, (int, float)):
+        tiles.append(_change_tile(before, after, "held-out accuracy, before and after"))
+    scores = summarise(table.series("critic/score/mean")[1])
+    if scores.num_values:
+        tiles.append(_change_tile(scores.first_mean, scores.last_mean, "mean score, first and last five steps"))
+    for name, words, form in (
+        ("perf/throughput", "tokens/s per device, last five steps", "{:,.0f}"),
+        ("timing_s/step", "seconds a step, last five steps", "{:.3g}"),
+        ("rollout/log_prob_mismatch", "rollout to trainer log-prob gap, last five", "{:.2g}"),
+    ):
+        found = summarise(table.series(name)[1])
+        if found.num_values:
+            tiles.append(_tile(form.format(found.last_mean), words))
+    peaks = table.series("memory/host_peak_gib")[1]
+    if peaks:
+        tiles.append(_tile(f"{max(peaks):.2f} GiB", "peak host memory"))
+    return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _tile(value: str, words: str) -> str:
+    return f'<div class="tile"><b>{escape(value)}</b><span>{escape(words)}</span></div>'
+
+
+def _change_tile(before: float, after: float, words: str) -> str:
+    change = after - before
+    kind = "up" if change > 0 else "down"
+    return (
+        f'<div class="tile"><b>{before:.3f} &rarr; {after:.3f} <small class="{kind}">{change:+.3f}</small></b>'
+        f"<span>{escape(words)}</span></div>"
+    )
+
+
+def _curves(data: RunData) -> str:
+    panels = [panel for panel in choose_panels(data.table.columns, limit=24) if panel.title not in _OWN_SECTIONS]
+    figures = [_line_figure(data.table, panel) for panel in panels]
+    if data.supervised is not None:
+        panel = Panel(title="Warm start loss", unit="nats a token", metrics=("sft/loss",))
+        figures.append(_line_figure(data.supervised, panel))
+    body = "".join(figures)
+    return f'<div class="grid3">{body}</div>' if body else ""
+
+
+def _own_panel(table: MetricsTable, title: str) -> str:
+    panels = [panel for panel in choose_panels(table.columns, limit=24) if panel.title == title]
+    figures = "".join(_line_figure(table, panel) for panel in panels)
+    if not figures:
+        return ""
+    return f'<div class="grid3">{figures}</div>{_summary_rows(table, panels[0].metrics)}'
+
+
+def _line_figure(table: MetricsTable, panel: Panel) -> str:
+    series = _series(table, panel)
+    chart = line_chart(series, title=panel.title)
+    return _figure(panel, series, chart) if chart else ""
+
+
+def _series(table: MetricsTable, panel: Panel) -> list[Series]:
+    found = []
+    for name in panel.metrics:
+        steps, values = table.series(name)
+        if steps:
+            found.append(Series(label=label_of(panel, name), steps=steps, values=values))
+    return found
+
+
+def _figure(panel: Panel, series: Sequence[Series], chart: str) -> str:
+    legend = "".join(f'<i class="c{index}"></i>{escape(one.label)}' for index, one in enumerate(series))
+    unit = f'<span class="soft">{escape(panel.unit)}</span>' if panel.unit else ""
+    caption = f"<figcaption>{escape(panel.title)}{unit}</figcaption>"
+    return f'<figure>{caption}<div class="legend">{legend}</div>{chart}</figure>'
+
+
+def _time(table: MetricsTable) -> str:
+    panel = next((panel for panel in choose_panels(table.columns, limit=24) if panel.kind == "stack"), None)
+    if panel is None:
+        return ""
+    steps = sorted({step for name in panel.metrics for step in table.series(name)[0]})
+    series = []
+    for name in panel.metrics:
+        by_step = dict(zip(*table.series(name), strict=True))
+        if by_step:
+            values = [by_step.get(step, 0.0) for step in steps]
+            series.append(Series(label=label_of(panel, name), steps=steps, values=values))
+    chart = stack_chart(series, title=panel.title)
+    return _figure(panel, series, chart) + _time_table(table, len(steps))
+
+
+def _time_table(table: MetricsTable, num_steps: int) -> str:
+    total_s = math.fsum(table.series("timing_s/step")[1])
+    rows = []
+    for name in _phase_order([n for n in table.columns if n.startswith("timing_s/")]):
+        path = name.removeprefix("timing_s/")
+        values = table.series(name)[1]
+        if path == "step" or not values:
+            continue
+        seconds = math.fsum(values)
+        share = seconds / total_s if total_s > 0 else 0.0
+        pad = 10 + 20 * path.count("/")
+        rows.append(
+            f'<tr><td style="padding-left:{pad}px">{escape(path.rpartition("/")[2])}</td>'
+            f'<td class="num">{seconds:.2f}</td><td class="num">{seconds / num_steps:.3f}</td>'
+            f'<td class="num">{100 * share:.1f}%</td><td class="share"><div class="track">'
+            f'<div class="fill" style="width:{min(100.0, 100 * share):.1f}%"></div></div></td></tr>'
+        )
+    head = '<th>phase</th><th class="num">total s</th><th class="num">s a step</th><th class="num">of all steps</th>'
+    return f"<p></p><table><thead><tr>{head}<th></th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _phase_order(names: Sequence[str]) -> list[str]:
+    """Each phase followed by the phases inside it, siblings in the order in which they were first logged."""
+    ordered: list[str] = []
+
+    def visit(prefix: str) -> None:
+        for name in names:
+            if name.startswith(prefix) and "/" not in name[len(prefix) :]:
+                ordered.append(name)
+                visit(f"{name}/")
+
+    visit("timing_s/")
+    return ordered
+
+
+def _summary_rows(table: MetricsTable, names: Sequence[str]) -> str:
+    rows = []
+    for name in names:
+        found = summarise(table.series(name)[1])
+        if found.num_values:
+            cells = (found.first_mean, found.last_mean, found.change, found.minimum, found.maximum, found.last)
+            numbers = "".join(f'<td class="num">{_cell(value)}</td>' for value in cells)
+            rows.append(f'<tr data-name="{escape(name.lower(), quote=True)}"><td>{escape(name)}</td>{numbers}</tr>')
+    titles = ("first five", "last five", "change", "lowest", "highest", "last")
+    head = "".join(f'<th class="num">{title}</th>' for title in titles)
+    return f"<p></p><table><thead><tr><th>metric</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _cell(value: float) -> str:
+    return f"{value:.5g}"
+
+
+def _metric_table(table: MetricsTable) -> str:
+    rows = _summary_rows(table, table.columns).replace("<tbody>", '<tbody id="metric-rows">')
+    return f'<div class="bar-row"><input type="search" id="metric-query" placeholder="filter metrics"></div>{rows}'
+
+
+def _rollouts(data: RunData) -> str:
+    if not data.rollouts:
+        return ""
+    shortened = ""
+    if len(data.rollouts) < data.num_rollouts:
+        shortened = (
+            f'<p class="soft">{len(data.rollouts)} of {data.num_rollouts} kept samples, spread over the run.</p>'
+        )
+    return (
+        f'{shortened}<div class="bar-row"><input type="search" id="query" placeholder="search prompts and responses">'
+        '<label>reward <input type="number" id="low" step="any" placeholder="from"> '
+        '<input type="number" id="high" step="any" placeholder="to"></label>'
+        '<select id="step"><option value="">every step</option></select>'
+        '<select id="order"><option value="new">newest first</option><option value="old">oldest first</option>'
+        '<option value="best">best first</option><option value="worst">worst first</option></select></div>'
+        '<div class="soft" id="count"></div><div id="samples"></div><button id="more" hidden>Show more</button>'
+    )
+
+
+def _texts(data: RunData) -> str:
+    parts = []
+    for title, text in (("config.yaml", data.config_text), ("End of train.log", data.log_text)):
+        if text:
+            parts.append(f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>")
+    return "".join(parts)

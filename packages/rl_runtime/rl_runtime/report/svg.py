@@ -1,0 +1,175 @@
+"""Small charts as SVG text. Pure: numbers in, text out."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+from ..tracking.summary import smooth
+
+MAX_POINTS = 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 8.0, 24.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One line or layer: a label, its steps ascending, a finite value each."""
+
+    label: str
+    steps: Sequence[int]
+    values: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scale:
+    """Maps steps and values to points of the picture."""
+
+    width: float
+    height: float
+    first: float
+    last: float
+    low: float
+    high: float
+
+    def x(self, step: float) -> float:
+        span = (self.last - self.first) or 1.0
+        inner = self.width - _LEFT - _RIGHT
+        middle = inner / 2 if self.last == self.first else 0.0
+        return _LEFT + middle + inner * (step - self.first) / span
+
+    def y(self, value: float) -> float:
+        inner = self.height - _TOP - _BOTTOM
+        return _TOP + inner * (1 - (value - self.low) / (self.high - self.low))
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round values that cover low..high, about `count` of them, at steps of 1, 2, 2.5 or 5 times a power of ten."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ValueError(f"low and high must be finite, got {low} and {high}")
+    if high <= low:
+        pad = abs(low) * 0.1 or 1.0
+        low, high = low - pad, high + pad
+    rough = (high - low) / max(1, count - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, max(last, first + 1) + 1)]
+
+
+def tick_text(value: float) -> str:
+    """A short number: `0.25`, `1.5k`, `2e-05`."""
+    size = abs(value)
+    if size < 1e-12:
+        return "0"
+    if size >= 1e9 or size < 1e-3:
+        return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.2g}")
+    for limit, unit in ((1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / (1e6 if unit == 'M' else 1e3):.3g}{unit}"
+    return f"{value:.4g}"
+
+
+def thin(series: Series, limit: int = MAX_POINTS) -> Series:
+    """A series of at most `limit` points: means over neighbouring steps."""
+    if len(series.steps) <= limit:
+        return series
+    bounds = [index * len(series.steps) // limit for index in range(limit + 1)]
+    pieces = [slice(a, b) for a, b in pairwise(bounds)]
+    values = [sum(series.values[piece]) / len(series.values[piece]) for piece in pieces]
+    return Series(label=series.label, steps=[series.steps[piece][-1] for piece in pieces], values=values)
+
+
+def line_chart(series: Sequence[Series], *, title: str, width: float = 360.0, height: float = 190.0) -> str:
+    """Lines over steps; a point each with its number as a tooltip."""
+    shown = [thin(one) for one in series if one.steps]
+    if not shown:
+        return ""
+    values = [value for one in shown for value in one.values]
+    ticks = nice_ticks(min(values), max(values))
+    scale = _scale(shown, ticks, width, height)
+    parts = [_frame(scale, ticks, [(scale.x(step), step) for step in _step_ticks(scale.first, scale.last)])]
+    for index, one in enumerate(shown):
+        points = [(scale.x(step), scale.y(value)) for step, value in zip(one.steps, one.values, strict=True)]
+        noisy = len(shown) == 1 and len(points) >= 10
+        parts.append(_polyline(points, f"line c{index}{' raw' if noisy else ''}"))
+        if noisy:
+            smoothed = zip(one.steps, smooth(list(one.values)), strict=True)
+            parts.append(_polyline([(scale.x(step), scale.y(value)) for step, value in smoothed], f"line c{index}"))
+        small = " few" if len(points) <= 20 else ""
+        for (x, y), step, value in zip(points, one.steps, one.values, strict=True):
+            tip = escape(f"{one.label}, step {step}: {value:.6g}")
+            place = f'class="dot c{index}{small}" cx="{x:.1f}" cy="{y:.1f}" r="4"'
+            parts.append(f"<circle {place}><title>{tip}</title></circle>")
+    return _svg(parts, title, width, height)
+
+
+def stack_chart(series: Sequence[Series], *, title: str, width: float = 1120.0, height: float = 260.0) -> str:
+    """Bars over steps, one layer a series; all series over the same steps."""
+    shown = [thin(one, 120) for one in series if one.steps]
+    if not shown:
+        return ""
+    steps = shown[0].steps
+    totals = [sum(one.values[i] for one in shown) for i in range(len(steps))]
+    ticks = nice_ticks(0.0, max(totals))
+    scale = _scale(shown, ticks, width, height)
+    slot = (width - _LEFT - _RIGHT) / len(steps)
+    middles = [_LEFT + (i + 0.5) * slot for i in range(len(steps))]
+    bar = min(40.0, 0.86 * slot)
+    labelled = set(_step_ticks(steps[0], steps[-1]))
+    parts = [_frame(scale, ticks, [(x, step) for x, step in zip(middles, steps, strict=True) if step in labelled])]
+    base = [0.0] * len(steps)
+    for index, one in enumerate(shown):
+        for i, value in enumerate(one.values):
+            top, bottom = scale.y(base[i] + value), scale.y(base[i])
+            x = middles[i] - bar / 2
+            tip = escape(f"{one.label}, step {steps[i]}: {value:.4g} s of {totals[i]:.4g} s")
+            parts.append(
+                f'<rect class="bar c{index}" x="{x:.1f}" y="{top:.1f}" width="{bar:.1f}" '
+                f'height="{max(0.0, bottom - top):.1f}"><title>{tip}</title></rect>'
+            )
+            base[i] += value
+    return _svg(parts, title, width, height)
+
+
+def _scale(shown: Sequence[Series], ticks: Sequence[float], width: float, height: float) -> _Scale:
+    return _Scale(
+        width=width,
+        height=height,
+        first=min(one.steps[0] for one in shown),
+        last=max(one.steps[-1] for one in shown),
+        low=ticks[0],
+        high=ticks[-1],
+    )
+
+
+def _polyline(points: Sequence[tuple[float, float]], kind: str) -> str:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline class="{kind}" points="{path}"/>'
+
+
+def _frame(scale: _Scale, ticks: Sequence[float], steps: Sequence[tuple[float, int]]) -> str:
+    right, bottom = scale.width - _RIGHT, scale.height - _BOTTOM
+    parts = []
+    for tick in ticks:
+        y = scale.y(tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{tick_text(tick)}</text>')
+    for x, step in steps:
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle">{step}</text>')
+    return "".join(parts)
+
+
+def _step_ticks(first: float, last: float) -> list[int]:
+    if last == first:
+        return [int(first)]
+    ticks = nice_ticks(first, last, 6)
+    return sorted({int(tick) for tick in ticks if first <= tick <= last and float(tick).is_integer()}) or [int(first)]
+
+
+def _svg(parts: Sequence[str], title: str, width: float, height: float) -> str:
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title, quote=True)}">'
+        f"{''.join(parts)}</svg>"
+    )

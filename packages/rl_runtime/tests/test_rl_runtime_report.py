@@ -1,0 +1,256 @@
+import asyncio
+import itertools
+import json
+import math
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_runtime.errors import ReportError
+from rl_runtime.report import write_report
+from rl_runtime.report.data import MAX_ROLLOUTS, MAX_TEXT, read_run
+from rl_runtime.report.svg import Series, line_chart, nice_ticks, stack_chart, thin, tick_text
+from rl_runtime.tracking import RunFolder, Tracker, TrackingConfig
+
+BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
+NASTY = "</script><script>document.title='owned'</script> <img src=x onerror=\"document.title='owned'\"> &amp; \u2028"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    run = RunFolder.create(tmp_path_factory.mktemp("outputs"), "grpo")
+    config = TrackingConfig(tensorboard=False, curves=False, report=False)
+    with Tracker(run, config, num_steps=12) as tracker:
+        tracker.log_validation(0, {"val/accuracy": 0.25})
+        for step in range(1, 13):
+            tracker.log(
+                step,
+                {
+                    "critic/score/mean": step / 20,
+                    "perf/throughput": 1000.0 + step,
+                    "actor/grad_norm": math.nan if step == 3 else 1.0,
+                    "rollout/log_prob_mismatch": 1e-4,
+                    "timing_s/step": 4.0,
+                    "timing_s/gen": 2.5,
+                    "timing_s/update": 1.25,
+                    "timing_s/update/backward": 1.0,
+                    "timing_s/other": 0.25,
+                    "memory/host_peak_gib": 2.0,
+                },
+            )
+            records = [
+                {"prompt": f"what is {step} + {i}?", "response": f"{step + i}", "reward": i % 2} for i in range(8)
+            ]
+            tracker.log_rollouts(step, [*records[:7], {"prompt": NASTY, "response": "x", "reward": math.nan}])
+        tracker.summary()
+    write_report(run.path)
+    return run
+
+
+def page_of(run: RunFolder) -> str:
+    return run.report_file.read_text(encoding="utf-8")
+
+
+def test_everything_is_on_the_page(run: RunFolder) -> None:
+    page = page_of(run)
+    for words in ("Curves", "Where the time goes", "Memory", "Rollout and trainer", "Rollouts", "All metrics"):
+        assert f">{words}</h2>" in page
+    for words in ("backward", "1.000", "25.0%", "peak host memory", "2.00 GiB", "rollouts_per_step", "step 12/12"):
+        assert words in page
+    assert page.count("<svg") == page.count("</svg>") >= 6
+
+
+def test_nothing_is_loaded_from_elsewhere(run: RunFolder) -> None:
+    page = page_of(run)
+    assert "default-src 'none'" in page
+    outside = re.sub(r'<script type="application/json".*?</script>', "", page, flags=re.DOTALL)
+    assert all(target.startswith("#") for target in re.findall(r'(?:src|href)="([^"]*)"', outside))
+    assert "http://" not in outside
+    assert "https://" not in outside
+    assert "@import" not in outside
+    assert "url(" not in outside
+
+
+def test_texts_of_the_model_cannot_break_the_page(run: RunFolder) -> None:
+    page = page_of(run)
+    assert page.count("</script>") == 2
+    records = json.loads(re.findall(r'id="records">(.*?)</script>', page, flags=re.DOTALL)[0])
+    nasty = [record for record in records if record["prompt"] == NASTY]
+    assert nasty
+    assert nasty[0]["reward"] is None
+
+
+def test_charts_are_well_formed(run: RunFolder) -> None:
+    for chart in re.findall(r"<svg.*?</svg>", page_of(run), flags=re.DOTALL):
+        ElementTree.fromstring(chart)
+
+
+def test_a_page_of_a_run_with_one_step_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "metrics.tsv").write_text("step\tmy/own\n1\t2\n")
+    page = write_report(tmp_path).read_text()
+    assert "my/own" in page
+    assert 'id="query"' not in page
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "no metrics.tsv"),
+        ({"metrics.tsv": "a\tb\n"}, "not a metrics table"),
+        ({"metrics.tsv": "step\ta\n1\t1\n", "summary.json": "{"}, "Expecting"),
+    ],
+)
+def test_folders_without_a_run(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ReportError, match=words):
+        write_report(tmp_path)
+    with pytest.raises(ReportError, match="no run folder"):
+        write_report(tmp_path / "none")
+
+
+def test_long_runs_stay_small(tmp_path: Path) -> None:
+    (tmp_path / "metrics.tsv").write_text("step\ta\n1\t1\n")
+    (tmp_path / "rollouts").mkdir()
+    line = json.dumps({"step": 1, "prompt": "p" * 3 * MAX_TEXT, "response": "r", "reward": 1.0}) + "\n"
+    (tmp_path / "rollouts" / "step_000001.jsonl").write_text(line * (MAX_ROLLOUTS + 50))
+    data = read_run(tmp_path)
+    assert len(data.rollouts) == MAX_ROLLOUTS
+    assert data.num_rollouts == MAX_ROLLOUTS + 50
+    assert len(data.rollouts[0]["prompt"]) < MAX_TEXT + 100
+    assert f"{MAX_ROLLOUTS} of {MAX_ROLLOUTS + 50}" in write_report(tmp_path).read_text()
+
+
+NUMBERS = st.floats(-1e12, 1e12, allow_nan=False)
+
+
+@settings(deadline=None, derandomize=True)
+@given(NUMBERS, NUMBERS, st.integers(2, 9))
+def test_ticks_cover_the_range_with_few_steps(a: float, b: float, count: int) -> None:
+    low, high = min(a, b), max(a, b)
+    ticks = nice_ticks(low, high, count)
+    slack = 1e-6 * max(abs(low), abs(high), high - low)
+    assert ticks[0] <= low + slack
+    assert ticks[-1] >= high - slack
+    assert 2 <= len(ticks) <= count + 2
+    assert all(x < y for x, y in pairwise(ticks))
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(NUMBERS, min_size=1, max_size=50))
+def test_lines_stay_within_their_picture(values: list[float]) -> None:
+    chart = line_chart([Series(label="a<b", steps=range(len(values)), values=values)], title="t", width=300, height=200)
+    for element in ElementTree.fromstring(chart).iter("circle"):
+        assert -1 <= float(element.attrib["cx"]) <= 301
+        assert -1 <= float(element.attrib["cy"]) <= 201
+
+
+def test_thinning_keeps_the_mean_and_the_last_step() -> None:
+    series = Series(label="a", steps=range(1000), values=[float(i % 7) for i in range(1000)])
+    short = thin(series, 100)
+    assert len(short.steps) == 100
+    assert short.steps[-1] == 999
+    assert sum(short.values) / 100 == pytest.approx(sum(series.values) / 1000)
+    assert thin(short, 100) is short
+
+
+def test_empty_charts_are_empty() -> None:
+    assert line_chart([], title="") == ""
+    assert stack_chart([Series(label="a", steps=[], values=[])], title="") == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.25, "0.25"), (15000, "15k"), (2_500_000, "2.5M"), (2e-5, "2e-5"), (-3, "-3"), (1e10, "1e10")],
+)
+def test_tick_texts(value: float, text: str) -> None:
+    assert tick_text(value) == text
+
+
+async def evaluate(folder: Path, page: Path, expressions: list[str]) -> list[Any]:
+    """Open the page in the browser and evaluate JavaScript in it, through the DevTools protocol."""
+    import aiohttp
+
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
+    process = subprocess.Popen(
+        [*command, f"--user-data-dir={folder}", page.as_uri()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    numbers = itertools.count()
+    try:
+        async with asyncio.timeout(90), aiohttp.ClientSession() as session:
+            address = await debugger_address(session, folder / "DevToolsActivePort", page.as_uri())
+            async with session.ws_connect(address) as socket:
+
+                async def run_js(expression: str) -> Any:
+                    number = next(numbers)
+                    params = {"expression": expression, "returnByValue": True}
+                    await socket.send_json({"id": number, "method": "Runtime.evaluate", "params": params})
+                    while (reply := await socket.receive_json()).get("id") != number:
+                        pass
+                    return reply["result"]["result"].get("value")
+
+                # The tab has the address before it has the document.
+                while not await run_js("location.protocol === 'file:' && document.readyState === 'complete'"):
+                    await asyncio.sleep(0.1)
+                return [await run_js(expression) for expression in expressions]
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+async def debugger_address(session: Any, port_file: Path, url: str) -> str:
+    """Address of the page's debugger, once the browser is up."""
+    while not (port_file.exists() and "\n" in port_file.read_text()):
+        await asyncio.sleep(0.1)
+    port = port_file.read_text().splitlines()[0]
+    while True:
+        targets = await (await session.get(f"http://127.0.0.1:{port}/json")).json()
+        for target in targets:
+            if target["type"] == "page" and target["url"] == url:
+                return str(target["webSocketDebuggerUrl"])
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_the_page_works_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
+    type_in = (
+        "(function(id, text) {{ const field = document.getElementById(id); field.value = text; "
+        "field.dispatchEvent(new Event('input')); return document.getElementById('count').textContent; }})({!r}, {!r})"
+    )
+    shown = "document.querySelectorAll('.sample').length"
+    ready, title, count, first, found, marks, best, metrics, heights = asyncio.run(
+        evaluate(
+            tmp_path,
+            run.report_file,
+            [
+                "document.readyState",
+                "document.title",
+                "document.getElementById('count').textContent",
+                shown,
+                type_in.format("query", "12 + 3?"),
+                "document.querySelectorAll('mark').length",
+                type_in.format("query", "") + "; " + type_in.format("low", "1"),
+                type_in.format("metric-query", "grad_norm")
+                + "; [...document.querySelectorAll('#metric-rows tr')].filter((r) => !r.hidden).length",
+                "[...document.querySelectorAll('svg')].map((s) => s.getBoundingClientRect().height > 50)",
+            ],
+        )
+    )
+    assert ready == "complete"
+    assert title == run.name  # the nasty text did not run
+    assert count.startswith("96 of 96 samples")
+    assert first == 25
+    assert found.startswith("2 of 96 samples")  # 12 + 3 and 9 + 3 = 12
+    assert marks >= 3
+    assert best.startswith("36 of 96 samples, mean reward 1.000")
+    assert metrics == 1
+    assert heights
+    assert all(heights)

@@ -1,0 +1,173 @@
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_runtime.memory import GIB, MemorySampler, TreeMemory, process_tree_memory
+from rl_runtime.timing import PhaseTimer
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_phases_nest_and_sum() -> None:
+    clock = Clock()
+    timer = PhaseTimer(clock=clock)
+    with timer.step():
+        with timer.phase("gen"):
+            clock.now += 2
+        for _ in range(2):
+            with timer.phase("update"):
+                clock.now += 1
+                with timer.phase("backward"):
+                    clock.now += 3
+        timer.add("update/optimizer", 0.5)
+        with timer.phase("validate", outside=True):
+            clock.now += 10
+        clock.now += 1
+    assert timer.metrics() == {
+        "timing_s/step": 11,
+        "timing_s/gen": 2,
+        "timing_s/update": 8,
+        "timing_s/update/backward": 6,
+        "timing_s/update/optimizer": 0.5,
+        "timing_s/validate": 10,
+        "timing_s/other": 1,
+    }
+    assert timer.coverage == pytest.approx(20 / 21)
+    text = timer.tree_text()
+    assert "    6.000 s" in text
+    assert "backward x2" in text
+
+
+def test_a_new_step_forgets_the_last() -> None:
+    clock = Clock()
+    timer = PhaseTimer(clock=clock)
+    for name in ("a", "b"):
+        with timer.step(), timer.phase(name):
+            clock.now += 1
+    assert timer.metrics() == {"timing_s/step": 1, "timing_s/b": 1, "timing_s/other": 0}
+
+
+def test_errors_leave_the_timer_usable() -> None:
+    clock = Clock()
+    timer = PhaseTimer(clock=clock)
+    with pytest.raises(RuntimeError), timer.step(), timer.phase("a"):  # noqa: PT012
+        clock.now += 1
+        raise RuntimeError
+    with timer.step(), timer.phase("b"):
+        clock.now += 1
+    assert timer.metrics()["timing_s/b"] == 1
+
+
+def test_outside_phases_stand_at_the_top() -> None:
+    timer = PhaseTimer()
+    with timer.step(), timer.phase("a"), pytest.raises(ValueError, match="outside the step"):
+        timer.phase("validate", outside=True).__enter__()
+
+
+def test_tasks_belong_to_the_phase_that_started_them_and_threads_to_the_step() -> None:
+    timer = PhaseTimer()
+
+    async def work() -> None:
+        with timer.phase("request"):
+            await asyncio.sleep(0.01)
+
+    async def both() -> None:
+        await asyncio.gather(work(), work())
+
+    def in_thread() -> None:
+        with timer.phase("writer"):
+            time.sleep(0.01)
+
+    with timer.step(), timer.phase("gen"):
+        asyncio.run(both())
+        thread = threading.Thread(target=in_thread)
+        thread.start()
+        thread.join()
+    assert {path for path, _ in timer.walk()} == {"gen", "gen/request", "writer"}
+    assert dict(timer.walk())["gen/request"].count == 2
+
+
+def test_the_device_is_waited_for() -> None:
+    calls = []
+    timer = PhaseTimer(synchronize=lambda: calls.append(1))
+    with timer.step(), timer.phase("a"):
+        pass
+    assert len(calls) == 4
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), st.floats(0, 10)), max_size=20))
+def test_parts_never_exceed_their_whole(work: list[tuple[list[str], float]]) -> None:
+    clock = Clock()
+    timer = PhaseTimer(clock=clock)
+
+    def run(path: list[str], seconds: float) -> None:
+        with timer.phase(path[0]):
+            clock.now += seconds
+            if path[1:]:
+                run(path[1:], seconds)
+
+    with timer.step():
+        for path, seconds in work:
+            run(path, seconds)
+    metrics = timer.metrics()
+    for path, node in timer.walk():
+        assert node.accounted_s <= node.seconds + 1e-9
+        assert metrics[f"timing_s/{path}"] == node.seconds
+    tops = sum(node.seconds for path, node in timer.walk() if "/" not in path)
+    assert metrics["timing_s/step"] == pytest.approx(tops + metrics["timing_s/other"])
+
+
+def test_children_count() -> None:
+    block = 64 * 1024 * 1024
+    alone = process_tree_memory()
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"b = bytearray(b'x' * {block}); print('ready', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        both = process_tree_memory()
+        assert both.num_processes == alone.num_processes + 1
+        assert both.pss_bytes - alone.pss_bytes > 0.9 * block
+        assert process_tree_memory(child.pid, exact=False).rss_bytes > block
+        assert process_tree_memory(child.pid, extra_pids=[os.getpid()]).num_processes == both.num_processes
+    finally:
+        child.communicate("\n", timeout=30)
+    assert process_tree_memory(child.pid).num_processes == 0
+
+
+def test_sampler_keeps_the_peak() -> None:
+    sizes = iter([1, 5, 2])
+
+    def read() -> TreeMemory:
+        size = next(sizes, 3) * GIB
+        return TreeMemory(rss_bytes=size, pss_bytes=size, num_processes=4)
+
+    with MemorySampler(interval_s=0.01, read=read) as sampler:
+        deadline = time.monotonic() + 10
+        while sampler.peak.pss_bytes < 5 * GIB and time.monotonic() < deadline:
+            time.sleep(0.01)
+    sampler.stop()
+    assert sampler.metrics()["memory/host_peak_gib"] == 5
+    assert sampler.metrics()["memory/num_processes"] == 4
+    with pytest.raises(RuntimeError):
+        sampler.start()
+    with pytest.raises(ValueError, match="interval_s"):
+        MemorySampler(interval_s=0)

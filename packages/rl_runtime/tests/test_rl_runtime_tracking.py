@@ -1,0 +1,500 @@
+import io
+import json
+import logging
+import math
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_runtime.config_loader import load_config
+from rl_runtime.errors import TrackingError
+from rl_runtime.tracking import (
+    MetricsTable,
+    Progress,
+    RunFolder,
+    Tracker,
+    TrackingConfig,
+    check_tracking,
+    first_mean,
+    read_rollouts,
+    summarise,
+    tail_mean,
+    write_curves,
+    write_rollouts,
+)
+from rl_runtime.tracking.panels import choose_panels
+from rl_runtime.tracking.progress import duration_text
+from rl_runtime.tracking.rollouts import choose_sample
+from rl_runtime.tracking.run_folder import visible_line
+from rl_runtime.tracking.summary import smooth
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppConfig:
+    seed: int = 1
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    loss: float = 0.5
+    grad_norm: float = 1.0
+    lr: float = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    accuracy_before: float | None = 0.25
+    accuracy_after: float | None = 0.75
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+# --- the run folder ---------------------------------------------------------------------------------------------------
+
+
+def test_run_folders_of_the_same_second_differ(tmp_path: Path) -> None:
+    now = datetime(2026, 1, 2, 3, 4, 5)
+    names = [RunFolder.create(tmp_path / "outputs", "grpo", now=lambda: now).name for _ in range(3)]
+    assert names == ["grpo_20260102_030405", "grpo_20260102_030405_2", "grpo_20260102_030405_3"]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "-x"])
+def test_experiment_names_that_cannot_be_folders(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TrackingError, match="experiment is"):
+        RunFolder.create(tmp_path, name)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrackingError, match="cannot make a run folder"):
+        RunFolder.create(tmp_path / "file", "grpo")
+
+
+def test_open_needs_the_folder(tmp_path: Path) -> None:
+    assert RunFolder.open(tmp_path).path == tmp_path.resolve()
+    with pytest.raises(TrackingError, match="no run folder"):
+        RunFolder.open(tmp_path / "none")
+
+
+def test_written_config_repeats_the_run(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "x")
+    config = AppConfig(seed=7)
+    assert load_config(AppConfig, presets=[run.write_config(config)]) == config
+
+
+def test_log_holds_what_the_user_saw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunFolder.create(tmp_path, "x")
+    before = (sys.stdout, sys.stderr)
+    with pytest.raises(RuntimeError), run:  # noqa: PT012
+        print("one")
+        sys.stdout.write("10%\r20%\r\x1b[2K100% \x1b[1mdone\x1b[0m\n")
+        sys.stderr.write("half a ")
+        print("two")
+        sys.stderr.write("line\n")
+        logging.getLogger("rl_core.deep").info("ours speaks")
+        logging.getLogger("urllib3").info("theirs does not")
+        logging.getLogger("urllib3").warning("theirs warns")
+        sys.stdout.write("unfinished")
+        raise RuntimeError("the end")
+    assert (sys.stdout, sys.stderr) == before
+    lines = run.log_file.read_text().splitlines()
+    assert lines[:4] == ["one", "100% done", "two", "half a line"]
+    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO rl_core.deep: ours speaks", lines[4])
+    assert lines[5].endswith("WARNING urllib3: theirs warns")
+    assert "RuntimeError: the end" in lines
+    assert lines[-1] == "unfinished"
+    printed = capsys.readouterr()
+    assert printed.out.startswith("one\n10%")
+    assert "theirs does not" not in printed.err
+
+
+def test_a_long_progress_bar_does_not_grow_the_log(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "x")
+    with run:
+        for i in range(1000):
+            sys.stdout.write(f"\rat {i}")
+        print()
+    assert run.log_file.read_text() == "at 999\n"
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.text())
+def test_visible_lines_have_no_control_characters(line: str) -> None:
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", visible_line(line))
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_table_appends_and_grows(tmp_path: Path) -> None:
+    table = MetricsTable(tmp_path / "m.tsv")
+    table.log(1, {"a": 1, "b": 0.1 + 0.2})
+    table.log(2, {"b": np.float32(0.1), "a": np.int64(2)})
+    table.log(3, {"a": True, "late/one": 5.0})
+    table.log(4, {"late/one": math.nan})
+    table.log(4, {"a": 9})
+    assert (tmp_path / "m.tsv").read_text() == (
+        "step\ta\tb\tlate/one\n1\t1\t0.3\t\n2\t2\t0.100000001\t\n3\t1\t\t5\n4\t9\t\tnan\n"
+    )
+    assert table.series("late/one") == ([3], [5.0])
+    assert list(tmp_path.iterdir()) == [tmp_path / "m.tsv"]
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(["a", "b/c", "d e", "é"]),
+            st.integers() | st.floats(width=32),
+            min_size=1,
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_nothing_logged_is_lost(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, float]]) -> None:
+    path = tmp_path_factory.mktemp("t") / "m.tsv"
+    table = MetricsTable(path)
+    for step, row in enumerate(rows):
+        table.log(step, row)
+    again = MetricsTable(path)
+    assert again.columns == table.columns
+    for step, row in enumerate(rows):
+        for name, value in row.items():
+            assert np.float32(again.row(step)[name]) == np.float32(value) or math.isnan(value)
+
+
+def test_a_resumed_table_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "m.tsv"
+    path.write_text("step\ta\n1\t1\n2\t2\n3\t0.")
+    table = MetricsTable(path)
+    assert table.steps == (1, 2)
+    table.truncate_from(2)
+    table.log(2, {"a": 5})
+    assert path.read_text() == "step\ta\n1\t1\n2\t5\n"
+
+
+@pytest.mark.parametrize(
+    ("step", "metrics", "words"),
+    [
+        (1, {"a": 1}, "step 1 after step 5"),
+        (6, {"a": "x"}, "metric 'a': expected a number"),
+        (6, {"a": np.ones(2)}, "metric 'a': expected one number"),
+        (6, {"a\tb": 1}, "without tabs"),
+        (6, {"step": 1}, "'step'"),
+        (6.0, {"a": 1}, "expected an integer"),
+    ],
+)
+def test_bad_metrics_are_refused(tmp_path: Path, step: int, metrics: dict[str, object], words: str) -> None:
+    table = MetricsTable(tmp_path / "m.tsv")
+    table.log(5, {"a": 1})
+    with pytest.raises(TrackingError, match=words):
+        table.log(step, metrics)
+
+
+@pytest.mark.parametrize("text", ["a\tb\n", "step\ta\n1\tx\n", "step\ta\n1\n"])
+def test_files_that_are_no_table(tmp_path: Path, text: str) -> None:
+    (tmp_path / "m.tsv").write_text(text)
+    with pytest.raises(TrackingError):
+        MetricsTable(tmp_path / "m.tsv")
+
+
+def test_summaries() -> None:
+    values = [0.0, 0.0, 1.0, math.nan, 2.0, 3.0, 10.0]
+    assert tail_mean(values, 2) == 6.5
+    assert first_mean(values, 3) == pytest.approx(1 / 3)
+    found = summarise(values, 2)
+    assert (found.change, found.minimum, found.maximum, found.last, found.num_not_finite) == (6.5, 0.0, 10.0, 10.0, 1)
+    assert math.isnan(summarise([]).last_mean)
+    with pytest.raises(ValueError, match="count"):
+        summarise([1.0], 0)
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def test_panels_come_in_order_and_only_when_there_is_data() -> None:
+    columns = [
+        "timing_s/step",
+        "timing_s/gen",
+        "timing_s/other",
+        "timing_s/gen/wait",
+        "actor/loss",
+        "critic/score/mean",
+    ]
+    panels = choose_panels(columns)
+    assert [panel.title for panel in panels] == ["Score", "Loss", "Step time"]
+    assert panels[-1].metrics == ("timing_s/gen", "timing_s/other")
+    assert [panel.title for panel in choose_panels(["my/own"])] == ["my/own"]
+    assert choose_panels([]) == []
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 40])
+def test_curves_are_a_picture(tmp_path: Path, num_steps: int) -> None:
+    table = MetricsTable(tmp_path / "m.tsv")
+    for step in range(num_steps):
+        table.log(
+            step, {"critic/score/mean": step, "timing_s/gen": 1.0, "timing_s/other": 0.5, "val/accuracy": math.nan}
+        )
+    path = write_curves(table, tmp_path / "curves.png", title="run")
+    assert path is not None
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["curves.png", "m.tsv"]
+
+
+def test_no_curves_of_nothing(tmp_path: Path) -> None:
+    table = MetricsTable(tmp_path / "m.tsv")
+    table.log(1, {"a": math.inf})
+    assert write_curves(table, tmp_path / "curves.png") is None
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_smoothing_keeps_ends_and_straight_lines() -> None:
+    line = [float(i) for i in range(10)]
+    assert smooth(line) == pytest.approx(line)
+    assert smooth([5.0, 1.0]) == [5.0, 1.0]
+
+
+# --- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+def record(index: int) -> dict[str, object]:
+    return {"prompt": f"p{index}", "response": f"r{index}\u2028\n", "reward": np.float32(index)}
+
+
+def test_rollouts_are_a_repeatable_sample(tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path / "rollouts", 3, [record(i) for i in range(20)], count=4)
+    assert path.name == "step_000003.jsonl"
+    first = read_rollouts(tmp_path / "rollouts")
+    write_rollouts(tmp_path / "rollouts", 3, [record(i) for i in range(20)], count=4)
+    assert read_rollouts(tmp_path / "rollouts") == first
+    assert len(first) == 4
+    assert first[0]["step"] == 3
+    assert first[0]["response"].endswith("\u2028\n")
+
+
+def test_rollouts_need_their_three_keys(tmp_path: Path) -> None:
+    with pytest.raises(TrackingError, match="record 0 of step 1 lacks reward"):
+        write_rollouts(tmp_path, 1, [{"prompt": "p", "response": "r"}])
+    with pytest.raises(TrackingError, match="cannot be written as JSON"):
+        write_rollouts(tmp_path, 1, [{"prompt": "p", "response": "r", "reward": object()}])
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(0, 50), st.integers(0, 60), st.integers(0, 5))
+def test_samples_have_no_repeats(num: int, count: int, seed: int) -> None:
+    chosen = choose_sample(num, count, seed=seed)
+    assert len(chosen) == min(num, count)
+    assert chosen == sorted(set(chosen))
+    assert all(0 <= index < num for index in chosen)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_progress_lines() -> None:
+    clock, out = Clock(), io.StringIO()
+    progress = Progress(30, stream=out, clock=clock)
+    progress.status("rollout", 1, 2)
+    clock.now += 4
+    progress.step(1, score=0.5, throughput=1234.4, step_s=3.9)
+    clock.now += 6
+    progress.step(2, score=-0.25, extra={"kl": 0.0123456})
+    clock.now += 4
+    progress.step(30, score=1.0)
+    assert out.getvalue() == (
+        "step  1/30  score  0.500    1,234 tok/s    3.9 s/step   1m56s left\n"
+        "step  2/30  score -0.250    6.0 s/step  kl 0.0123   2m20s left\n"
+        "step 30/30  score  1.000    4.0 s/step    done\n"
+    )
+
+
+def test_status_lines_only_on_terminals() -> None:
+    clock, out = Clock(), Terminal()
+    progress = Progress(3, stream=out, clock=clock)
+    progress.status("rollout", 64, 256)
+    progress.status("rollout", 65, 256)  # too soon
+    progress.step(1, score=0.5)
+    progress.close()
+    shown = out.getvalue()
+    assert shown.startswith("\r\x1b[2Kstep 1/3  rollout  [#####---------------] 64/256\r\x1b[2Kstep 1/3  score")
+    assert "65/256" not in shown
+    assert shown.endswith("left\n")
+
+
+def test_a_resumed_run_estimates_from_its_own_steps() -> None:
+    clock = Clock()
+    progress = Progress(100, first_step=91, stream=io.StringIO(), clock=clock)
+    assert math.isnan(progress.time_left_s)
+    clock.now += 2
+    progress.step(91, score=0)
+    assert progress.time_left_s == 18
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0s"), (59.4, "59s"), (65, "1m05s"), (12000, "3h20m"), (187200, "2d04h"), (math.nan, "?")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+# --- the tracker ------------------------------------------------------------------------------------------------------
+
+
+def read_events(folder: Path) -> list[tuple[int, str, float]]:
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    found = []
+    for path in sorted(folder.iterdir()):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return found
+
+
+def test_a_run_leaves_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunFolder.create(tmp_path, "grpo")
+    with Tracker(run, AppConfig(seed=3), num_steps=6) as tracker:
+        for step in range(1, 4):
+            tracker.log_supervised(step, Stats())
+        tracker.log_validation(0, {"val/accuracy": 0.25})
+        for step in range(1, 7):
+            tracker.log(
+                step,
+                {
+                    "critic/score/mean": step / 10,
+                    "perf/throughput": 100.0,
+                    "timing_s/step": 2.0,
+                    "timing_s/gen": 1.5,
+                    "memory/host_peak_gib": 3.0,
+                },
+            )
+            tracker.log_rollouts(step, [{"prompt": "p", "response": "<b>r</b>", "reward": 1.0}] * 20)
+        tracker.log_validation(6, {"val/accuracy": 0.75})
+        facts = tracker.summary(Result())
+    assert {path.name for path in run.path.iterdir()} == {
+        "config.yaml",
+        "curves.png",
+        "metrics.tsv",
+        "report.html",
+        "rollouts",
+        "summary.json",
+        "supervised.tsv",
+        "tensorboard",
+        "train.log",
+    }
+    table = MetricsTable(run.metrics_file)
+    assert table.steps == tuple(range(7))
+    assert table.row(6)["val/accuracy"] == 0.75
+    assert len(read_rollouts(run.rollouts_dir)) == 6 * 8
+    events = read_events(run.tensorboard_dir)
+    assert (1, "sft/loss", 0.5) in events
+    assert (6, "val/accuracy", 0.75) in events
+    assert len([e for e in events if e[1] == "critic/score/mean"]) == 6
+    assert json.loads(run.summary_file.read_text()) == facts
+    assert facts["accuracy_after"] == 0.75
+    assert facts["score_last_5"] == pytest.approx(0.4)
+    log = run.log_file.read_text()
+    assert log == capsys.readouterr().out
+    assert "held-out accuracy  0.250 before, 0.750 after (+0.500)" in log
+    assert "step 6/6  score  0.600" in log
+    assert "at most 3.0 GiB" in log
+
+
+def test_supervised_runs_fill_the_main_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunFolder.create(tmp_path, "sft")
+    with Tracker(run, TrackingConfig(tensorboard=False, report=False), num_steps=2, supervised=True) as tracker:
+        tracker.log_supervised(1, Stats())
+        tracker.log_supervised(2, Stats(loss=0.25))
+        tracker.summary()
+    assert MetricsTable(run.metrics_file).row(2)["sft/loss"] == 0.25
+    assert "step 2/2" in capsys.readouterr().out
+    assert not run.supervised_file.exists()
+    assert not run.tensorboard_dir.exists()
+
+
+def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "x")
+    config = TrackingConfig(tensorboard=False, report=False, curves=False)
+    with Tracker(run, config, num_steps=4) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"a": step})
+    with Tracker(RunFolder.open(run.path), config, num_steps=4, first_step=3) as tracker:
+        tracker.log(3, {"a": 30})
+    assert run.metrics_file.read_text() == "step\ta\n1\t1\n2\t2\n3\t30\n"
+
+
+def test_curves_are_drawn_now_and_then(tmp_path: Path) -> None:
+    clock = Clock()
+    run = RunFolder.create(tmp_path, "x")
+    config = TrackingConfig(tensorboard=False, report=False, curves_interval_s=30)
+    tracker = Tracker(run, config, num_steps=4, clock=clock)
+    tracker.log(1, {"a": 1})
+    assert not run.curves_file.exists()
+    clock.now += 31
+    tracker.log(2, {"a": 1})
+    assert run.curves_file.exists()
+
+
+def test_wandb_is_asked_for_and_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = TrackingConfig(wandb_project="p")
+    with pytest.raises(TrackingError, match=r"tracking.wandb_project=p needs the wandb package.*pip install wandb"):
+        check_tracking(config)
+    with pytest.raises(TrackingError, match="pip install wandb"):
+        Tracker(RunFolder.create(tmp_path, "x"), config, num_steps=1)
+
+
+def test_tensorboard_is_asked_for_and_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    with pytest.raises(TrackingError, match=r"set tracking.tensorboard=false"):
+        Tracker(RunFolder.create(tmp_path, "x"), TrackingConfig(), num_steps=1)
+
+
+def test_wandb_offline_keeps_its_files_in_the_run_folder(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run = RunFolder.create(tmp_path, "x")
+    config = TrackingConfig(wandb_project="p", wandb_mode="offline", tensorboard=False, report=False, curves=False)
+    with Tracker(run, config, num_steps=1) as tracker:
+        tracker.log(1, {"a": 1})
+    assert (run.path / "wandb").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("rollouts_per_step=-1", "rollouts_per_step: is -1"), ("curves_interval_s=-1", "curves_interval_s: is -1")],
+)
+def test_tracking_config_checks(override: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_config(TrackingConfig, overrides=[override])
+
+
+def test_tracking_a_run_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom rl_runtime import RunFolder, Tracker, TrackingConfig\n"
+        f"with Tracker(RunFolder.create({str(tmp_path)!r}, 'x'), TrackingConfig(), num_steps=1) as t:\n"
+        "    t.log(1, {'a': 1})\n"
+        "print(sorted({'torch', 'tensorflow', 'ray', 'matplotlib.pyplot'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
