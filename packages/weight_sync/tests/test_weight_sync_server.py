@@ -1,7 +1,10 @@
 """A real vLLM server on the CPU: equality after a push, and every fault ends paused and recovers."""
 
 import dataclasses
+import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,16 +175,74 @@ def test_two_trainers_at_once(server: Server, old_model: Any, new_model: Any) ->
     assert_serves(server, old_model)
 
 
-def test_a_wrong_key_and_a_dead_url_are_named(server: Server, new_model: Any) -> None:
-    wrong = dataclasses.replace(server, api_key="other")
-    with WeightPusher(ModuleSource(new_model), [wrong]) as pusher:
-        with pytest.raises(WeightSyncError, match="check the API key") as caught:
+def test_a_dead_server_is_named_before_anything_is_paused(server: Server, new_model: Any) -> None:
+    gone = dataclasses.replace(server, url=f"http://127.0.0.1:{helpers.free_port()}")
+    with WeightPusher(ModuleSource(new_model), [server, gone]) as pusher:
+        with pytest.raises(WeightSyncError, match="refused") as caught:
             pusher.push(1)
         assert isinstance(caught.value.__cause__, ServerError)
-    gone = dataclasses.replace(server, url=f"http://127.0.0.1:{helpers.free_port()}")
-    with (
-        WeightPusher(ModuleSource(new_model), [server, gone]) as pusher,
-        pytest.raises(WeightSyncError, match="refused"),
-    ):
-        pusher.push(1)
+        assert caught.value.__cause__.url == gone.url
     assert not is_paused(server)
+
+
+def test_tcp_carries_the_same_weights(recovered: Server, old_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", 60_000)
+    with WeightPusher(ModuleSource(old_model), [recovered], SyncConfig(transport="tcp")) as pusher:
+        for version in (1, 2):
+            assert pusher.push(version).num_attempts == 1
+        assert_serves(recovered, old_model)
+        flip_bytes(monkeypatch, 1)
+        assert pusher.push(3).num_attempts == 2
+    assert_serves(recovered, old_model)
+
+
+class ChangesItsMind:
+    """Sends other bytes the second time it is asked for one tensor."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self._source = ModuleSource(model)
+        self._name, self._asked = name, 0
+
+    def manifest(self) -> Any:
+        return self._source.manifest()
+
+    def fill(self, bucket: Any, out: torch.Tensor) -> None:
+        self._source.fill(bucket, out)
+        for slot in bucket.slots:
+            if slot.name == self._name:
+                self._asked += 1
+                out[slot.offset + 5] += self._asked
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"),
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("model.norm.weight", "model.norm.weight"),
+    ],
+)
+def test_verify_compares_every_byte(
+    recovered: Server, new_model: Any, name: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", 60_000)
+    config = SyncConfig(verify=True)
+    with WeightPusher(ModuleSource(new_model), [recovered], config) as pusher:
+        assert pusher.push(1).num_attempts == 1
+    assert_serves(recovered, new_model)
+    with WeightPusher(ChangesItsMind(new_model, name), [recovered], config) as pusher:
+        with pytest.raises(ReceiverError, match="bytes differ from the trainer's") as caught:
+            pusher.push(2)
+    assert caught.value.tensor == found
+    assert is_paused(recovered)
+
+
+def test_a_pusher_killed_in_the_middle_leaves_the_server_paused(
+    recovered: Server, old_model: Any, tmp_path: Path
+) -> None:
+    helpers.save_model(old_model, tmp_path / "model")
+    script = Path(__file__).with_name("weight_sync_victim.py")
+    command = [sys.executable, str(script), str(tmp_path / "model"), recovered.url]
+    victim = helpers.start_process(command, tmp_path / "victim.log")
+    assert victim.wait(120) == -signal.SIGKILL, (tmp_path / "victim.log").read_text()
+    assert is_paused(recovered)

@@ -42,8 +42,8 @@ def tiny_config(family: str = "qwen3", *, tied: bool = True, hidden: int = 64, l
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 4 if family == "qwen3" else 2,
+        "num_key_value_heads": 2 if family == "qwen3" else 1,
         "max_position_embeddings": 256,
         "tie_word_embeddings": tied,
         "bos_token_id": 1,
@@ -111,11 +111,17 @@ def start_server(
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "128"]
     command += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "policy"]
-    command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
+    command += [
+        "--kv-cache-memory-bytes",
+        "64M",
+        "--no-enable-chunked-prefill",
+        "--logprobs-mode",
+        "processed_logprobs",
+    ]
     command += [*server_args(config, "cpu"), *extra_args]
     if api_key:
         command += ["--api-key", api_key]
-    env = {**server_env(config), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env = {**server_env(config), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     env |= {"VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return Server(f"http://127.0.0.1:{port}", api_key, start_process(command, log, env), log)
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -91,6 +92,23 @@ class Channel:
             return None
         data = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         return int(struct.unpack("3i", data)[1])
+
+    def is_hung_up(self) -> bool:
+        """Whether the other side has closed, even when messages are still unread."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        return bool(poll.poll(0))
+
+    def linger(self, wait_s: float = 5.0) -> None:
+        """After a last message: keep reading until the other side closes, so that it can read the message.
+
+        Closing a TCP socket with unread bytes resets the connection and would throw the message away.
+        """
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+            self._sock.settimeout(wait_s)
+            while self._sock.recv(1 << 20):
+                pass
 
     def close(self) -> None:
         """Close the connection and any descriptor nobody took."""

@@ -5,16 +5,20 @@ from typing import Literal
 
 from .errors import SyncConfigError
 
-TRANSPORTS = ("auto", "shm", "ipc", "nccl", "gloo")
+TRANSPORTS = ("auto", "shm", "ipc", "nccl", "tcp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
     """How weights travel from the trainer into the servers."""
 
-    transport: Literal["auto", "shm", "ipc", "nccl", "gloo"] = "auto"
-    """``shm``: shared memory, same host, CPU or CUDA servers. ``ipc``: CUDA IPC, same GPU. ``nccl``: between GPUs.
-    ``gloo``: TCP, across hosts, CPU or CUDA servers. ``auto``: ``shm`` for a trainer on the CPU, ``ipc`` for CUDA."""
+    transport: Literal["auto", "shm", "ipc", "nccl", "tcp"] = "auto"
+    """``shm``: shared memory, same host, servers on CPU or GPU. ``ipc``: CUDA IPC, same host, same GPU or a peer.
+    ``nccl``: between GPUs, across hosts. ``tcp``: across hosts, anything. ``auto``: ``shm`` for a trainer on the CPU,
+    ``ipc`` for one on a GPU."""
+
+    host: str | None = None
+    """``nccl`` and ``tcp``: this machine's address as the servers see it. None: the address of the route to them."""
 
     bucket_mib: int = 64
     """Bound of one bucket in MiB; a larger parameter gets a bucket of its own. Two buckets are in flight."""
@@ -23,7 +27,8 @@ class SyncConfig:
     """Compute a 64-bit checksum of every bucket on both sides and refuse a bucket that differs."""
 
     verify: bool = False
-    """After loading, send everything once more and compare it with the server's weights byte for byte. Slow."""
+    """After loading, send everything once more and compare it with what the server's layers hold, byte for byte, before
+    anything is published. Several times slower; for tests and for tracking down a mismatch."""
 
     timeout_s: float = 120.0
     """Longest silence, in seconds, before the other side counts as dead. Waiting for running requests is separate."""

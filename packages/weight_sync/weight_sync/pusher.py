@@ -18,7 +18,7 @@ from .config import SyncConfig
 from .control import ServerControl
 from .errors import ReceiverError, SyncConfigError, WeightSyncError
 from .plan import BucketPlan, plan_buckets
-from .session import PROTOCOL, PushSession, Timings
+from .session import PROTOCOL, PushSession, Timings, num_passes
 from .sources import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class WeightPusher:
     def _attempt(self, plan: BucketPlan, version: int) -> Exception | None:
         """One full send. Fills every bucket whatever happens, for the other ranks are in the same collectives."""
         if self._rank != 0:
-            for bucket in plan.buckets:
+            for bucket in plan.buckets * num_passes(self._config):
                 self._source.fill(bucket, None)
             return None
         if self._session is None:

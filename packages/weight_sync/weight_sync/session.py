@@ -17,12 +17,14 @@ server said ``done`` is the version published.
 import contextlib
 import secrets
 import selectors
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 
@@ -35,6 +37,7 @@ from .plan import Bucket, BucketPlan
 from .sources import WeightSource
 from .transports.base import NUM_SLOTS, Sender
 from .transports.shm import ShmSender
+from .transports.tcp import TcpSender
 
 #: Version of the messages; both sides must agree.
 PROTOCOL = 1
@@ -94,8 +97,10 @@ class PushSession:
         self._config = config
         self._identity = identity
         self._pool = ThreadPoolExecutor(len(self._controls), thread_name_prefix="weight_sync")
-        self._listener = Listener()
-        self._sender = make_sender(config, device)
+        transport = choose_transport(config, device)
+        host = config.host or _route_to([control.url for control in controls])
+        self._listener = Listener(host if transport in ("tcp", "nccl") else None)
+        self._sender = make_sender(transport, config, device, host)
         self._num_workers: list[int] | None = None
 
     def send(self, source: WeightSource, plan: BucketPlan, version: int, *, must_fill_all: bool) -> Exception | None:
@@ -105,7 +110,7 @@ class PushSession:
         collectives.
         """
         self.timings = Timings()
-        filler = _Filler(source, plan, self._sender, self.timings)
+        filler = _Filler(source, plan, self._sender, self.timings, num_passes(self._config))
         push = _Push(secrets.token_hex(8), len(self._controls))
         try:
             self._sender.prepare(plan)
@@ -147,25 +152,33 @@ class PushSession:
                 "timeout_s": self._config.timeout_s,
             }
             push.futures.append(self._pool.submit(self._serve, push, index, control, info))
-        num_buckets = len(plan.buckets)
-        ahead = min(NUM_SLOTS, num_buckets)
+        ahead = min(NUM_SLOTS, len(plan.buckets))
         sums = [self._fill(filler) for _ in range(ahead)]  # while the servers finish their requests
         push.links = self._accept(push)
         self.timings.pause_s = max(push.pause_s)
         started = time.perf_counter()
         self._introduce(push, plan, version)
+        self._stream(push, filler, plan, sums)
+        for _ in range(1, num_passes(self._config)):
+            self._stream(push, filler, plan, [])
+        for future in push.futures:
+            future.result(self._config.timeout_s)
+        self.timings.transfer_s = time.perf_counter() - started
+
+    def _stream(self, push: "_Push", filler: "_Filler", plan: BucketPlan, sums: list[int | None]) -> None:
+        """All buckets once; the first ``len(sums)`` are filled already. Ends when every worker counted every name."""
+        num_buckets = len(plan.buckets)
+        ahead = len(sums)
         for index in range(num_buckets):
-            if index >= ahead:
+            if index >= NUM_SLOTS:
                 self._gather_answers(push, "taken", index - NUM_SLOTS)
+            if index >= ahead:
                 sums.append(self._fill(filler))
             self._announce(push, plan.buckets[index], sums[index])
         for index in range(max(0, num_buckets - NUM_SLOTS), num_buckets):
             self._gather_answers(push, "taken", index)
         self._broadcast(push, {"type": "end", "num_tensors": plan.num_tensors})
         self._gather_answers(push, "done", plan.num_tensors)
-        for future in push.futures:
-            future.result(self._config.timeout_s)
-        self.timings.transfer_s = time.perf_counter() - started
 
     def _serve(self, push: "_Push", index: int, control: ServerControl, info: dict[str, Any]) -> None:
         """One server's thread: pause, open the update, stay in it until its workers have everything."""
@@ -208,7 +221,7 @@ class PushSession:
                     future.result()
             if time.monotonic() > deadline:
                 raise ChannelError(f"{len(links)} of {sum(self._num_workers)} workers connected in time")
-        return links
+        return sorted(links, key=lambda link: (link.hello["server"], link.hello["worker"]))
 
     def _welcome(self, push: "_Push", channel: Channel) -> Link | None:
         """Check a new connection's token and session; strangers and probes are turned away."""
@@ -224,10 +237,11 @@ class PushSession:
 
     def _introduce(self, push: "_Push", plan: BucketPlan, version: int) -> None:
         """Both sides agree on the plan before any byte moves."""
-        for link in push.links:
-            greeting, fds = self._sender.greet(link.hello)
+        greetings = [self._sender.greet(link.hello) for link in push.links]
+        common = self._sender.settle()
+        for link, (greeting, fds) in zip(push.links, greetings, strict=True):
             message: Message = {"type": "plan", "digest": plan.digest, "version": version}
-            message |= {"transport": self._sender.name, "greeting": greeting}
+            message |= {"transport": self._sender.name, "greeting": greeting | common, "verify": self._config.verify}
             if plan.digest not in link.hello.get("plans", ()):
                 message["plan"] = plan.to_json()
             link.channel.send(message, fds)
@@ -238,7 +252,11 @@ class PushSession:
         if value is not None:
             message["checksum"] = f"{value:016x}"
         self._broadcast(push, message)
-        self._sender.deliver(bucket, [link.channel for link in push.links])
+        try:
+            self._sender.deliver(bucket, [link.channel for link in push.links])
+        except ChannelError:
+            self._gather_answers(push, "taken", bucket.index)  # why did it hang up? its own words say more
+            raise
 
     def _broadcast(self, push: "_Push", message: Message) -> None:
         for link in push.links:
@@ -269,6 +287,7 @@ class PushSession:
     def _abort(self, push: "_Push", error: Exception) -> None:
         """End the update on every server that began one, leaving it paused and ready for another start."""
         push.cancelled = True
+        self._sender.reset()
         for link in push.links:
             with contextlib.suppress(ChannelError):
                 link.channel.send({"type": "abort", "reason": str(error)})
@@ -304,13 +323,13 @@ class _Push:
 
 
 class _Filler:
-    """Fills the buckets in order, each exactly once."""
+    """Fills the buckets in order, each exactly once a pass."""
 
-    def __init__(self, source: WeightSource, plan: BucketPlan, sender: Sender, timings: Timings) -> None:
+    def __init__(self, source: WeightSource, plan: BucketPlan, sender: Sender, timings: Timings, passes: int) -> None:
         self._source = source
         self._sender = sender
         self._timings = timings
-        self._left: Iterator[Bucket] = iter(plan.buckets)
+        self._left: Iterator[Bucket] = iter(plan.buckets * passes)
 
     def fill_next(self) -> torch.Tensor:
         """The next bucket's bytes, filled."""
@@ -334,7 +353,42 @@ def _reopen(control: ServerControl) -> None:
     control.resume()
 
 
-def make_sender(config: SyncConfig, device: torch.device) -> Sender:
-    """The transport that the settings and the trainer's device ask for."""
-    del config, device
-    return ShmSender()
+def num_passes(config: SyncConfig) -> int:
+    """How often a push sends everything: once to load it, and once more to compare."""
+    return 2 if config.verify else 1
+
+
+def choose_transport(config: SyncConfig, device: torch.device) -> str:
+    """What ``auto`` means for a trainer on this device."""
+    if config.transport != "auto":
+        return config.transport
+    return "ipc" if device.type == "cuda" else "shm"
+
+
+def make_sender(transport: str, config: SyncConfig, device: torch.device, host: str) -> Sender:
+    """The pusher's end of a transport. Raises SyncConfigError when it cannot work on this device."""
+    if transport == "ipc":
+        from .transports.ipc import IpcSender
+
+        return IpcSender(device)
+    if transport == "nccl":
+        from .transports.nccl import NcclSender
+
+        return NcclSender(device, host, config.timeout_s)
+    return TcpSender() if transport == "tcp" else ShmSender()
+
+
+def _route_to(urls: Sequence[str]) -> str:
+    """This machine's address on the way to the servers; one that is not the loopback, if any server is elsewhere."""
+    address = "127.0.0.1"
+    for url in urls:
+        parts = urlsplit(url)
+        with contextlib.suppress(OSError):
+            kind, *_, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+                probe.connect(target)
+                found = str(probe.getsockname()[0])
+            if not found.startswith("127.") and found != "::1":
+                return found
+            address = found
+    return address

@@ -28,8 +28,14 @@ class Sender(Protocol):
         Raises SyncConfigError when this transport cannot reach it.
         """
 
+    def settle(self) -> dict[str, Any]:
+        """Called once every worker was greeted: what all of them must know besides. Usually nothing."""
+
     def deliver(self, bucket: Bucket, links: list[Channel]) -> None:
         """Move the bytes for transports that push; called after the bucket message went out. May do nothing."""
+
+    def reset(self) -> None:
+        """A push failed: give up what is still in flight."""
 
     def close(self) -> None:
         """Free the buffers."""

@@ -73,8 +73,15 @@ class ShmSender:
         known = hello.get("segments") == self._id
         return {"segments": self._id, "sizes": sizes}, [] if known else [segment.fd for segment in self._segments]
 
+    def settle(self) -> dict[str, Any]:
+        """Nothing more."""
+        return {}
+
     def deliver(self, bucket: Bucket, links: list[Channel]) -> None:
         """The bytes are already there."""
+
+    def reset(self) -> None:
+        """Nothing is in flight after an error."""
 
     def close(self) -> None:
         """See Sender."""

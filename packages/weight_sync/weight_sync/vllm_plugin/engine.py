@@ -4,8 +4,10 @@ vLLM calls ``init_transfer_engine`` (a pusher claims this worker), ``start_weigh
 for a whole sync: the worker connects to the pusher and stays until it has everything) and ``finish_weight_update``.
 """
 
+import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +23,13 @@ from vllm.logger import init_logger
 from ..channel import Channel, Message, connect
 from ..checksum import checksum
 from ..errors import ChannelError, ManifestError, ReceiverError, WeightSyncError
-from ..plan import BucketPlan
+from ..plan import Bucket, BucketPlan
 from ..session import PROTOCOL
 from ..transports.base import Receiver
 from ..transports.shm import ShmReceiver
-from .apply import Layout, ModelLoader
+from ..transports.tcp import TcpReceiver
+from .apply import ModelLoader
+from .layout import Layout
 
 logger = init_logger(__name__)
 
@@ -71,6 +75,7 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         self._receivers: dict[str, Receiver] = {}
         self._loader = ModelLoader(model, self.model_config, device)
         self._complete = False
+        self._process = secrets.token_hex(8)
 
     def init_transfer_engine(self, init_info: PusherInfo) -> None:
         """Accept a pusher unless another one lives. Raises ReceiverError."""
@@ -102,7 +107,7 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         channel = connect(update_info.address, update_info.timeout_s)
         try:
             channel.send(self._hello(update_info))
-            self._run(channel)
+            self._run(channel, update_info.timeout_s)
             self._complete = True
         except ReceiverError as error:
             self._report(channel, error)
@@ -145,21 +150,38 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
             "session": info.session,
             "server": info.server,
             "worker": f"{getattr(parallel, 'data_parallel_index', 0)}.{parallel.rank}",
+            "process": self._process,
             "device": self.device.type,
             "plans": list(self._layouts),
             "segments": shm.id if isinstance(shm, ShmReceiver) else "",
         }
 
-    def _run(self, channel: Channel) -> None:
+    def _run(self, channel: Channel, timeout_s: float) -> None:
         message = channel.receive()
         if message["type"] != "plan":
             raise _unexpected(message)
         plan, layout = self._learn(message)
-        receiver = self._receiver(message["transport"])
+        receiver = self._receiver(message["transport"], timeout_s)
         receiver.attach(message["greeting"], channel.take_fds(), plan)
         channel.send({"type": "ready", "value": plan.digest})
         started = time.perf_counter()
         self._loader.begin(layout)
+        num_tensors = self._stream(channel, plan, receiver, self._loader.load, self._loader.finish)
+        logger.info("weight sync: %d tensors in %.3f s", num_tensors, time.perf_counter() - started)
+        if message.get("verify"):
+            self._loader.begin_verify(layout)
+            self._stream(channel, plan, receiver, self._loader.verify, self._loader.finish_verify)
+            logger.info("weight sync: verified after %.3f s", time.perf_counter() - started)
+
+    def _stream(
+        self,
+        channel: Channel,
+        plan: BucketPlan,
+        receiver: Receiver,
+        take: Callable[[Bucket, torch.Tensor], None],
+        finish: Callable[[], int],
+    ) -> int:
+        """Receive, check and take every bucket once; the number of tensors, acknowledged to the pusher."""
         for bucket in plan.buckets:
             message = channel.receive()
             if message["type"] != "bucket" or message["index"] != bucket.index:
@@ -169,16 +191,16 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
             if expected is not None and f"{checksum(bytes_N):016x}" != expected:
                 first, last = bucket.slots[0].name, bucket.slots[-1].name
                 raise ReceiverError("checksum", first, f"bucket {bucket.index} ({first} to {last}) arrived damaged")
-            self._loader.load(bucket, bytes_N)
+            take(bucket, bytes_N)
             channel.send({"type": "taken", "value": bucket.index})
         message = channel.receive()
         if message["type"] != "end":
             raise _unexpected(message)
-        num_tensors = self._loader.finish()
+        num_tensors = finish()
         if num_tensors != message["num_tensors"]:
             raise ReceiverError("count", "", f"{num_tensors} tensors loaded, {message['num_tensors']} were sent")
         channel.send({"type": "done", "value": num_tensors})
-        logger.info("weight sync: %d tensors in %.3f s", num_tensors, time.perf_counter() - started)
+        return num_tensors
 
     def _learn(self, message: Message) -> tuple[BucketPlan, Layout]:
         """The plan the pusher means: known, or read, digested and checked against the model now."""
@@ -196,22 +218,33 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
             del self._layouts[next(iter(self._layouts))]
         return self._layouts[digest]
 
-    def _receiver(self, transport: str) -> Receiver:
+    def _receiver(self, transport: str, timeout_s: float) -> Receiver:
         if transport not in self._receivers:
-            self._receivers[transport] = make_receiver(transport, self.device)
+            self._receivers[transport] = make_receiver(transport, self.device, timeout_s)
         return self._receivers[transport]
 
     def _report(self, channel: Channel, error: ReceiverError) -> None:
         try:
             channel.send({"type": "error", "kind": error.kind, "tensor": error.tensor, "detail": error.detail})
+            channel.linger()
         except ChannelError:
             logger.warning("the pusher is gone and did not hear: %s", error)
 
 
-def make_receiver(transport: str, device: torch.device) -> Receiver:
+def make_receiver(transport: str, device: torch.device, timeout_s: float) -> Receiver:
     """The worker's end of a transport. Raises ReceiverError for one this release does not know."""
     if transport == "shm":
         return ShmReceiver(device)
+    if transport == "tcp":
+        return TcpReceiver(device)
+    if transport == "ipc":
+        from ..transports.ipc import IpcReceiver
+
+        return IpcReceiver(device)
+    if transport == "nccl":
+        from ..transports.nccl import NcclReceiver
+
+        return NcclReceiver(device, timeout_s)
     raise ReceiverError("protocol", "", f"unknown transport {transport!r}")
 
 

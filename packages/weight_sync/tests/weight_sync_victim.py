@@ -1,0 +1,22 @@
+"""A pusher that kills itself in the middle of a push. Run by test_weight_sync_server.py."""
+
+import os
+import signal
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from weight_sync import HfFolderSource, SyncConfig, WeightPusher
+
+
+class Dies(HfFolderSource):
+    """Fills three buckets; the fourth it does not live to see."""
+
+    def fill(self, bucket: Any, out: Any) -> None:
+        if bucket.index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().fill(bucket, out)
+
+
+SyncConfig.bucket_bytes = 40_000  # type: ignore[assignment]
+WeightPusher(Dies(sys.argv[1]), [SimpleNamespace(url=sys.argv[2], api_key=None)]).push(1)

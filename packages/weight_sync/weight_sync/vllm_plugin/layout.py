@@ -1,0 +1,264 @@
+"""Where the tensors of a plan land in the model, found out before any byte moves.
+
+The model's own ``load_weights`` runs once on meta tensors, with every parameter replaced by a meta copy, while every
+copy it makes is written down. That run refuses a wrong name, a wrong shape and a parameter that gets nothing; and its
+copies, replayed on real memory, are the load itself, without the Python of the weight loaders.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+from ..errors import ReceiverError
+from ..plan import Bucket, BucketPlan, Slot
+from ..sources import torch_dtype
+
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+@dataclass(eq=False)
+class Target:
+    """One parameter of one module of the model, as its weight loader wants to see it."""
+
+    module: nn.Module
+    name: str
+    qualname: str
+    meta: Tensor
+    live: Tensor
+    received: int = 0
+    """Elements that the plan's tensors write into it."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the live parameter has the loader's layout; packed CPU layers keep an empty one."""
+        same = self.live.shape == self.meta.shape and self.live.stride() == self.meta.stride()
+        return same and self.live.numel() > 0
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """One copy of a weight loader: part of a received tensor into part of a parameter, in elements."""
+
+    target: Target
+    to_view: tuple[tuple[int, ...], tuple[int, ...], int]
+    """Size, stride and offset within the parameter."""
+    from_view: tuple[tuple[int, ...], tuple[int, ...], int]
+    """Size, stride and offset within the received tensor."""
+
+    @property
+    def numel(self) -> int:
+        """Elements written."""
+        numel = 1
+        for size in self.to_view[0]:
+            numel *= size
+        return numel
+
+
+@dataclass
+class Layout:
+    """How one plan's tensors land in the model."""
+
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    """By tensor name."""
+
+    targets: list[Target] = field(default_factory=list)
+
+    replayable: bool = True
+    """Whether the copies written down are all that the loaders do."""
+
+    direct: bool = True
+    """Whether every parameter can be written in place or packed layer by layer; else vLLM's layerwise reload loads."""
+
+    whole: dict[Target, tuple[int, int]] = field(default_factory=dict)
+    """Parameters whose bytes lie in one bucket exactly as the parameter needs them: bucket index and first byte."""
+
+
+class DryRun:
+    """Builds a Layout, or raises ReceiverError('plan', name, ...) naming what does not fit."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._targets: dict[int, Target] = {}
+        self._by_storage: dict[int, Target] = {}
+        self._metas: list[Tensor] = []
+        self._current = ""
+        self._fed: Tensor | None = None
+        self._layout = Layout()
+
+    def run(self, plan: BucketPlan) -> Layout:
+        """Check every tensor of the plan, then the completeness of every parameter."""
+        swapped: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            self._swap(swapped)
+            with torch.no_grad(), _Listener(self):
+                self._model.load_weights(self._tensors(plan))
+        except ReceiverError:
+            raise
+        except Exception as error:
+            detail = str(error) or "shape or name does not fit the server's model"
+            raise ReceiverError("plan", self._current, f"{type(error).__name__}: {detail}") from error
+        finally:
+            for table, name, value in reversed(swapped):
+                table[name] = value
+        layout = self._layout
+        layout.targets = list(self._targets.values())
+        for bucket in plan.buckets:
+            for slot in bucket.slots:
+                self._check_tensor(slot)
+        self._check_parameters()
+        layout.direct = all(self._is_direct(target) for target in layout.targets)
+        if layout.replayable:
+            layout.whole = _whole_parameters(plan, layout)
+        return layout
+
+    def on_copy(self, to: Tensor, source: Tensor) -> None:
+        """A loader copies. Called for every copy while the model loads."""
+        if to.numel() != source.numel():
+            raise ValueError(f"shape {list(source.shape)} where the server has {list(to.shape)}")
+        target = self._by_storage.get(_storage(to))
+        if target is None or self._fed is None or _storage(source) != _storage(self._fed) or to.shape != source.shape:
+            self._layout.replayable = False
+        if target is None:
+            return
+        target.received += to.numel()
+        self._layout.copies[self._current].append(Copy(target, _geometry(to), _geometry(source)))
+
+    def on_other_write(self, to: Tensor) -> None:
+        """A loader changes a tensor in another way than by copying or zeroing vocabulary padding."""
+        if _storage(to) in self._by_storage:
+            self._layout.replayable = False
+
+    def _swap(self, swapped: list[tuple[dict[str, Any], str, Any]]) -> None:
+        copies: dict[int, Tensor] = {}
+        for prefix, module in self._model.named_modules():
+            restored = get_layerwise_info(module).restore_metadata
+            for table, metas in ((module._parameters, restored[0]), (module._buffers, restored[1])):
+                for name, live in list(table.items()):
+                    if live is None or name in module._non_persistent_buffers_set:
+                        continue
+                    if id(live) not in copies:
+                        copies[id(live)] = self._meta(module, prefix, name, live, metas.get(name))
+                    swapped.append((table, name, live))
+                    table[name] = copies[id(live)]
+
+    def _meta(self, module: nn.Module, prefix: str, name: str, live: Tensor, stored: Tensor | None) -> Tensor:
+        origin = live if stored is None else stored
+        meta = like(origin, torch.empty(origin.numel(), dtype=origin.dtype, device="meta"))
+        restore_layer_refs(meta, module)
+        self._metas.append(meta)  # keeps its storage's identity from being used again
+        if name in module._parameters:
+            target = Target(module, name, f"{prefix}.{name}" if prefix else name, meta, live)
+            self._targets[id(live)] = target
+            self._by_storage[_storage(meta)] = target
+        return meta
+
+    def _tensors(self, plan: BucketPlan) -> Iterator[tuple[str, Tensor]]:
+        for bucket in plan.buckets:
+            for slot in bucket.slots:
+                self._current = slot.name
+                self._layout.copies[slot.name] = []
+                self._fed = torch.empty(slot.shape, dtype=torch_dtype(slot.dtype), device="meta")
+                yield slot.name, self._fed
+
+    def _check_tensor(self, slot: Slot) -> None:
+        """A loader that cuts its part out of a larger tensor would take a wrong shape without a word."""
+        numel = 1
+        for size in slot.shape:
+            numel *= size
+        copied = sum(copy.numel for copy in self._layout.copies[slot.name])
+        if copied == 0:
+            raise ReceiverError("plan", slot.name, "no parameter of the server's model takes it")
+        num_ranks = _num_tensor_ranks()
+        if copied > numel or copied * num_ranks < numel or (num_ranks == 1 and copied != numel):
+            detail = f"shape {list(slot.shape)}: the server takes {copied} of its {numel} elements"
+            raise ReceiverError("plan", slot.name, detail)
+
+    def _check_parameters(self) -> None:
+        for target in self._layout.targets:
+            needed = int(getattr(target.meta, "weight_loader_numel", target.meta.numel()))
+            padded = isinstance(target.module, VocabParallelEmbedding)
+            if needed and (target.received == 0 if padded else target.received < needed):
+                detail = f"the server's parameter gets {target.received} of its {needed} elements from this manifest"
+                raise ReceiverError("plan", target.qualname, detail)
+
+    def _is_direct(self, target: Target) -> bool:
+        method = getattr(target.module, "quant_method", None)
+        if method is not None and type(method).__name__ not in _PLAIN_METHODS:
+            return False
+        packed = self._device.type == "cpu" and target.live.numel() == 0 and method is not None
+        return target.in_place or packed or target.meta.numel() == 0
+
+
+class _Listener(TorchDispatchMode):
+    """Tells the dry run what the loaders write."""
+
+    def __init__(self, run: DryRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self._run.on_copy(args[0], args[1])
+        elif func._schema.is_mutable and func not in _ZEROING and args and isinstance(args[0], Tensor):
+            self._run.on_other_write(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+#: Vocabulary padding is zeroed by the loader every time; it is zero already and its logits are cut off.
+_ZEROING = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
+
+
+def like(origin: Tensor, flat_N: Tensor) -> Tensor:
+    """``flat_N`` with the shape, class and attributes (weight loaders among them) of ``origin``."""
+    tensor = flat_N.view(origin.shape)
+    tensor.__class__ = origin.__class__
+    tensor.__dict__ = origin.__dict__.copy()
+    return tensor
+
+
+def _whole_parameters(plan: BucketPlan, layout: Layout) -> dict[Target, tuple[int, int]]:
+    """Parameters that one bucket holds byte for byte: alone, or as neighbours that a fused projection joins."""
+    found: dict[Target, set[tuple[int, int]]] = {}
+    for bucket in plan.buckets:
+        for slot in bucket.slots:
+            for copy in layout.copies[slot.name]:
+                found.setdefault(copy.target, set()).add(_origin(bucket, slot, copy))
+    whole = {}
+    for target, origins in found.items():
+        if len(origins) == 1 and target.received == target.meta.numel():
+            origin = next(iter(origins))
+            if origin[1] >= 0:
+                whole[target] = origin
+    return whole
+
+
+def _origin(bucket: Bucket, slot: Slot, copy: Copy) -> tuple[int, int]:
+    """Bucket and byte at which the parameter would begin if it lay there as a whole; byte -1 when it cannot."""
+    (size, stride, to_offset), (_, from_stride, from_offset) = copy.to_view, copy.from_view
+    dense = torch.empty(size, device="meta").stride()
+    if stride != from_stride or stride != dense or slot.dtype != str(copy.target.meta.dtype).removeprefix("torch."):
+        return bucket.index, -1
+    start = slot.offset + (from_offset - to_offset) * copy.target.meta.element_size()
+    return bucket.index, start if start % 64 == 0 else -1
+
+
+def _geometry(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _num_tensor_ranks() -> int:
+    from vllm.distributed import get_tensor_model_parallel_world_size
+
+    return int(get_tensor_model_parallel_world_size())
