@@ -101,7 +101,7 @@ def _comments(source: str) -> tuple[dict[int, str], set[int]]:
     whole: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not token.string.startswith(("# noqa", "# type:", "# pants:")):
-            comments[token.start[0]] = token.string.lstrip("#").strip()
+            comments[token.start[0]] = token.string.lstrip("#").removeprefix(":").strip()
             if token.line[: token.start[1]].strip() == "":
                 whole.add(token.start[0])
     return comments, whole

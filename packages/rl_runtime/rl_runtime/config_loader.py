@@ -323,10 +323,13 @@ def _says_it_all(kind: str) -> bool:
 def _check_problem(path: str, hint: Any, message: str, layers: Sequence[_Layer]) -> ConfigProblem:
     """A ValueError out of `__post_init__`: its message begins with the field's name by convention."""
     nested = section_class(hint)
-    match = re.match(r"([A-Za-z_][\w.]*)(?:\s*:\s*|\s+)", message)
+    match = re.match(r"([A-Za-z_][\w.]*)(\s*[:=]\s*|\s+)", message)
     if nested is not None and match and match[1].partition(".")[0] in field_hints(nested):
         inner = f"{path}.{match[1]}" if path else match[1]
-        return ConfigProblem(path=inner, message=message[match.end() :], source=_source_of(layers, inner))
+        rest = message[match.end() :]
+        if match[2].strip() == "=":
+            rest = "got " + rest.replace(": ", "; ", 1)
+        return ConfigProblem(path=inner, message=rest, source=_source_of(layers, inner))
     return ConfigProblem(path=path, message=message)
 
 

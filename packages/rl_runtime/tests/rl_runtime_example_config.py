@@ -11,11 +11,13 @@ class Zero:
     stage: Literal[1, 2, 3] = 2
     """ZeRO stage."""
     offload: Literal["none", "cpu", "off"] = "none"  # where the optimizer's state lives
-    # Bytes of a bucket.
-    # Above 0.
+    #: Bytes of a bucket.
+    #: Above 0.
     bucket_bytes: int = 1000
 
     def __post_init__(self) -> None:
+        if self.bucket_bytes == 7:
+            raise ValueError("bucket_bytes=7: must be even; sizes that would do: 6, 8")
         if self.bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}; allowed: above 0")
 

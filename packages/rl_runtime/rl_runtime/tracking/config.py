@@ -19,7 +19,7 @@ class TrackingConfig:
     report: bool = True
     """Write `report.html` at the end."""
     memory_interval_s: float = 2.0
-    """Seconds between samples of the host memory of all processes of the run; 0 measures once a step only."""
+    """Least seconds between samples of the host memory of all processes of the run; above 0."""
     wandb_project: str | None = None
     """Weights & Biases project; null does not use it. Needs the wandb package."""
     wandb_entity: str | None = None
@@ -30,7 +30,7 @@ class TrackingConfig:
     def __post_init__(self) -> None:
         if self.rollouts_per_step < 0:
             raise ValueError(f"rollouts_per_step is {self.rollouts_per_step}; allowed: 0 or more")
-        for name in ("curves_interval_s", "memory_interval_s"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} is {value}; allowed: 0 or more seconds")
+        if not 0 <= self.curves_interval_s < float("inf"):
+            raise ValueError(f"curves_interval_s is {self.curves_interval_s}; allowed: 0 or more seconds")
+        if not 0 < self.memory_interval_s < float("inf"):
+            raise ValueError(f"memory_interval_s is {self.memory_interval_s}; allowed: above 0 seconds")
