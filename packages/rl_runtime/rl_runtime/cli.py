@@ -22,6 +22,7 @@ from .errors import ConfigError, ConfigProblem
 
 ConfigT = TypeVar("ConfigT")
 
+_HELP = ("--help", "-h", "help")
 _SOURCES = ("preset", "overlay", "config")
 # Packages whose errors count as a user's mistake when they are also ValueErrors.
 _OWN_PACKAGES = frozenset(
@@ -65,18 +66,9 @@ def run_cli(
     args = list(sys.argv[1:] if argv is None else argv)
     app_name = app_name if " " in app_name else f"python -m {app_name}"
     try:
-        if any(arg in ("--help", "-h", "help") for arg in args):
-            under = next((arg for arg in args if arg not in ("--help", "-h", "help") and "=" not in arg), "")
-            text = help_text(
-                config_cls,
-                app_name=app_name,
-                doc=doc,
-                presets=list_presets(preset_dir),
-                overlays=list_presets(_overlay_dir(preset_dir)),
-                examples=examples,
-                under=under,
-            )
-            _print_and_exit(text)
+        if any(arg in _HELP for arg in args):
+            under = next((arg for arg in args if arg not in _HELP and "=" not in arg), "")
+            _print_and_exit(_help(config_cls, app_name, preset_dir, doc=doc, examples=examples, under=under))
         request = _parse(args, config_cls, preset_dir, default_preset, default_preset_unless)
         config = load_config(config_cls, presets=request.files, overrides=request.overrides)
         if request.print_config:
@@ -84,6 +76,18 @@ def run_cli(
     except ConfigError as error:
         _fail(error, app_name)
     _run(main, config, app_name, user_errors)
+
+
+def _help(cls: type, app_name: str, preset_dir: Path | None, *, doc: str, examples: Sequence[str], under: str) -> str:
+    return help_text(
+        cls,
+        app_name=app_name,
+        doc=doc,
+        presets=list_presets(preset_dir),
+        overlays=list_presets(_overlay_dir(preset_dir)),
+        examples=examples,
+        under=under,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
