@@ -59,9 +59,11 @@ find_python() {
 }
 
 check_compiler() {
-  command -v g++ > /dev/null || command -v c++ > /dev/null || die "no C++ compiler found (g++ or c++ on PATH)" \
-    "DeepSpeed compiles its CPU operators with it when first used." \
+  command -v g++ > /dev/null || command -v c++ > /dev/null && return
+  command -v gcc > /dev/null || command -v cc > /dev/null || die "no C compiler found (gcc or cc on PATH)" \
+    "DeepSpeed and Triton compile operators with it when they are first used." \
     "Debian and Ubuntu: apt-get install build-essential"
+  say "warning: no C++ compiler found (g++ or c++ on PATH): DeepSpeed's CPU offload will not work without one"
 }
 
 check_disk() {
