@@ -11,7 +11,11 @@ import uuid
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+
+from benchmarks.random_model import write_random_model
 
 REPO = Path(__file__).resolve().parents[1]
 SHORT = (
@@ -140,3 +144,62 @@ def test_a_dead_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert app.finish() == 1, app.output
     assert "rank" in app.output.splitlines()[-1] or "RankError" in app.output
     assert not app.survivors()
+
+
+def write_verl_rows(path: Path, num_rows: int, words: int) -> None:
+    """Rows as verl's users have them: a chat, the ground truth beside it, the source that picks the reward."""
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"What is {i} plus {i}?" + " please" * words}],
+            "reward_model": {"style": "rule", "ground_truth": str(2 * i)},
+        }
+        for i in range(num_rows)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def test_a_users_model_and_data_with_reference_model_zero_3_and_resume(tmp_path: Path) -> None:
+    model = write_random_model("qwen3-tiny", tmp_path / "model")
+    write_verl_rows(tmp_path / "a.parquet", 6, words=0)
+    write_verl_rows(tmp_path / "b.parquet", 3, words=40)  # longer than max_prompt_length: left out
+    arguments = [
+        f"model.path={model}",
+        f"data.train=[{tmp_path / 'a.parquet'},{tmp_path / 'b.parquet'}]",
+        "data.max_prompt_length=64",
+        "batch.train_batch_size=4",
+        "batch.mini_batch_size=2",
+        "sampling.n=2",
+        "sampling.max_tokens=16",
+        "rollout.max_model_len=128",
+        "rollout.dtype=float32",
+        "rollout.kv_cache_gib=0.1",
+        "algorithm.kl_coef=0.01",
+        "algorithm.entropy_coef=0.1",  # a gradient even where all answers are equally wrong
+        "actor.dtype=fp32",
+        "actor.zero.stage=3",
+        "actor.optim.lr=1e-3",
+        "trainer.save_freq=1",
+        "trainer.val_before_train=false",
+    ]
+    app = App(tmp_path / "outputs", *arguments, "trainer.total_training_steps=1")
+    assert app.finish() == 0, app.output
+    assert "3 of 9 prompts are longer" in app.output
+    (first,) = (tmp_path / "outputs").iterdir()
+
+    app = App(
+        tmp_path / "resumed",
+        *arguments,
+        "trainer.total_training_steps=2",
+        "trainer.resume=auto",
+        f"trainer.resume_from={first}",
+    )
+    assert app.finish() == 0, app.output
+    assert not app.survivors()
+    (second,) = (tmp_path / "resumed").iterdir()
+    with (second / "metrics.tsv").open() as file:
+        (row,) = csv.DictReader(file, delimiter="\t")
+    assert row["step"] == "2"
+    assert float(row["rollout/log_prob_mismatch"]) < 1e-4
+    # The checkpoint's actor has taken a step, so it has left its reference: a fresh actor would still equal it.
+    assert float(row["actor/kl"]) > 0

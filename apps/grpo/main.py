@@ -93,6 +93,7 @@ def check(config: GrpoConfig) -> "rl_runtime.Placement":
     placement = rl_runtime.plan_session(config.trainer, config.rollout)
     rl_runtime.check_inputs(config.model, config.data, config.warm_start)
     rl_runtime.check_servers(config.model, config.rollout)
+    rl_runtime.check_resume(config.trainer)
     return placement
 
 

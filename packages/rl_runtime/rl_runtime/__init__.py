@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         TrackingError,
     )
     from .experience import Experience, ExperienceBatch
-    from .inputs import Inputs, check_inputs, check_servers, load_inputs
+    from .inputs import Inputs, check_inputs, check_resume, check_servers, load_inputs
     from .loop import LoopResult, Phase, TrainingLoop
     from .memory import MemorySampler, TreeMemory, process_tree_memory
     from .metrics import mismatch, rollout_metrics, throughput, update_metrics
@@ -60,6 +60,7 @@ _EXPORTS = {
     "ExperienceBatch": ".experience",
     "Inputs": ".inputs",
     "check_inputs": ".inputs",
+    "check_resume": ".inputs",
     "check_servers": ".inputs",
     "load_inputs": ".inputs",
     "LoopResult": ".loop",
@@ -127,6 +128,7 @@ __all__ = [
     "TreeMemory",
     "Validation",
     "check_inputs",
+    "check_resume",
     "check_servers",
     "check_tracking",
     "help_text",

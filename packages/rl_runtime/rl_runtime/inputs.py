@@ -24,7 +24,7 @@ from rl_data import (
 )
 from rollout_vllm import RolloutConfig, check_launch
 
-from .config import ModelConfig, SupervisedConfig, TaskSize
+from .config import ModelConfig, SupervisedConfig, TaskSize, TrainerConfig
 from .errors import InputError
 
 BUILTIN_MODEL = "builtin:tiny"
@@ -59,6 +59,19 @@ def check_inputs(model: ModelConfig, data: DataConfig, supervised: SupervisedCon
         raise InputError(
             f"model.path is {BUILTIN_MODEL}, whose vocabulary knows the built-in task only; "
             "give model.path=<Hugging Face folder> with data.train"
+        )
+
+
+def check_resume(trainer: TrainerConfig) -> None:
+    """Refuses to resume from what is not a run folder. One without a checkpoint yet starts at step 1.
+
+    Raises:
+        InputError: with the path.
+    """
+    if trainer.resume == "auto" and not (Path(trainer.resume_from or "") / "config.yaml").is_file():
+        raise InputError(
+            f"trainer.resume_from is {trainer.resume_from}, which is no run folder (it has no config.yaml); "
+            "give the folder of the run to go on from, or trainer.resume=never"
         )
 
 

@@ -128,7 +128,7 @@ class TrainingLoop:
         if self._trainer.resume == "never":
             return 0
         assert self._trainer.resume_from is not None
-        found = CheckpointManager(Path(self._trainer.resume_from) / "checkpoints", keep_last=None).latest()
+        found = CheckpointManager(Path(self._trainer.resume_from) / "checkpoints").newest_good()
         if found is None:
             return 0
         for name, role in self._roles.items():
