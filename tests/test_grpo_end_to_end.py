@@ -2,22 +2,18 @@
 
 import csv
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
-import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.random_model import write_random_model
 
-REPO = Path(__file__).resolve().parents[1]
+StartApp = Callable[..., Any]
 SHORT = (
     "trainer.total_training_steps=2",
     "warm_start.steps=20",
@@ -48,58 +44,8 @@ REQUIRED_COLUMNS = {
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 
-class App:
-    """The app as a user starts it, marked through the environment so that every process it leaves can be found."""
-
-    def __init__(self, output_dir: Path, *overrides: str) -> None:
-        self.mark = f"PLINTH_TEST_MARK={uuid.uuid4().hex}"
-        name, value = self.mark.split("=")
-        self.output_dir = output_dir
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "apps.grpo.main", f"trainer.output_dir={output_dir}", *overrides],
-            cwd=REPO,
-            env={**os.environ, name: value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.output = ""
-
-    def wait_for(self, text: str) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            if text in line:
-                return
-        pytest.fail(f"the app ended before printing {text!r}:\n{self.output}")
-
-    def finish(self) -> int:
-        rest, _ = self.process.communicate(timeout=400)
-        self.output += rest
-        return self.process.returncode
-
-    def survivors(self) -> list[str]:
-        """Processes of this run still alive, after a moment's grace for the kernel to reap them."""
-        deadline = time.monotonic() + 15
-        while found := [" ".join(p.cmdline())[:200] for p in psutil.process_iter() if self._is_ours(p)]:
-            if time.monotonic() > deadline:
-                return found
-            time.sleep(0.5)
-        return []
-
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            environ = Path(f"/proc/{process.pid}/environ").read_bytes()
-            return self.mark.encode() in environ and process.status() != psutil.STATUS_ZOMBIE
-        except (OSError, psutil.Error):
-            return False
-
-    def children(self, name: str) -> list[psutil.Process]:
-        return [p for p in psutil.process_iter() if self._is_ours(p) and name in " ".join(p.cmdline())]
-
-
-def test_two_steps_write_the_whole_run_folder(tmp_path: Path) -> None:
-    app = App(tmp_path, *SHORT)
+def test_two_steps_write_the_whole_run_folder(tmp_path: Path, start_app: StartApp) -> None:
+    app = start_app(tmp_path, *SHORT)
     assert app.finish() == 0, app.output
     assert not app.survivors()
 
@@ -128,16 +74,16 @@ def test_two_steps_write_the_whole_run_folder(tmp_path: Path) -> None:
     assert str(run) in app.output
 
 
-def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
-    app = App(tmp_path, *SHORT, "trainer.total_training_steps=500")
+def test_ctrl_c_leaves_no_process(tmp_path: Path, start_app: StartApp) -> None:
+    app = start_app(tmp_path, *SHORT, "trainer.total_training_steps=500")
     app.wait_for("step 1/")
     app.process.send_signal(signal.SIGINT)
     assert app.finish() == 130, app.output
     assert not app.survivors()
 
 
-def test_a_dead_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    app = App(tmp_path, *SHORT, "trainer.total_training_steps=500")
+def test_a_dead_rank_ends_the_run_and_is_named(tmp_path: Path, start_app: StartApp) -> None:
+    app = start_app(tmp_path, *SHORT, "trainer.total_training_steps=500")
     app.wait_for("step 1/")
     rank = app.children("ray::RankWorker")[0]
     rank.kill()
@@ -159,7 +105,7 @@ def write_verl_rows(path: Path, num_rows: int, words: int) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def test_a_users_model_and_data_with_reference_model_zero_3_and_resume(tmp_path: Path) -> None:
+def test_a_users_model_and_data_with_reference_model_zero_3_and_resume(tmp_path: Path, start_app: StartApp) -> None:
     model = write_random_model("qwen3-tiny", tmp_path / "model")
     write_verl_rows(tmp_path / "a.parquet", 6, words=0)
     write_verl_rows(tmp_path / "b.parquet", 3, words=40)  # longer than max_prompt_length: left out
@@ -182,12 +128,12 @@ def test_a_users_model_and_data_with_reference_model_zero_3_and_resume(tmp_path:
         "trainer.save_freq=1",
         "trainer.val_before_train=false",
     ]
-    app = App(tmp_path / "outputs", *arguments, "trainer.total_training_steps=1")
+    app = start_app(tmp_path / "outputs", *arguments, "trainer.total_training_steps=1")
     assert app.finish() == 0, app.output
     assert "3 of 9 prompts are longer" in app.output
     (first,) = (tmp_path / "outputs").iterdir()
 
-    app = App(
+    app = start_app(
         tmp_path / "resumed",
         *arguments,
         "trainer.total_training_steps=2",
