@@ -40,9 +40,9 @@ def token_weights(
     fixed_length         1 / (M L)       Dr. GRPO, arXiv:2503.20783, with L = `fixed_length` for all
     ===================  ==============  =========================================================================
 
-    A sequence without tokens has weight 0 and is not counted, so padding sequences change nothing.
-    `num_tokens` and `num_sequences` replace n and M when `response_lens_N` is only a part of the mini batch (see
-    `global_totals`). Raises `ValueError` for an unknown mode or `fixed_length` missing, superfluous or below 1.
+    A sequence without tokens has weight 0 and is not counted, so padding sequences change nothing. `num_tokens` and
+    `num_sequences` replace n and M where `response_lens_N` is only a part of the mini batch (see `global_totals`).
+    Raises `ValueError` for an unknown mode or `fixed_length` missing, superfluous or below 1.
     """
     require_1d(response_lens_N=response_lens_N)
     if mode == "fixed_length" and (fixed_length is None or fixed_length < 1):
@@ -51,10 +51,8 @@ def token_weights(
         raise ValueError(f"fixed_length={fixed_length}: only mode 'fixed_length' uses it, not {mode!r}")
     lens_N = response_lens_N.to(torch.float64)
     has_tokens_N = lens_N > 0
-    tokens = lens_N.sum() if num_tokens is None else torch.as_tensor(float(num_tokens)).to(lens_N)
-    sequences = (
-        has_tokens_N.sum().to(lens_N) if num_sequences is None else torch.tensor(float(num_sequences)).to(lens_N)
-    )
+    tokens = lens_N.sum() if num_tokens is None else lens_N.new_tensor(float(num_tokens))
+    sequences = has_tokens_N.sum().to(lens_N) if num_sequences is None else lens_N.new_tensor(float(num_sequences))
     tokens, sequences = tokens.clamp(min=1), sequences.clamp(min=1)
     if mode == "token_mean":
         weights_N = (1.0 / tokens).expand_as(lens_N)

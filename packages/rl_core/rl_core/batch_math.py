@@ -129,6 +129,8 @@ def _bins_within_budget(lengths: Sequence[int], num_ranks: int, budget: int, max
     """Non-empty bins under the limits, their number a multiple of `num_ranks` (empty ones only for want of samples)."""
     packed = first_fit(lengths, budget, max_items)
     num_bins = -(-len(packed) // num_ranks) * num_ranks
+    # levelling fails on tight budgets; then first fit's own bins do, halved up to the multiple (random search never saw
+    # levelling fail with a bin to spare, but nothing proves it)
     return level_bins(lengths, num_bins, budget, max_items) or _split_to(packed, lengths, num_bins)
 
 

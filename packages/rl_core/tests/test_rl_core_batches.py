@@ -21,6 +21,7 @@ from rl_core import (
     restore,
     split_mini_batches,
 )
+from rl_core.batch_math import _split_to
 from rl_core.partition import first_fit, level_bins
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
@@ -33,6 +34,23 @@ limits_strategy = st.one_of(
 ranks_strategy = st.integers(1, 8)
 
 
+@st.composite
+def plan_cases(draw: st.DrawFn) -> tuple[list[int], int, dict[str, int]]:
+    """lengths, num_ranks, limits; half of them cut from full budgets, where levelling fails and the fallback packs."""
+    num_ranks = draw(ranks_strategy)
+    if draw(st.booleans()):
+        return draw(lengths_strategy), num_ranks, draw(limits_strategy)
+    budget = draw(st.integers(4, 40))
+    lengths: list[int] = []
+    for cuts in draw(st.lists(st.lists(st.integers(1, budget - 1), max_size=3), min_size=1, max_size=9)):
+        borders = [0, *sorted(set(cuts)), budget]
+        lengths += [after - before for before, after in pairwise(borders)]
+    limits = {"token_budget": budget}
+    if draw(st.booleans()):
+        limits["micro_batch_size"] = draw(st.integers(1, 4))
+    return draw(st.permutations(lengths)), num_ranks, limits
+
+
 def tokens(lengths: list[int], members: tuple[int, ...] | list[int]) -> int:
     return sum(lengths[i] for i in members)
 
@@ -42,15 +60,17 @@ def micros(plan: MicroBatchPlan) -> list[tuple[int, ...]]:
 
 
 @PROPERTY
-@given(lengths_strategy, ranks_strategy, limits_strategy)
-def test_plan_covers_every_sample_once(lengths: list[int], num_ranks: int, limits: dict[str, int]) -> None:
+@given(plan_cases())
+def test_plan_covers_every_sample_once(case: tuple[list[int], int, dict[str, int]]) -> None:
+    lengths, num_ranks, limits = case
     plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
     assert sorted(i for micro in micros(plan) for i in micro) == list(range(len(lengths)))
 
 
 @PROPERTY
-@given(lengths_strategy, ranks_strategy, limits_strategy)
-def test_plan_has_equal_counts_on_every_rank(lengths: list[int], num_ranks: int, limits: dict[str, int]) -> None:
+@given(plan_cases())
+def test_plan_has_equal_counts_on_every_rank(case: tuple[list[int], int, dict[str, int]]) -> None:
+    lengths, num_ranks, limits = case
     plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
     assert plan.num_ranks == num_ranks
     assert {len(rank) for rank in plan.assignment} == {plan.num_micro_batches}
@@ -58,24 +78,27 @@ def test_plan_has_equal_counts_on_every_rank(lengths: list[int], num_ranks: int,
 
 
 @PROPERTY
-@given(lengths_strategy, ranks_strategy, limits_strategy)
-def test_plan_keeps_the_limits(lengths: list[int], num_ranks: int, limits: dict[str, int]) -> None:
+@given(plan_cases())
+def test_plan_keeps_the_limits(case: tuple[list[int], int, dict[str, int]]) -> None:
+    lengths, num_ranks, limits = case
     for micro in micros(plan_micro_batches(lengths, num_ranks=num_ranks, **limits)):
         assert len(micro) <= limits.get("micro_batch_size", len(lengths))
         assert len(micro) <= 1 or tokens(lengths, micro) <= limits.get("token_budget", sum(lengths))
 
 
 @PROPERTY
-@given(lengths_strategy, ranks_strategy, limits_strategy)
-def test_plan_is_empty_only_for_want_of_samples(lengths: list[int], num_ranks: int, limits: dict[str, int]) -> None:
+@given(plan_cases())
+def test_plan_is_empty_only_for_want_of_samples(case: tuple[list[int], int, dict[str, int]]) -> None:
+    lengths, num_ranks, limits = case
     plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
     num_empty = sum(not micro for micro in micros(plan))
     assert num_empty == max(0, num_ranks * plan.num_micro_batches - len(lengths))
 
 
 @PROPERTY
-@given(lengths_strategy, ranks_strategy, limits_strategy)
-def test_plan_balances_ranks_within_one_micro_batch(lengths: list[int], num_ranks: int, limits: dict[str, int]) -> None:
+@given(plan_cases())
+def test_plan_balances_ranks_within_one_micro_batch(case: tuple[list[int], int, dict[str, int]]) -> None:
+    lengths, num_ranks, limits = case
     plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
     rank_tokens = [tokens(lengths, plan.rank_samples(rank)) for rank in range(num_ranks)]
     micro_tokens = [tokens(lengths, micro) for micro in micros(plan)]
@@ -94,10 +117,9 @@ def test_fixed_size_micro_batches_differ_by_one_item(lengths: list[int], num_ran
 
 
 @PROPERTY
-@given(lengths_strategy, ranks_strategy, limits_strategy)
-def test_plan_ranks_run_micro_batches_of_similar_size_together(
-    lengths: list[int], num_ranks: int, limits: dict[str, int]
-) -> None:
+@given(plan_cases())
+def test_plan_ranks_run_micro_batches_of_similar_size_together(case: tuple[list[int], int, dict[str, int]]) -> None:
+    lengths, num_ranks, limits = case
     plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
     rounds = [[tokens(lengths, micro) for micro in column] for column in zip(*plan.assignment, strict=True)]
     for earlier, later in pairwise(rounds):
@@ -113,10 +135,9 @@ def test_plan_needs_no_more_micro_batches_than_first_fit(lengths: list[int], num
 
 
 @PROPERTY
-@given(lengths_strategy, ranks_strategy, limits_strategy)
-def test_plan_is_the_same_every_time_and_restores_order(
-    lengths: list[int], num_ranks: int, limits: dict[str, int]
-) -> None:
+@given(plan_cases())
+def test_plan_is_the_same_every_time_and_restores_order(case: tuple[list[int], int, dict[str, int]]) -> None:
+    lengths, num_ranks, limits = case
     plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
     assert plan == plan_micro_batches(tuple(lengths), num_ranks=num_ranks, **limits)
     results = [[[f"sample {i}" for i in micro] for micro in rank] for rank in plan.assignment]
@@ -130,7 +151,10 @@ def test_balanced_partition_bounds(sizes: list[int], num_bins: int) -> None:
     assert sorted(i for members in bins for i in members) == list(range(len(sizes)))
     counts, loads = [len(members) for members in bins], [tokens(sizes, members) for members in bins]
     assert max(counts) - min(counts) <= 1
-    assert max(loads) - min(loads) <= max(sizes, default=0)
+    ordered = sorted(sizes, reverse=True)
+    rounds = [ordered[start : start + num_bins] for start in range(0, len(ordered), num_bins)]
+    spreads = [max(items) - (min(items) if len(items) == num_bins else 0) for items in rounds]
+    assert max(loads) - min(loads) <= max(spreads, default=0) <= max(sizes, default=0)
 
 
 @PROPERTY
@@ -330,3 +354,24 @@ def test_restore_refuses_another_layout() -> None:
         plan.restore([[[1]]])
     with pytest.raises(BatchError, match="rank 0"):
         plan.restore([[[1, 2], []], [[], []]])
+
+
+def test_tight_budgets_reach_the_fallback() -> None:
+    """Largest first into the lightest bin wastes room here; first fit does not, and its bins are used."""
+    lengths = [5, 5, 4, 3, 3]
+    assert level_bins(lengths, 2, 10) is None
+    plan = plan_micro_batches(lengths, num_ranks=2, token_budget=10)
+    assert sorted(tokens(lengths, micro) for micro in micros(plan)) == [10, 10]
+
+
+@PROPERTY
+@given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1, max_size=6), st.integers(0, 12))
+def test_splitting_bins_leaves_none_empty_while_items_last(sizes: list[list[int]], more: int) -> None:
+    lengths = [size for members in sizes for size in members]
+    places = iter(range(len(lengths)))
+    bins = [[next(places) for _ in members] for members in sizes]
+    split = _split_to(bins, lengths, len(bins) + more)
+    assert sorted(i for members in split for i in members) == list(range(len(lengths)))
+    assert len(split) == len(bins) + more
+    assert sum(not members for members in split) == max(0, len(split) - len(lengths))
+    assert max(tokens(lengths, members) for members in split) <= max(sum(members) for members in sizes)
