@@ -21,8 +21,10 @@ class AlgorithmConfig:
     """The ratio is clipped below 1 - clip_low."""
     clip_high: float = 0.2
     """The ratio is clipped above 1 + clip_high (DAPO's clip-higher when larger than clip_low)."""
-    loss_aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean"
-    """How token losses make the mini-batch loss."""
+    dual_clip: float | None = None
+    """For negative advantages the loss is bounded by dual_clip times the advantage; above 1, null for no bound."""
+    loss_aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length"] = "token_mean"
+    """How token losses make the mini-batch loss; `fixed_length` (Dr.GRPO) divides by sampling.max_tokens."""
     kl_coef: float = 0.0
     """Weight of the KL term to the reference model in the loss; 0 builds no reference model."""
     kl_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
@@ -37,6 +39,8 @@ class AlgorithmConfig:
             raise ValueError(f"clip_low is {self.clip_low}; allowed: between 0 and 1")
         if self.clip_high <= 0:
             raise ValueError(f"clip_high is {self.clip_high}; allowed: above 0")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip is {self.dual_clip}; allowed: above 1, or null")
         if self.kl_coef < 0:
             raise ValueError(f"kl_coef is {self.kl_coef}; allowed: 0 or more")
         if self.num_epochs < 1:

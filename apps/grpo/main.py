@@ -30,6 +30,7 @@ def grpo_loss(
         columns["advantages"],
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
     )
     metrics = {
         "pg_loss": (weights_K * loss_K).sum().detach(),
@@ -37,7 +38,9 @@ def grpo_loss(
         "entropy": (mean_K * outputs.entropy_K).sum().detach(),
     }
     if algorithm.kl_coef:
-        kl_K = rl_core.kl_estimate(log_probs_K, columns["ref_log_probs"], kind=algorithm.kl_kind)
+        kl_K = rl_core.kl_loss(
+            log_probs_K, columns["ref_log_probs"], kind=algorithm.kl_kind, old_log_probs_K=columns["old_log_probs"]
+        )
         loss_K = loss_K + algorithm.kl_coef * kl_K
         metrics["kl"] = (mean_K * kl_K).sum().detach()
     if algorithm.entropy_coef:
@@ -65,12 +68,17 @@ def learn(
         with phase("ref_log_prob"):
             batch = batch.with_column("ref_log_probs", ref.log_probs(batch).log_probs)
 
+    aggregation, max_tokens = config.algorithm.loss_aggregation, config.sampling.max_tokens
     loss_fn = partial(grpo_loss, algorithm=config.algorithm)
     updates = []
     with phase("update_actor"):
         for _ in range(config.algorithm.num_epochs):
             for mini in batch.mini_batches(config.batch.mini_batch_size):
-                weights_N = rl_core.token_weights(config.algorithm.loss_aggregation, mini.response_lens_N)
+                weights_N = rl_core.token_weights(
+                    aggregation,
+                    mini.response_lens_N,
+                    fixed_length=max_tokens if aggregation == "fixed_length" else None,
+                )
                 mean_N = rl_core.token_weights("token_mean", mini.response_lens_N)
                 mini = mini.with_constant("weights", weights_N).with_constant("mean_weights", mean_N)
                 updates.append(actor.update(mini, loss_fn))
