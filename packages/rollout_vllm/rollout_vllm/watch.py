@@ -63,8 +63,8 @@ class ServerWatch:
         self._stopping = threading.Event()
         self._suspects = [threading.Event() for _ in group.servers]
         self._threads = [
-            threading.Thread(target=self._run, args=(server,), name=f"watch-{server.index}", daemon=True)
-            for server in group.servers
+            threading.Thread(target=self._run, args=(index, server), name=f"watch-{index}", daemon=True)
+            for index, server in enumerate(group.servers)  # positions in the group, as the client counts them
         ]
 
     def start(self) -> ServerWatch:
@@ -100,9 +100,15 @@ class ServerWatch:
         self._client.block(server)
         self._suspects[server].set()
 
-    def _run(self, server: ServerProcess) -> None:
+    def _run(self, index: int, server: ServerProcess) -> None:
+        try:
+            self._watch(index, server)
+        except Exception as error:  # without its watch a blocked server would stay blocked, and its requests wait
+            self._give_up(index, f"the watch failed: {type(error).__name__}: {error}")
+
+    def _watch(self, index: int, server: ServerProcess) -> None:
         restarts, next_health = 0, time.monotonic() + self._health_every_s
-        suspect = self._suspects[server.index]
+        suspect = self._suspects[index]
         while not self._stopping.wait(_POLL_S):
             suspected = suspect.is_set()
             if server.alive and not suspected and time.monotonic() < next_health:
@@ -110,13 +116,13 @@ class ServerWatch:
             suspect.clear()
             if self._healthy(server):
                 if suspected:
-                    self._client.unblock(server.index)
+                    self._client.unblock(index)
                 next_health = time.monotonic() + self._health_every_s
                 continue
             if self._stopping.is_set():
                 return
             restarts += 1
-            if not self._revive(server, restarts):
+            if not self._revive(index, server, restarts):
                 return
             next_health = time.monotonic() + self._health_every_s
 
@@ -136,8 +142,7 @@ class ServerWatch:
             return status == 200
         return False
 
-    def _revive(self, server: ServerProcess, restarts: int) -> bool:
-        index = server.index
+    def _revive(self, index: int, server: ServerProcess, restarts: int) -> bool:
         self._client.block(index)
         hung = server.alive
         self._note(index, "hung" if hung else "died", server.reason())

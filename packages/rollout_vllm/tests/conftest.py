@@ -54,7 +54,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerGroup]:
     """Two servers. A test that kills one has it restarted."""
     config = config_for_tests(num_servers=2, max_lora_rank=8)
-    with ServerGroup.launch(model_folder, config, log_dir=tmp_path_factory.mktemp("logs")) as group:
+    log_dir, env = tmp_path_factory.mktemp("logs"), {"VLLM_SERVER_DEV_MODE": "1"}  # the control routes, as in a job
+    with ServerGroup.launch(model_folder, config, log_dir=log_dir, env=env) as group:
         group.wait_ready()
         yield group
 

@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from test_rollout_vllm_real import assert_complete, make_requests
+from rollout_vllm_helpers import HarmfulProxy, assert_complete, config_for_tests, make_requests
 
 import rollout_vllm.client
-from conftest import HarmfulProxy
 from rollout_vllm import (
     Endpoint,
     GroupResult,
@@ -219,7 +218,7 @@ def test_the_only_server_hangs(pair: ServerGroup) -> None:
     alone = ServerGroup(pair.endpoints[:1], pair.servers[:1], 300.0)
     client = RolloutClient(alone.endpoints, quick(max_samples_in_flight=64))
     synchronise, fault = Synchroniser(client), threading.Event()
-    with client, ServerWatch(alone, client, on_restart=synchronise, health_every_s=0.5, hang_timeout_s=4.0) as watch:
+    with client, ServerWatch(alone, client, on_restart=synchronise, health_every_s=0.5, hang_timeout_s=10.0) as watch:
         stopper = when(fault, lambda: kill_tree_member(alone, 0, signal.SIGSTOP))
         run_with_fault(client, fault, SamplingConfig(n=8, max_tokens=40, ignore_eos=True))
         stopper.join()
