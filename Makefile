@@ -1,6 +1,8 @@
 # `make demo` and `make test` work on a bare machine with Python 3.11, a C++ compiler and a package index.
 PYTHON := .venv/bin/python
 TYPED := $(patsubst %/py.typed,%,$(wildcard packages/*/*/py.typed))
+# Starting processes is mostly waiting on one core. Tests that start some stay together by folder (conftest.py).
+WORKERS ?= -n 2 --dist loadgroup
 # Two ranks and a server share the cores: one compute thread each is faster than a crowd.
 export OMP_NUM_THREADS ?= 1
 
@@ -19,10 +21,10 @@ demo: setup ## GRPO end to end on this machine: built-in model and task, 2 DeepS
 	$(PYTHON) -m apps.grpo.main $(ARGS)
 
 test: setup ## Everything: units, properties, real processes, a short run end to end
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest $(WORKERS) $(ARGS)
 
 test-fast: setup ## Units and properties only
-	$(PYTHON) -m pytest -m "not slow and not e2e" $(ARGS)
+	$(PYTHON) -m pytest $(WORKERS) -m "not slow and not e2e" $(ARGS)
 
 lint: setup ## ruff check, ruff format, mypy --strict
 	$(PYTHON) -m ruff check .

@@ -3,6 +3,7 @@
 import os
 import sys
 
+import pytest
 from hypothesis import settings
 
 # In CI a failure must be the change's, not the dice's: the same examples every time, and no deadline on shared cores.
@@ -18,3 +19,12 @@ if _heavy_stack and _handed_on in os.environ:
     sys.path.append(_heavy_stack)
     _roots = [os.path.abspath(root) for root in os.environ[_handed_on].split(os.pathsep)]
     os.environ[_handed_on] = os.pathsep.join([*_roots, _heavy_stack])
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With pytest-xdist, a folder's tests that start processes stay on one worker: they share servers and worlds."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.get_closest_marker("slow") or item.get_closest_marker("e2e"):
+                item.add_marker(pytest.mark.xdist_group(str(item.path.parent.relative_to(config.rootpath))))
