@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.linear_log_prob.tiles import BLOCK_BYTES, EXTRA_BYTES, MAX_BLOCK_ROWS, TileConfig, Tuner, plan_blocks
+from rl_core.linear_log_prob.tiles import (
+    BLOCK_BYTES,
+    EXTRA_BYTES,
+    MAX_BLOCK_ROWS,
+    TileConfig,
+    Tuner,
+    kept_columns,
+    plan_blocks,
+)
 
 CASES = """
 import itertools, sys
@@ -48,19 +56,29 @@ for dtype, (use_bias, soft_cap, entropy) in itertools.product(
     up = (torch.randn(tokens, generator=generator) * 1e-4, torch.randn(tokens, generator=generator) * 1e-4)
     up = up if entropy else (up[0], None)
     options = dict(temperature=0.8, soft_cap=soft_cap, ignore_index=-100)
-    mine = run(hidden, weight, targets, bias, up, backend="triton", **options)
     exact = [x.double() if x is not None else None for x in (hidden, weight)]
     truth = run(*exact, targets, None if bias is None else bias.double(), up, backend="reference", **options)
     plain = run(hidden, weight, targets, bias, up, backend="reference", **options)
-    # The interpreter cuts fp32 to bf16 where GPUs round: twice the error of one rounding.
+    # The interpreter cuts fp32 to bf16 where GPUs round: twice the error of one rounding. Kept shares are cut twice.
     tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
-    for i, (value, expected, base) in enumerate(zip(mine, truth, plain)):
-        if i < 2:
-            assert (value.double() - expected).abs().max() < 2e-5, (dtype, use_bias, soft_cap, i)
-        else:
-            assert error(value, expected) <= error(base, expected) + tolerance, (
-                dtype, use_bias, soft_cap, entropy, i, error(value, expected), error(base, expected))
+    kept = (targets >= 0).sum().item()
+    for keep_bytes in (0, 2 * kept * (32 * dtype.itemsize + 4), 10**9):  # nothing, two tiles, all
+        mine = run(hidden, weight, targets, bias, up, backend="triton", keep_bytes=keep_bytes, **options)
+        for i, (value, expected, base) in enumerate(zip(mine, truth, plain)):
+            about = (dtype, use_bias, soft_cap, entropy, keep_bytes, i, error(value, expected), error(base, expected))
+            if i < 2:
+                assert (value.double() - expected).abs().max() < 2e-5, about
+            else:
+                assert error(value, expected) <= error(base, expected) + tolerance * (1 + (keep_bytes > 0)), about
+        if dtype == torch.float16:
+            break  # keeps nothing
     count += 1
+
+leaf = hidden.float().requires_grad_()
+log_prob, _ = linear_log_prob(leaf, weight.float(), targets, ignore_index=-100, backend="triton", keep_bytes=10**9)
+first = torch.autograd.grad(log_prob.sum(), leaf, retain_graph=True)[0]
+second = torch.autograd.grad(log_prob.sum(), leaf)[0]  # what was kept is gone by now: recomputed
+assert error(second, first) < 1e-5
 print(count, "cases")
 """
 
@@ -108,6 +126,22 @@ def test_blocks_cover_and_fit(
     accumulator = num_rows * hidden_size * (4 - itemsize) if with_hidden else 0
     if accumulator <= EXTRA_BYTES - 2**23 - BLOCK_BYTES // 2:
         assert rows * columns * itemsize + accumulator <= EXTRA_BYTES
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(
+    num_rows=st.integers(1, 100_000),
+    num_columns=st.integers(1, 300_000),
+    keep_bytes=st.integers(0, 10**11),
+    tile_columns=st.sampled_from([32, 128, 256]),
+)
+def test_kept_columns_fit_and_are_whole_tiles(
+    num_rows: int, num_columns: int, keep_bytes: int, tile_columns: int
+) -> None:
+    columns = kept_columns(num_rows, num_columns, 2, keep_bytes, tile_columns)
+    assert 0 <= columns <= num_columns
+    assert columns == num_columns or columns % tile_columns == 0
+    assert num_rows * (2 * columns + 4 * -(-columns // tile_columns)) <= keep_bytes
 
 
 def test_shapes_of_the_speed_table_use_whole_waves() -> None:

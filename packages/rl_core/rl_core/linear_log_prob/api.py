@@ -4,6 +4,7 @@ Shapes: ``T`` tokens given, ``N`` tokens that count, ``H`` hidden size, ``V`` vo
 """
 
 import math
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ def linear_log_prob(
     ignore_index: int | None = None,
     backend: BackendName = "auto",
     deterministic: bool | None = None,
+    keep_bytes: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target token and entropy of its distribution, without ever holding ``[T, V]``.
@@ -55,6 +57,9 @@ def linear_log_prob(
             all logits and is the oracle of the tests.
         deterministic: True pins the kernels' tile shapes, so that two processes give the same bits; None follows
             ``torch.are_deterministic_algorithms_enabled()``. No path uses atomics: one process always repeats itself.
+        keep_bytes: memory for speed. Up to this many bytes of probabilities stay in memory from the forward to the
+            backward pass, which then recomputes only the rest; ``T * V * 2`` bytes keep all of them and save up to a
+            quarter of the time. 0 (the default) keeps nothing. Used by the Triton path for bf16 and fp32.
         group: vocabulary-parallel process group. Every rank passes the same hidden and targets and gets the same
             results; ``hidden.grad`` is summed over the group.
 
@@ -65,42 +70,53 @@ def linear_log_prob(
         ValueError: shapes, dtypes, devices or numbers that do not fit, naming the argument and what is allowed.
     """
     _check(hidden, weight, targets, temperature, bias, soft_cap, backend)
+    if keep_bytes < 0:
+        raise ValueError(f"keep_bytes: got {keep_bytes}, allowed 0 or more")
     spec = LogitSpec(temperature=float(temperature), soft_cap=None if soft_cap is None else float(soft_cap))
-    num_rows = weight.shape[0] * (1 if group is None else dist.get_world_size(group))
+    how = _How(backend=backend, deterministic=deterministic, keep_bytes=keep_bytes, group=group)
     kept_N = None if ignore_index is None else (targets != ignore_index).nonzero()[:, 0]
     if kept_N is None or kept_N.numel() == targets.numel():
-        return _compute(hidden, weight, bias, targets, spec, backend, deterministic, group, num_rows)
-    results = _compute(hidden[kept_N], weight, bias, targets[kept_N], spec, backend, deterministic, group, num_rows)
+        return _compute(hidden, weight, bias, targets, spec, how)
+    results = _compute(hidden[kept_N], weight, bias, targets[kept_N], spec, how)
     blank_T = results[0].new_zeros(targets.shape)
     return blank_T.index_put((kept_N,), results[0]), blank_T.index_put((kept_N,), results[1])
 
 
+@dataclass(frozen=True, kw_only=True)
+class _How:
+    """The arguments that say how, not what, to compute."""
+
+    backend: BackendName
+    deterministic: bool | None
+    keep_bytes: int
+    group: dist.ProcessGroup | None
+
+
 def _compute(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    targets_N: Tensor,
-    spec: LogitSpec,
-    backend: BackendName,
-    deterministic: bool | None,
-    group: dist.ProcessGroup | None,
-    num_rows: int,
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec, how: _How
 ) -> tuple[Tensor, Tensor]:
-    """The same for tokens that all count; ``num_rows`` is the whole vocabulary."""
+    """The same for tokens that all count."""
+    num_rows = weight_VH.shape[0] * (1 if how.group is None else dist.get_world_size(how.group))
     outside_N = (targets_N < 0) | (targets_N >= num_rows)
     if not targets_N.is_cuda and bool(outside_N.any()):
         worst = targets_N[outside_N][0].item()
         raise ValueError(
             f"targets: got {worst}, allowed 0 to {num_rows - 1} (use ignore_index for tokens to leave out)"
         )
-    if backend == "reference":
-        if group is not None:
+    if how.backend == "reference":
+        if how.group is not None:
             raise ValueError('group: not supported by backend="reference"; use "auto", "triton" or "chunked"')
         return reference_log_prob(hidden_NH, weight_VH, targets_N, spec=spec, bias_V=bias_V)
+    deterministic = how.deterministic
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    chosen = _choose_backend(backend, hidden_NH, deterministic)
-    log_prob_N, entropy_N = _LinearLogProb.apply(hidden_NH, weight_VH, bias_V, targets_N, spec, chosen, group)
+    chosen = _choose_backend(how.backend, hidden_NH, deterministic)
+    # Nothing is kept for a backward pass that cannot come.
+    keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_NH, weight_VH, bias_V))
+    keep_bytes = how.keep_bytes if keeps else 0
+    log_prob_N, entropy_N = _LinearLogProb.apply(
+        hidden_NH, weight_VH, bias_V, targets_N, spec, chosen, how.group, keep_bytes
+    )
     if targets_N.is_cuda:
         log_prob_N = torch.where(outside_N, torch.nan, log_prob_N)
     return log_prob_N, entropy_N
@@ -131,15 +147,16 @@ class _LinearLogProb(torch.autograd.Function):
         spec: LogitSpec,
         backend: Backend,
         group: dist.ProcessGroup | None,
+        keep_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         rows_N = targets_N if group is None else local_targets(targets_N, weight_VH.shape[0], group)
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            stats = _forward_stats(backend, hidden_NH, weight_VH, bias_V, rows_N, spec)
+            stats = _forward_stats(backend, hidden_NH, weight_VH, bias_V, rows_N, spec, keep_bytes)
         if group is not None:
             stats = reduce_stats(stats, group)
         log_prob_N = (stats.target_z_N - stats.lse_N).clamp_max(0)  # rounding alone could put it above
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, rows_N, stats.lse_N, stats.mean_z_N, log_prob_N)
-        ctx.spec, ctx.backend, ctx.group = spec, backend, group
+        ctx.spec, ctx.backend, ctx.group, ctx.kept = spec, backend, group, stats.kept
         ctx.set_materialize_grads(False)
         # A copy: the saved one must not be an output that a caller may change in place.
         return log_prob_N.clone(), stats.lse_N - stats.mean_z_N
@@ -157,10 +174,12 @@ class _LinearLogProb(torch.autograd.Function):
             log_prob_N=log_prob_N,
             grad_log_prob_N=grad_log_prob_N.contiguous(),
             grad_entropy_N=None if grad_entropy_N is None else grad_entropy_N.contiguous(),
+            kept=ctx.kept,
         )
+        ctx.kept = None  # the backward pass overwrites it; a second one through the same graph recomputes
         if rows_N.numel() == 0:  # an empty micro batch still hands every parameter a gradient, so collectives line up
             blank = [None if x is None else torch.zeros_like(x) for x in (hidden_NH, weight_VH, bias_V)]
-            return (*blank, None, None, None, None)
+            return (*blank, None, None, None, None, None)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             grads = ctx.backend.backward(
                 hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, rows_N, ctx.spec, rows, needs
@@ -170,16 +189,22 @@ class _LinearLogProb(torch.autograd.Function):
             if ctx.group is not None:
                 dist.all_reduce(d_hidden_NH, group=ctx.group)
             d_hidden_NH = d_hidden_NH.to(hidden_NH.dtype)
-        return d_hidden_NH, grads.weight_VH, grads.bias_V, None, None, None, None
+        return d_hidden_NH, grads.weight_VH, grads.bias_V, None, None, None, None, None
 
 
 def _forward_stats(
-    backend: Backend, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec
+    backend: Backend,
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    spec: LogitSpec,
+    keep_bytes: int,
 ) -> RowStats:
     if targets_N.numel() == 0:
         blank_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH.dtype))
         return RowStats(lse_N=blank_N, mean_z_N=blank_N, target_z_N=blank_N)
-    return backend.forward(hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, targets_N, spec)
+    return backend.forward(hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, targets_N, spec, keep_bytes)
 
 
 def _check(

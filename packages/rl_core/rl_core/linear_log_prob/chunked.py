@@ -49,9 +49,16 @@ class ChunkedBackend:
     """See :class:`rl_core.linear_log_prob.types.Backend`."""
 
     def forward(
-        self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        spec: LogitSpec,
+        keep_bytes: int = 0,
     ) -> RowStats:
         """Online softmax over column blocks: running maximum, sum of exponentials and sum of ``z * exp``."""
+        del keep_bytes  # always recomputes
         num_rows, dtype = hidden_NH.shape[0], accumulation_dtype(hidden_NH.dtype)
         peak_N = hidden_NH.new_full((num_rows,), -torch.inf, dtype=dtype)
         sum_N, weighted_N, target_z_N = (hidden_NH.new_zeros(num_rows, dtype=dtype) for _ in range(3))

@@ -10,7 +10,7 @@ from torch import Tensor
 from .types import LogitSpec
 
 STAGES = 4  # slots of shared memory; with the backward kernel's staging 229,632 of 232,448 bytes
-LAG = 2  # slots the second consumer stays behind
+LAG = 2  # slots the second consumer stays behind; two are left to prefetch into
 GROUP_M = 16  # row blocks that run side by side
 TESTED_TRITON = ((3, 6), (3, 6))  # Gluon is an experimental interface: outside these the portable kernels run
 BLOCK_N = 256
@@ -56,15 +56,19 @@ def _descriptor(matrix: Tensor, block_rows: int) -> object:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [block_rows, 64], layout)
 
 
-def tile_stats(hidden_NH: Tensor, weight_VH: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """``[tiles, N]`` log2-sum-exp2 and entropy in bits of every 256-column tile."""
+def tile_stats(
+    hidden_NH: Tensor, weight_VH: Tensor, scale: float, share_NK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``[tiles, N]`` log2-sum-exp2 and entropy in bits of every 256-column tile; fills ``share`` (types.Kept)."""
     from .hopper_kernels import stats_kernel
 
     (num_rows, hidden_size), vocab = hidden_NH.shape, weight_VH.shape[0]
     lse, entropy = torch.empty(2, math.ceil(vocab / BLOCK_N), num_rows, dtype=torch.float32, device=hidden_NH.device)
+    num_kept = 0 if share_NK is None else math.ceil(share_NK.shape[1] / BLOCK_N)
     stats_kernel[(_num_programs(hidden_NH.device, num_rows, vocab),)](
-        _descriptor(hidden_NH, 64), _descriptor(weight_VH, 256), lse, entropy, num_rows, vocab, hidden_size, scale,
-        LAG=LAG, STAGES=STAGES, GROUP_M=GROUP_M, num_warps=4,
+        _descriptor(hidden_NH, 64), _descriptor(weight_VH, 256),
+        _descriptor(hidden_NH if share_NK is None else share_NK, 64), lse, entropy, num_rows, vocab, num_kept,
+        hidden_size, scale, KEEP=share_NK is not None, LAG=LAG, STAGES=STAGES, GROUP_M=GROUP_M, num_warps=4,
     )  # fmt: skip
     return lse, entropy
 

@@ -114,9 +114,39 @@ def _mask_columns(acc, block_n, vocab, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _halves(x):
+    """Left and right half of the columns, without moving a register."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    return x.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def _store_piece(piece, out_desc, staging, row, column):
+    """One 64 x 64 piece through shared memory; two buffers, so at most one earlier store is still being read."""
+    tma.store_wait(1)
+    staging.store(piece)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [row, column], staging)
+
+
+@gluon.jit
+def _store_tile(tile, out_desc, staging, row, column, HALF: gl.constexpr):
+    """A consumer's 64 x 256 half tile, already in the output's dtype, in four pieces."""
+    left, right = _halves(tile)
+    piece0, piece1 = _halves(left)
+    piece2, piece3 = _halves(right)
+    _store_piece(piece0, out_desc, staging.index(2 * HALF), row, column)
+    _store_piece(piece1, out_desc, staging.index(2 * HALF + 1), row, column + STORE_N)
+    _store_piece(piece2, out_desc, staging.index(2 * HALF), row, column + 2 * STORE_N)
+    _store_piece(piece3, out_desc, staging.index(2 * HALF + 1), row, column + 3 * STORE_N)
+
+
+@gluon.jit
 def _stats_consumer(
-    hidden_smem, weight_smem, full, empty, lag, lse_ptr, entropy_ptr, num_tokens, vocab, num_m, num_n, num_k, scale,
-    HALF: gl.constexpr, LAG: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    hidden_smem, weight_smem, staging, full, empty, lag, share_desc, lse_ptr, entropy_ptr, num_tokens, vocab, num_kept,
+    num_m, num_n, num_k, scale, KEEP: gl.constexpr, HALF: gl.constexpr, LAG: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     slot = 0
@@ -142,24 +172,34 @@ def _stats_consumer(
         s = gl.sum(e, axis=1)
         w = gl.sum(e * x, axis=1)
         log_s = gl.log2(s)
-        rows = block_m * BLOCK_M + HALF * HALF_M + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
+        first_row = block_m * BLOCK_M + HALF * HALF_M
+        rows = first_row + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
         offsets = block_n.to(gl.int64) * num_tokens + rows
         gl.store(lse_ptr + offsets, peak + log_s, mask=rows < num_tokens)
         gl.store(entropy_ptr + offsets, log_s - w / s, mask=rows < num_tokens)
+        if KEEP:  # noqa: SIM102  known when compiling, unlike the next condition
+            if block_n < num_kept:
+                share = e * (1.0 / s)[:, None]
+                _store_tile(share.to(share_desc.dtype), share_desc, staging, first_row, block_n * BLOCK_N, HALF)
+    if KEEP:
+        tma.store_wait(0)
 
 
 @gluon.jit
 def stats_kernel(
-    hidden_desc, weight_desc, lse_ptr, entropy_ptr, num_tokens, vocab, hidden_size, scale, LAG: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    hidden_desc, weight_desc, share_desc, lse_ptr, entropy_ptr, num_tokens, vocab, num_kept, hidden_size, scale,
+    KEEP: gl.constexpr, LAG: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Per tile and row: log2-sum-exp2 and entropy in bits of ``t = scale * hidden @ weight^T``; ``[num_n, T]`` each.
 
-    ``scale`` is log2(e) / temperature.
+    ``scale`` is log2(e) / temperature. With KEEP the first ``num_kept`` column blocks also leave ``2^(t - lse)``.
     """
     DTYPE: gl.constexpr = hidden_desc.dtype
     hidden_smem = gl.allocate_shared_memory(DTYPE, [2 * STAGES, HALF_M, BLOCK_K], hidden_desc.layout)
     weight_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
+    staging = hidden_smem  # unused without KEEP
+    if KEEP:
+        staging = gl.allocate_shared_memory(DTYPE, [4, HALF_M, STORE_N], share_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     lag = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -172,33 +212,18 @@ def stats_kernel(
     num_k = gl.cdiv(hidden_size, BLOCK_K)
     gl.warp_specialize(
         [
-            (_stats_consumer, (hidden_smem, weight_smem, full, empty, lag, lse_ptr, entropy_ptr, num_tokens, vocab,
-                               num_m, num_n, num_k, scale, gl.constexpr(0), LAG, STAGES, GROUP_M)),
-            (_stats_consumer, (hidden_smem, weight_smem, full, empty, lag, lse_ptr, entropy_ptr, num_tokens, vocab,
-                               num_m, num_n, num_k, scale, gl.constexpr(1), LAG, STAGES, GROUP_M)),
+            (_stats_consumer, (hidden_smem, weight_smem, staging, full, empty, lag, share_desc, lse_ptr, entropy_ptr,
+                               num_tokens, vocab, num_kept, num_m, num_n, num_k, scale, KEEP, gl.constexpr(0), LAG,
+                               STAGES, GROUP_M)),
+            (_stats_consumer, (hidden_smem, weight_smem, staging, full, empty, lag, share_desc, lse_ptr, entropy_ptr,
+                               num_tokens, vocab, num_kept, num_m, num_n, num_k, scale, KEEP, gl.constexpr(1), LAG,
+                               STAGES, GROUP_M)),
             (_producer, (hidden_desc, weight_desc, hidden_smem, weight_smem, full, empty, num_m, num_n, num_k, STAGES,
                          GROUP_M)),
         ],
         [4, 1],
         [240, 24],
     )  # fmt: skip
-
-
-@gluon.jit
-def _halves(x):
-    """Left and right half of the columns, without moving a register."""
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
-    return x.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
-
-
-@gluon.jit
-def _store_piece(piece, out_desc, staging, row, column):
-    """One 64 x 64 piece through shared memory; two buffers, so at most one earlier store is still being read."""
-    tma.store_wait(1)
-    staging.store(piece)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [row, column], staging)
 
 
 @gluon.jit
@@ -233,14 +258,7 @@ def _gradient_consumer(
             da = p * (acc * beta[:, None] + alpha[:, None])
         else:
             da = p * alpha[:, None]
-        left, right = _halves(da.to(out_desc.dtype))
-        piece0, piece1 = _halves(left)
-        piece2, piece3 = _halves(right)
-        column = block_n * BLOCK_N
-        _store_piece(piece0, out_desc, staging.index(2 * HALF), first_row, column)
-        _store_piece(piece1, out_desc, staging.index(2 * HALF + 1), first_row, column + STORE_N)
-        _store_piece(piece2, out_desc, staging.index(2 * HALF), first_row, column + 2 * STORE_N)
-        _store_piece(piece3, out_desc, staging.index(2 * HALF + 1), first_row, column + 3 * STORE_N)
+        _store_tile(da.to(out_desc.dtype), out_desc, staging, first_row, block_n * BLOCK_N, HALF)
     tma.store_wait(0)
 
 

@@ -1,5 +1,7 @@
 """Vocabulary parallel: every rank of a group holds ``V / world`` rows of the weight and all of the hidden states."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,4 +22,4 @@ def reduce_stats(stats: RowStats, group: dist.ProcessGroup) -> RowStats:
     share_N = torch.exp(stats.lse_N - peak_N)
     sums_3N = torch.stack((share_N, share_N * stats.mean_z_N, stats.target_z_N))
     dist.all_reduce(sums_3N, group=group)
-    return RowStats(lse_N=peak_N + sums_3N[0].log(), mean_z_N=sums_3N[1] / sums_3N[0], target_z_N=sums_3N[2])
+    return replace(stats, lse_N=peak_N + sums_3N[0].log(), mean_z_N=sums_3N[1] / sums_3N[0], target_z_N=sums_3N[2])

@@ -70,6 +70,13 @@ def plan_blocks(num_rows: int, num_columns: int, hidden_size: int, itemsize: int
     return rows, min(num_columns, max(256, fitting // 256 * 256))
 
 
+def kept_columns(num_rows: int, num_columns: int, itemsize: int, keep_bytes: int, tile_columns: int) -> int:
+    """How many leading columns ``keep_bytes`` hold: all of them, or whole tiles; what a tile's lse takes counts too."""
+    row_bytes = tile_columns * itemsize + 4
+    tiles = keep_bytes // (num_rows * row_bytes)
+    return min(num_columns, tiles * tile_columns)
+
+
 class Tuner:
     """Remembers the fastest candidate of each key. One lock: worker threads neither race nor measure each other."""
 

@@ -25,7 +25,13 @@ class TritonBackend:
         self.allow_hopper = allow_hopper
 
     def forward(
-        self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        spec: LogitSpec,
+        keep_bytes: int = 0,
     ) -> RowStats:
         with _on_device(hidden_NH):
             config = None
@@ -35,7 +41,7 @@ class TritonBackend:
                     "forward", hidden_NH, weight_VH, bias_V, spec,
                     lambda c: portable_tile_stats(sample_NH, weight_VH, bias_V, spec, c),
                 )  # fmt: skip
-            return forward_rows(hidden_NH, weight_VH, bias_V, targets_N, spec, config)
+            return forward_rows(hidden_NH, weight_VH, bias_V, targets_N, spec, config, keep_bytes)
 
     def backward(
         self,

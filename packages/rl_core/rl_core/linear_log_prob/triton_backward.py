@@ -3,10 +3,10 @@
 Per block of R rows x C columns: recompute the logits and turn them into ``da`` in the tile kernel's last step (never
 written as logits), correct the targets' entries from the saved float32 log-prob, then ``d_weight[C] = da^T @ hidden``
 (written once; through a float32 block where several row blocks add up) and, in float32,
-``d_hidden[R] += da @ weight[C]``.
+``d_hidden[R] += da @ weight[C]``. Columns whose probabilities were kept need no product to recompute them: one pass
+turns what was kept into ``da`` in place.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +17,8 @@ from . import hopper
 from .chunked import matmul_accumulate
 from .tiles import TileConfig, plan_blocks
 from .triton_forward import LOG2_E, tile_arguments
-from .triton_kernels import target_gradient_kernel, tile_gradient_kernel
-from .types import Gradients, LogitSpec, Needs, RowGrads
+from .triton_kernels import kept_gradient_kernel, target_gradient_kernel, tile_gradient_kernel
+from .types import Gradients, Kept, LogitSpec, Needs, RowGrads
 
 FP16_PEAK = 2.0**14  # what the largest possible |da| is scaled to in fp16, whose smallest normal number is 2**-14
 
@@ -92,6 +92,28 @@ def fill_block(
         hopper.tile_gradient(out_NC, hidden_NH, weight_CH, factors.lse_bits_N, factors.alpha_N, factors.beta_N, scale)
     else:
         portable_tile_gradient(out_NC, hidden_NH, weight_CH, bias_C, factors, spec, config)
+    _write_targets(out_NC, targets_N, first_column, factors)
+
+
+def fill_kept(kept: Kept, targets_N: Tensor, factors: RowFactors, spec: LogitSpec) -> Tensor:
+    """da of the kept columns, in place of what was kept."""
+    share_NK = kept.share_NK
+    num_columns = share_NK.shape[1]
+    for tile_lse, first in zip(kept.tile_lse, range(0, share_NK.shape[0], kept.rows_per_block), strict=True):
+        num_rows = tile_lse.shape[1]
+        part = slice_rows(factors, first, first + num_rows)
+        share = share_NK[first : first + num_rows]
+        kept_gradient_kernel[(triton.cdiv(num_rows, 16), tile_lse.shape[0])](
+            share, tile_lse, part.lse_bits_N, part.alpha_N, part.alpha_N if part.beta_N is None else part.beta_N,
+            num_rows, num_columns, share.stride(0), spec.temperature / LOG2_E, spec.soft_cap or 1.0,
+            HAS_BETA=part.beta_N is not None, HAS_CAP=spec.soft_cap is not None, BLOCK_T=16,
+            BLOCK_N=kept.tile_columns, num_warps=4,
+        )  # fmt: skip
+    _write_targets(share_NK, targets_N, 0, factors)
+    return share_NK
+
+
+def _write_targets(out_NC: Tensor, targets_N: Tensor, first_column: int, factors: RowFactors) -> None:
     num_rows, num_columns = out_NC.shape
     target_gradient_kernel[(triton.cdiv(num_rows, 1024),)](
         out_NC, targets_N, factors.target_da_N, num_rows, first_column, num_columns, out_NC.stride(0), BLOCK=1024
@@ -120,52 +142,81 @@ def product_into(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None
         out.copy_(matmul_accumulate(left, right))
 
 
+@dataclass(kw_only=True)
+class _Sums:
+    """Where the gradients gather: hidden and bias in float32, weight in its own dtype."""
+
+    hidden_NH: Tensor | None
+    weight_VH: Tensor | None
+    bias_V: Tensor | None
+
+    def add_columns(self, da_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor, start: int) -> None:
+        """Everything a block of columns of all rows gives; it is the only one for its rows of the weight."""
+        columns = slice(start, start + da_NC.shape[1])
+        if self.hidden_NH is not None:
+            product_into(self.hidden_NH, da_NC, weight_CH, add=start > 0)
+        if self.weight_VH is not None:
+            product_into(self.weight_VH[columns], da_NC.T, hidden_NH, add=False)
+        if self.bias_V is not None:
+            self.bias_V[columns] = da_NC.sum(0, dtype=torch.float32)
+
+
 def backward_blocks(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec, rows: RowGrads,
     needs: Needs, config: TileConfig | None,
 ) -> Gradients:  # fmt: skip
-    """All gradients asked for; columns outside, rows inside, so that each piece of d_weight is finished in one go."""
+    """All gradients asked for: from what was kept, then the rest one block of columns after another."""
+    factors = row_factors(rows, spec, hidden_NH.dtype)
+    sums = _Sums(
+        hidden_NH=torch.empty_like(hidden_NH, dtype=torch.float32) if needs.hidden else None,
+        weight_VH=torch.empty_like(weight_VH) if needs.weight else None,
+        bias_V=weight_VH.new_zeros(weight_VH.shape[0], dtype=torch.float32) if needs.bias else None,
+    )
+    first = 0
+    if rows.kept is not None:
+        da_NK = fill_kept(rows.kept, targets_N, factors, spec)
+        first = da_NK.shape[1]
+        sums.add_columns(da_NK, hidden_NH, weight_VH[:first], 0)
+    if first < weight_VH.shape[0]:
+        recompute_columns(sums, first, hidden_NH, weight_VH, bias_V, targets_N, spec, factors, config)
+    if factors.loss_scale is not None:
+        for total in (sums.hidden_NH, sums.bias_V):
+            if total is not None:
+                total.div_(factors.loss_scale)
+    bias_grad = None if sums.bias_V is None or bias_V is None else sums.bias_V.to(bias_V.dtype)
+    return Gradients(hidden_NH=sums.hidden_NH, weight_VH=sums.weight_VH, bias_V=bias_grad)
+
+
+def recompute_columns(
+    sums: _Sums, first_column: int, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor,
+    spec: LogitSpec, factors: RowFactors, config: TileConfig | None,
+) -> None:  # fmt: skip
+    """Columns outside, rows inside, so that each piece of the weight's gradient is finished in one go."""
     (num_rows, hidden_size), vocab, dtype = hidden_NH.shape, weight_VH.shape[0], hidden_NH.dtype
-    factors = row_factors(rows, spec, dtype)
-    block_rows, block_columns = plan_blocks(num_rows, vocab, hidden_size, dtype.itemsize, needs.hidden)
-    num_parts = math.ceil(num_rows / block_rows)
-    d_hidden_NH = torch.empty_like(hidden_NH, dtype=torch.float32) if needs.hidden else None
-    d_weight_VH = torch.empty_like(weight_VH) if needs.weight else None
-    d_bias_V = weight_VH.new_zeros(vocab, dtype=torch.float32) if needs.bias else None
+    with_hidden = sums.hidden_NH is not None
+    block_rows, block_columns = plan_blocks(num_rows, vocab - first_column, hidden_size, dtype.itemsize, with_hidden)
     # Row stride a multiple of 16 bytes whatever the vocabulary: the copy engine and the products want it.
-    stride = -(-block_columns // 8) * 8
-    block = torch.empty(block_rows, stride, dtype=dtype, device=hidden_NH.device)
-    through_float32 = num_parts > 1 or factors.loss_scale is not None
-    for start in range(0, vocab, block_columns):
+    block = torch.empty(block_rows, -(-block_columns // 8) * 8, dtype=dtype, device=hidden_NH.device)
+    in_parts = block_rows < num_rows or factors.loss_scale is not None
+    for start in range(first_column, vocab, block_columns):
         stop = min(start + block_columns, vocab)
-        weight_CH = weight_VH[start:stop]
-        d_weight_CH = None
-        if d_weight_VH is not None:
-            d_weight_CH = d_weight_VH[start:stop]
-            if through_float32:
-                d_weight_CH = torch.empty_like(d_weight_CH, dtype=torch.float32)
+        weight_CH, bias_C = weight_VH[start:stop], None if bias_V is None else bias_V[start:stop]
+        sum_CH = None
+        if in_parts and sums.weight_VH is not None:
+            sum_CH = torch.empty_like(weight_CH, dtype=torch.float32)
         for first in range(0, num_rows, block_rows):
-            last = min(first + block_rows, num_rows)
-            da_RC = block[: last - first, : stop - start]
-            rows_RH, targets_R = hidden_NH[first:last], targets_N[first:last]
-            bias_C = None if bias_V is None else bias_V[start:stop]
-            part = slice_rows(factors, first, last)
-            fill_block(da_RC, rows_RH, weight_CH, bias_C, targets_R, start, part, spec, config)
-            if d_hidden_NH is not None:
-                product_into(d_hidden_NH[first:last], da_RC, weight_CH, add=start > 0)
-            if d_weight_CH is not None:
-                product_into(d_weight_CH, da_RC.T, rows_RH, add=first > 0)
-            if d_bias_V is not None:
-                d_bias_V[start:stop] += da_RC.sum(0, dtype=torch.float32)
-        if d_weight_VH is not None and d_weight_CH is not None and through_float32:
-            _finish(d_weight_VH[start:stop], d_weight_CH, factors.loss_scale)
-    if d_hidden_NH is not None and factors.loss_scale is not None:
-        d_hidden_NH.div_(factors.loss_scale)
-    if d_bias_V is not None and factors.loss_scale is not None:
-        d_bias_V.div_(factors.loss_scale)
-    bias_grad = None if d_bias_V is None or bias_V is None else d_bias_V.to(bias_V.dtype)
-    return Gradients(hidden_NH=d_hidden_NH, weight_VH=d_weight_VH, bias_V=bias_grad)
-
-
-def _finish(out_CH: Tensor, sum_CH: Tensor, loss_scale: Tensor | None) -> None:
-    out_CH.copy_(sum_CH if loss_scale is None else sum_CH.div_(loss_scale))
+            part = slice(first, min(first + block_rows, num_rows))
+            da_RC = block[: part.stop - first, : stop - start]
+            rows_RH, some = hidden_NH[part], slice_rows(factors, first, part.stop)
+            fill_block(da_RC, rows_RH, weight_CH, bias_C, targets_N[part], start, some, spec, config)
+            if not in_parts:
+                sums.add_columns(da_RC, rows_RH, weight_CH, start)
+                continue
+            if sums.hidden_NH is not None:
+                product_into(sums.hidden_NH[part], da_RC, weight_CH, add=start > 0)
+            if sum_CH is not None:
+                product_into(sum_CH, da_RC.T, rows_RH, add=first > 0)
+            if sums.bias_V is not None:
+                sums.bias_V[start:stop] += da_RC.sum(0, dtype=torch.float32)
+        if sum_CH is not None and sums.weight_VH is not None:
+            sums.weight_VH[start:stop] = sum_CH if factors.loss_scale is None else sum_CH.div_(factors.loss_scale)

@@ -68,14 +68,16 @@ def _capped_tile(
 
 @triton.jit
 def tile_stats_kernel(
-    hidden_ptr, weight_ptr, bias_ptr, lse_ptr, entropy_ptr, num_tokens, vocab, hidden_size, scale, soft_cap,
-    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    hidden_ptr, weight_ptr, bias_ptr, lse_ptr, entropy_ptr, share_ptr, num_tokens, vocab, hidden_size, share_stride,
+    share_columns, scale, soft_cap, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
+    EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Per tile and row: log2-sum-exp2 and entropy in bits of ``t = scale * u``; two ``[num_n, T]`` outputs.
 
     Within a tile with maximum ``m``, ``s = sum 2^(t - m)`` and ``w = sum 2^(t - m) (t - m)``:
-    ``lse = m + log2 s`` and ``entropy = log2 s - w / s``. ``scale`` is log2(e) / temperature.
+    ``lse = m + log2 s`` and ``entropy = log2 s - w / s``. ``scale`` is log2(e) / temperature. With KEEP the first
+    ``share_columns`` columns also leave ``2^(t - lse)``.
     """
     num_m = tl.cdiv(num_tokens, BLOCK_M)
     num_n = tl.cdiv(vocab, BLOCK_N)
@@ -95,6 +97,11 @@ def tile_stats_kernel(
     offsets = block_n.to(tl.int64) * num_tokens + rows
     tl.store(lse_ptr + offsets, peak + log_s, mask=rows < num_tokens)
     tl.store(entropy_ptr + offsets, log_s - w / s, mask=rows < num_tokens)
+    if KEEP:
+        share = e * (1.0 / s)[:, None]
+        offsets = rows.to(tl.int64)[:, None] * share_stride + columns[None, :]
+        inside = (rows < num_tokens)[:, None] & (columns < share_columns)[None, :]
+        tl.store(share_ptr + offsets, share.to(share_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -200,6 +207,33 @@ def tile_gradient_kernel(
         da *= 1.0 - (u / soft_cap) * (u / soft_cap)
     offsets = rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
     tl.store(out_ptr + offsets, da.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < vocab)[None, :])
+
+
+@triton.jit
+def kept_gradient_kernel(
+    share_ptr, tile_lse_ptr, lse_ptr, alpha_ptr, beta_ptr, num_tokens, num_columns, stride, inverse_scale, soft_cap,
+    HAS_BETA: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What tile_gradient_kernel computes, in place, from kept shares ``2^(t - lse of the tile)`` of one tile."""
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    tile = tl.program_id(1)
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    held = rows < num_tokens
+    inside = held[:, None] & (columns < num_columns)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    share = tl.load(share_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    tile_lse = tl.load(tile_lse_ptr + tile.to(tl.int64) * num_tokens + rows, mask=held, other=0.0)
+    lse = tl.load(lse_ptr + rows, mask=held, other=0.0)
+    weight = tl.exp2(tile_lse - lse)
+    factor = (weight * tl.load(alpha_ptr + rows, mask=held, other=0.0))[:, None]
+    if HAS_BETA or HAS_CAP:
+        # A share this small contributes nothing whatever u is; u must only be finite.
+        u = (tl.log2(tl.maximum(share, 1.0e-30)) + tile_lse[:, None]) * inverse_scale
+        if HAS_BETA:
+            factor = factor + (weight * tl.load(beta_ptr + rows, mask=held, other=0.0))[:, None] * u
+        if HAS_CAP:
+            factor = factor * (1.0 - (u / soft_cap) * (u / soft_cap))
+    tl.store(share_ptr + offsets, (share * factor).to(share_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -33,6 +33,21 @@ class LogitSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Probabilities that the forward pass left for the backward pass, for the first ``K`` columns of ``V``.
+
+    ``share_NK`` holds ``exp(z - lse of its tile)`` in the input dtype, whose relative precision does not depend on how
+    small a probability is; ``tile_lse`` the lse of each row and tile of ``tile_columns`` columns in bits, one
+    ``[tiles, rows]`` block for every ``rows_per_block`` rows. The backward pass overwrites ``share_NK``.
+    """
+
+    share_NK: Tensor
+    tile_lse: tuple[Tensor, ...]
+    tile_columns: int
+    rows_per_block: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowStats:
     """What the forward pass keeps of each row of logits; all ``[N]``, float32 (float64 for float64 inputs).
 
@@ -42,6 +57,7 @@ class RowStats:
     lse_N: Tensor
     mean_z_N: Tensor
     target_z_N: Tensor
+    kept: Kept | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +72,7 @@ class RowGrads:
     log_prob_N: Tensor
     grad_log_prob_N: Tensor
     grad_entropy_N: Tensor | None
+    kept: Kept | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +96,18 @@ class Needs:
 class Backend(Protocol):
     """One way to compute the row statistics and the gradients without holding ``[N, V]``.
 
-    ``targets_N`` holds row numbers of ``weight_VH``, or -1 for a target that is not held here.
+    ``targets_N`` holds row numbers of ``weight_VH``, or -1 for a target that is not held here. ``keep_bytes`` is how
+    much the forward pass may leave behind in ``RowStats.kept``; a backend may leave nothing.
     """
 
     def forward(
-        self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        spec: LogitSpec,
+        keep_bytes: int,
     ) -> RowStats: ...
 
     def backward(
