@@ -5,17 +5,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .batch import LogProbFn, LossFn, LossOutput, StepStats, TokenBatch, TokenOutputs
+    from .collective_guard import CollectiveGuard, mark, record_collectives
     from .config import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
     from .distributed import init_distributed, shutdown_distributed
     from .ds_config import deepspeed_config
     from .engine import ZeroEngine
-    from .errors import BatchError, CheckpointError, EngineConfigError, EngineError, ModelError, PlanMismatchError
+    from .errors import (
+        BatchError,
+        CheckpointError,
+        CollectiveMismatchError,
+        EngineConfigError,
+        EngineError,
+        ModelError,
+        PlanMismatchError,
+        RankStalledError,
+    )
     from .memory import MemoryReport, memory_stats
     from .schedule import learning_rate
 
 _EXPORTS = {
     "BatchError": ".errors",
     "CheckpointError": ".errors",
+    "CollectiveGuard": ".collective_guard",
+    "CollectiveMismatchError": ".errors",
     "EngineConfig": ".config",
     "EngineConfigError": ".errors",
     "EngineError": ".errors",
@@ -27,6 +39,7 @@ _EXPORTS = {
     "OffloadConfig": ".config",
     "OptimConfig": ".config",
     "PlanMismatchError": ".errors",
+    "RankStalledError": ".errors",
     "StepStats": ".batch",
     "TokenBatch": ".batch",
     "TokenOutputs": ".batch",
@@ -35,13 +48,17 @@ _EXPORTS = {
     "deepspeed_config": ".ds_config",
     "init_distributed": ".distributed",
     "learning_rate": ".schedule",
+    "mark": ".collective_guard",
     "memory_stats": ".memory",
+    "record_collectives": ".collective_guard",
     "shutdown_distributed": ".distributed",
 }
 
 __all__ = [
     "BatchError",
     "CheckpointError",
+    "CollectiveGuard",
+    "CollectiveMismatchError",
     "EngineConfig",
     "EngineConfigError",
     "EngineError",
@@ -53,6 +70,7 @@ __all__ = [
     "OffloadConfig",
     "OptimConfig",
     "PlanMismatchError",
+    "RankStalledError",
     "StepStats",
     "TokenBatch",
     "TokenOutputs",
@@ -61,7 +79,9 @@ __all__ = [
     "deepspeed_config",
     "init_distributed",
     "learning_rate",
+    "mark",
     "memory_stats",
+    "record_collectives",
     "shutdown_distributed",
 ]
 

@@ -10,6 +10,7 @@ __all__ = [
     "Attention",
     "Dtype",
     "EngineConfig",
+    "Guard",
     "OffloadConfig",
     "OffloadDevice",
     "OptimConfig",
@@ -21,6 +22,7 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 Attention = Literal["auto", "flash", "varlen", "sdpa"]
 Schedule = Literal["constant", "linear", "cosine"]
+Guard = Literal["off", "auto", "lockstep", "watch"]
 
 
 def _require(ok: bool, name: str, value: Any, allowed: str) -> None:
@@ -160,6 +162,10 @@ class EngineConfig:
     """auto: flash-attn if installed, else torch's varlen attention, on CUDA; SDPA segment by segment on the CPU."""
     seed: int = 0
     """Seeds weights the model folder lacks and dropout."""
+    collective_guard: Guard = "off"
+    """Compare ranks' collectives while training (see ds_engine.CollectiveGuard): off, auto, lockstep or watch."""
+    collective_stall_s: float = 60.0
+    """With the guard on: seconds ranks wait for one that issues nothing before that is an error."""
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("bf16", "fp16", "fp32"), "dtype", self.dtype, "bf16, fp16 or fp32")
@@ -169,3 +175,10 @@ class EngineConfig:
             self.attention,
             "auto, flash, varlen or sdpa",
         )
+        _require(
+            self.collective_guard in ("off", "auto", "lockstep", "watch"),
+            "collective_guard",
+            self.collective_guard,
+            "off, auto, lockstep or watch",
+        )
+        _require(self.collective_stall_s > 0, "collective_stall_s", self.collective_stall_s, "a positive number")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .attention import choose_kernel
 from .batch import LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
+from .collective_guard import CollectiveGuard, is_active, mark
 from .ds_config import deepspeed_config
 from .errors import BatchError, CheckpointError, EngineError, PlanMismatchError
 from .export import export_parameters
@@ -65,6 +66,7 @@ class ZeroEngine:
         install_packed_forward(module, log_prob_fn)
         self._optimizer = self._build_optimizer()
         self._deepspeed = self._build_deepspeed()
+        self._guard = self._start_guard()
 
     @classmethod
     def from_pretrained(
@@ -133,11 +135,13 @@ class ZeroEngine:
         metrics: dict[str, list[Tensor]] = {}
         self._begin_accumulation(len(micro_batches))
         for index, batch in enumerate(micro_batches):
+            mark(f"step {self._num_steps}, micro batch {index} of {len(micro_batches)}")
             is_last = index == len(micro_batches) - 1
             self._mark_border(is_last)
             losses.append(self._backward(batch, loss_fn, temperature, metrics))
             if self.config.zero.step_each_micro or is_last:
                 self._deepspeed.step()
+        mark(f"after step {self._num_steps}")
         self._num_steps += 1
         return self._collect_stats(losses, metrics, lr=lr, num_micro=len(micro_batches), num_empty=num_empty)
 
@@ -283,6 +287,9 @@ class ZeroEngine:
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers. The process group stays."""
+        if self._guard is not None:
+            self._guard.stop()
+            self._guard = None
         self._deepspeed.destroy()
 
     # ---------------------------------------------------------------- setup
@@ -301,6 +308,14 @@ class ZeroEngine:
         settings = deepspeed_config(self.config, device_type=self.device.type)
         engine, _, _, _ = deepspeed.initialize(model=self.module, optimizer=self._optimizer, config=settings)
         return engine
+
+    def _start_guard(self) -> CollectiveGuard | None:
+        mode = self.config.collective_guard
+        if mode == "off" or is_active():  # one guard sees all groups of the process, so a second engine needs none
+            return None
+        guard = CollectiveGuard(mode=mode, stall_timeout_s=self.config.collective_stall_s)
+        guard.start()
+        return guard
 
     def _device_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0

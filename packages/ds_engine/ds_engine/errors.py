@@ -5,10 +5,21 @@ EngineError
 ├── ModelError          a model folder or architecture the engine cannot train (also a ValueError)
 ├── BatchError          a malformed batch or loss (also a ValueError)
 ├── PlanMismatchError   the ranks were given different work; raised on every rank before any gradient collective
-└── CheckpointError     a checkpoint that is missing or does not fit (also a ValueError)
+├── CheckpointError     a checkpoint that is missing or does not fit (also a ValueError)
+├── CollectiveMismatchError   ranks called different collectives
+└── RankStalledError          a rank stopped taking part
 """
 
-__all__ = ["BatchError", "CheckpointError", "EngineConfigError", "EngineError", "ModelError", "PlanMismatchError"]
+__all__ = [
+    "BatchError",
+    "CheckpointError",
+    "CollectiveMismatchError",
+    "EngineConfigError",
+    "EngineError",
+    "ModelError",
+    "PlanMismatchError",
+    "RankStalledError",
+]
 
 
 class EngineError(Exception):
@@ -33,3 +44,11 @@ class PlanMismatchError(EngineError):
 
 class CheckpointError(EngineError, ValueError):
     """A checkpoint that is missing or cannot be read."""
+
+
+class CollectiveMismatchError(EngineError):
+    """Ranks called different collectives; the message names ranks, operations, sizes and lines."""
+
+
+class RankStalledError(EngineError):
+    """One rank stopped taking part in collectives; the message says which and where it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,19 @@ def test_stage_3_keeps_rotary_frequencies_in_fp32(two_ranks: RankPool, tiny_mode
         for stage in (2, 3)
     ]
     assert torch.equal(outputs[0].log_probs_K, outputs[1].log_probs_K)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["lockstep", "watch"])
+def test_guard_changes_nothing(two_ranks: RankPool, tiny_model: Path, stage: int, mode: str) -> None:
+    samples = make_samples(4, seed=4)
+    per_rank = [{"steps": [[samples[:1], samples[1:2]]] * 2}, {"steps": [[samples[2:3], []]] * 2}]
+    plain, guarded = (
+        two_ranks.run("train", per_rank, model_path=str(tiny_model), config=replace(config(stage), collective_guard=m))
+        for m in ("off", mode)
+    )
+    assert guarded[0]["stats"] == plain[0]["stats"]
+    assert all(torch.equal(guarded[0]["weights"][n], w) for n, w in plain[0]["weights"].items())
 
 
 def test_memory_stats_and_offload_on_the_cpu(two_ranks: RankPool, tiny_model: Path) -> None:

@@ -1,0 +1,226 @@
+"""What the ranks did together: a log of collectives per group, and the pure functions that compare two logs.
+
+A collective is named by what has to agree between ranks for it to work: operation, dtype, number of elements, and the
+line of the program that asked for it. Lines may differ for operations with a root, which programs often call from two
+branches; sizes are left out where ranks may rightly bring different ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["CollectiveRecord", "GroupLog", "RankDump", "call_site", "describe_call", "diagnose"]
+
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+"""Operations with a root: compared without their call site."""
+
+# Which positional argument of the ProcessGroup method has the same number of elements on every rank.
+_SIZED_BY = {
+    "allreduce": 0,
+    "allreduce_coalesced": 0,
+    "broadcast": 0,
+    "reduce": 0,
+    "allgather": 0,
+    "allgather_coalesced": 0,
+    "_allgather_base": 1,
+    "all_gather_single": 1,
+    "all_gather_single_coalesced": 1,
+    "allgather_into_tensor_coalesced": 1,
+    "reduce_scatter": 1,
+    "_reduce_scatter_base": 1,
+    "reduce_scatter_single": 1,
+    "reduce_scatter_single_coalesced": 1,
+    "reduce_scatter_tensor_coalesced": 1,
+    "gather": 1,
+    "scatter": 0,
+    "alltoall": None,
+    "alltoall_base": None,
+    "all_to_all_single": None,
+    "barrier": None,
+}
+METHODS = tuple(_SIZED_BY)
+"""Methods of torch's ProcessGroup that are collectives. Point-to-point calls have no common order to compare."""
+
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
+_PLUMBING = (
+    "torch/distributed/",
+    "torch/utils/_contextlib",
+    "deepspeed/comm/",
+    "deepspeed/utils/nvtx",
+    "typing_extensions",
+    "ds_engine/collective_",
+)
+
+
+@dataclass(frozen=True)
+class CollectiveRecord:
+    """One collective as one rank saw it."""
+
+    index: int
+    """Its number in its group, from 0."""
+    operation: str
+    dtype: str
+    num_elements: int
+    """Elements of the tensor all ranks agree on; 0 where there is none."""
+    site: str
+    """file:line in function."""
+    label: str = ""
+    """What the program said it was doing (a step, a micro batch)."""
+
+    @property
+    def signature(self) -> str:
+        """What has to be equal on every rank."""
+        site = "" if self.operation in ROOTED else self.site
+        return f"{self.operation}|{self.dtype}|{self.num_elements}|{site}"
+
+    def __str__(self) -> str:
+        size = f" of {self.num_elements} {self.dtype}" if self.num_elements else ""
+        during = f" during {self.label}" if self.label else ""
+        return f"{self.operation}{size} at {self.site}{during}"
+
+
+class GroupLog:
+    """One rank's collectives in one group: their number, a hash over all of them, and the last few in full."""
+
+    def __init__(self, *, keep: int = 512) -> None:
+        self.count = 0
+        self.recent: deque[CollectiveRecord] = deque(maxlen=keep)
+        self._hashes: deque[tuple[int, int]] = deque(maxlen=keep)
+        self._hash = 0
+
+    def append(self, operation: str, dtype: str, num_elements: int, site: str, label: str = "") -> CollectiveRecord:
+        """Log one collective."""
+        record = CollectiveRecord(self.count, operation, dtype, num_elements, site, label)
+        self._hash = zlib.crc32(record.signature.encode(), self._hash)
+        self.recent.append(record)
+        self._hashes.append((self.count + 1, self._hash))
+        self.count += 1  # last: another thread may read up to it
+        return record
+
+    def hash_at(self, count: int) -> int | None:
+        """Hash over the first `count` collectives; None when that is too long ago (or ahead)."""
+        if count == 0:
+            return 0
+        if not self._hashes or not self._hashes[0][0] <= count <= self.count:
+            return None
+        at_count, value = self._hashes[count - self._hashes[0][0]]
+        return value if at_count == count else None  # another thread may have moved the window meanwhile
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankDump:
+    """What one rank knows when something is wrong."""
+
+    rank: int
+    count: int
+    records: tuple[CollectiveRecord, ...]
+    idle_s: float
+    """Seconds since its last collective in the group."""
+    position: str
+    """Where its main thread is."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RankDump:
+        """Inverse of `to_json`."""
+        records = tuple(CollectiveRecord(**record) for record in value["records"])
+        return cls(**{**value, "records": records})
+
+
+def describe_call(method: str, args: Sequence[Any]) -> tuple[str, str, int]:
+    """(operation, dtype, elements) of a call `group.method(*args)` on torch's ProcessGroup."""
+    position = _SIZED_BY[method]
+    dtype, num_elements = "", 0
+    for tensor in _tensors(args[position if position is not None else 0] if args else None):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if position is not None:
+            num_elements += tensor.numel()
+    return _NAMES.get(method, method), dtype, num_elements
+
+
+def _tensors(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if hasattr(value, "numel") else []
+
+
+def call_site() -> str:
+    """The innermost line outside of torch.distributed and other plumbing."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _PLUMBING):
+        frame = frame.f_back
+    path = frame.f_code.co_filename.rsplit("site-packages/", 1)[-1]
+    return f"{'/'.join(path.split('/')[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def diagnose(group: str, ranks: Sequence[int], dumps: Mapping[int, RankDump]) -> tuple[str, bool]:
+    """(what went wrong in one sentence a person can act on, whether ranks diverged rather than one standing still).
+
+    Args:
+        ranks: global ranks of the group.
+        dumps: from those that answered.
+    """
+    silent = [rank for rank in ranks if rank not in dumps]
+    where = f"in group {group!r} of ranks {list(ranks)}"
+    split = _first_difference(list(dumps.values()))
+    if split is not None:
+        index, callers = split
+        parts = [f"{_ranks(members)} called {record}" for record, members in callers]
+        return f"ranks diverge {where} at collective {index}: {'; '.join(parts)}", True
+    if silent:
+        parts = [f"rank {d.rank} waits in {d.records[-1]}" for d in dumps.values() if d.records]
+        return (
+            f"{_ranks(silent)} no longer answer(s) {where}: the process ended or is frozen; {'; '.join(parts)}",
+            False,
+        )
+    behind = min(dump.count for dump in dumps.values())
+    ahead = [d for d in dumps.values() if d.count > behind]
+    parts = []
+    for dump in dumps.values():
+        if dump.count == behind and ahead:
+            last = f"after collective {dump.count - 1} ({dump.records[-1]})" if dump.records else "before its first"
+            parts.append(f"rank {dump.rank} has issued none for {dump.idle_s:.0f} s {last} and is at {dump.position}")
+    if not parts:
+        return f"no rank makes progress {where}, yet all issued the same {behind} collectives", False
+    parts += [f"rank {d.rank} waits in collective {behind}: {_record(d, behind)}" for d in ahead]
+    return f"{where[3:]} is stalled: {'; '.join(parts)}", False
+
+
+def _first_difference(
+    dumps: Sequence[RankDump],
+) -> tuple[int, list[tuple[CollectiveRecord, list[int]]]] | None:
+    """The first collective two ranks disagree about, and who called what."""
+    by_index: dict[int, list[tuple[CollectiveRecord, int]]] = {}
+    for dump in dumps:
+        for record in dump.records:
+            by_index.setdefault(record.index, []).append((record, dump.rank))
+    for index in sorted(by_index):
+        callers: dict[str, tuple[CollectiveRecord, list[int]]] = {}
+        for record, rank in by_index[index]:
+            callers.setdefault(record.signature, (record, []))[1].append(rank)
+        if len(callers) > 1:
+            return index, list(callers.values())
+    return None
+
+
+def _record(dump: RankDump, index: int) -> str:
+    return next((str(record) for record in dump.records if record.index == index), "(no longer logged)")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

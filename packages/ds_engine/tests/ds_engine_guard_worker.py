@@ -1,0 +1,114 @@
+"""A rank of a plain torch.distributed program under the collective guard; plays the scenario it is named.
+
+Prints one line of JSON: what it raised and after how many seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ds_engine.collective_guard import CollectiveGuard, mark
+
+LARGE = 440_467  # document 5's stuck gradient all-reduce had a thousand times as many elements
+
+
+def grad_norm_all_reduce() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def gradient_all_reduce() -> None:
+    dist.all_reduce(torch.ones(LARGE))
+
+
+def uneven_ranks(rank: int) -> None:
+    """Document 5: one rank asks for its norm while the other still reduces gradients."""
+    for step in range(3):
+        mark(f"step {step}")
+        gradient_all_reduce()
+    mark("step 3")
+    if rank == 0:
+        grad_norm_all_reduce()
+    gradient_all_reduce()
+
+
+def hanging_pair(rank: int) -> None:
+    """Two operations gloo cannot tell apart: both ranks wait for ever."""
+    mark("step 0")
+    if rank == 0:
+        dist.all_reduce(torch.ones(1))
+    else:
+        dist.broadcast(torch.ones(LARGE), src=1)
+
+
+def stalled_rank(rank: int) -> None:
+    dist.all_reduce(torch.ones(4))
+    if rank == 1:
+        time.sleep(6)
+    dist.all_reduce(torch.ones(4))
+
+
+def dead_rank(rank: int) -> None:
+    dist.all_reduce(torch.ones(4))
+    if rank == 1:
+        os._exit(0)
+    dist.all_reduce(torch.ones(4))
+
+
+def agreeing(rank: int) -> None:
+    """Everything legitimate: all operations, a subgroup of one, roots with code of their own, uneven all-to-all."""
+    alone = [dist.new_group([r]) for r in range(2)]
+    for _ in range(100):
+        dist.all_reduce(torch.ones(8))
+    if rank == 0:
+        dist.broadcast(torch.ones(3), src=0)
+        dist.scatter(torch.empty(2), [torch.ones(2), torch.ones(2)], src=0)
+        dist.gather(torch.ones(2), [torch.empty(2), torch.empty(2)], dst=0)
+        dist.all_reduce(torch.ones(5), group=alone[0])
+    else:
+        dist.broadcast(torch.empty(3), src=0)
+        dist.scatter(torch.empty(2), src=0)
+        dist.gather(torch.ones(2), dst=0)
+    dist.all_gather([torch.empty(4), torch.empty(4)], torch.ones(4))
+    dist.all_gather_into_tensor(torch.empty(8), torch.ones(4))
+    dist.reduce_scatter_tensor(torch.empty(4), torch.ones(8))
+    dist.all_to_all_single(
+        torch.empty(3), torch.ones(3), [1, 2] if rank == 0 else [2, 1], [1, 2] if rank == 0 else [2, 1]
+    )
+    dist.all_gather_object([None, None], {"rank": "x" * rank})
+    dist.barrier()
+
+
+def main() -> None:
+    rank, port, scenario, mode = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+    )
+    original = vars(dist.ProcessGroup)["allreduce"]
+    dist.barrier()
+    began = time.monotonic()
+    report: dict[str, object] = {"rank": rank, "error": None}
+    guard = CollectiveGuard(mode=mode, stall_timeout_s=2.0, exit_after_s=1.0)
+    guard.start()
+    try:
+        globals()[scenario](rank)
+    except Exception as error:
+        report |= {"error": type(error).__name__, "text": str(error)}
+    report["seconds"] = time.monotonic() - began
+    guard.stop()
+    if report["error"] is None:
+        dist.all_reduce(torch.ones(2))  # torch's own methods work again
+    report["restored"] = vars(dist.ProcessGroup)["allreduce"] is original
+    print(json.dumps(report), flush=True)
+    os._exit(0)  # a group one rank of which failed cannot be left in order
+
+
+if __name__ == "__main__":
+    main()

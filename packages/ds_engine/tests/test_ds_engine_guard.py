@@ -1,0 +1,181 @@
+"""The collective guard: pure comparison, and real ranks that fall out of step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ds_engine_testkit import free_port
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_engine.collective_guard import CollectiveGuard
+from ds_engine.collective_log import CollectiveRecord, GroupLog, RankDump, describe_call, diagnose
+
+OPERATIONS = st.tuples(
+    st.sampled_from(["all_reduce", "broadcast", "barrier"]),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.integers(0, 10**9),
+    st.sampled_from(["a.py:1 in f", "b.py:2 in g"]),
+)
+
+
+def dump(rank: int, calls: list[tuple[str, str, int, str]], *, keep: int = 512) -> RankDump:
+    log = GroupLog(keep=keep)
+    for call in calls:
+        log.append(*call)
+    return RankDump(rank=rank, count=log.count, records=tuple(log.recent), idle_s=1.0, position="x.py:5 in wait")
+
+
+@given(calls=st.lists(OPERATIONS, min_size=1, max_size=30), place=st.integers(0, 29), other=OPERATIONS)
+@settings(deadline=None, derandomize=True)
+def test_first_difference_is_found(calls, place, other) -> None:
+    place %= len(calls)
+    changed = [*calls[:place], other, *calls[place + 1 :]]
+    dumps = {0: dump(0, calls), 1: dump(1, changed)}
+    same = dumps[0].records[place].signature == dumps[1].records[place].signature
+    text, diverged = diagnose("world", [0, 1], dumps)
+    assert diverged == (not same)
+    if diverged:
+        assert f"at collective {place}:" in text
+        assert str(dumps[0].records[place]) in text
+        assert str(dumps[1].records[place]) in text
+
+
+@given(calls=st.lists(OPERATIONS, max_size=40), keep=st.integers(1, 50), at=st.integers(0, 40))
+@settings(deadline=None, derandomize=True)
+def test_hash_of_a_prefix_is_that_of_the_shorter_log(calls, keep, at) -> None:
+    long, short = GroupLog(keep=keep), GroupLog()
+    at = min(at, len(calls))
+    for call in calls:
+        long.append(*call)
+    for call in calls[:at]:
+        short.append(*call)
+    assert long.hash_at(at) in (None, short.hash_at(at))
+    if len(calls) - at < min(keep, len(calls)):
+        assert long.hash_at(at) is not None
+    assert long.hash_at(len(calls) + 1) is None
+
+
+def test_roots_may_call_from_lines_of_their_own() -> None:
+    one = CollectiveRecord(0, "broadcast", "float32", 3, "a.py:1 in f")
+    assert one.signature == replace(one, site="b.py:9 in g").signature
+    one = replace(one, operation="all_reduce")
+    assert one.signature != replace(one, site="b.py:9 in g").signature
+
+
+def test_stalled_and_silent_ranks_are_named() -> None:
+    call = ("all_reduce", "float32", 4, "a.py:1 in f")
+    text, diverged = diagnose("world", [0, 1], {0: dump(0, [call] * 3), 1: dump(1, [call] * 2)})
+    assert not diverged
+    assert "rank 1 has issued none for 1 s after collective 1" in text
+    assert "is at x.py:5 in wait" in text
+    assert "rank 0 waits in collective 2: all_reduce of 4 float32" in text
+    text, diverged = diagnose("world", [0, 1], {0: dump(0, [call])})
+    assert not diverged
+    assert "rank 1 no longer answer(s)" in text
+
+
+def test_dumps_survive_json() -> None:
+    original = dump(3, [("all_reduce", "float32", 4, "a.py:1 in f")])
+    assert RankDump.from_json(json.loads(json.dumps(original.to_json()))) == original
+
+
+def test_sizes_compared_are_those_all_ranks_share() -> None:
+    pair = [torch.empty(2), torch.empty(3)]
+    assert describe_call("allreduce", ([torch.empty(4, dtype=torch.bfloat16)],)) == ("all_reduce", "bfloat16", 4)
+    assert describe_call("allgather", ([pair], [torch.empty(2)])) == ("all_gather", "float32", 5)
+    assert describe_call("_allgather_base", (torch.empty(8), torch.empty(4)))[2] == 4
+    assert describe_call("alltoall_base", (torch.empty(8), torch.empty(4)))[2] == 0
+    assert describe_call("barrier", ()) == ("barrier", "", 0)
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="auto, lockstep or watch"):
+        CollectiveGuard(mode="sometimes")
+    with pytest.raises(ValueError, match="stall_timeout_s"):
+        CollectiveGuard(stall_timeout_s=0)
+
+
+def play(scenario: str, mode: str) -> tuple[list[dict], list[int], list[str]]:
+    """(reports, exit codes, stderr) of two real ranks."""
+    worker = str(Path(__file__).with_name("ds_engine_guard_worker.py"))
+    port = str(free_port())
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, worker, str(rank), port, scenario, mode],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        results = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    reports = [json.loads(out) for out, _ in results if out]
+    return reports, [process.returncode for process in processes], [err for _, err in results]
+
+
+@pytest.mark.slow
+def test_document_5_is_caught_on_both_ranks_before_anything_is_issued() -> None:
+    """Scalar all-reduce on one rank against a gradient all-reduce on the other; gloo alone kills the process."""
+    reports, codes, _ = play("uneven_ranks", "auto")
+    assert codes == [0, 0]
+    for report in reports:
+        assert report["error"] == "CollectiveMismatchError"
+        assert report["seconds"] < 10
+        assert "collective 3:" in report["text"]
+        assert "rank 0 called all_reduce of 1 float32" in report["text"]
+        assert "rank 1 called all_reduce of 440467 float32" in report["text"]
+        assert "in grad_norm_all_reduce during step 3" in report["text"]
+        assert report["restored"]
+
+
+@pytest.mark.slow
+def test_stalled_rank_is_named_with_its_line() -> None:
+    reports, codes, _ = play("stalled_rank", "lockstep")
+    assert codes == [0, 0]
+    for report in reports:
+        assert report["error"] == "RankStalledError"
+        assert "rank 1 has issued none" in report["text"]
+        assert "in stalled_rank" in report["text"]
+    assert reports[0]["seconds"] < 10
+
+
+@pytest.mark.slow
+def test_dead_rank_is_named() -> None:
+    reports, _, _ = play("dead_rank", "lockstep")
+    assert [report["rank"] for report in reports] == [0]
+    assert reports[0]["error"] == "RankStalledError"
+    assert "rank 1 no longer answer(s)" in reports[0]["text"]
+
+
+@pytest.mark.slow
+def test_watch_mode_ends_ranks_that_wait_for_ever() -> None:
+    """Without the guard this pair sits until the group's timeout, half an hour by default."""
+    reports, codes, errors = play("hanging_pair", "watch")
+    # The rank that ends second may see its peer's connection close before its own time is up.
+    assert 71 in codes
+    assert codes == [71, 71] or [r["error"] for r in reports] == ["RuntimeError"]
+    for error in errors:
+        assert "rank 0 called all_reduce of 1 float32" in error
+        assert "rank 1 called broadcast of 440467 float32" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lockstep", "watch"])
+def test_legitimate_programs_pass(mode: str) -> None:
+    reports, codes, errors = play("agreeing", mode)
+    assert codes == [0, 0], errors
+    assert all(report["error"] is None and report["restored"] for report in reports), reports
