@@ -62,9 +62,9 @@ def test_two_steps_write_the_whole_run_folder(tmp_path: Path, start_app: StartAp
         # Two fp32 implementations of the same weights: a stale or broken sync shows as a mismatch of tenths.
         assert float(row["rollout/log_prob_mismatch"]) < 1e-4
         assert float(row["actor/skipped_inactive_micro"]) == 0
-        assert float(row["actor/grad_norm"]) > 0
         parts = sum(float(v) for k, v in row.items() if k.startswith("timing_s/") and k != "timing_s/step" and v)
         assert parts == pytest.approx(float(row["timing_s/step"]), rel=0.15)
+    assert max(float(row["actor/grad_norm"]) for row in rows) > 0
     samples = [json.loads(line) for line in (run / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
     assert samples
     assert {"prompt", "response", "reward"} <= set(samples[0])
@@ -76,7 +76,7 @@ def test_two_steps_write_the_whole_run_folder(tmp_path: Path, start_app: StartAp
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path, start_app: StartApp) -> None:
     app = start_app(tmp_path, *SHORT, "trainer.total_training_steps=500")
-    app.wait_for("step 1/")
+    app.wait_for("s/step")
     app.process.send_signal(signal.SIGINT)
     assert app.finish() == 130, app.output
     assert not app.survivors()
@@ -84,7 +84,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, start_app: StartApp) -> None:
 
 def test_a_dead_rank_ends_the_run_and_is_named(tmp_path: Path, start_app: StartApp) -> None:
     app = start_app(tmp_path, *SHORT, "trainer.total_training_steps=500")
-    app.wait_for("step 1/")
+    app.wait_for("s/step")
     rank = app.children("ray::RankWorker")[0]
     rank.kill()
     assert app.finish() == 1, app.output
