@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from .memory import MemoryReport, memory_stats
     from .schedule import learning_rate
+    from .simple import SimpleBatch, dense_log_prob
 
 _EXPORTS = {
     "BatchError": ".errors",
@@ -40,12 +41,14 @@ _EXPORTS = {
     "OptimConfig": ".config",
     "PlanMismatchError": ".errors",
     "RankStalledError": ".errors",
+    "SimpleBatch": ".simple",
     "StepStats": ".batch",
     "TokenBatch": ".batch",
     "TokenOutputs": ".batch",
     "ZeroConfig": ".config",
     "ZeroEngine": ".engine",
     "deepspeed_config": ".ds_config",
+    "dense_log_prob": ".simple",
     "init_distributed": ".distributed",
     "learning_rate": ".schedule",
     "mark": ".collective_guard",
@@ -71,12 +74,14 @@ __all__ = [
     "OptimConfig",
     "PlanMismatchError",
     "RankStalledError",
+    "SimpleBatch",
     "StepStats",
     "TokenBatch",
     "TokenOutputs",
     "ZeroConfig",
     "ZeroEngine",
     "deepspeed_config",
+    "dense_log_prob",
     "init_distributed",
     "learning_rate",
     "mark",

@@ -1,4 +1,4 @@
-"""What tests and rank processes share: a tiny model, batches, a plain log-prob function, and a pool of ranks."""
+"""What tests and rank processes share: a tiny model, batches, a reference, and a pool of ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ds_engine.simple import SimpleBatch
 
 VOCAB = 64
 
@@ -58,23 +60,6 @@ def write_tiny_model(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
-    """The smallest thing that satisfies ds_engine.TokenBatch."""
-
-    input_ids_T: Tensor
-    position_ids_T: Tensor
-    cu_seqlens_S1: Tensor
-    max_seqlen: int
-    target_index_K: Tensor
-    target_ids_K: Tensor
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def to(self, device: torch.device | str) -> Batch:
-        tensors = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return Batch(**{**vars(self), **tensors, "columns": {k: v.to(device) for k, v in self.columns.items()}})
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sample:
     """Token ids of which the first `num_prompt` are given, and the weight of each predicted token."""
 
@@ -98,41 +83,10 @@ def make_samples(num: int, *, seed: int, longest: int = 24) -> list[Sample]:
     return samples
 
 
-def make_batch(samples: Sequence[Sample]) -> Batch:
-    ids: list[int] = []
-    positions: list[int] = []
-    borders = [0]
-    index: list[int] = []
-    targets: list[int] = []
-    weights: list[float] = []
-    for sample in samples:
-        start = len(ids)
-        ids += sample.ids
-        positions += range(len(sample.ids))
-        borders.append(len(ids))
-        for i in range(sample.num_prompt, len(sample.ids)):
-            index.append(start + i - 1)
-            targets.append(sample.ids[i])
-            weights.append(sample.weight)
-    return Batch(
-        input_ids_T=torch.tensor(ids, dtype=torch.int64),
-        position_ids_T=torch.tensor(positions, dtype=torch.int64),
-        cu_seqlens_S1=torch.tensor(borders, dtype=torch.int32),
-        max_seqlen=max((len(s.ids) for s in samples), default=0),
-        target_index_K=torch.tensor(index, dtype=torch.int64),
-        target_ids_K=torch.tensor(targets, dtype=torch.int64),
-        columns={"weights": torch.tensor(weights)},
-    )
-
-
-def plain_log_prob(
-    hidden_KH: Tensor, weight_VH: Tensor, targets_K: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Reference: full logits, log-softmax in fp32."""
-    logits_KV = (hidden_KH @ weight_VH.t()).float() / temperature
-    log_p_KV = logits_KV.log_softmax(-1)
-    entropy_K = -(log_p_KV.exp() * log_p_KV).sum(-1)
-    return log_p_KV.gather(1, targets_K[:, None])[:, 0], entropy_K
+def make_batch(samples: Sequence[Sample]) -> SimpleBatch:
+    sequences = [(s.ids[: s.num_prompt], s.ids[s.num_prompt :]) for s in samples]
+    weights = [s.weight for s in samples for _ in range(len(s.ids) - s.num_prompt)]
+    return SimpleBatch.pack(sequences, {"weights": weights})
 
 
 def token_loss(log_probs_K: Tensor, entropy_K: Tensor, weights_K: Tensor) -> Tensor:

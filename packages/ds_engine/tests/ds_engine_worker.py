@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import deepspeed
 import torch
 import torch.distributed as dist
-from ds_engine_testkit import Sample, make_batch, plain_log_prob, token_loss
+from ds_engine_testkit import Sample, make_batch, token_loss
 
 import ds_engine
-from ds_engine import EngineConfig, LossOutput, OptimConfig, TokenOutputs, ZeroConfig, ZeroEngine
+from ds_engine import EngineConfig, LossOutput, OptimConfig, TokenOutputs, ZeroConfig, ZeroEngine, dense_log_prob
 from ds_engine.loading import load_causal_lm
 from ds_engine.packed_model import install_packed_forward, packed_inputs
 
@@ -33,7 +33,7 @@ def weighted_loss(outputs: Any, batch: Any) -> LossOutput:
 
 
 def build(model_path: str, config: EngineConfig, **kwargs: Any) -> ZeroEngine:
-    return ZeroEngine.from_pretrained(model_path, config, log_prob_fn=plain_log_prob, device=CPU, **kwargs)
+    return ZeroEngine.from_pretrained(model_path, config, log_prob_fn=dense_log_prob, device=CPU, **kwargs)
 
 
 def train(
@@ -142,7 +142,7 @@ def _true_gradient(
 ) -> dict[str, torch.Tensor]:
     """This rank's gradient by plain autograd, each micro batch's own, summed in fp32."""
     model = load_causal_lm(model_path, EngineConfig(dtype=dtype), device=CPU, ds_config={})
-    install_packed_forward(model, plain_log_prob)
+    install_packed_forward(model, dense_log_prob)
     total = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     for samples in micro_batches if loss_fn else []:
         batch = make_batch(samples)

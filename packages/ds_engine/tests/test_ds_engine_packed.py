@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import make_batch, make_samples, plain_log_prob, write_tiny_model
+from ds_engine_testkit import make_batch, make_samples, write_tiny_model
 
-from ds_engine import EngineConfig, EngineConfigError, ModelError
+from ds_engine import EngineConfig, EngineConfigError, ModelError, SimpleBatch, dense_log_prob
 from ds_engine.attention import Packing, choose_kernel, packed_attention
 from ds_engine.errors import BatchError
 from ds_engine.loading import load_causal_lm
@@ -17,7 +17,7 @@ from ds_engine.packed_model import install_packed_forward, packed_inputs
 CPU = torch.device("cpu")
 
 
-def load(folder: Path, dtype: str = "fp32", log_prob_fn=plain_log_prob):
+def load(folder: Path, dtype: str = "fp32", log_prob_fn=dense_log_prob):
     model = load_causal_lm(str(folder), EngineConfig(dtype=dtype), device=CPU, ds_config={})
     install_packed_forward(model, log_prob_fn)
     return model
@@ -94,7 +94,7 @@ def test_logits_are_never_made(tiny_model: Path) -> None:
 
     def spy(hidden_KH, weight_VH, targets_K, temperature):
         seen.append((tuple(hidden_KH.shape), tuple(weight_VH.shape)))
-        return plain_log_prob(hidden_KH, weight_VH, targets_K, temperature)
+        return dense_log_prob(hidden_KH, weight_VH, targets_K, temperature)
 
     batch = make_batch(make_samples(3, seed=8))
     load(tiny_model, log_prob_fn=spy)(packed=packed_inputs(batch, device=CPU, kernel="sdpa")[0])
@@ -106,7 +106,7 @@ def test_ordinary_calls_still_work(tiny_model: Path) -> None:
 
     plain = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
     ours = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
-    install_packed_forward(ours, plain_log_prob)
+    install_packed_forward(ours, dense_log_prob)
     ids = torch.tensor([[5, 6, 7, 8]])
     torch.testing.assert_close(ours(input_ids=ids).logits, plain(input_ids=ids).logits)
 
@@ -157,7 +157,7 @@ def test_bad_model_folders(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot load"):
         load(tmp_path)
     with pytest.raises(ModelError, match="not a causal language model"):
-        install_packed_forward(torch.nn.Linear(2, 2), plain_log_prob)
+        install_packed_forward(torch.nn.Linear(2, 2), dense_log_prob)
 
 
 def test_bad_borders_are_refused() -> None:
@@ -166,6 +166,18 @@ def test_bad_borders_are_refused() -> None:
     broken.cu_seqlens_S1[0] = 0
     with pytest.raises(BatchError, match="cu_seqlens_S1"):
         packed_inputs(broken, device=CPU, kernel="sdpa")
+
+
+def test_simple_batch() -> None:
+    batch = SimpleBatch.pack([([1, 2], [3, 4]), ([5], []), ([6], [7])], {"w": [0.1, 0.2, 0.3]})
+    assert batch.input_ids_T.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 0, 0, 1]
+    assert batch.cu_seqlens_S1.tolist() == [0, 4, 5, 7]
+    assert batch.max_seqlen == 4
+    assert batch.target_index_K.tolist() == [1, 2, 5]
+    assert batch.target_ids_K.tolist() == [3, 4, 7]
+    with pytest.raises(BatchError, match="sequence 1 has no prompt"):
+        SimpleBatch.pack([([1], [2]), ([], [3])])
 
 
 def test_batch_without_targets_becomes_one_token() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import RankPool, make_batch, make_samples, plain_log_prob
+from ds_engine_testkit import RankPool, make_batch, make_samples
 
-from ds_engine import EngineConfig, OffloadConfig, OptimConfig, PlanMismatchError, ZeroConfig
+from ds_engine import EngineConfig, OffloadConfig, OptimConfig, PlanMismatchError, ZeroConfig, dense_log_prob
 
 pytestmark = pytest.mark.slow
 
@@ -186,5 +186,5 @@ def test_memory_stats_and_offload_on_the_cpu(two_ranks: RankPool, tiny_model: Pa
 def test_reference_log_prob_has_entropy_gradient() -> None:
     batch = make_batch(make_samples(1, seed=0))
     hidden = torch.randn(batch.target_ids_K.numel(), 8, requires_grad=True)
-    _, entropy = plain_log_prob(hidden, torch.randn(64, 8), batch.target_ids_K, 1.0)
+    _, entropy = dense_log_prob(hidden, torch.randn(64, 8), batch.target_ids_K, 1.0)
     assert torch.autograd.grad(entropy.sum(), hidden)[0].abs().sum() > 0
