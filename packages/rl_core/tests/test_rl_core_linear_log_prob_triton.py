@@ -19,6 +19,7 @@ from rl_core.linear_log_prob.tiles import (
     MAX_BLOCK_ROWS,
     TileConfig,
     Tuner,
+    default_keep_bytes,
     kept_columns,
     plan_blocks,
 )
@@ -142,6 +143,15 @@ def test_kept_columns_fit_and_are_whole_tiles(
     assert 0 <= columns <= num_columns
     assert columns == num_columns or columns % tile_columns == 0
     assert num_rows * (2 * columns + 4 * -(-columns // tile_columns)) <= keep_bytes
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(num_rows=st.integers(1, 20_000), num_columns=st.integers(1, 300_000), hidden_size=st.integers(16, 8192))
+def test_default_keeps_all_or_nothing_within_the_budget(num_rows: int, num_columns: int, hidden_size: int) -> None:
+    keep_bytes = default_keep_bytes(num_rows, hidden_size, num_columns, 2)
+    columns = kept_columns(num_rows, num_columns, 2, keep_bytes, 256)
+    assert columns in (0, num_columns)
+    assert keep_bytes + 2 * num_rows * hidden_size <= EXTRA_BYTES or keep_bytes == 0
 
 
 def test_shapes_of_the_speed_table_use_whole_waves() -> None:

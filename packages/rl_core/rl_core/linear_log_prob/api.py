@@ -15,6 +15,7 @@ from torch import Tensor
 from .chunked import ChunkedBackend, accumulation_dtype
 from .parallel import local_targets, reduce_stats
 from .reference import reference_log_prob
+from .tiles import default_keep_bytes
 from .types import Backend, LogitSpec, Needs, RowGrads, RowStats
 
 BackendName = Literal["auto", "triton", "chunked", "reference"]
@@ -32,7 +33,7 @@ def linear_log_prob(
     ignore_index: int | None = None,
     backend: BackendName = "auto",
     deterministic: bool | None = None,
-    keep_bytes: int = 0,
+    keep_bytes: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target token and entropy of its distribution, without ever holding ``[T, V]``.
@@ -58,8 +59,9 @@ def linear_log_prob(
         deterministic: True pins the kernels' tile shapes, so that two processes give the same bits; None follows
             ``torch.are_deterministic_algorithms_enabled()``. No path uses atomics: one process always repeats itself.
         keep_bytes: memory for speed. Up to this many bytes of probabilities stay in memory from the forward to the
-            backward pass, which then recomputes only the rest; ``T * V * 2`` bytes keep all of them and save up to a
-            quarter of the time. 0 (the default) keeps nothing. Used by the Triton path for bf16 and fp32.
+            backward pass, which then recomputes only the rest; ``T * V * 2`` bytes (bf16) keep all of them and save a
+            quarter of the time. 0 keeps nothing. None (the default) keeps all where the working memory stays within
+            0.5 GiB, else nothing. Used by the Triton path for bf16 and fp32.
         group: vocabulary-parallel process group. Every rank passes the same hidden and targets and gets the same
             results; ``hidden.grad`` is summed over the group.
 
@@ -70,8 +72,8 @@ def linear_log_prob(
         ValueError: shapes, dtypes, devices or numbers that do not fit, naming the argument and what is allowed.
     """
     _check(hidden, weight, targets, temperature, bias, soft_cap, backend)
-    if keep_bytes < 0:
-        raise ValueError(f"keep_bytes: got {keep_bytes}, allowed 0 or more")
+    if keep_bytes is not None and keep_bytes < 0:
+        raise ValueError(f"keep_bytes: got {keep_bytes}, allowed None or 0 or more")
     spec = LogitSpec(temperature=float(temperature), soft_cap=None if soft_cap is None else float(soft_cap))
     how = _How(backend=backend, deterministic=deterministic, keep_bytes=keep_bytes, group=group)
     kept_N = None if ignore_index is None else (targets != ignore_index).nonzero()[:, 0]
@@ -88,7 +90,7 @@ class _How:
 
     backend: BackendName
     deterministic: bool | None
-    keep_bytes: int
+    keep_bytes: int | None
     group: dist.ProcessGroup | None
 
 
@@ -113,9 +115,11 @@ def _compute(
     chosen = _choose_backend(how.backend, hidden_NH, deterministic)
     # Nothing is kept for a backward pass that cannot come.
     keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_NH, weight_VH, bias_V))
-    keep_bytes = how.keep_bytes if keeps else 0
+    keep_bytes = how.keep_bytes
+    if keep_bytes is None:
+        keep_bytes = default_keep_bytes(*hidden_NH.shape, weight_VH.shape[0], hidden_NH.dtype.itemsize)
     log_prob_N, entropy_N = _LinearLogProb.apply(
-        hidden_NH, weight_VH, bias_V, targets_N, spec, chosen, how.group, keep_bytes
+        hidden_NH, weight_VH, bias_V, targets_N, spec, chosen, how.group, keep_bytes if keeps else 0
     )
     if targets_N.is_cuda:
         log_prob_N = torch.where(outside_N, torch.nan, log_prob_N)

@@ -77,6 +77,13 @@ def kept_columns(num_rows: int, num_columns: int, itemsize: int, keep_bytes: int
     return min(num_columns, tiles * tile_columns)
 
 
+def default_keep_bytes(num_rows: int, hidden_size: int, num_columns: int, itemsize: int) -> int:
+    """Enough to keep every probability where that and hidden's accumulator stay within EXTRA_BYTES, else 0."""
+    everything = num_rows * ((num_columns + 256) * itemsize + 4 * -(-num_columns // 32))  # whole tiles, and their lse
+    accumulator = num_rows * hidden_size * (4 - min(4, itemsize))
+    return everything if everything + accumulator + 2**23 <= EXTRA_BYTES else 0
+
+
 class Tuner:
     """Remembers the fastest candidate of each key. One lock: worker threads neither race nor measure each other."""
 

@@ -1,0 +1,103 @@
+"""linear_log_prob on a GPU: accuracy against float64, edge shapes, kept probabilities, worker threads."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_core.linear_log_prob import linear_log_prob
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def make_inputs(
+    tokens: int, size: int, vocab: int, dtype: torch.dtype, spread: float = 1.0, bias: bool = False
+) -> Inputs:
+    generator = torch.Generator("cuda").manual_seed(tokens + size + vocab)
+    hidden = torch.randn(tokens, size, generator=generator, device="cuda").to(dtype)
+    weight = (spread * torch.randn(vocab, size, generator=generator, device="cuda") / size**0.5).to(dtype)
+    targets = torch.randint(vocab, (tokens,), generator=generator, device="cuda")
+    return hidden, weight, targets, torch.randn(vocab, generator=generator, device="cuda").to(dtype) if bias else None
+
+
+def run(inputs: Inputs, dtype: torch.dtype | None = None, with_entropy: bool = True, **options: object) -> list[Tensor]:
+    """Outputs and gradients for upstream gradients as small as those of a mean over many tokens."""
+    hidden, weight, targets, bias = inputs
+    leaves = [x.to(dtype or x.dtype).detach().requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    bias = leaves[2] if bias is not None else None
+    outputs = linear_log_prob(leaves[0], leaves[1], targets, bias=bias, **options)  # type: ignore[arg-type]
+    generator = torch.Generator("cuda").manual_seed(1)
+    upstream = 1e-4 * torch.randn(2, targets.numel(), generator=generator, device="cuda")
+    loss = (outputs[0] * upstream[0]).sum() + (outputs[1] * upstream[1]).sum() * with_entropy
+    return [*(x.detach() for x in outputs), *torch.autograd.grad(loss, leaves)]
+
+
+def check(inputs: Inputs, with_entropy: bool = True, keep_bytes: int | None = None, **options: object) -> None:
+    """Log-prob and entropy within 1e-4; gradients within 2e-3 of what float32 throughout reaches."""
+    mine = run(inputs, with_entropy=with_entropy, keep_bytes=keep_bytes, **options)
+    exact = run(inputs, torch.float64, with_entropy, backend="reference", **options)
+    plain = run(inputs, None, with_entropy, backend="reference", **options)
+    for index, (value, truth, base) in enumerate(zip(mine, exact, plain, strict=True)):
+        if index < 2:
+            assert (value.double() - truth).abs().max() < 1e-4
+        else:
+            error, floor = ((x.double() - truth).norm() / truth.norm() for x in (value, base))
+            assert error <= floor + 2e-3
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1000 * 516 * 7, 2**40])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("spread", [1.0, 6.0])
+def test_bf16(keep_bytes: int, with_entropy: bool, spread: float) -> None:
+    check(make_inputs(1000, 1024, 5003, torch.bfloat16, spread), with_entropy, keep_bytes, temperature=0.8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    check(make_inputs(700, 512, 3001, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("keep_bytes", [0, 2**40])
+def test_bias_and_soft_cap_take_the_portable_kernels(dtype: torch.dtype, keep_bytes: int) -> None:
+    check(make_inputs(777, 208, 3001, dtype, bias=True), keep_bytes=keep_bytes, soft_cap=5.0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1024, 32000), (128, 64, 256), (777, 16, 3001), (20000, 256, 5000)])
+@pytest.mark.parametrize("keep_bytes", [0, 2**40])
+def test_edge_shapes(shape: tuple[int, int, int], keep_bytes: int) -> None:
+    check(make_inputs(*shape, torch.bfloat16), keep_bytes=keep_bytes)
+
+
+def test_same_bits_again() -> None:
+    inputs = make_inputs(1000, 1024, 5003, torch.bfloat16)
+    for first, second in zip(run(inputs, deterministic=True), run(inputs, deterministic=True), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_out_of_range_targets_give_nan() -> None:
+    hidden, weight, targets, _ = make_inputs(10, 64, 300, torch.bfloat16)
+    targets[3] = 300
+    log_probs, _ = linear_log_prob(hidden, weight, targets)
+    assert torch.isnan(log_probs).nonzero()[:, 0].tolist() == [3]
+
+
+def test_worker_threads() -> None:
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            check(make_inputs(600, 256, 3000, torch.bfloat16, bias=True))
+            check(make_inputs(1000, 1024, 5003, torch.bfloat16))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
