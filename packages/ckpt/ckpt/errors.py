@@ -4,6 +4,8 @@ CheckpointError
 ├── CheckpointDamagedError                      a published checkpoint is torn or altered: names the files
 ├── CheckpointNotFoundError (also ValueError)   there is no such checkpoint
 ├── CheckpointExistsError (also ValueError)     the step is published already
+├── CheckpointLockedError (also ValueError)     another process is writing in the folder: names it
+├── CheckpointSpaceError (also ValueError)      the disk has not enough room
 ├── CheckpointStateError (also ValueError)      the state cannot be written as JSON
 ├── CheckpointUsageError (also ValueError)      calls out of order, or an argument out of range
 ├── ExportError (also ValueError)               a Hugging Face export cannot be made
@@ -45,6 +47,14 @@ class CheckpointNotFoundError(CheckpointError, ValueError):
 
 class CheckpointExistsError(CheckpointError, ValueError):
     """The step is published already."""
+
+
+class CheckpointLockedError(CheckpointError, ValueError):
+    """Another process is writing checkpoints in the folder."""
+
+
+class CheckpointSpaceError(CheckpointError, ValueError):
+    """The disk has not enough room for the checkpoint; what was written of it is gone."""
 
 
 class CheckpointStateError(CheckpointError, ValueError):

@@ -5,17 +5,49 @@ A rename is atomic but not durable: the file's bytes, and the folder that holds 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["fsync_file", "fsync_folder", "hash_file", "publish_folder", "remove_folder", "walk_files", "write_text"]
+from .errors import CheckpointSpaceError
+
+__all__ = [
+    "check_space",
+    "fsync_file",
+    "fsync_folder",
+    "hash_file",
+    "is_disk_full",
+    "publish_folder",
+    "remove_folder",
+    "walk_files",
+    "write_text",
+]
 
 _CHUNK_BYTES = 4 << 20
 #: Folders whose name begins so are leftovers on their way out; anyone may delete them.
 TRASH_PREFIX = ".trash_"
+
+
+def check_space(folder: Path, num_bytes: int, *, estimate: str) -> None:
+    """Raise CheckpointSpaceError unless `folder`'s disk has room for `num_bytes`, 5% and 1 MiB.
+
+    `estimate` says in the message where `num_bytes` comes from.
+    """
+    needed = num_bytes + num_bytes // 20 + (1 << 20)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointSpaceError(
+            f"{folder}: a checkpoint needs about {needed:,} bytes ({estimate}, and 5% and 1 MiB more), the disk has "
+            f"{free:,} free. Nothing was written. Make room, keep fewer checkpoints, or save to another disk."
+        )
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether the system refused to write for want of room: the disk's, the quota's or the file size limit's."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def fsync_file(path: Path) -> None:

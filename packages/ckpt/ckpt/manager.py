@@ -7,6 +7,7 @@
         state.json                  the caller's state
         ...                         whatever the ranks wrote
       .partial_step_00000030/       a save under way, or left by a killed process
+      .lock                         held by the process that writes here, for as long as it lives or until `close`
 
 A checkpoint is published by one rename, after every byte of it has reached the disk. Whoever looks into `root`,
 whenever, finds only whole checkpoints. One process at a time writes to a root; any number may read.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,12 +28,15 @@ from .errors import (
     CheckpointDamagedError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointSpaceError,
     CheckpointStateError,
     CheckpointUsageError,
     UnsupportedFormatError,
 )
-from .files import TRASH_PREFIX, publish_folder, remove_folder, write_text
+from .files import TRASH_PREFIX, check_space, is_disk_full, publish_folder, remove_folder, write_text
+from .lock import WriterLock
 from .manifest import MANIFEST_NAME, Manifest, ManifestError, Problem, check_file, verify_folder
+from .retention import Retention, steps_to_delete
 
 __all__ = ["LATEST_NAME", "STATE_NAME", "Checkpoint", "CheckpointManager"]
 
@@ -71,21 +76,39 @@ class CheckpointManager:
         checkpoint = manager.load(newest.step)                  # every file checked
     """
 
-    def __init__(self, root: Path, *, keep_last: int | None = None) -> None:
-        """`root` is made by the first `prepare`; `publish` keeps the newest `keep_last` checkpoints, None keeps all."""
-        if keep_last is not None and keep_last < 1:
-            raise CheckpointUsageError(f"keep_last={keep_last!r}: must be at least 1, or None to keep all")
+    def __init__(
+        self, root: Path, *, keep_last: int | None = None, retention: Retention | None = None, lock: bool = True
+    ) -> None:
+        """`root` is made by the first `prepare`.
+
+        `publish` keeps the newest `keep_last` checkpoints, or what `retention` says; with neither it keeps all. The
+        first call that writes takes the folder's lock until `close`, the manager's or the process's end; `lock=False`
+        is for file systems without locks.
+        """
+        if keep_last is not None and retention is not None:
+            raise CheckpointUsageError(f"keep_last={keep_last!r}: give it in the retention, or without one")
         self.root = Path(root)
-        self.keep_last = keep_last
+        self.retention = retention if retention is not None else Retention(keep_last=keep_last)
         self._preparing: set[int] = set()
+        self._lock = WriterLock(self.root) if lock else None
+        if self._lock is not None:
+            weakref.finalize(self, self._lock.release_when_collected)
+
+    def close(self) -> None:
+        """Let another process write here. The manager can be used again; its next write takes the lock again."""
+        if self._lock is not None:
+            self._lock.release()
 
     # Saving
 
-    def prepare(self, step: int, *, overwrite: bool = False) -> Path:
+    def prepare(self, step: int, *, overwrite: bool = False, expected_bytes: int | None = None) -> Path:
         """Make and return the empty folder that all ranks write step's files into.
 
-        Deletes what killed saves left. Raises CheckpointExistsError when the step is published already, unless
-        `overwrite`: then `publish` replaces it.
+        Deletes what killed saves left, then checks that the disk has room for `expected_bytes`, 5% and 1 MiB; without
+        `expected_bytes` for as much as the newest published checkpoint holds (the first is not checked).
+
+        Raises CheckpointExistsError when the step is published already, unless `overwrite`: then `publish` replaces
+        it; CheckpointSpaceError; CheckpointLockedError when another process writes here.
         """
         if step < 0:
             raise CheckpointUsageError(f"step={step!r}: must be 0 or more")
@@ -95,21 +118,25 @@ class CheckpointManager:
                 "overwrite=True."
             )
         self.root.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
         self._preparing.discard(step)
         self._clean_up()
+        self._check_space(expected_bytes)
         partial = self._partial(step)
         partial.mkdir()
         self._preparing.add(step)
         return partial
 
-    def publish(self, step: int, *, state: Mapping[str, Any]) -> Checkpoint:
+    def publish(self, step: int, *, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> Checkpoint:
         """Publish what was written into step's prepared folder, together with `state`; then prune.
 
         Call it once, after every rank has finished writing and closed its files. `state` must be JSON-able; floats
-        come back to the last bit, tuples come back as lists. Returns when all is on the disk.
+        come back to the last bit, tuples come back as lists. `metrics` say what the checkpoint is worth. Returns when
+        all is on the disk.
 
-        Raises CheckpointStateError for a state JSON cannot hold (nothing is published and the prepared folder stays)
-        and CheckpointUsageError when the step was not prepared, holds links, or uses a file name of this package.
+        Raises CheckpointStateError for a state JSON cannot hold (nothing is published and the prepared folder stays),
+        CheckpointUsageError when the step was not prepared, holds links, or uses a file name of this package, and
+        CheckpointSpaceError when the disk is full (the prepared folder is deleted).
         """
         partial, final = self._partial(step), self._final(step)
         if not partial.is_dir():
@@ -118,11 +145,22 @@ class CheckpointManager:
             if (partial / name).exists() and step in self._preparing:
                 raise CheckpointUsageError(f"{name}: this name is the manager's own; write the file under another")
         text = _state_to_json(state)
+        values = {name: float(value) for name, value in (metrics or {}).items()}
+        self._take_lock()
         self._preparing.discard(step)
-        write_text(partial / STATE_NAME, text)
         created_at = datetime.now(UTC).isoformat(timespec="seconds")
-        manifest = Manifest.describe(partial, step=step, created_at=created_at)
-        write_text(partial / MANIFEST_NAME, manifest.to_json())
+        try:
+            write_text(partial / STATE_NAME, text)
+            manifest = Manifest.describe(partial, step=step, created_at=created_at, metrics=values)
+            write_text(partial / MANIFEST_NAME, manifest.to_json())
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            self.abandon(step)
+            raise CheckpointSpaceError(
+                f"{partial}: {error.strerror} while step {step} was published. What was written of it is deleted; the "
+                "earlier checkpoints are whole. Make room, or keep fewer."
+            ) from error
         if final.exists():
             self._withdraw(step)
         publish_folder(partial, final)
@@ -134,10 +172,15 @@ class CheckpointManager:
         """Delete what was written for a prepared step that will not be published."""
         self._preparing.discard(step)
         if self._partial(step).exists():
+            self._take_lock()
             remove_folder(self._partial(step))
 
+    def prunable(self) -> list[int]:
+        """The steps that `prune` would delete, oldest first."""
+        return self._doomed(spare=None)
+
     def prune(self) -> list[int]:
-        """Delete all but the newest `keep_last` checkpoints; return the steps deleted, oldest first."""
+        """Delete the checkpoints that the retention does not keep; return their steps, oldest first."""
         return self._prune(spare=None)
 
     def discard_after(self, step: int) -> list[int]:
@@ -146,6 +189,8 @@ class CheckpointManager:
         Call it when a run goes back to an older checkpoint, so that the newest one is the run's own again.
         """
         doomed = [newer for newer in self.steps() if newer > step]
+        if doomed:
+            self._take_lock()
         for newer in reversed(doomed):
             self._withdraw(newer)
         return doomed
@@ -255,11 +300,38 @@ class CheckpointManager:
             if path.name.startswith((PARTIAL_PREFIX, TRASH_PREFIX)) and path.name not in kept and path.is_dir():
                 remove_folder(path)
 
+    def _take_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.acquire()
+
+    def _check_space(self, expected_bytes: int | None) -> None:
+        estimate = "as the caller expects"
+        if expected_bytes is None:
+            steps = self.steps()
+            try:
+                expected_bytes = Manifest.read(self._final(steps[-1])).num_bytes if steps else None
+            except (ManifestError, UnsupportedFormatError):
+                return
+            estimate = f"as much as step {steps[-1]}" if steps else ""
+        if expected_bytes is not None:
+            check_space(self.root, expected_bytes, estimate=estimate)
+
+    def _doomed(self, spare: int | None) -> list[int]:
+        steps = self.steps()
+        metrics: dict[int, Mapping[str, float]] = {}
+        if self.retention.keep_best is not None:
+            for step in steps:
+                try:
+                    metrics[step] = Manifest.read(self._final(step)).metrics
+                except (ManifestError, UnsupportedFormatError):
+                    continue  # what it is worth is unknown, so it is none of the best
+        return steps_to_delete(steps, metrics, self.retention, spare=spare)
+
     def _prune(self, spare: int | None) -> list[int]:
         # The one just published stays even when a run that went back left newer ones.
-        if self.keep_last is None:
-            return []
-        doomed = [step for step in self.steps()[: -self.keep_last] if step != spare]
+        doomed = self._doomed(spare)
+        if doomed:
+            self._take_lock()
         for step in doomed:
             remove_folder(self._final(step))
         return doomed

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 #: Reading and hashing overlap across files; more threads than this find the disk busy already.
 _MAX_HASH_THREADS = 8
+_MAX_FSYNC_THREADS = 4
 
 
 class ManifestError(Exception):
@@ -60,6 +61,8 @@ class Manifest:
     files: Mapping[str, FileEntry]
     """By path relative to the checkpoint, with forward slashes."""
     format_version: int = FORMAT_VERSION
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What `publish` was told the checkpoint is worth; retention of the best goes by it."""
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +70,9 @@ class Manifest:
         return sum(entry.num_bytes for entry in self.files.values())
 
     @classmethod
-    def describe(cls, folder: Path, *, step: int, created_at: str) -> Manifest:
+    def describe(
+        cls, folder: Path, *, step: int, created_at: str, metrics: Mapping[str, float] | None = None
+    ) -> Manifest:
         """Hash every file in `folder` and force it to the disk. Raises CheckpointUsageError for a symbolic link."""
         # An earlier try at publishing may have left a manifest, or half of one.
         own = {folder / MANIFEST_NAME, partial_name(folder / MANIFEST_NAME)}
@@ -80,12 +85,16 @@ class Manifest:
                 )
 
         def describe_file(path: Path) -> tuple[str, FileEntry]:
-            fsync_file(path)
             entry = FileEntry(num_bytes=path.stat().st_size, sha256=hash_file(path))
             return path.relative_to(folder).as_posix(), entry
 
-        with _hash_pool() as pool:
-            return cls(step=step, created_at=created_at, files=dict(pool.map(describe_file, paths)))
+        # The disk works while the processor hashes what is still in memory.
+        with _hash_pool() as pool, ThreadPoolExecutor(_MAX_FSYNC_THREADS) as disk:
+            flushed = [disk.submit(fsync_file, path) for path in paths]
+            files = dict(pool.map(describe_file, paths))
+            for future in flushed:
+                future.result()
+        return cls(step=step, created_at=created_at, files=files, metrics=metrics or {})
 
     def to_json(self) -> str:
         """The manifest file's text; the last field is the SHA-256 of the rest."""
@@ -95,6 +104,8 @@ class Manifest:
             "created_at": self.created_at,
             "files": {name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in self.files.items()},
         }
+        if self.metrics:
+            body["metrics"] = dict(self.metrics)
         return json.dumps({**body, "manifest_sha256": _body_checksum(body)}, indent=1) + "\n"
 
     @classmethod
@@ -129,7 +140,13 @@ class Manifest:
         for name in files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ManifestError(f"names a file outside the checkpoint: {name}")
-        return cls(step=body["step"], created_at=body["created_at"], files=files, format_version=version)
+        return cls(
+            step=body["step"],
+            created_at=body["created_at"],
+            files=files,
+            format_version=version,
+            metrics=body.get("metrics", {}),
+        )
 
 
 def _body_checksum(body: Mapping[str, Any]) -> str:

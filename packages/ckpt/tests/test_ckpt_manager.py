@@ -48,6 +48,10 @@ def save(manager: CheckpointManager, step: int, tree: dict[str, bytes] | None = 
     return manager.publish(step, state={"step": step}).path
 
 
+def visible(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name != ".lock")
+
+
 def test_save_and_load(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run" / "checkpoints")
     assert manager.latest() is None
@@ -67,7 +71,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     newest = manager.latest()
     assert newest is not None
     assert newest.step == 30
-    assert sorted(path.name for path in manager.root.iterdir()) == ["latest", "step_00000020", "step_00000030"]
+    assert visible(manager.root) == ["latest", "step_00000020", "step_00000030"]
 
 
 @PROPERTY
@@ -218,7 +222,7 @@ def test_a_step_published_already(tmp_path: Path) -> None:
     folder = save(manager, 1, {"a": b"new"}, overwrite=True)
     assert (folder / "a").read_bytes() == b"new"
     assert manager.load(1).step == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
+    assert visible(tmp_path) == ["latest", "step_00000001"]
 
 
 def test_leftovers_are_deleted_but_not_other_saves_under_way(tmp_path: Path) -> None:
@@ -226,7 +230,7 @@ def test_leftovers_are_deleted_but_not_other_saves_under_way(tmp_path: Path) -> 
     assert CheckpointManager(tmp_path).steps() == []
     manager = CheckpointManager(tmp_path)
     first = manager.prepare(6)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [first.name]
+    assert visible(tmp_path) == [first.name]
     second = manager.prepare(7)
     assert first.is_dir()
     manager.publish(7, state={})
@@ -236,7 +240,7 @@ def test_leftovers_are_deleted_but_not_other_saves_under_way(tmp_path: Path) -> 
     assert not second.exists()
     manager.prepare(8)
     manager.abandon(8)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000006", "step_00000007"]
+    assert visible(tmp_path) == ["latest", "step_00000006", "step_00000007"]
 
 
 @pytest.mark.parametrize(
