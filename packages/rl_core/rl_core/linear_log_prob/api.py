@@ -117,7 +117,8 @@ def _compute(
     keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_NH, weight_VH, bias_V))
     keep_bytes = how.keep_bytes
     if keep_bytes is None:
-        keep_bytes = default_keep_bytes(*hidden_NH.shape, weight_VH.shape[0], hidden_NH.dtype.itemsize)
+        num_tokens, hidden_size = hidden_NH.shape
+        keep_bytes = default_keep_bytes(num_tokens, hidden_size, weight_VH.shape[0], hidden_NH.dtype.itemsize)
     log_prob_N, entropy_N = _LinearLogProb.apply(
         hidden_NH, weight_VH, bias_V, targets_N, spec, chosen, how.group, keep_bytes if keeps else 0
     )
