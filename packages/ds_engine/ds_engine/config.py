@@ -157,7 +157,11 @@ class EngineConfig:
     dtype: Dtype = "bf16"
     """Dtype of weights and activations. The optimizer always keeps fp32 master weights. fp16 scales the loss."""
     gradient_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass instead of keeping them."""
+    """Recompute layers' activations in the backward pass instead of keeping them."""
+    checkpoint_every: int = 1
+    """With gradient_checkpointing: recompute every k-th layer and keep the others' activations; at least 1."""
+    checkpoint_to_cpu: bool = False
+    """With gradient_checkpointing: keep the inputs of recomputed layers in CPU memory until the backward pass."""
     attention: Attention = "auto"
     """auto: flash-attn if installed, else torch's varlen attention, on CUDA; SDPA segment by segment on the CPU."""
     seed: int = 0
@@ -175,6 +179,12 @@ class EngineConfig:
             self.attention,
             "auto, flash, varlen or sdpa",
         )
+        _require(self.checkpoint_every >= 1, "checkpoint_every", self.checkpoint_every, "1 or more")
+        for name, default in (("checkpoint_every", 1), ("checkpoint_to_cpu", False)):
+            given = getattr(self, name)
+            _require(
+                self.gradient_checkpointing or given == default, name, given, "it needs gradient_checkpointing: true"
+            )
         _require(
             self.collective_guard in ("off", "auto", "lockstep", "watch"),
             "collective_guard",

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from .attention import choose_kernel
 from .batch import LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
+from .checkpointing import enable_checkpointing
 from .collective_guard import CollectiveGuard, is_active, mark
 from .ds_config import deepspeed_config
 from .errors import BatchError, CheckpointError, EngineError, PlanMismatchError
 from .export import export_parameters
-from .loading import load_causal_lm, torch_dtype
+from .loading import check_offload, load_causal_lm, torch_dtype
 from .memory import MemoryReport, StorageParking, memory_stats, state_tensors
 from .packed_model import install_packed_forward, packed_inputs
 from .schedule import check_schedule, learning_rate
@@ -62,7 +63,7 @@ class ZeroEngine:
         self._num_steps = 0
         self._parking = StorageParking()
         if config.gradient_checkpointing:
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+            enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
         install_packed_forward(module, log_prob_fn)
         self._optimizer = self._build_optimizer()
         self._deepspeed = self._build_deepspeed()
@@ -91,6 +92,7 @@ class ZeroEngine:
         """
         if not dist.is_initialized():
             raise EngineError("torch.distributed is not initialised: call ds_engine.init_distributed first")
+        check_offload(config.zero.offload)
         settings = deepspeed_config(config, device_type=device.type)
         module = load_causal_lm(model_path, config, device=device, ds_config=settings)
         return cls(module, config, log_prob_fn=log_prob_fn, device=device, total_steps=total_steps)

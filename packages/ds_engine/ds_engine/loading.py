@@ -11,17 +11,36 @@ import torch
 from torch import nn
 
 from .attention import ATTENTION_NAME, register_packed_attention
-from .errors import ModelError
+from .errors import EngineConfigError, ModelError
 
 if TYPE_CHECKING:
-    from .config import EngineConfig
+    from .config import EngineConfig, OffloadConfig
 
-__all__ = ["load_causal_lm", "torch_dtype"]
+__all__ = ["check_offload", "load_causal_lm", "torch_dtype"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """bf16, fp16 or fp32 as torch's dtype."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
+def check_offload(offload: OffloadConfig) -> None:
+    """Refuse NVMe where it cannot work, before anything is loaded.
+
+    Raises:
+        EngineConfigError: no such folder, or DeepSpeed's asynchronous I/O cannot be built here.
+    """
+    if offload.nvme_path is None:
+        return
+    if not Path(offload.nvme_path).is_dir():
+        raise EngineConfigError(f"zero.offload.nvme_path={offload.nvme_path!r} is not a folder")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise EngineConfigError(
+            "offload to nvme needs DeepSpeed's asynchronous I/O, which needs libaio with headers (Debian, Ubuntu: "
+            "libaio-dev) and a C++ compiler: install them, or offload to cpu"
+        )
 
 
 def load_causal_lm(

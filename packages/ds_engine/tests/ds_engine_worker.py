@@ -20,6 +20,8 @@ from ds_engine_testkit import Sample, make_batch, token_loss
 
 import ds_engine
 from ds_engine import EngineConfig, LossOutput, OptimConfig, TokenOutputs, ZeroConfig, ZeroEngine, dense_log_prob
+from ds_engine.collective_guard import record_collectives
+from ds_engine.collective_log import CollectiveRecord
 from ds_engine.loading import load_causal_lm
 from ds_engine.packed_model import install_packed_forward, packed_inputs
 
@@ -126,6 +128,26 @@ def gradient_error(model_path: str, micro_batches: list[list[Sample]], stage: in
         square += torch.stack(((gradient - truth[name]).square().sum(), truth[name].square().sum()))
     engine.close()
     return float((square[0] / square[1]).sqrt())
+
+
+def recorded_steps(
+    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]]
+) -> tuple[list[list[CollectiveRecord]], list[int], list[int]]:
+    """(what each step issued, sizes of the parameters, order in which their gradients become ready)."""
+    engine = build(model_path, config)
+    parameters = list(engine.module.parameters())
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
+    ready: list[int] = []
+    hooks = [p.register_post_accumulate_grad_hook(lambda _, i=i: ready.append(i)) for i, p in enumerate(parameters)]
+    logs = []
+    for micro_batches in steps:
+        with record_collectives() as records:
+            engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
+        logs.append(list(records))
+    for hook in hooks:
+        hook.remove()
+    engine.close()
+    return logs, sizes, ready[: len(parameters)]
 
 
 def offload_cycle(model_path: str, config: EngineConfig) -> Any:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from ds_engine_testkit import make_batch, make_samples, write_tiny_model
 
-from ds_engine import EngineConfig, EngineConfigError, ModelError, SimpleBatch, dense_log_prob
+from ds_engine import EngineConfig, EngineConfigError, ModelError, OffloadConfig, SimpleBatch, dense_log_prob
 from ds_engine.attention import Packing, choose_kernel, packed_attention
+from ds_engine.checkpointing import enable_checkpointing
 from ds_engine.errors import BatchError
-from ds_engine.loading import load_causal_lm
+from ds_engine.loading import check_offload, load_causal_lm
 from ds_engine.packed_model import install_packed_forward, packed_inputs
 
 CPU = torch.device("cpu")
@@ -166,6 +167,35 @@ def test_bad_borders_are_refused() -> None:
     broken.cu_seqlens_S1[0] = 0
     with pytest.raises(BatchError, match="cu_seqlens_S1"):
         packed_inputs(broken, device=CPU, kernel="sdpa")
+
+
+@pytest.mark.parametrize(("every", "to_cpu", "recomputed"), [(1, False, 4), (2, False, 2), (3, True, 2), (1, True, 4)])
+def test_checkpointing_recomputes_every_kth_layer(tmp_path: Path, every: int, to_cpu: bool, recomputed: int) -> None:
+    folder = write_tiny_model(tmp_path, layers=4)
+    inputs, _ = packed_inputs(make_batch(make_samples(4, seed=3)), device=CPU, kernel="sdpa")
+    gradients, calls = [], []
+    for checkpointed in (False, True):
+        model = load(folder).train()
+        if checkpointed:
+            enable_checkpointing(model, every=every, to_cpu=to_cpu)
+            for layer in model.model.layers:
+                layer.mlp.register_forward_hook(lambda *_: calls.append(1))
+        model(packed=inputs).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert len(calls) == 4 + recomputed
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+def test_nvme_is_refused_before_loading(tmp_path: Path) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    check_offload(OffloadConfig(optimizer="cpu"))
+    with pytest.raises(EngineConfigError, match="is not a folder"):
+        check_offload(OffloadConfig(optimizer="nvme", nvme_path=str(tmp_path / "missing")))
+    if AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("libaio is installed here")
+    with pytest.raises(EngineConfigError, match="libaio-dev"):
+        check_offload(OffloadConfig(optimizer="nvme", nvme_path=str(tmp_path)))
 
 
 def test_simple_batch() -> None:

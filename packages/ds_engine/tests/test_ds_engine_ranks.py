@@ -9,7 +9,15 @@ import pytest
 import torch
 from ds_engine_testkit import RankPool, make_batch, make_samples
 
-from ds_engine import EngineConfig, OffloadConfig, OptimConfig, PlanMismatchError, ZeroConfig, dense_log_prob
+from ds_engine import (
+    EngineConfig,
+    EngineConfigError,
+    OffloadConfig,
+    OptimConfig,
+    PlanMismatchError,
+    ZeroConfig,
+    dense_log_prob,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +127,20 @@ def test_checkpoint_continues_exactly(two_ranks: RankPool, tiny_model: Path, tmp
     for name, weight in whole["weights"].items():
         assert torch.equal(resumed["weights"][name], weight), name
     assert [s.lr for s in whole["stats"]] == pytest.approx([1.5e-3, 3e-3, 3e-3, 2.25e-3])
+
+
+@pytest.mark.parametrize(("stage", "every", "to_cpu"), [(2, 1, False), (3, 1, False), (3, 2, True)])
+def test_activation_checkpointing_changes_nothing(
+    two_ranks: RankPool, tiny_model: Path, stage: int, every: int, to_cpu: bool
+) -> None:
+    samples = make_samples(4, seed=4)
+    per_rank = [{"steps": [[samples[:1], samples[1:2]]] * 2}, {"steps": [[samples[2:3], []]] * 2}]
+    common = {"model_path": str(tiny_model)}
+    plain = two_ranks.run("train", per_rank, config=config(stage), **common)[0]
+    options = {"gradient_checkpointing": True, "checkpoint_every": every, "checkpoint_to_cpu": to_cpu}
+    result = two_ranks.run("train", per_rank, config=replace(config(stage), **options), **common)[0]
+    assert result["stats"] == plain["stats"]
+    assert all(torch.equal(result["weights"][n], w) for n, w in plain["weights"].items())
 
 
 def test_missing_checkpoint(two_ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:

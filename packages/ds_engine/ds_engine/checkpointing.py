@@ -1,0 +1,46 @@
+"""Activation checkpointing: recompute layers in the backward pass instead of keeping what they made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from .errors import ModelError
+
+__all__ = ["enable_checkpointing"]
+
+
+def enable_checkpointing(model: Any, *, every: int = 1, to_cpu: bool = False) -> None:
+    """Recompute layers 0, k, 2k, ... of a transformers model (k = `every`) when it is in training mode.
+
+    Args:
+        to_cpu: keep the inputs of recomputed layers in (pinned) CPU memory until they are needed.
+
+    Raises:
+        ModelError: the model has no layers that can be recomputed.
+    """
+    # Non-reentrant: the reentrant form runs backward passes inside the backward pass, which ZeRO's hooks count wrongly.
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", None) and _is_layer(m)]
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no layers that support activation checkpointing")
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number % every == 0
+        if to_cpu:
+            layer._gradient_checkpointing_func = _checkpoint_to_cpu
+
+
+def _is_layer(module: Any) -> bool:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return isinstance(module, GradientCheckpointingLayer)
+
+
+def _checkpoint_to_cpu(call: Callable[..., Any], *args: Any) -> Any:
+    # The hooks of save_on_cpu see the layer's inputs only: inside, the checkpoint's own hooks are the innermost.
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(call, *args, use_reentrant=False)

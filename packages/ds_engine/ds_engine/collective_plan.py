@@ -1,0 +1,125 @@
+"""Which collectives a training step issues, as a pure function of the configuration and the number of micro batches.
+
+The point is what the plan does not depend on: a rank's data. Tests compare it with what was recorded.
+
+Stages 1 and 2 are planned in full. At stage 3 DeepSpeed decides on each gather from a trace of the model it takes at
+run time, so only its invariance (between ranks, steps and data) is tested, not its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .config import EngineConfig
+
+__all__ = ["PlannedCollective", "planned_step"]
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_FALLBACK_BUCKET_ELEMENTS = 500_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedCollective:
+    """One collective of the default group."""
+
+    operation: str
+    dtype: str
+    num_elements: int | None
+    """None where it depends on what is sent (pickled metrics)."""
+
+
+def planned_step(
+    config: EngineConfig,
+    *,
+    parameter_sizes: Sequence[int],
+    ready_order: Sequence[int],
+    world_size: int,
+    num_micro_batches: int,
+) -> list[PlannedCollective]:
+    """Everything `ZeroEngine.train_mini_batch` issues.
+
+    Args:
+        parameter_sizes: elements of each trained parameter, in the model's order.
+        ready_order: indices into it, in the order the backward pass finishes gradients (the same for every batch).
+        world_size: 2 or more; one rank alone leaves some out.
+
+    Raises:
+        ValueError: stage 3, or fewer than two ranks.
+    """
+    zero = config.zero
+    if zero.stage == 3:
+        raise ValueError("stage 3 decides on its gathers at run time; only stages 1 and 2 can be planned")
+    if world_size < 2:
+        raise ValueError(f"world_size={world_size} is not allowed: 2 or more")
+    travel = "fp32" if zero.fp32_reduce else config.dtype
+    bucket = zero.reduce_bucket_bytes // _ELEMENT_BYTES[travel]
+    # DeepSpeed runs stage 1 in bf16 with fp32 accumulation through another optimizer class unless it is offloaded.
+    other_class = (
+        zero.stage == 1 and config.dtype == "bf16" and zero.fp32_grad_accum and zero.offload.optimizer == "none"
+    )
+    plan = [_call("all_gather", "int64", 3 * world_size)]
+    if other_class:
+        sizes = list(_cut_after(parameter_sizes, _FALLBACK_BUCKET_ELEMENTS))
+    else:
+        order = ready_order if zero.stage == 2 else range(len(parameter_sizes))
+        sizes = list(_reduced_sizes(parameter_sizes, order, bucket, world_size))
+    num_reductions = num_micro_batches if zero.stage == 2 else 1
+    plan += [_call("all_reduce", _DTYPES[travel], size) for size in sizes] * num_reductions
+    if not other_class:
+        if config.dtype != "fp32":
+            plan.append(_call("all_reduce", "uint8", 1))  # does any rank hold an inf or nan?
+        plan.append(_call("all_reduce", "float32", 1))  # squared norm of the shards
+    plan.append(_call("all_gather_into_tensor", _DTYPES[config.dtype], _shard_size(parameter_sizes, world_size)))
+    plan.append(_call("all_gather", "int64", world_size))  # sizes of the pickled metrics, then these
+    plan.append(_call("all_gather", "uint8", None))
+    return plan
+
+
+def _call(operation: str, dtype: str, num_elements: int | None) -> PlannedCollective:
+    return PlannedCollective(operation=operation, dtype=dtype, num_elements=num_elements)
+
+
+def _shard_size(parameter_sizes: Sequence[int], world_size: int) -> int:
+    """A rank's part of all parameters laid end to end, padded so that parts are equal and 4-byte aligned in bf16."""
+    alignment = 2 * world_size
+    return -(-sum(parameter_sizes) // alignment) * alignment // world_size
+
+
+def _reduced_sizes(parameter_sizes: Sequence[int], order: Sequence[int], bucket: int, world_size: int) -> Iterator[int]:
+    """Gradients fill a bucket until the next does not fit; one larger than it goes alone, cut at shard borders."""
+    filled = 0
+    for index in order:
+        size = parameter_sizes[index]
+        if filled and filled + size > bucket:
+            yield filled
+            filled = 0
+        if size > bucket:
+            start = sum(parameter_sizes[:index])
+            yield from _cut_after(_parts(start, size, _shard_size(parameter_sizes, world_size)), bucket)
+        else:
+            filled += size
+    if filled:
+        yield filled
+
+
+def _parts(start: int, size: int, shard: int) -> Iterator[int]:
+    """Lengths of [start, start + size) cut at multiples of `shard`."""
+    end = start + size
+    while start < end:
+        border = min(end, (start // shard + 1) * shard)
+        yield border - start
+        start = border
+
+
+def _cut_after(sizes: Sequence[int] | Iterator[int], limit: int) -> Iterator[int]:
+    """Sums of consecutive sizes, each closed by the size that takes it beyond `limit`."""
+    total = 0
+    for size in sizes:
+        total += size
+        if total > limit:
+            yield total
+            total = 0
+    if total:
+        yield total
