@@ -179,7 +179,7 @@ def test_checkpointing_recomputes_every_kth_layer(tmp_path: Path, every: int, to
         if checkpointed:
             enable_checkpointing(model, every=every, to_cpu=to_cpu)
             for layer in model.model.layers:
-                layer.mlp.register_forward_hook(lambda *_: calls.append(1))
+                layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
         model(packed=inputs).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert len(calls) == 4 + recomputed

@@ -11,7 +11,6 @@ from ds_engine_testkit import RankPool, make_batch, make_samples
 
 from ds_engine import (
     EngineConfig,
-    EngineConfigError,
     OffloadConfig,
     OptimConfig,
     PlanMismatchError,
