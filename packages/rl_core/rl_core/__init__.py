@@ -1,8 +1,6 @@
 """RL post-training algorithms as pure functions of tensors: advantages, losses, KL, batch math and packing."""
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,13 +12,13 @@ if TYPE_CHECKING:
     from .dynamic_sampling import DynamicSelection, informative_groups, select_groups
     from .entropy import entropy_bonus, entropy_from_logits
     from .errors import BatchError, RLCoreError, ShapeError
-    from .gae import gae
+    from .fused_log_prob import linear_log_prob
+    from .gae_advantages import gae
     from .gspo import gspo_loss
     from .importance import ImportanceLevel, ImportanceMode, rollout_weights
     from .kl import KLKind, kl_estimate, kl_loss
     from .kl_control import AdaptiveKL, FixedKL, KLController
     from .layout import BatchLayout, batch_layout
-    from .linear_log_prob import linear_log_prob
     from .mismatch import effective_sample_size, mismatch_metrics
     from .ordering import inverse_order, reorder, restore
     from .overlong import overlong_keep, overlong_penalty
@@ -133,7 +131,7 @@ _MODULES = {
         "RLCoreError",
         "ShapeError",
     ),
-    ".gae": ("gae",),
+    ".gae_advantages": ("gae",),
     ".gspo": ("gspo_loss",),
     ".importance": (
         "ImportanceLevel",
@@ -154,7 +152,7 @@ _MODULES = {
         "BatchLayout",
         "batch_layout",
     ),
-    ".linear_log_prob": ("linear_log_prob",),
+    ".fused_log_prob": ("linear_log_prob",),
     ".mismatch": (
         "effective_sample_size",
         "mismatch_metrics",
@@ -206,14 +204,3 @@ def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name], __name__), name)
-
-
-class _Package(ModuleType):
-    """Importing a submodule binds it on its package; a function of the same name must win over that."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _EXPORTS and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

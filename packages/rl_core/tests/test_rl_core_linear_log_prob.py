@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rl_core.linear_log_prob import chunked, linear_log_prob
+from rl_core.fused_log_prob import chunked, linear_log_prob
 
 
 def make_inputs(
@@ -228,7 +228,7 @@ def test_peak_of_the_forward_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_package_attribute_stays_callable_after_the_subpackage_is_loaded() -> None:
-    import rl_core.linear_log_prob.api
+    import rl_core.fused_log_prob.api
 
     hidden, weight, targets, _ = make_inputs(3, 8, 20, torch.float32)
     expected = linear_log_prob(hidden, weight, targets)

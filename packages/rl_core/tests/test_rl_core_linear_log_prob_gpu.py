@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_core.linear_log_prob import linear_log_prob
+from rl_core.fused_log_prob import linear_log_prob
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rl_core.linear_log_prob import linear_log_prob
+from rl_core.fused_log_prob import linear_log_prob
 
 VOCAB, HIDDEN, TOKENS = 42, 8, 11
 

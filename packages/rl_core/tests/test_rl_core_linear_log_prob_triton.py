@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.linear_log_prob.tiles import (
+from rl_core.fused_log_prob.tiles import (
     BLOCK_BYTES,
     EXTRA_BYTES,
     MAX_BLOCK_ROWS,
@@ -27,7 +27,7 @@ from rl_core.linear_log_prob.tiles import (
 CASES = """
 import itertools, sys
 import torch
-from rl_core.linear_log_prob import linear_log_prob, triton_backward, triton_forward
+from rl_core.fused_log_prob import linear_log_prob, triton_backward, triton_forward
 
 triton_forward.MAX_ROWS = 64  # several launches,
 triton_backward.plan_blocks = lambda rows, columns, *_: (min(rows, 48), min(columns, 64))  # row and column blocks

@@ -18,7 +18,7 @@ _TUNER = Tuner()
 
 
 class TritonBackend:
-    """See :class:`rl_core.linear_log_prob.types.Backend`. ``allow_hopper=False`` keeps to the portable kernels."""
+    """See :class:`rl_core.fused_log_prob.types.Backend`. ``allow_hopper=False`` keeps to the portable kernels."""
 
     def __init__(self, *, deterministic: bool = False, allow_hopper: bool = True) -> None:
         self.deterministic = deterministic

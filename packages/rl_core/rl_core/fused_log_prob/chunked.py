@@ -46,7 +46,7 @@ def _capped_logits(hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, 
 
 
 class ChunkedBackend:
-    """See :class:`rl_core.linear_log_prob.types.Backend`."""
+    """See :class:`rl_core.fused_log_prob.types.Backend`."""
 
     def forward(
         self,
