@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .reinforce_pp import reinforce_pp_advantages, reinforce_pp_baseline_advantages
     from .rewards import token_rewards
     from .segments import broadcast_to_tokens, returns_to_go, segment_mean, segment_sum
-    from .value_loss import value_loss
+    from .value import value_loss
     from .whiten import masked_whiten
 
 __all__ = [
@@ -194,7 +194,7 @@ _MODULES = {
         "segment_mean",
         "segment_sum",
     ),
-    ".value_loss": ("value_loss",),
+    ".value": ("value_loss",),
     ".whiten": ("masked_whiten",),
 }
 _EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
