@@ -1,4 +1,4 @@
-"""Other architectures, and a server that dies: Llama with a head of its own, Phi-3 whose projections are fused."""
+"""Other architectures and several servers: Llama on one worker and on two, Phi-3 whose projections are fused."""
 
 import os
 import signal
@@ -14,18 +14,19 @@ from weight_sync import ModuleSource, SyncConfig, WeightPusher, WeightSyncError
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = {"llama": False, "phi3": False, "qwen2": True}
+Servers = dict[str, tuple[Server, Path]]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Server, Path]]]:
-    """One server a family, started side by side."""
-    running = {}
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Servers started side by side: two of Llama, the second tensor-parallel, and one of Phi-3."""
+    running: Servers = {}
     try:
-        for family, tied in FAMILIES.items():
-            folder = tmp_path_factory.mktemp(family)
-            helpers.save_model(helpers.tiny_model(helpers.tiny_config(family, tied=tied), seed=1), folder / "model")
-            running[family] = (helpers.start_server(folder / "model", folder / "server.log"), folder)
+        for name, family, args in (("one", "llama", []), ("two", "llama", TWO_RANKS), ("phi3", "phi3", [])):
+            folder = tmp_path_factory.mktemp(name)
+            helpers.save_model(helpers.tiny_model(helpers.tiny_config(family, tied=False), seed=1), folder / "model")
+            server = helpers.start_server(folder / "model", folder / "server.log", extra_args=args)
+            running[name] = (server, folder)
         for server, _ in running.values():
             helpers.wait_healthy(server)
         yield running
@@ -34,37 +35,46 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
             helpers.stop_server(server)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rollout_and_trainer_agree(family: str, servers: dict[str, tuple[Server, Path]]) -> None:
-    server, _ = servers[family]
-    model = helpers.tiny_model(helpers.tiny_config(family, tied=FAMILIES[family]), seed=2)
-    with WeightPusher(ModuleSource(model), [server], SyncConfig(verify=True)) as pusher:
-        pusher.push(1)
+TWO_RANKS = ["--tensor-parallel-size", "2"]
+
+
+def check_agreement(name: str, server: Server, model: Any) -> None:
     difference = assert_serves(server, model)
-    print(f"{family}: mean absolute log-prob difference {difference:.2e}")
+    print(f"{name}: mean absolute log-prob difference {difference:.2e}")
     assert difference <= 1e-4
 
 
-def test_a_server_that_dies_in_the_middle_and_comes_back(
-    servers: dict[str, tuple[Server, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, folder = servers["llama"]
-    model = helpers.tiny_model(helpers.tiny_config("llama", tied=False), seed=3)
-    source = KillsAServer(model)
-    monkeypatch.setattr(SyncConfig, "bucket_bytes", 40_000)
-    with WeightPusher(source, [server]) as pusher:
+def test_fused_projections(servers: Servers) -> None:
+    model = helpers.tiny_model(helpers.tiny_config("phi3", tied=False), seed=2)
+    with WeightPusher(ModuleSource(model), [servers["phi3"][0]], SyncConfig(verify=True)) as pusher:
         pusher.push(1)
-        source.process_group = server.process.pid
+    check_agreement("phi3", servers["phi3"][0], model)
+
+
+def test_all_servers_or_none_and_a_server_that_comes_back(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, _), (two, folder) = servers["one"], servers["two"]
+    model = helpers.tiny_model(helpers.tiny_config("llama", tied=False), seed=2)
+    source = KillsAServer(model)
+    with WeightPusher(source, [one, two], SyncConfig(verify=True)) as pusher:
+        pusher.push(1)
+        check_agreement("llama", one, model)
+        check_agreement("llama on two ranks", two, model)
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", 40_000)
+    with WeightPusher(source, [one, two]) as pusher:
+        source.process_group = two.process.pid
         with pytest.raises(WeightSyncError, match="version 2 was not published"):
             pusher.push(2)
         source.process_group = None
-        server.process.wait(20)
-        port = int(server.url.rpartition(":")[2])
+        two.process.wait(20)
+        assert helpers.call(one, "GET", "/is_paused")[1] == {"is_paused": True}
+        assert helpers.call(one, "GET", "/weight_info")[1] == {"weight_version": "1"}
+        port = int(two.url.rpartition(":")[2])
         again = helpers.start_server(folder / "model", folder / "again.log", port=port)
         try:
             helpers.wait_healthy(again)
             assert pusher.push(3).num_attempts == 1
-            assert_serves(again, model)
+            for server in (one, again):
+                assert_serves(server, model)
         finally:
             helpers.stop_server(again)
 

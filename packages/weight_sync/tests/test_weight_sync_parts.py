@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,19 @@ def test_bad_folders_and_modules_are_named(tmp_path: Path) -> None:
     module.weight = nn.Parameter(torch.zeros(2, 4))
     with pytest.raises(SourceError, match=r"weight: planned with shape \(4, 4\), now has shape \(2, 4\)"):
         source.fill(plan.buckets[0], torch.empty(1024, dtype=torch.uint8))
+
+
+def test_fsdp2_shards_are_gathered(tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("weight_sync_fsdp_worker.py"))
+    port = str(helpers.free_port())
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+    ranks = [helpers.start_process([sys.executable, script, str(i), port], log) for i, log in enumerate(logs)]
+    try:
+        codes = [rank.wait(90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            helpers.stop_process(rank)
+    assert codes == [0, 0], "".join(log.read_text()[-3000:] for log in logs)
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)

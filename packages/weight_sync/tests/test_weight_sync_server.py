@@ -164,9 +164,9 @@ def test_a_missing_parameter_is_refused_by_name(recovered: Server, new_model: An
 def test_two_trainers_at_once(server: Server, old_model: Any, new_model: Any) -> None:
     with WeightPusher(ModuleSource(new_model), [server]) as first:
         first.push(1)
-        with WeightPusher(ModuleSource(old_model), [server]) as second:
-            with pytest.raises(WeightSyncError, match="owned by the live pusher"):
-                second.push(1)
+        second = WeightPusher(ModuleSource(old_model), [server])
+        with second, pytest.raises(WeightSyncError, match="owned by the live pusher"):
+            second.push(1)
         assert not is_paused(server)
         assert_serves(server, new_model)
         first.push(2)
@@ -194,6 +194,42 @@ def test_tcp_carries_the_same_weights(recovered: Server, old_model: Any, monkeyp
         flip_bytes(monkeypatch, 1)
         assert pusher.push(3).num_attempts == 2
     assert_serves(recovered, old_model)
+
+
+def test_layerwise_reload_carries_the_same_weights(
+    recovered: Server, old_model: Any, new_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", 30_000)
+    with WeightPusher(ModuleSource(old_model), [recovered], SyncConfig(apply="layerwise", verify=True)) as pusher:
+        assert pusher.push(1).num_attempts == 1
+        assert_serves(recovered, old_model)
+    with WeightPusher(ModuleSource(new_model), [recovered], SyncConfig(apply="layerwise")) as pusher:
+        announce = PushSession._announce
+        left = [1]
+
+        def damaged(self: PushSession, push: Any, bucket: Any, value: Any) -> None:
+            if bucket.index == 5 and left:
+                left.clear()
+                self._sender.buffer(bucket)[17] += 1
+            announce(self, push, bucket, value)
+
+        monkeypatch.setattr(PushSession, "_announce", damaged)
+        assert pusher.push(2).num_attempts == 2
+    assert_serves(recovered, new_model)
+    # a plan the server has not seen, after a layerwise reload has been through its loaders
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", 33_000)
+    with WeightPusher(ModuleSource(old_model), [recovered]) as pusher:
+        assert pusher.push(3).num_attempts == 1
+    assert_serves(recovered, old_model)
+
+
+def test_the_server_keeps_nothing_of_the_shared_memory(server: Server, new_model: Any) -> None:
+    with WeightPusher(ModuleSource(new_model), [server]) as pusher:
+        pusher.push(1)
+        assert pusher._session is not None
+        for segment in pusher._session._sender._segments:  # type: ignore[attr-defined]
+            segment.bytes_N.fill_(0xAB)
+        assert_serves(server, new_model)
 
 
 class ChangesItsMind:
@@ -230,9 +266,9 @@ def test_verify_compares_every_byte(
     with WeightPusher(ModuleSource(new_model), [recovered], config) as pusher:
         assert pusher.push(1).num_attempts == 1
     assert_serves(recovered, new_model)
-    with WeightPusher(ChangesItsMind(new_model, name), [recovered], config) as pusher:
-        with pytest.raises(ReceiverError, match="bytes differ from the trainer's") as caught:
-            pusher.push(2)
+    pusher = WeightPusher(ChangesItsMind(new_model, name), [recovered], config)
+    with pusher, pytest.raises(ReceiverError, match="bytes differ from the trainer's") as caught:
+        pusher.push(2)
     assert caught.value.tensor == found
     assert is_paused(recovered)
 

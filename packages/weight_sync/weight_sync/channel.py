@@ -35,6 +35,10 @@ class Channel:
         self._sock = sock
         self._received_fds: list[int] = []
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the time limit of every later call."""
+        self._sock.settimeout(timeout_s)
+
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
         return self._sock.fileno()

@@ -30,6 +30,10 @@ class SyncConfig:
     """After loading, send everything once more and compare it with what the server's layers hold, byte for byte, before
     anything is published. Several times slower; for tests and for tracking down a mismatch."""
 
+    apply: Literal["auto", "layerwise"] = "auto"
+    """How a server loads what came. ``auto``: dense unquantised models directly, others through vLLM's layerwise
+    reload; ``layerwise``: always through it."""
+
     timeout_s: float = 120.0
     """Longest silence, in seconds, before the other side counts as dead. Waiting for running requests is separate."""
 
@@ -39,6 +43,8 @@ class SyncConfig:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise SyncConfigError(f"transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        if self.apply not in ("auto", "layerwise"):
+            raise SyncConfigError(f"apply: {self.apply!r} is not one of auto, layerwise")
         if self.bucket_mib < 1:
             raise SyncConfigError(f"bucket_mib: {self.bucket_mib} given, must be at least 1")
         for name in ("timeout_s", "pause_timeout_s"):

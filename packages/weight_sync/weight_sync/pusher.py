@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .config import SyncConfig
 from .control import ServerControl
-from .errors import ReceiverError, SyncConfigError, WeightSyncError
+from .errors import ManifestError, ReceiverError, SyncConfigError, WeightSyncError
 from .plan import BucketPlan, plan_buckets
 from .session import PROTOCOL, PushSession, Timings, num_passes
 from .sources import WeightSource
@@ -134,8 +134,21 @@ class WeightPusher:
 
     def _plan_once(self) -> BucketPlan:
         if self._plan is None:
-            self._plan = plan_buckets(self._source.manifest(), self._config.bucket_bytes)
+            plan = plan_buckets(self._source.manifest(), self._config.bucket_bytes)
+            self._check_same(plan)
+            self._plan = plan
         return self._plan
+
+    def _check_same(self, plan: BucketPlan) -> None:
+        """Ranks with different plans would wait for each other for ever; refuse on all of them instead."""
+        if self._world() == 1:
+            return
+        value = int(plan.digest[:15], 16)
+        low, high = self._tensor([value], torch.int64), self._tensor([value], torch.int64)
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=self._group)
+        if low.item() != high.item():
+            raise ManifestError(f"rank {self._rank}: the ranks' manifests differ; this rank's plan is {plan.digest}")
 
     def _attempt(self, plan: BucketPlan, version: int) -> Exception | None:
         """One full send. Fills every bucket whatever happens, for the other ranks are in the same collectives."""
@@ -156,8 +169,7 @@ class WeightPusher:
             timings = self._session.timings
         if self._world() > 1:
             values = [float(code), timings.pause_s, timings.gather_s, timings.transfer_s, timings.finish_s]
-            on_gpu = "nccl" in str(dist.get_backend(self._group))
-            tensor: Tensor = torch.tensor(values, dtype=torch.float64, device=self._device if on_gpu else "cpu")
+            tensor = self._tensor(values, torch.float64)
             dist.broadcast(tensor, src=self._root(), group=self._group)
             values = tensor.tolist()
             code, timings = int(values[0]), Timings(*values[1:])
@@ -175,6 +187,11 @@ class WeightPusher:
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return dist.get_world_size(self._group)
+
+    def _tensor(self, values: list[Any], dtype: torch.dtype) -> Tensor:
+        """A tensor where the group's collectives want it."""
+        on_gpu = "nccl" in str(dist.get_backend(self._group)) and "gloo" not in str(dist.get_backend(self._group))
+        return torch.tensor(values, dtype=dtype, device=self._device if on_gpu else "cpu")
 
     def _root(self) -> int:
         return 0 if self._group is None else dist.get_global_rank(self._group, 0)

@@ -18,9 +18,10 @@ import contextlib
 import secrets
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -96,7 +97,6 @@ class PushSession:
         self._controls = list(controls)
         self._config = config
         self._identity = identity
-        self._pool = ThreadPoolExecutor(len(self._controls), thread_name_prefix="weight_sync")
         transport = choose_transport(config, device)
         host = config.host or _route_to([control.url for control in controls])
         self._listener = Listener(host if transport in ("tcp", "nccl") else None)
@@ -132,7 +132,6 @@ class PushSession:
         """Free everything; the servers see the pusher as gone."""
         self._listener.close()
         self._sender.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _claim(self) -> None:
         """Before anything is paused: are these our servers, and is no other pusher alive?"""
@@ -150,8 +149,9 @@ class PushSession:
                 "session": push.session,
                 "server": index,
                 "timeout_s": self._config.timeout_s,
+                "wait_s": self._config.pause_timeout_s + self._config.timeout_s,
             }
-            push.futures.append(self._pool.submit(self._serve, push, index, control, info))
+            push.futures.append(spawn(self._serve, push, index, control, info))
         ahead = min(NUM_SLOTS, len(plan.buckets))
         sums = [self._fill(filler) for _ in range(ahead)]  # while the servers finish their requests
         push.links = self._accept(push)
@@ -241,7 +241,8 @@ class PushSession:
         common = self._sender.settle()
         for link, (greeting, fds) in zip(push.links, greetings, strict=True):
             message: Message = {"type": "plan", "digest": plan.digest, "version": version}
-            message |= {"transport": self._sender.name, "greeting": greeting | common, "verify": self._config.verify}
+            message |= {"transport": self._sender.name, "greeting": greeting | common}
+            message |= {"verify": self._config.verify, "apply": self._config.apply}
             if plan.digest not in link.hello.get("plans", ()):
                 message["plan"] = plan.to_json()
             link.channel.send(message, fds)
@@ -300,7 +301,7 @@ class PushSession:
 
     def _each(self, call: Callable[[ServerControl], T]) -> list[T]:
         """Run one call on all servers at the same time; the first error once all have answered."""
-        futures = [self._pool.submit(call, control) for control in self._controls]
+        futures = [spawn(call, control) for control in self._controls]
         wait_futures(futures)
         return [future.result() for future in futures]
 
@@ -346,6 +347,20 @@ class _Filler:
         """Take part in the collectives of the buckets that nobody will get."""
         for bucket in self._left:
             self._source.fill(bucket, None)
+
+
+def spawn(call: Callable[..., T], *args: Any) -> Future[T]:
+    """Run in a daemon thread: a server that never answers must not keep the trainer's process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight_sync", daemon=True).start()
+    return future
 
 
 def _reopen(control: ServerControl) -> None:

@@ -60,10 +60,10 @@ class ModelLoader:
         """Dry run on meta tensors. Raises ReceiverError('plan', name, ...) naming the tensor that does not fit."""
         return DryRun(self._model, self._device).run(plan)
 
-    def begin(self, layout: Layout) -> None:
-        """Start receiving."""
+    def begin(self, layout: Layout, *, layerwise: bool = False) -> None:
+        """Start receiving; ``layerwise`` insists on vLLM's own reload."""
         self._loaded = set()
-        self._active = self._direct if layout.direct else self._layerwise
+        self._active = self._direct if layout.direct and not layerwise else self._layerwise
         self._active.begin(layout)
 
     @torch.no_grad()
@@ -175,9 +175,8 @@ class DirectLoader:
             torch._foreach_copy_(to, sources)
 
     def _pack(self, target: Target) -> None:
-        module: Any = target.module
-        module.quant_method.process_weights_after_loading(module)
-        module._parameters[target.name] = target.live
+        repack(target.module)
+        target.module._parameters[target.name] = target.live  # type: ignore[assignment]
         if target in self._scratch:
             self._scratch.release(target)
 
@@ -248,9 +247,15 @@ def pack_heads(model: nn.Module) -> None:
         if not hasattr(module, "cpu_linear"):
             continue
         if isinstance(module, ParallelLMHead) or not has_head:
-            module.quant_method.process_weights_after_loading(module)
+            repack(module)
         else:
             module.cpu_linear = nn.functional.linear
+
+
+def repack(module: Any) -> None:
+    """Pack a CPU layer's weight. The old packed copy goes first, so that its warm pages are used for the new one."""
+    module.cpu_linear = None
+    module.quant_method.process_weights_after_loading(module)
 
 
 def _view(tensor: Tensor, view: tuple[tuple[int, ...], tuple[int, ...], int]) -> Tensor:
@@ -265,8 +270,9 @@ def _lies_in(value: Any, storage_ptr: int) -> bool:
 def _place_back(module: nn.Module, info: Any) -> None:
     """Undo layerwise reload's replacement of one module's tensors."""
     parameters, buffers = info.kernel_tensors
-    for name in [*module._parameters, *module._buffers]:
-        delattr(module, name)
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None:  # a bias that a layer does not have is registered as None and stays so
+            delattr(module, name)
     for name, parameter in parameters.items():
         module.register_parameter(name, parameter)
     non_persistent: set[str] = getattr(info, "kernel_non_persistent_buffers", set())

@@ -58,6 +58,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     session: str = ""
     server: int = 0
     timeout_s: float = 120.0
+    wait_s: float = 1920.0
+    """Until the first message: the pusher may still wait for other servers' running requests."""
     abort: str = ""
 
 
@@ -107,6 +109,7 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         channel = connect(update_info.address, update_info.timeout_s)
         try:
             channel.send(self._hello(update_info))
+            channel.set_timeout(update_info.wait_s)
             self._run(channel, update_info.timeout_s)
             self._complete = True
         except ReceiverError as error:
@@ -160,12 +163,13 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         message = channel.receive()
         if message["type"] != "plan":
             raise _unexpected(message)
+        channel.set_timeout(timeout_s)
         plan, layout = self._learn(message)
         receiver = self._receiver(message["transport"], timeout_s)
         receiver.attach(message["greeting"], channel.take_fds(), plan)
         channel.send({"type": "ready", "value": plan.digest})
         started = time.perf_counter()
-        self._loader.begin(layout)
+        self._loader.begin(layout, layerwise=message.get("apply") == "layerwise")
         num_tensors = self._stream(channel, plan, receiver, self._loader.load, self._loader.finish)
         logger.info("weight sync: %d tensors in %.3f s", num_tensors, time.perf_counter() - started)
         if message.get("verify"):

@@ -153,6 +153,7 @@ class DryRun:
         origin = live if stored is None else stored
         meta = like(origin, torch.empty(origin.numel(), dtype=origin.dtype, device="meta"))
         restore_layer_refs(meta, module)
+        _unwrap_loader(meta)
         self._metas.append(meta)  # keeps its storage's identity from being used again
         if name in module._parameters:
             target = Target(module, name, f"{prefix}.{name}" if prefix else name, meta, live)
@@ -173,19 +174,23 @@ class DryRun:
         numel = 1
         for size in slot.shape:
             numel *= size
-        copied = sum(copy.numel for copy in self._layout.copies[slot.name])
-        if copied == 0:
+        copies = self._layout.copies[slot.name]
+        copied = sum(copy.numel for copy in copies)
+        if not copies:
             raise ReceiverError("plan", slot.name, "no parameter of the server's model takes it")
         num_ranks = _num_tensor_ranks()
+        if num_ranks > 1 and all(isinstance(copy.target.module, VocabParallelEmbedding) for copy in copies):
+            return  # ranks hold unequal parts of a vocabulary, and its loader checks the full shape
         if copied > numel or copied * num_ranks < numel or (num_ranks == 1 and copied != numel):
             detail = f"shape {list(slot.shape)}: the server takes {copied} of its {numel} elements"
             raise ReceiverError("plan", slot.name, detail)
 
     def _check_parameters(self) -> None:
+        fed = {copy.target for copies in self._layout.copies.values() for copy in copies}
         for target in self._layout.targets:
             needed = int(getattr(target.meta, "weight_loader_numel", target.meta.numel()))
             padded = isinstance(target.module, VocabParallelEmbedding)
-            if needed and (target.received == 0 if padded else target.received < needed):
+            if needed and (target not in fed if padded else target.received < needed):
                 detail = f"the server's parameter gets {target.received} of its {needed} elements from this manifest"
                 raise ReceiverError("plan", target.qualname, detail)
 
@@ -248,6 +253,14 @@ def _origin(bucket: Bucket, slot: Slot, copy: Copy) -> tuple[int, int]:
         return bucket.index, -1
     start = slot.offset + (from_offset - to_offset) * copy.target.meta.element_size()
     return bucket.index, start if start % 64 == 0 else -1
+
+
+def _unwrap_loader(meta: Any) -> None:
+    """After a layerwise reload the stored metadata keeps its wrapped loaders, which load nothing outside of one."""
+    loader = getattr(meta, "weight_loader", None)
+    while getattr(loader, "__name__", "") == "online_process_loader":
+        loader = loader.__wrapped__  # type: ignore[union-attr]
+        meta.weight_loader = loader
 
 
 def _geometry(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:

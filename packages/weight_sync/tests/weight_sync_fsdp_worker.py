@@ -1,0 +1,33 @@
+"""One rank of an FSDP2 job on the CPU: its source must give the whole tensors. Run by test_weight_sync_parts.py."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from weight_sync import ModuleSource, plan_buckets
+from weight_sync.sources import slot_view
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+module = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3))
+reference = {name: param.detach().clone() for name, param in module.named_parameters()}
+fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+assert any(hasattr(param, "full_tensor") for param in module.parameters())
+source = ModuleSource(module)
+seen = set()
+for bucket in plan_buckets(source.manifest(), 600).buckets:
+    out = torch.zeros(bucket.nbytes, dtype=torch.uint8) if rank == 0 else None
+    source.fill(bucket, out)
+    for slot in bucket.slots if out is not None else ():
+        assert torch.equal(slot_view(out, slot), reference[slot.name]), slot.name
+        seen.add(slot.name)
+assert rank or seen == set(reference)
+dist.destroy_process_group()
