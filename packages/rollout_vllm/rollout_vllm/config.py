@@ -20,6 +20,9 @@ def _require_positive(config: object, fields: Iterable[str], *, or_none: bool = 
         _require(value is not None and value > 0, field, value, "a number above 0" + (" or None" if or_none else ""))
 
 
+_OUR_ARGUMENTS = ("--host", "--port", "--api-key", "--served-model-name", "--model", "--logprobs-mode")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How servers are started and how the client talks to them."""
@@ -73,7 +76,11 @@ class RolloutConfig:
         last = (self.port or 1) + self.num_servers - 1
         ports_fit = self.port is None or 1 <= self.port <= last <= 65535
         _require(ports_fit, "port", self.port, "1..65535 with room for num_servers ports, or None")
-        _require(bool(self.host), "host", self.host, "an address, 127.0.0.1 unless other machines call the servers")
+        every_interface = self.host in ("", "0.0.0.0", "::")
+        _require(not every_interface, "host", self.host, "one interface's address, 127.0.0.1 unless others call in")
+        for argument in self.extra_args:
+            ours = argument.partition("=")[0] in _OUR_ARGUMENTS
+            _require(not ours, "extra_args", argument, "any vLLM argument but " + ", ".join(_OUR_ARGUMENTS))
         for url in self.urls:
             ok = url.startswith(("http://", "https://"))
             _require(ok, "urls", url, "http://host:port or https://host:port")

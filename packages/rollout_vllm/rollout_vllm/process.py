@@ -188,9 +188,11 @@ class ServerProcess:
         self.ask_to_stop()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(self._stop_grace_s + 10.0)
-        # The supervisor leaves nothing behind; this is for the case that somebody killed the supervisor.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        # A supervisor that ends by itself leaves nothing behind. This is for one that hangs or was killed; not done
+        # otherwise, since the number of a group that is gone may belong to somebody else by now.
+        if self._process.returncode is None or self._process.returncode < 0:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def release_port(self) -> None:

@@ -35,6 +35,12 @@ tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
 tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>",
     unk_token="<unk>").save_pretrained(sys.argv[1])
+from peft import LoraConfig, get_peft_model
+adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+for name, parameter in adapted.named_parameters():
+    if "lora_" in name:
+        torch.nn.init.normal_(parameter, std=0.5)
+adapted.save_pretrained(sys.argv[2])
 """
 
 
@@ -43,11 +49,22 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built in a process of its own: importing torch and transformers here would slow every other test module."""
-    folder = tmp_path_factory.mktemp("model")
-    subprocess.run([sys.executable, "-c", BUILD_MODEL, str(folder)], check=True, timeout=300, capture_output=True)
+    folder = tmp_path_factory.mktemp("built")
+    command = [sys.executable, "-c", BUILD_MODEL, str(folder / "model"), str(folder / "adapter")]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(built: Path) -> Path:
+    return built / "model"
+
+
+@pytest.fixture(scope="session")
+def adapter_folder(built: Path) -> Path:
+    return built / "adapter"
 
 
 @pytest.fixture(scope="session")

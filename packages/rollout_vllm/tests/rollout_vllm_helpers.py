@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -39,6 +41,13 @@ def assert_complete(requests: list[Request], groups: list[GroupResult], n: int) 
     for group in groups:
         indices = [s.sample_index for s in group.samples] + [f.sample_index for f in group.failures]
         assert sorted(indices) == list(range(n))
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 300.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.05)
 
 
 class HarmfulProxy:

@@ -7,10 +7,11 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from rollout_vllm_helpers import HarmfulProxy, assert_complete, config_for_tests, make_requests
+from rollout_vllm_helpers import HarmfulProxy, assert_complete, config_for_tests, make_requests, wait_until
 
 import rollout_vllm.client
 from rollout_vllm import (
@@ -105,9 +106,8 @@ def test_a_stale_connection_is_survived(pair: ServerGroup, monkeypatch: pytest.M
     monkeypatch.setattr(rollout_vllm.client, "_KEEP_ALIVE_S", 60.0)
     requests = make_requests(8)
     with RolloutClient(pair.endpoints, quick()) as client:
-        for _ in range(2):
-            assert all(g.complete for g in client.generate_blocking(requests, SHORT))
-            time.sleep(5.5)
+        assert all(g.complete for g in client.generate_blocking(requests, SHORT))
+        time.sleep(5.5)
         assert all(g.complete for g in client.generate_blocking(requests, SHORT))
 
 
@@ -214,35 +214,26 @@ def test_one_of_two_servers_is_killed(pair: ServerGroup) -> None:
     pair.check()
 
 
-def test_the_only_server_hangs(pair: ServerGroup) -> None:
-    alone = ServerGroup(pair.endpoints[:1], pair.servers[:1], 300.0)
-    client = RolloutClient(alone.endpoints, quick(max_samples_in_flight=64))
-    synchronise, fault = Synchroniser(client), threading.Event()
-    with client, ServerWatch(alone, client, on_restart=synchronise, health_every_s=0.5, hang_timeout_s=10.0) as watch:
-        stopper = when(fault, lambda: kill_tree_member(alone, 0, signal.SIGSTOP))
-        run_with_fault(client, fault, SamplingConfig(n=8, max_tokens=40, ignore_eos=True))
-        stopper.join()
-        assert [e.what for e in watch.events] == ["hung", "restarted"]
-    alone.check()
+def test_the_only_server_hangs_or_is_killed(pair: ServerGroup) -> None:
+    """Two jobs with one server each, at once: one hangs, the other is killed."""
 
+    def one_job(position: int, how: signal.Signals, expected: str) -> None:
+        alone = ServerGroup(pair.endpoints[position : position + 1], pair.servers[position : position + 1], 300.0)
+        client = RolloutClient(alone.endpoints, quick(max_samples_in_flight=64))
+        synchronise, fault = Synchroniser(client), threading.Event()
+        settings = {"health_every_s": 0.5, "hang_timeout_s": 10.0} if how == signal.SIGSTOP else {}
+        with client, ServerWatch(alone, client, on_restart=synchronise, **settings) as watch:
+            harm = when(fault, lambda: kill_tree_member(alone, 0, how))
+            run_with_fault(client, fault, SamplingConfig(n=8, max_tokens=40, ignore_eos=True))
+            harm.join()
+            assert [e.what for e in watch.events] == [expected, "restarted"]
+        assert synchronise.calls == [0]
+        alone.check()
 
-def test_the_only_server_is_killed(pair: ServerGroup) -> None:
-    alone = ServerGroup(pair.endpoints[1:], pair.servers[1:], 300.0)
-    client = RolloutClient(alone.endpoints, quick(max_samples_in_flight=64))
-    synchronise, fault = Synchroniser(client), threading.Event()
-    with client, ServerWatch(alone, client, on_restart=synchronise) as watch:
-        killer = when(fault, lambda: kill_tree_member(alone, 0, signal.SIGKILL))
-        run_with_fault(client, fault, SamplingConfig(n=8, max_tokens=40, ignore_eos=True))
-        killer.join()
-        assert [e.what for e in watch.events] == ["died", "restarted"]
-    alone.check()
-
-
-def wait_until(condition: object, timeout_s: float = 200.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.05)
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(one_job, 0, signal.SIGSTOP, "hung"), pool.submit(one_job, 1, signal.SIGKILL, "died")]
+        for job in jobs:
+            job.result()
 
 
 def test_a_server_that_cannot_be_restarted_is_given_up(pair: ServerGroup, tmp_path: Path) -> None:

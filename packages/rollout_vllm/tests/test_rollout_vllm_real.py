@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from rollout_vllm_helpers import EOS_ID, assert_complete, config_for_tests, make_requests
+from rollout_vllm_helpers import EOS_ID, assert_complete, config_for_tests, make_requests, wait_until
 
 from rollout_vllm import (
     ControlError,
@@ -246,29 +246,11 @@ def test_sleep_and_wake(pair: ServerGroup, client: RolloutClient) -> None:
 
 
 # ---- LoRA -----------------------------------------------------------------------------------------------------------
-MAKE_ADAPTER = """
-import sys, torch
-from peft import LoraConfig, get_peft_model
-from transformers import Qwen3ForCausalLM
-torch.manual_seed(1)
-config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-model = get_peft_model(Qwen3ForCausalLM.from_pretrained(sys.argv[1]), config)
-for name, parameter in model.named_parameters():
-    if "lora_" in name:
-        torch.nn.init.normal_(parameter, std=0.5)
-model.save_pretrained(sys.argv[2])
-"""
 
 
 def test_lora_adapters_on_all_servers_or_on_none(
-    pair: ServerGroup, client: RolloutClient, model_folder: Path, tmp_path: Path
+    pair: ServerGroup, client: RolloutClient, adapter_folder: Path, tmp_path: Path
 ) -> None:
-    subprocess.run(
-        [sys.executable, "-c", MAKE_ADAPTER, str(model_folder), str(tmp_path / "good")],
-        check=True,
-        timeout=300,
-        capture_output=True,
-    )
     requests, sampling = make_requests(4), SamplingConfig(n=1, temperature=0.0, max_tokens=12, ignore_eos=True)
 
     def generated() -> list[list[int]]:
@@ -280,7 +262,7 @@ def test_lora_adapters_on_all_servers_or_on_none(
         adapters.load(tmp_path / "nowhere", 1)
     assert adapters.current is None
     for version in (1, 2, 3):  # each replaces the one before
-        client.set_model(adapters.load(tmp_path / "good", version))
+        client.set_model(adapters.load(adapter_folder, version))
         assert generated() != base
     names = [json.loads(call(e, "GET", "/v1/models")[1])["data"] for e in pair.endpoints]
     assert [[m["id"] for m in server] for server in names] == [["policy", "adapter-v3"]] * 2
@@ -327,23 +309,6 @@ def descendants_alive(pid: int) -> bool:
     return False
 
 
-def test_a_failed_start_gives_the_reason_and_leaves_nothing(model_folder: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in model_folder.iterdir():
-        (broken / file.name).write_bytes(file.read_bytes())
-    weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:50_000])  # a download that was cut short
-    group = ServerGroup.launch(broken, config_for_tests(), log_dir=tmp_path)
-    pid = group.servers[0].pid
-    assert pid is not None
-    with pytest.raises(ServerStartError, match="bad model: broken safetensors") as caught:
-        group.wait_ready()
-    assert "\n" not in caught.value.reason
-    assert caught.value.log_path == tmp_path / "server_0.log"
-    assert not descendants_alive(pid)
-
-
 LAUNCHER = """
 import sys
 from pathlib import Path
@@ -355,20 +320,35 @@ group.wait_ready()
 """
 
 
-def test_a_killed_launcher_leaves_no_engine_behind(model_folder: Path, tmp_path: Path) -> None:
+def test_failed_starts_and_killed_launchers_leave_nothing(model_folder: Path, tmp_path: Path) -> None:
+    """Both at once, since each is a server's start."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model_folder.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:50_000])  # a download that was cut short
+    group = ServerGroup.launch(broken, config_for_tests(), log_dir=tmp_path)
+    pid = group.servers[0].pid
+    assert pid is not None
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(model_folder), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", LAUNCHER, str(model_folder), str(tmp_path / "launcher")],
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    assert launcher.stdout is not None
-    supervisor = int(launcher.stdout.readline())
-    end = time.monotonic() + 300
-    while "VllmWorker" not in (log := (tmp_path / "server_0.log").read_text()) and "(Worker pid=" not in log:
-        assert time.monotonic() < end
+    try:
+        with pytest.raises(ServerStartError, match="bad model: broken safetensors") as caught:
+            group.wait_ready()
+        assert "\n" not in caught.value.reason
+        assert caught.value.log_path == tmp_path / "server_0.log"
+        assert not descendants_alive(pid)
+
+        assert launcher.stdout is not None
+        supervisor = int(launcher.stdout.readline())
+        log_path = tmp_path / "launcher" / "server_0.log"
+        wait_until(lambda: "(Worker pid=" in log_path.read_text() or launcher.poll() is not None)
         assert launcher.poll() is None
-        time.sleep(0.1)
-    launcher.kill()
-    launcher.wait()
-    end = time.monotonic() + 20
-    while descendants_alive(supervisor):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    finally:
+        launcher.kill()  # and with it engine and worker, grandchildren of a process it never asked to stop
+        launcher.wait()
+    wait_until(lambda: not descendants_alive(supervisor), timeout_s=20)
