@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .async_saver import AsyncSaver
+    from .deepspeed_export import export_deepspeed
     from .errors import (
         CheckpointDamagedError,
         CheckpointError,
@@ -20,8 +22,11 @@ if TYPE_CHECKING:
     from .manager import Checkpoint, CheckpointManager
     from .manifest import Manifest, Problem, verify_folder
     from .retention import Retention
+    from .rng import capture_rng, restore_rng
+    from .state_dicts import load_state_dict, save_state_dict
 
 __all__ = [
+    "AsyncSaver",
     "Checkpoint",
     "CheckpointDamagedError",
     "CheckpointError",
@@ -38,11 +43,17 @@ __all__ = [
     "Problem",
     "Retention",
     "UnsupportedFormatError",
+    "capture_rng",
+    "export_deepspeed",
+    "load_state_dict",
+    "restore_rng",
     "save_hf_folder",
+    "save_state_dict",
     "verify_folder",
 ]
 
 _EXPORTS = {
+    "AsyncSaver": ".async_saver",
     "Checkpoint": ".manager",
     "CheckpointDamagedError": ".errors",
     "CheckpointError": ".errors",
@@ -59,7 +70,12 @@ _EXPORTS = {
     "Problem": ".manifest",
     "Retention": ".retention",
     "UnsupportedFormatError": ".errors",
+    "capture_rng": ".rng",
+    "export_deepspeed": ".deepspeed_export",
+    "load_state_dict": ".state_dicts",
+    "restore_rng": ".rng",
     "save_hf_folder": ".hf_export",
+    "save_state_dict": ".state_dicts",
     "verify_folder": ".manifest",
 }
 

@@ -28,7 +28,7 @@ __all__ = ["HfExport", "save_hf_folder"]
 _HEADER_ROOM_BYTES = 64 << 10
 _MOVE_CHUNK_BYTES = 16 << 20
 _WEIGHT_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|ckpt)|.*\.index\.json|\..*")
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -114,9 +114,9 @@ class _ShardWriter:
             raise ExportError(f"{name}: the tensor came twice; give each name once, tied weights under one name")
         self._names.add(name)
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
-        dtype_name = _DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
+        dtype_name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
         if dtype_name is None:
-            raise ExportError(f"{name}: {dtype} cannot be stored; use one of {', '.join(_DTYPE_NAMES)}")
+            raise ExportError(f"{name}: {dtype} cannot be stored; use one of {', '.join(DTYPE_NAMES)}")
         shape = list(tensor.shape)
         flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().data
@@ -200,7 +200,9 @@ def save_hf_folder(
     if max_shard_bytes < 1:
         raise ExportError(f"max_shard_bytes={max_shard_bytes!r}: must be at least 1")
     if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
-        raise ExportError(f"{out}: exists and is not an empty folder; choose another or pass overwrite=True")
+        raise ExportError(
+            f"{out}: exists and is not an empty folder; choose another or overwrite it (overwrite=True, --overwrite)"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
     if partial.exists():

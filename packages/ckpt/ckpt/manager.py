@@ -144,7 +144,7 @@ class CheckpointManager:
         for name in (MANIFEST_NAME, STATE_NAME):
             if (partial / name).exists() and step in self._preparing:
                 raise CheckpointUsageError(f"{name}: this name is the manager's own; write the file under another")
-        text = _state_to_json(state)
+        text = state_to_json(state)
         values = {name: float(value) for name, value in (metrics or {}).items()}
         self._take_lock()
         self._preparing.discard(step)
@@ -350,7 +350,7 @@ class CheckpointManager:
             pointer.unlink(missing_ok=True)
 
 
-def _state_to_json(state: Mapping[str, Any]) -> str:
+def state_to_json(state: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(dict(state), indent=1)
     except (TypeError, ValueError, RecursionError) as error:

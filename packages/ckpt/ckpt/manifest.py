@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .errors import CheckpointUsageError, UnsupportedFormatError
 from .files import fsync_file, hash_file, partial_name, walk_files
@@ -18,9 +18,11 @@ __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "Manifest
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-#: Reading and hashing overlap across files; more threads than this find the disk busy already.
-_MAX_HASH_THREADS = 8
-_MAX_FSYNC_THREADS = 4
+#: Writing, reading and hashing overlap across files; more threads than this find the disk busy already.
+_MAX_THREADS = 16
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class ManifestError(Exception):
@@ -89,11 +91,10 @@ class Manifest:
             return path.relative_to(folder).as_posix(), entry
 
         # The disk works while the processor hashes what is still in memory.
-        with _hash_pool() as pool, ThreadPoolExecutor(_MAX_FSYNC_THREADS) as disk:
-            flushed = [disk.submit(fsync_file, path) for path in paths]
-            files = dict(pool.map(describe_file, paths))
-            for future in flushed:
-                future.result()
+        tasks: list[tuple[Callable[[Path], tuple[str, FileEntry] | None], Path]]
+        tasks = [(task, path) for path in paths for task in (fsync_file, describe_file)]
+        results = _parallel(lambda item: item[0](item[1]), tasks)
+        files = dict(result for result in results if result is not None)
         return cls(step=step, created_at=created_at, files=files, metrics=metrics or {})
 
     def to_json(self) -> str:
@@ -154,8 +155,16 @@ def _body_checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _hash_pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_MAX_HASH_THREADS, os.cpu_count() or 1))
+def _parallel(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
+    """`function` of every item, in order, on threads. Raises what the first failing one raised."""
+    waiting = list(items)
+    try:
+        with ThreadPoolExecutor(min(_MAX_THREADS, 2 * (os.cpu_count() or 1))) as pool:
+            futures = [pool.submit(function, item) for item in waiting]
+    except RuntimeError:
+        # A save may outlive the main thread, and an interpreter on its way out starts no threads.
+        return [function(item) for item in waiting]
+    return [future.result() for future in futures]
 
 
 def check_file(folder: Path, name: str, entry: FileEntry) -> Problem | None:
@@ -174,9 +183,10 @@ def check_file(folder: Path, name: str, entry: FileEntry) -> Problem | None:
     return None
 
 
-def verify_folder(folder: Path) -> tuple[Problem, ...]:
+def verify_folder(folder: Path, *, on_file: Callable[[int, int], None] | None = None) -> tuple[Problem, ...]:
     """Read every file of a published checkpoint and report what differs from its manifest; empty when all is well.
 
+    `on_file` is told the bytes of each file that has been read and of all files, from whatever thread read it.
     Files that the manifest does not name are ignored: tools may leave notes or conversions beside a checkpoint.
     """
     try:
@@ -184,6 +194,12 @@ def verify_folder(folder: Path) -> tuple[Problem, ...]:
     except ManifestError as error:
         kind: Literal["missing", "altered"] = "altered" if (folder / MANIFEST_NAME).exists() else "missing"
         return (Problem(file=MANIFEST_NAME, kind=kind, detail=str(error)),)
-    with _hash_pool() as pool:
-        results = pool.map(lambda item: check_file(folder, *item), manifest.files.items())
-        return tuple(problem for problem in results if problem is not None)
+
+    def check(item: tuple[str, FileEntry]) -> Problem | None:
+        found = check_file(folder, *item)
+        if on_file is not None:
+            on_file(item[1].num_bytes, manifest.num_bytes)
+        return found
+
+    results = _parallel(check, manifest.files.items())
+    return tuple(problem for problem in results if problem is not None)

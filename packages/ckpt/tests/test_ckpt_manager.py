@@ -1,3 +1,4 @@
+import io
 import json
 import math
 import pickle
@@ -23,7 +24,7 @@ from ckpt import (
     UnsupportedFormatError,
     verify_folder,
 )
-from ckpt.__main__ import main
+from ckpt.__main__ import Progress, main
 from ckpt.manifest import MANIFEST_NAME
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
@@ -317,6 +318,41 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert "error: " in text
     (tmp_path / "empty").mkdir()
     assert run("verify", tmp_path / "empty")[0] == 2
+
+
+def test_prune_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step, score in enumerate((0.5, 0.9, 0.1, 0.2)):
+        manager.prepare(step)
+        manager.publish(step, state={}, metrics={"score": score})
+    manager.close()
+    rules = ["prune", str(tmp_path), "--keep-last", "1", "--keep-best", "1", "--metric", "score"]
+    assert main(rules) == 0
+    assert "would delete step_00000000\nwould delete step_00000002\nwould keep 1, 3\n" in capsys.readouterr().out
+    assert manager.steps() == [0, 1, 2, 3]
+    assert main([*rules, "--yes"]) == 0
+    assert capsys.readouterr().out == "deleted step_00000000\ndeleted step_00000002\nkept 1, 3\n"
+    assert manager.steps() == [1, 3]
+    assert main(["prune", str(tmp_path)]) == 2
+    assert main(["list", str(tmp_path)]) == 0
+    assert "score=0.9" in capsys.readouterr().out
+
+
+def test_progress_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    progress = Progress("read", terminal)
+    progress.add(1 << 20, 2 << 20)
+    progress.add(1 << 20, 2 << 20)
+    progress.close()
+    assert "read: 2.0 MiB of 2.0 MiB (100%)" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+    elsewhere = io.StringIO()
+    Progress("read", elsewhere).add(5, 5)
+    assert elsewhere.getvalue() == "", "short work needs no lines in a log"
 
 
 def test_importing_the_manager_does_not_import_torch(tmp_path: Path) -> None:

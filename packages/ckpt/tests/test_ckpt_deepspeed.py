@@ -1,0 +1,122 @@
+"""Real checkpoints of DeepSpeed on two gloo ranks, exported offline and loaded by transformers."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckpt import ExportError, export_deepspeed
+from ckpt.__main__ import main
+from ckpt.deepspeed_export import _cut, iterate_deepspeed_weights
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`model/` and `zero<stage>/actor/` for the three stages, from one pair of processes."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    root = tmp_path_factory.mktemp("deepspeed")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=67,  # with two ranks, sizes that do not divide
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=12,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(root / "model")
+    script = Path(__file__).with_name("ckpt_deepspeed_saver.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(2):
+        arguments = [rank, 2, root / "store", root / "model", root, 1, 2, 3]
+        with (root / f"rank{rank}.log").open("w") as log:
+            command = [sys.executable, str(script), *map(str, arguments)]
+            processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+    try:
+        codes = [process.wait(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0, 0], (root / "rank0.log").read_text()[-3000:] + (root / "rank1.log").read_text()[-3000:]
+    return root
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_export_equals_what_deepspeed_consolidates(saved: Path, tmp_path: Path, stage: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    expected = torch.load(saved / f"zero{stage}.expected.pt")
+    report = export_deepspeed(saved / f"zero{stage}", tmp_path / "fp32", model_files_from=saved / "model")
+    found = load_file(tmp_path / "fp32" / "model.safetensors")
+    original = load_file(saved / "model" / "model.safetensors")
+    assert found.keys() == original.keys(), "tied weights once, frozen ones too"
+    for name, tensor in found.items():
+        if name in expected:
+            assert torch.equal(tensor.float(), expected[name].float()), name
+        assert tensor.shape == original[name].shape
+        moved = not torch.equal(tensor.float(), original[name].to(torch.bfloat16).float())
+        assert moved == (name != "model.norm.weight"), name
+    num_elements = sum(tensor.numel() for tensor in original.values())
+    report = export_deepspeed(
+        saved / f"zero{stage}" / "actor", tmp_path / "bf16", model_files_from=saved / "model", dtype=torch.bfloat16
+    )
+    assert report.num_bytes == 2 * num_elements
+    size = (tmp_path / "bf16" / "model.safetensors").stat().st_size
+    assert size <= 2 * num_elements + 65536
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
+    for name, tensor in loaded.state_dict().items():
+        source = found["model.embed_tokens.weight" if name == "lm_head.weight" else name]
+        assert torch.equal(tensor, source.to(torch.bfloat16)), name
+
+
+def test_command_line(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["export", str(saved / "zero2"), str(tmp_path / "out"), "--model-files-from", str(saved / "model")]
+    assert main([*base, "--dtype", "bfloat16"]) == 0
+    assert "24 tensors" in capsys.readouterr().out
+    assert main(base) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main([*base, "--tag", "critic", "--overwrite"]) == 2
+    assert "critic: holds no DeepSpeed checkpoint" in capsys.readouterr().err
+
+
+def test_missing_and_torn_and_foreign_files(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "actor"
+    shutil.copytree(saved / "zero3" / "actor", folder)
+    victim = folder / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    victim.unlink()
+    with pytest.raises(ExportError, match=r"saved by 2 ranks.*model_states\.pt are there of ranks \[0\]"):
+        list(iterate_deepspeed_weights(folder))
+    victim.write_bytes((saved / "zero3" / "actor" / victim.name).read_bytes()[:2000])
+    with pytest.raises(ExportError, match=r"rank_1_mp_rank_00_model_states\.pt: cannot be read safely"):
+        list(iterate_deepspeed_weights(folder))
+    torch.save({"code": os.system}, victim)
+    with pytest.raises(ExportError, match="cannot be read safely"):
+        list(iterate_deepspeed_weights(folder))
+    with pytest.raises(ExportError, match="holds none"):
+        export_deepspeed(tmp_path / "none", tmp_path / "out", model_files_from=saved / "model")
+    shutil.copytree(saved / "zero2" / "actor", tmp_path / "critic")
+    with pytest.raises(ExportError, match="several DeepSpeed checkpoints: actor, critic"):
+        export_deepspeed(tmp_path, tmp_path / "out", model_files_from=saved / "model")
+    assert not (tmp_path / "out").exists()
+
+
+def test_cut_takes_any_range_of_any_pieces(tmp_path: Path) -> None:
+    whole = torch.arange(12.0)
+    for sizes in ([12], [5, 7], [1, 1, 10], [4, 0, 8]):
+        pieces = list(whole.split(sizes))
+        for start in range(13):
+            for count in range(13 - start):
+                assert torch.equal(_cut(pieces, start, count, "w", tmp_path), whole[start : start + count])
+        with pytest.raises(ExportError, match="w ends 1 elements after"):
+            _cut(pieces, 3, 10, "w", tmp_path)

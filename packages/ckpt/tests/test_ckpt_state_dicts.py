@@ -1,0 +1,291 @@
+"""State dicts without pickle, saved in the background, and random generators that go on where they were."""
+
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from ckpt import (
+    AsyncSaver,
+    CheckpointExistsError,
+    CheckpointManager,
+    CheckpointSpaceError,
+    CheckpointStateError,
+    CheckpointUsageError,
+    capture_rng,
+    load_state_dict,
+    restore_rng,
+    save_state_dict,
+)
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+tensors = st.builds(
+    lambda shape, dtype: (torch.rand(shape) * 9).to(dtype),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.sampled_from(DTYPES),
+)
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | tensors
+keys = st.text(max_size=3) | st.integers() | st.sampled_from(["a", "a.b", "__metadata__"])
+trees = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@PROPERTY
+@given(trees)
+def test_any_tree_comes_back(tree: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tree.safetensors"
+        save_state_dict(path, tree)
+        assert same(load_state_dict(path), tree)
+
+
+def test_an_optimizer_and_tied_weights(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    save_state_dict(tmp_path / "x.safetensors", tree)
+    loaded = load_state_dict(tmp_path / "x.safetensors")
+    assert loaded["model"]["0.weight"] is loaded["model"]["1.weight"]
+    optimizer.load_state_dict(loaded["optimizer"])
+    assert loaded["optimizer"]["state"][0]["exp_avg"].shape == (4, 4)
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        assert {"model.0.weight", "optimizer.state.0.exp_avg"} < set(file.keys())
+        assert "model.1.weight" not in file.keys()  # noqa: SIM118 - it is no dict
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"a": [1, {"b": {1, 2}}]}, r"a\.1\.b: a builtins\.set"),
+        ({"a": {(1, 2): 3}}, r"a: the key \(1, 2\)"),
+        ({"a": torch.ones(2, dtype=torch.complex64)}, "a: torch.complex64"),
+        ({"a": torch.eye(2).to_sparse()}, "a: a Tensor of layout torch.sparse_coo"),
+        (object(), "state dict: a builtins.object"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(tmp_path: Path, tree: Any, message: str) -> None:
+    with pytest.raises(CheckpointStateError, match=message):
+        save_state_dict(tmp_path / "x.safetensors", tree)
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_files_of_others(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "pickle.safetensors")
+    with pytest.raises(CheckpointStateError, match="no whole safetensors file"):
+        load_state_dict(tmp_path / "pickle.safetensors")
+    with pytest.raises(ValueError, match="no such file"):
+        load_state_dict(tmp_path / "none.safetensors")
+
+
+def test_the_background_save_holds_what_was_there_at_the_call(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    weights = torch.zeros(300_000)
+    with AsyncSaver(manager) as saver:
+        assert saver.wait() is None
+        for step in range(1, 6):
+            weights.fill_(step)
+            state = {"step": step}
+            assert saver.save(step, {"model": {"w": weights}}, state=state, metrics={"score": step}) > 0
+            weights.fill_(-1.0)
+            state["step"] = -1
+        checkpoint = saver.wait()
+        assert checkpoint is not None
+        assert (checkpoint.step, checkpoint.state) == (5, {"step": 5})
+    assert manager.steps() == [4, 5]
+    for step in (4, 5):
+        loaded = load_state_dict(manager.load(step).path / "model.safetensors")
+        assert torch.equal(loaded["w"], torch.full((300_000,), float(step)))
+        assert manager.manifest(step).metrics == {"score": step}
+
+
+def test_errors_of_the_background_surface_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    manager = CheckpointManager(tmp_path)
+    saver = AsyncSaver(manager)
+    saver.save(1, {"model": {"w": torch.ones(3)}})
+    saver.wait()
+    saver.save(1, {"model": {"w": torch.ones(3)}})
+    with pytest.raises(CheckpointExistsError, match="published already") as caught:
+        saver.save(2, {"model": {"w": torch.ones(3)}})
+    assert any("background save of step 1" in note for note in caught.value.__notes__)
+    assert saver.wait() is not None, "an error is raised once"
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+        saver.save(3, {"model": {"w": torch.ones(3)}})
+        with pytest.raises(CheckpointSpaceError):
+            saver.wait()
+    (tmp_path / "step_00000004").write_bytes(b"in the way of the rename")
+    saver.save(4, {"model": {"w": torch.ones(3)}}, overwrite=True)
+    with pytest.raises(OSError):
+        saver.close()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".partial")]
+    assert manager.steps() == [1]
+    # What is wrong with the call itself is raised by it.
+    for name in ("", "a/b", ".hidden"):
+        with pytest.raises(CheckpointUsageError, match="plain file name"):
+            saver.save(5, {name: {}})
+    with pytest.raises(CheckpointStateError):
+        saver.save(5, {"model": {}}, state={"x": object()})
+    with pytest.raises(RuntimeError, match="training failed"), saver:
+        raise RuntimeError("training failed")
+
+
+_TRAINER = """
+import sys, torch
+from pathlib import Path
+from ckpt import AsyncSaver, CheckpointManager, load_state_dict
+manager = CheckpointManager(Path(sys.argv[1]), keep_last=2)
+newest = manager.latest()
+step = 0
+if newest is not None:
+    weights = load_state_dict(manager.load(newest.step).path / "model.safetensors")["w"]
+    step = newest.step
+    assert torch.equal(weights, torch.full((200_000,), float(step))), (step, weights)
+saver = AsyncSaver(manager)
+print("ready", flush=True)
+while True:
+    step += 1
+    saver.save(step, {"model": {"w": torch.full((200_000,), float(step))}}, state={"step": step})
+"""
+
+
+def test_killed_at_random_instants_while_saving_in_the_background(tmp_path: Path) -> None:
+    dice = random.Random(3)
+    newest_step = 0
+    for _ in range(3):
+        command = [sys.executable, "-c", _TRAINER, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            time.sleep(dice.uniform(0.1, 0.6))
+            process.send_signal(signal.SIGKILL)
+            assert line == "ready\n", process.stderr.read() if process.stderr else ""
+        manager = CheckpointManager(tmp_path)
+        for step in manager.steps():
+            weights = load_state_dict(manager.load(step).path / "model.safetensors")["w"]
+            assert torch.equal(weights, torch.full((200_000,), float(step)))
+        newest = manager.latest()
+        assert (newest.step if newest else 0) >= newest_step
+        newest_step = newest.step if newest else 0
+    assert newest_step > 0
+
+
+def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch, pathlib, ckpt\n"
+        "saver = ckpt.AsyncSaver(ckpt.CheckpointManager(pathlib.Path(sys.argv[1])))\n"
+        "saver.save(1, {'model': torch.ones(1_000_000)})\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=120)
+    weights = load_state_dict(CheckpointManager(tmp_path).load(1).path / "model.safetensors")
+    assert torch.equal(weights, torch.ones(10**6))
+
+
+def _generators() -> dict[str, Any]:
+    return {
+        "python": random.Random(1),
+        "pcg": np.random.default_rng(1),
+        "mt": np.random.Generator(np.random.MT19937(1)),
+        "philox": np.random.Generator(np.random.Philox(1)),
+        "torch": torch.Generator().manual_seed(1),
+    }
+
+
+def _draw(generators: dict[str, Any]) -> list[Any]:
+    drawn: list[Any] = [random.random(), random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn()]
+    drawn += [torch.rand(3).tolist(), torch.randn(17).tolist()]
+    for generator in generators.values():
+        if isinstance(generator, torch.Generator):
+            drawn.append(torch.randn(5, generator=generator).tolist())
+        else:
+            drawn.append([generator.random() for _ in range(3)])
+    return drawn
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 5))
+def test_generators_go_on_where_they_were(seed: int, num_drawn: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    generators = _generators()
+    for _ in range(num_drawn):
+        random.gauss(0, 1)
+        np.random.randn()
+        _draw(generators)
+    state = json.loads(json.dumps(capture_rng(generators=generators)))
+    expected = _draw(generators)
+    others = _generators()
+    restore_rng(state, generators=others)
+    assert _draw(others) == expected
+    assert not any(math.isnan(value) for value in expected[:2])
+
+
+def test_generators_that_do_not_match(tmp_path: Path) -> None:
+    state = capture_rng(generators={"a": random.Random(1)})
+    before = random.getstate()
+    with pytest.raises(CheckpointStateError, match=r"\['a'\], restored with \[\]"):
+        restore_rng(state)
+    with pytest.raises(CheckpointStateError, match="is a numpy PCG64, captured as a python"):
+        restore_rng(state, generators={"a": np.random.default_rng()})
+    with pytest.raises(CheckpointStateError, match="format version 9"):
+        restore_rng({**state, "format_version": 9}, generators={"a": random.Random(1)})
+    if not torch.cuda.is_available():
+        with pytest.raises(CheckpointStateError, match="CUDA"):
+            restore_rng({**state, "cuda": ""}, generators={"a": random.Random(1)})
+    with pytest.raises(CheckpointUsageError, match="generator 'a' is a object"):
+        capture_rng(generators={"a": object()})
+    assert random.getstate() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda(tmp_path: Path) -> None:
+    torch.cuda.manual_seed(3)
+    state = json.loads(json.dumps(capture_rng()))
+    expected = torch.randn(100, device="cuda")
+    restore_rng(state)
+    assert torch.equal(torch.randn(100, device="cuda"), expected)
+    with AsyncSaver(CheckpointManager(tmp_path)) as saver:
+        for step in (1, 2):
+            saver.save(step, {"model": {"w": expected}})
+            expected = expected.add_(1)
+    loaded = load_state_dict(tmp_path / "step_00000002" / "model.safetensors", device="cuda")
+    assert torch.equal(loaded["w"] + 1, expected)
