@@ -1,0 +1,190 @@
+"""A rank on a GPU: checks on CUDA and NCCL what the CPU tests cannot. Started by test_ds_engine_gpu.py, one per GPU.
+
+Prints one line of JSON per check; `--guard` plays document 5's hang over NCCL instead.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+from ds_engine_testkit import make_batch, make_samples, token_loss
+
+import ds_engine
+from ds_engine import (
+    CollectiveGuard,
+    EngineConfig,
+    LossOutput,
+    OffloadConfig,
+    OptimConfig,
+    ZeroConfig,
+    ZeroEngine,
+    dense_log_prob,
+    mark,
+)
+
+
+def weighted_loss(outputs: Any, batch: Any) -> LossOutput:
+    return LossOutput(loss=token_loss(outputs.log_probs_K, outputs.entropy_K, batch.columns["weights"]))
+
+
+def engine_for(folder: str, device: torch.device, **options: Any) -> ZeroEngine:
+    zero = {name: options.pop(name) for name in list(options) if name in ("stage", "offload", "step_each_micro")}
+    config = EngineConfig(
+        zero=ZeroConfig(**zero, param_persistence_elements=0), optim=OptimConfig(lr=1e-3, eps=1e-4), **options
+    )
+    return ZeroEngine.from_pretrained(folder, config, log_prob_fn=dense_log_prob, device=device)
+
+
+def train(engine: ZeroEngine, rank: int, steps: range) -> list[list[float]]:
+    """(loss, norm) of each step; three micro batches, rank 1's last one empty."""
+    results = []
+    for step in steps:
+        samples = make_samples(5 - rank * 2, seed=100 * step + rank, longest=60)
+        stats = engine.train_mini_batch(
+            [make_batch(samples[m::3] if m < 3 - rank else []) for m in range(3)], weighted_loss
+        )
+        results.append([stats.loss, stats.grad_norm])
+    return results
+
+
+def check_stages(folder: str, device: torch.device, rank: int) -> None:
+    reference = None
+    for stage in (1, 2, 3):
+        for offload in ("none", "cpu"):
+            engine = engine_for(folder, device, stage=stage, offload=OffloadConfig(optimizer=offload), dtype="fp32")
+            result = train(engine, rank, range(2))
+            engine.close()
+            reference = reference or result
+            error = max(
+                abs(a / b - 1)
+                for row, ref in zip(result, reference, strict=True)
+                for a, b in zip(row, ref, strict=True)
+            )
+            say(rank, check="stages", stage=stage, offload=offload, relative_error=error)
+
+
+def check_attention(folder: str, device: torch.device, rank: int) -> None:
+    batch = make_batch(make_samples(20, seed=rank, longest=200))
+    outputs = {}
+    for attention, dtype in (("auto", "bf16"), ("sdpa", "bf16"), ("sdpa", "fp32")):
+        engine = engine_for(folder, device, stage=2, dtype=dtype, attention=attention)
+        outputs[attention, dtype] = engine.log_probs([batch])[0].log_probs_K
+        kernel = engine._kernel
+        norm = engine.train_mini_batch([batch], weighted_loss).grad_norm
+        engine.close()
+        error = float(
+            (outputs[attention, dtype] - outputs.get(("sdpa", "fp32"), outputs[attention, dtype])).abs().mean()
+        )
+        say(rank, check="attention", attention=attention, dtype=dtype, kernel=kernel, grad_norm=norm, error=error)
+    exact = outputs["sdpa", "fp32"]
+    errors = {a: float((outputs[a, "bf16"] - exact).abs().mean()) for a in ("auto", "sdpa")}
+    say(rank, check="attention_error", **errors)
+
+
+def check_offload(folder: str, device: torch.device, rank: int) -> None:
+    for stage in (1, 2, 3):
+        plain = engine_for(folder, device, stage=stage)
+        expected = train(plain, rank, range(4))
+        plain.close()
+        del plain
+        torch.cuda.empty_cache()
+        engine = engine_for(folder, device, stage=stage)
+        result = train(engine, rank, range(2))
+        freed = []
+        for include_params in (False, True):
+            out = engine.offload(include_params=include_params)
+            back = engine.reload()
+            freed.append(
+                [
+                    out.freed_bytes,
+                    out.moved_bytes,
+                    out.device_bytes_after,
+                    back.device_bytes_after - out.device_bytes_before,
+                ]
+            )
+        result += train(engine, rank, range(2, 4))
+        numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+        engine.close()
+        say(rank, check="offload", stage=stage, equal=result == expected, freed=freed, numel=numel)
+
+
+def check_checkpointing(folder: str, device: torch.device, rank: int) -> None:
+    batch = make_batch(make_samples(200, seed=rank, longest=200))
+    for stage in (2, 3):
+        for options in (
+            {},
+            {"gradient_checkpointing": True},
+            {"gradient_checkpointing": True, "checkpoint_to_cpu": True},
+        ):
+            engine = engine_for(folder, device, stage=stage, **options)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            norm = engine.train_mini_batch([batch], weighted_loss).grad_norm
+            peak = torch.cuda.max_memory_allocated(device) - before
+            engine.close()
+            say(rank, check="checkpointing", stage=stage, options=options, grad_norm=norm, peak_mib=peak / 2**20)
+
+
+def guard_overhead_and_hang(device: torch.device, rank: int) -> None:
+    tensor = torch.ones(1 << 20, device=device)
+
+    def burst() -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(2000):
+            dist.all_reduce(tensor)
+        issued = time.perf_counter() - began
+        torch.cuda.synchronize()
+        return issued / 2000 * 1e6
+
+    burst()
+    plain = burst()
+    with CollectiveGuard(mode="watch"):
+        guarded = burst()
+    say(rank, check="guard_us_per_call", plain=plain, guarded=guarded)
+    guard = CollectiveGuard(stall_timeout_s=20)
+    guard.start()
+    mark("step 3")
+    began = time.monotonic()
+    try:
+        if rank == 0:
+            dist.all_reduce(torch.ones(1, device=device))
+        for _ in range(3):
+            dist.all_reduce(torch.ones(44_046_746, device=device))
+            torch.cuda.synchronize()
+    except Exception as error:
+        say(rank, check="hang", error=type(error).__name__, text=str(error), seconds=time.monotonic() - began)
+
+
+def say(rank: int, **values: Any) -> None:
+    print(json.dumps({"rank": rank} | values), flush=True)
+
+
+def main() -> None:
+    folder, rank, size, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    device = torch.device("cuda", rank)
+    ds_engine.init_distributed(rank, size, "127.0.0.1", port, device, timeout_s=120)
+    if "--guard" in sys.argv:
+        guard_overhead_and_hang(device, rank)
+        sys.stdout.flush()
+        import os
+
+        os._exit(0)
+    check_stages(folder, device, rank)
+    check_attention(folder, device, rank)
+    check_offload(folder, device, rank)
+    check_checkpointing(folder, device, rank)
+    say(rank, check="done")
+    ds_engine.shutdown_distributed()
+
+
+if __name__ == "__main__":
+    main()

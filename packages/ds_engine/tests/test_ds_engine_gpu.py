@@ -1,0 +1,74 @@
+"""On CUDA with NCCL, one rank per GPU present (two at most)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ds_engine_testkit import free_port, write_tiny_model
+
+NUM_GPUS = min(2, torch.cuda.device_count())
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device")]
+
+
+def run_ranks(folder: Path, *options: str) -> tuple[list[dict], str]:
+    worker = str(Path(__file__).with_name("ds_engine_gpu_worker.py"))
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, worker, str(folder), str(rank), str(NUM_GPUS), port, *options],
+            env=os.environ | {"OMP_NUM_THREADS": "4"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(NUM_GPUS)
+    ]
+    try:
+        results = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    lines = [json.loads(line) for out, _ in results for line in out.splitlines() if line.startswith('{"rank"')]
+    for line in lines:
+        print(line)
+    return lines, "\n".join(err[-3000:] for _, err in results)
+
+
+def test_engine_on_cuda(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, hidden=256, layers=4)
+    lines, errors = run_ranks(folder)
+    by_check: dict[str, list[dict]] = {}
+    for line in lines:
+        by_check.setdefault(line["check"], []).append(line)
+    assert len(by_check.get("done", [])) == NUM_GPUS, errors
+    for line in by_check["stages"]:
+        assert line["relative_error"] < 1e-4, line
+    for line in by_check["attention_error"]:
+        assert line["auto"] < 1.25 * line["sdpa"], line
+    for line in by_check["offload"]:
+        assert line["equal"], line
+        # fp32 weights and two moments of this rank's shard; with the parameters, these too (a shard of them at stage 3).
+        shard = line["numel"] / NUM_GPUS
+        (freed, moved, _, _), (_, moved_all, _, _) = line["freed"]
+        assert freed >= moved >= 12 * shard, line
+        assert moved_all - moved >= 2 * shard, line
+    for stage in (2, 3):
+        plain, on, _ = (x for x in by_check["checkpointing"] if x["stage"] == stage and x["rank"] == 0)
+        assert on["peak_mib"] < plain["peak_mib"]
+        assert on["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-2)
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")
+def test_guard_over_nccl(tmp_path: Path) -> None:
+    lines, errors = run_ranks(tmp_path, "--guard")
+    assert errors.count("ranks diverge") >= 2, errors
+    assert "rank 0 called all_reduce of 1 float32" in errors
+    for line in lines:
+        if line["check"] == "hang":
+            assert line["seconds"] < 30
