@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .hf_export import HfExport, save_hf_folder
     from .manager import Checkpoint, CheckpointManager
     from .manifest import Manifest, Problem, verify_folder
+    from .remote import RemoteCheckpoints
     from .retention import Retention
     from .rng import capture_rng, restore_rng
     from .state_dicts import load_state_dict, save_state_dict
@@ -41,6 +42,7 @@ __all__ = [
     "HfExport",
     "Manifest",
     "Problem",
+    "RemoteCheckpoints",
     "Retention",
     "UnsupportedFormatError",
     "capture_rng",
@@ -68,6 +70,7 @@ _EXPORTS = {
     "HfExport": ".hf_export",
     "Manifest": ".manifest",
     "Problem": ".manifest",
+    "RemoteCheckpoints": ".remote",
     "Retention": ".retention",
     "UnsupportedFormatError": ".errors",
     "capture_rng": ".rng",

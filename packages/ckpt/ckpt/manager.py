@@ -168,6 +168,23 @@ class CheckpointManager:
         self._prune(spare=step)
         return Checkpoint(path=final, step=step, state=json.loads(text))
 
+    def adopt(self, step: int) -> Checkpoint:
+        """Publish a prepared folder that holds a whole checkpoint already, manifest included, verified and fsynced.
+
+        For a copy from elsewhere: nothing is hashed or changed, and nothing is pruned.
+        """
+        partial, final = self._partial(step), self._final(step)
+        manifest = Manifest.read(partial)
+        if manifest.step != step:
+            raise CheckpointUsageError(f"{partial}: holds step {manifest.step}, not {step}")
+        self._take_lock()
+        self._preparing.discard(step)
+        if final.exists():
+            self._withdraw(step)
+        publish_folder(partial, final)
+        self._point_latest()
+        return self._read(step)
+
     def abandon(self, step: int) -> None:
         """Delete what was written for a prepared step that will not be published."""
         self._preparing.discard(step)

@@ -1,0 +1,163 @@
+"""Remote storage: an upload that fails anywhere is never seen, and what comes back is what went up."""
+
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt import (
+    Checkpoint,
+    CheckpointDamagedError,
+    CheckpointExistsError,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    CheckpointUsageError,
+    RemoteCheckpoints,
+)
+
+
+@pytest.fixture(params=["memory", "local"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}/run"
+    return f"file://{tmp_path}/remote/run"
+
+
+def publish(root: Path, step: int, content: bytes = b"weights") -> Checkpoint:
+    manager = CheckpointManager(root)
+    folder = manager.prepare(step)
+    (folder / "actor").mkdir()
+    (folder / "actor" / "rank0.bin").write_bytes(content)
+    (folder / "actor" / "empty.bin").write_bytes(b"")
+    return manager.publish(step, state={"step": step}, metrics={"score": 0.5})
+
+
+class Died(BaseException):
+    """The process ends here."""
+
+
+class Mortal:
+    """A file system whose process dies at the given call that changes anything, before or after it took effect."""
+
+    def __init__(self, fs: Any, instant: int, after_call: bool) -> None:
+        self._fs, self._instant, self._after_call, self._count, self.dead = fs, instant, after_call, 0, False
+
+    def __getattr__(self, name: str) -> Any:
+        original = getattr(self._fs, name)
+        if name not in ("put_file", "mv", "rm", "rm_file", "makedirs"):
+            return original
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if self.dead:
+                raise Died
+            self._count += 1
+            if self._count == self._instant:
+                self.dead = True
+                if self._after_call:
+                    original(*arguments, **options)
+                raise Died
+            return original(*arguments, **options)
+
+        return call
+
+
+def test_there_and_back(tmp_path: Path, url: str) -> None:
+    remote = RemoteCheckpoints(url)
+    assert remote.steps() == []
+    done: list[tuple[int, int]] = []
+    for step in (3, 20):
+        remote.upload(publish(tmp_path / "here", step), on_file=lambda *sizes: done.append(sizes))
+    assert remote.steps() == [3, 20]
+    assert sum(size for size, _ in done[:3]) == done[0][1]
+    checkpoint = remote.download(20, tmp_path / "there")
+    assert CheckpointManager(tmp_path / "there").load(20) == checkpoint
+    assert checkpoint.state == {"step": 20}
+    assert (checkpoint.path / "actor" / "rank0.bin").read_bytes() == b"weights"
+    here, there = (CheckpointManager(tmp_path / name).manifest(20) for name in ("here", "there"))
+    assert here == there, "metrics and date included"
+    with pytest.raises(CheckpointExistsError):
+        remote.download(20, tmp_path / "there")
+    remote.download(20, tmp_path / "there", overwrite=True)
+    with pytest.raises(CheckpointNotFoundError, match="uploaded steps: 3, 20"):
+        remote.download(4, tmp_path / "there")
+    remote.delete(3)
+    assert remote.steps() == [20]
+
+
+def test_a_step_is_replaced_only_when_asked(tmp_path: Path, url: str) -> None:
+    remote = RemoteCheckpoints(url)
+    remote.upload(publish(tmp_path / "old", 1, b"old"))
+    new = publish(tmp_path / "new", 1, b"new")
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        remote.upload(new)
+    remote.upload(new, overwrite=True)
+    assert (remote.download(1, tmp_path / "there").path / "actor" / "rank0.bin").read_bytes() == b"new"
+    assert len(remote._folders()) == 1
+
+
+@pytest.mark.parametrize("after_call", [False, True])
+def test_an_uploader_that_dies_anywhere_leaves_no_part_in_sight(tmp_path: Path, url: str, after_call: bool) -> None:
+    old, new = publish(tmp_path / "old", 1, b"old"), publish(tmp_path / "new", 1, b"new")
+    for instant in range(1, 40):
+        remote = RemoteCheckpoints(f"{url}/{instant}")
+        remote.upload(old)
+        mortal = RemoteCheckpoints(f"{url}/{instant}")
+        mortal._fs = Mortal(mortal._fs, instant, after_call)
+        try:
+            mortal.upload(new, overwrite=True)
+            died = False
+        except Died:
+            died = True
+        reader = RemoteCheckpoints(f"{url}/{instant}")
+        assert reader.steps() == [1]
+        with tempfile.TemporaryDirectory() as there:
+            content = (reader.download(1, Path(there)).path / "actor" / "rank0.bin").read_bytes()
+        assert content in (b"old", b"new")
+        reader.clean_up()
+        assert reader.steps() == [1]
+        assert all(reader._fs.exists(f"{reader._root}/{name}/manifest.json") for name in reader._folders())
+        if not died:
+            assert content == b"new"
+            assert instant > 5
+            return
+    pytest.fail("the upload never finished")
+
+
+def test_an_upload_that_fails_cleans_up(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = RemoteCheckpoints(url)
+    checkpoint = publish(tmp_path / "here", 1)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("the network is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(remote._fs, "mv", fail)
+        with pytest.raises(ConnectionError):
+            remote.upload(checkpoint)
+    assert remote.steps() == []
+    assert remote._folders() == []
+    remote.upload(checkpoint)
+    assert remote.steps() == [1]
+
+
+def test_damage_is_found_on_both_ways(tmp_path: Path, url: str) -> None:
+    remote = RemoteCheckpoints(url)
+    checkpoint = publish(tmp_path / "here", 1)
+    path = remote.upload(checkpoint)
+    remote._fs.pipe_file(f"{path}/actor/rank0.bin", b"wEights")
+    with pytest.raises(CheckpointDamagedError, match=r"actor/rank0\.bin: altered"):
+        remote.download(1, tmp_path / "there")
+    assert CheckpointManager(tmp_path / "there").steps() == []
+    remote._fs.pipe_file(f"{path}/manifest.json", b"{")
+    with pytest.raises(CheckpointDamagedError, match=r"manifest\.json"):
+        remote.download(1, tmp_path / "there")
+    (checkpoint.path / "actor" / "rank0.bin").write_bytes(b"w")
+    with pytest.raises(CheckpointDamagedError, match="not uploaded"):
+        remote.upload(checkpoint, overwrite=True)
+
+
+def test_unknown_kinds_of_storage() -> None:
+    with pytest.raises(CheckpointUsageError, match="nothing://x"):
+        RemoteCheckpoints("nothing://x")
