@@ -1,5 +1,6 @@
 """Everything `apps.grpo.main` can be told, section by section."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,8 +42,10 @@ class AlgorithmConfig:
             raise ValueError(f"clip_high is {self.clip_high}; allowed: above 0")
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip is {self.dual_clip}; allowed: above 1, or null")
-        if self.kl_coef < 0:
+        if not 0 <= self.kl_coef < math.inf:
             raise ValueError(f"kl_coef is {self.kl_coef}; allowed: 0 or more")
+        if not math.isfinite(self.entropy_coef):
+            raise ValueError(f"entropy_coef is {self.entropy_coef}; allowed: a finite number")
         if self.num_epochs < 1:
             raise ValueError(f"num_epochs is {self.num_epochs}; allowed: 1 or more")
 
@@ -65,3 +68,9 @@ class GrpoConfig:
     warm_start: SupervisedConfig = field(default_factory=SupervisedConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(experiment="grpo"))
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        if self.sampling.n < 2:
+            raise ValueError(f"sampling.n is {self.sampling.n}; allowed: 2 or more, samples are compared in groups")
+        if self.sampling.temperature <= 0:
+            raise ValueError(f"sampling.temperature is {self.sampling.temperature}; allowed: above 0")

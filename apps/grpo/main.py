@@ -95,13 +95,16 @@ def layout(config: GrpoConfig) -> "rl_core.BatchLayout":
 
 def check(config: GrpoConfig) -> "rl_runtime.Placement":
     """Refuses what cannot work before any process starts; which process runs on which device."""
-    layout(config)
+    num_updates = layout(config).num_mini_batches * config.algorithm.num_epochs * config.trainer.total_training_steps
     rl_runtime.prepare_driver(config.trainer.device)
     rl_runtime.check_tracking(config.tracking)
     placement = rl_runtime.plan_session(config.trainer, config.rollout)
-    rl_runtime.check_inputs(config.model, config.data, config.warm_start)
-    rl_runtime.check_servers(config.model, config.rollout)
-    rl_runtime.check_resume(config.trainer)
+    rl_runtime.check_prompt_files(config.model, config.data)
+    rl_runtime.check_supervised(config.model, config.data, config.warm_start, section="warm_start")
+    rl_runtime.check_engine(config.actor, section="actor", num_updates=num_updates)
+    rl_runtime.check_lengths(config.rollout, config.data, [config.sampling, config.validation])
+    rl_runtime.check_servers(config.model, config.rollout, config.sync, placement)
+    rl_runtime.find_checkpoint(config.trainer)
     return placement
 
 
@@ -113,6 +116,7 @@ def main(config: GrpoConfig) -> None:
         rl_runtime.MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
         rl_runtime.Tracker(run, config, num_steps=config.trainer.total_training_steps) as tracker,
     ):
+        tracker.info(f"run folder {run.path}; starting {config.trainer.num_ranks} ranks and the servers")
         inputs = rl_runtime.load_inputs(
             config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed
         )
@@ -137,18 +141,18 @@ def train(
     memory: "rl_runtime.MemorySampler",
 ) -> "rl_runtime.LoopResult":
     """Warm start if asked for, then the GRPO steps, then the export."""
-    model_path = str(inputs.model_path)
     temperature = config.sampling.temperature
-    actor = rl_runtime.Role(session.ranks, "actor", config.batch, temperature=temperature)
-    if config.warm_start.steps:
-        model_path = warm_start(config, folder, inputs, actor, tracker)
+    resumed = rl_runtime.find_checkpoint(config.trainer)
+    model_path = warm_start(config, folder, inputs, session, tracker, skip=resumed is not None)
 
+    actor = rl_runtime.Role(session.ranks, "actor", config.batch, temperature=temperature)
     num_updates = layout(config).num_mini_batches * config.algorithm.num_epochs * config.trainer.total_training_steps
     actor.build(model_path, config.actor, total_steps=num_updates)
-    roles, ref = {"actor": actor}, None
+    ref = None
     if config.algorithm.kl_coef:
         ref = rl_runtime.Role(session.ranks, "ref", config.batch, temperature=temperature)
-        ref.build(model_path, config.actor, total_steps=None)
+        # Never trained, so its schedule is of no use; its weights are those the actor starts from.
+        ref.build(model_path, replace(config.actor, optim=ds_engine.OptimConfig()), total_steps=None)
 
     session.servers.wait_ready()
     actor.connect_servers(session.servers.endpoints, config.sync)
@@ -161,13 +165,14 @@ def train(
         val_prompts=inputs.val_prompts,
         sampler=rl_data.PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle),
         session=session,
-        roles=roles,
+        roles={"actor": actor},
         rollout=rl_runtime.RolloutPhase(
             session.client, inputs.tokenizer, reward=config.reward, seed=config.trainer.seed
         ),
         tracker=tracker,
         memory=memory,
         checkpoint_dir=folder / "checkpoints",
+        resumed=resumed,
     )
     result = loop.run(partial(learn, config=config, actor=actor, ref=ref))
     if config.trainer.export_model:
@@ -179,21 +184,27 @@ def warm_start(
     config: GrpoConfig,
     folder: Path,
     inputs: "rl_runtime.Inputs",
-    actor: "rl_runtime.Role",
+    session: "rl_runtime.Session",
     tracker: "rl_runtime.Tracker",
+    *,
+    skip: bool,
 ) -> str:
-    """Supervised steps through the same engine; the folder of the model they end in."""
+    """The folder of the model that GRPO starts from: the given one, or that after supervised steps on it.
+
+    A resumed run (`skip`) takes what the run it goes on from started with.
+    """
+    if not config.warm_start.steps:
+        return str(inputs.model_path)
+    if skip:
+        return str(Path(config.trainer.resume_from or "") / "warm_start_model")
+    model = rl_runtime.Role(session.ranks, "actor", config.batch)
     engine = replace(config.actor, optim=config.warm_start.optim)
-    actor.build(str(inputs.model_path), engine, total_steps=config.warm_start.steps)
+    model.build(str(inputs.model_path), engine, total_steps=config.warm_start.steps)
     rl_runtime.train_supervised(
-        actor,
-        inputs.demonstrations,
-        config.warm_start,
-        seed=config.trainer.seed,
-        on_step=tracker.log_supervised,
+        model, inputs.demonstrations, config.warm_start, seed=config.trainer.seed, on_step=tracker.log_supervised
     )
     warm = str(folder / "warm_start_model")
-    actor.export(warm, str(inputs.model_path))
+    model.export(warm, str(inputs.model_path))
     return warm
 
 

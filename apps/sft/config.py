@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from ds_engine import EngineConfig
-from rl_core import BatchConfig
 from rl_data import DataConfig
 from rl_runtime import ModelConfig, RanksConfig, SupervisedConfig, TaskSize, TrackingConfig
 
@@ -16,7 +15,14 @@ class SftConfig:
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskSize = field(default_factory=TaskSize)
     supervised: SupervisedConfig = field(default_factory=lambda: SupervisedConfig(steps=300))
-    batch: BatchConfig = field(default_factory=BatchConfig)
+    token_budget: int = 16384
+    """Most packed tokens (prompt + response) per micro batch; a single longer sequence gets its own."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     trainer: RanksConfig = field(default_factory=lambda: RanksConfig(experiment="sft"))
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        if self.supervised.steps < 1:
+            raise ValueError(f"supervised.steps is {self.supervised.steps}; allowed: 1 or more")
+        if self.token_budget < 1:
+            raise ValueError(f"token_budget is {self.token_budget}; allowed: 1 or more")

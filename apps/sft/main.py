@@ -5,8 +5,8 @@ The trained model ends in `<run folder>/model` as a Hugging Face folder.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
+import rl_core
 import rl_runtime
 from apps.sft.config import SftConfig
 from rl_runtime import run_cli
@@ -17,7 +17,8 @@ def check(config: SftConfig) -> "rl_runtime.Placement":
     rl_runtime.prepare_driver(config.trainer.device)
     rl_runtime.check_tracking(config.tracking)
     placement = rl_runtime.plan_ranks(config.trainer)
-    rl_runtime.check_inputs(config.model, config.data, config.supervised)
+    rl_runtime.check_prompt_files(config.model, config.data)
+    rl_runtime.check_supervised(config.model, config.data, config.supervised, section="supervised")
     return placement
 
 
@@ -27,10 +28,16 @@ def main(config: SftConfig) -> None:
     run = rl_runtime.RunFolder.create(config.trainer.output_dir, config.trainer.experiment)
     with rl_runtime.Tracker(run, config, num_steps=config.supervised.steps, supervised=True) as tracker:
         inputs = rl_runtime.load_inputs(
-            config.model, config.data, config.supervised, config.task, folder=run.path, seed=config.trainer.seed
+            config.model,
+            config.data,
+            config.supervised,
+            config.task,
+            folder=run.path,
+            seed=config.trainer.seed,
+            with_prompts=False,
         )
         with rl_runtime.open_ranks(config.trainer, placement) as ranks:
-            model = rl_runtime.Role(ranks, "actor", config.batch)
+            model = rl_runtime.Role(ranks, "actor", rl_core.BatchConfig(token_budget=config.token_budget))
             engine = replace(config.engine, optim=config.supervised.optim)
             model.build(str(inputs.model_path), engine, total_steps=config.supervised.steps)
             rl_runtime.train_supervised(
@@ -45,4 +52,4 @@ def main(config: SftConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_cli(SftConfig, main, app_name="apps.sft.main", preset_dir=Path(__file__).parent / "presets")
+    run_cli(SftConfig, main, app_name="apps.sft.main")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .arithmetic import ArithmeticTask, write_task
     from .config import DataConfig, RewardConfig
-    from .demonstrations import Demonstration, load_demonstrations
+    from .demonstrations import Demonstration, check_demonstrations, load_demonstrations
     from .errors import DataError, ModelFolderError, RlDataError, SamplerStateError, UnknownDataSourceError
     from .parquet import check_files
     from .prompts import Prompt, load_prompts
@@ -29,6 +29,7 @@ __all__ = [
     "SamplerStateError",
     "UnknownDataSourceError",
     "build_tiny_model",
+    "check_demonstrations",
     "check_files",
     "check_model_folder",
     "gsm8k_score",
@@ -54,6 +55,7 @@ _EXPORTS = {
     "SamplerStateError": ".errors",
     "UnknownDataSourceError": ".errors",
     "build_tiny_model": ".tiny_model",
+    "check_demonstrations": ".demonstrations",
     "check_files": ".parquet",
     "check_model_folder": ".tokenizer",
     "gsm8k_score": ".rewards",

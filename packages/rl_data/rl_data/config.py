@@ -67,3 +67,7 @@ class RewardConfig:
         for field in ("score", "format_score"):
             if not math.isfinite(getattr(self, field)):
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be a finite number")
+        if self.score <= 0:
+            raise ValueError(f"score={self.score!r}: must be above 0, so that a right answer is worth something")
+        if self.format_score >= self.score:
+            raise ValueError(f"format_score={self.format_score!r}: must be below score={self.score!r}")

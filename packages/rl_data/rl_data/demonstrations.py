@@ -12,7 +12,7 @@ from .parquet import GSM8K_DATA_SOURCE, Row, open_parquet, require_columns
 from .prompts import conversation, encode, render, report_filtered, too_long, uses_chat_template
 from .tokenizer import TokenizerLike
 
-__all__ = ["Demonstration", "load_demonstrations"]
+__all__ = ["Demonstration", "check_demonstrations", "load_demonstrations"]
 
 _HELP = "Demonstrations need the text columns `question` and `answer` (the whole response); rename the columns."
 
@@ -49,6 +49,14 @@ def _rows(file: str | Path) -> list[tuple[Row, str]]:
         )
         rows.append((described, row["answer"]))
     return rows
+
+
+def check_demonstrations(files: Sequence[str | Path]) -> int:
+    """Read every file once, without a tokenizer, and return the number of rows.
+
+    Raises DataError for a file that is missing, empty or not parquet, for a missing column, and for a row without text.
+    """
+    return sum(len(_rows(file)) for file in files)
 
 
 def load_demonstrations(

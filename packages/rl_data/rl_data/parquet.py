@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import DataError
+from .errors import DataError, UnknownDataSourceError
+from .rewards import reward_for
 
 __all__ = [
     "GSM8K_DATA_SOURCE",
@@ -200,6 +201,20 @@ def check_files(files: Sequence[str | Path]) -> int:
     """Read every file once, without tokenizer or torch, and return the number of rows.
 
     Meant to run before any process starts. Raises DataError for a file that is missing, empty or not parquet, for a
-    missing column (naming those found), and for the first row without a question or an answer.
+    missing column (naming those found), for the first row without a question or an answer, and for the first whose
+    `data_source` has no reward.
     """
-    return sum(1 for file in files for _ in iter_rows(file))
+    num_rows = 0
+    for file in files:
+        for row in iter_rows(file):
+            try:
+                reward_for(row.data_source)
+            except UnknownDataSourceError as error:
+                raise DataError(
+                    f"{file}: row {row.row} (counted from 0): {error}",
+                    file=str(file),
+                    row=row.row,
+                    column="data_source",
+                ) from error
+            num_rows += 1
+    return num_rows

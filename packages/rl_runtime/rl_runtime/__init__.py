@@ -4,6 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checks import (
+        check_engine,
+        check_lengths,
+        check_prompt_files,
+        check_servers,
+        check_supervised,
+        find_checkpoint,
+    )
     from .cli import is_user_error, run_cli
     from .config import ModelConfig, RanksConfig, SupervisedConfig, TaskSize, TrainerConfig
     from .config_help import help_text
@@ -20,7 +28,7 @@ if TYPE_CHECKING:
         TrackingError,
     )
     from .experience import Experience, ExperienceBatch
-    from .inputs import Inputs, check_inputs, check_resume, check_servers, load_inputs
+    from .inputs import Inputs, load_inputs
     from .loop import LoopResult, Phase, TrainingLoop
     from .memory import MemorySampler, TreeMemory, process_tree_memory
     from .metrics import mismatch, rollout_metrics, throughput, update_metrics
@@ -36,6 +44,12 @@ if TYPE_CHECKING:
 
 # Public name -> module that defines it; nothing is imported before a name is used. One line a name, sorted by module.
 _EXPORTS = {
+    "check_engine": ".checks",
+    "check_lengths": ".checks",
+    "check_prompt_files": ".checks",
+    "check_servers": ".checks",
+    "check_supervised": ".checks",
+    "find_checkpoint": ".checks",
     "check_tracking": ".tracking",
     "prepare_driver": ".environment",
     "is_user_error": ".cli",
@@ -59,9 +73,6 @@ _EXPORTS = {
     "Experience": ".experience",
     "ExperienceBatch": ".experience",
     "Inputs": ".inputs",
-    "check_inputs": ".inputs",
-    "check_resume": ".inputs",
-    "check_servers": ".inputs",
     "load_inputs": ".inputs",
     "LoopResult": ".loop",
     "Phase": ".loop",
@@ -127,10 +138,13 @@ __all__ = [
     "TrainingLoop",
     "TreeMemory",
     "Validation",
-    "check_inputs",
-    "check_resume",
+    "check_engine",
+    "check_lengths",
+    "check_prompt_files",
     "check_servers",
+    "check_supervised",
     "check_tracking",
+    "find_checkpoint",
     "help_text",
     "is_user_error",
     "load_config",

@@ -120,22 +120,26 @@ def _run(
 
 @contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """Let cleanup code run on SIGTERM and SIGHUP, and let a second Ctrl-C not cut it short.
+    """Let cleanup code run on SIGINT, SIGTERM and SIGHUP, and let a second signal not cut it short.
 
-    The first SIGINT raises KeyboardInterrupt; the second only says that cleanup goes on; the third interrupts that.
+    The first raises (KeyboardInterrupt, SystemExit); the second only says that cleanup goes on; the third interrupts.
     """
     count = 0
 
-    def interrupt(_signum: int, _frame: FrameType | None) -> None:
+    def is_ignored() -> bool:
         nonlocal count
         count += 1
         if count == 2:
-            os.write(2, b"\nstill cleaning up; press Ctrl-C once more to leave processes behind\n")
-            return
-        raise KeyboardInterrupt
+            os.write(2, b"\nstill cleaning up; once more leaves processes behind\n")
+        return count == 2
+
+    def interrupt(_signum: int, _frame: FrameType | None) -> None:
+        if not is_ignored():
+            raise KeyboardInterrupt
 
     def leave(signum: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
+        if not is_ignored():
+            raise SystemExit(128 + signum)
 
     previous: dict[signal.Signals, Any] = {}
     try:

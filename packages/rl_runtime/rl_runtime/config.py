@@ -1,9 +1,13 @@
 """Configuration of the run itself: which model, how many ranks and steps, what to validate and save."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ds_engine import OptimConfig
+
+EXPERIMENT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
+"""What a run may be called: the name becomes a folder's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +40,16 @@ class RanksConfig:
             raise ValueError(f"num_ranks is {self.num_ranks}; allowed: 1 or more")
         if self.cpu_threads_per_rank < 1:
             raise ValueError(f"cpu_threads_per_rank is {self.cpu_threads_per_rank}; allowed: 1 or more")
-        if not self.experiment or "/" in self.experiment:
-            raise ValueError(f"experiment is {self.experiment!r}; allowed: a name without '/'")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; allowed: 0 or more")
+        if self.step_timeout_s <= 0:
+            raise ValueError(f"step_timeout_s is {self.step_timeout_s}; allowed: above 0 seconds")
+        if not self.output_dir:
+            raise ValueError("output_dir is empty; allowed: a folder, made if missing")
+        if not re.fullmatch(EXPERIMENT_PATTERN, self.experiment):
+            raise ValueError(
+                f"experiment is {self.experiment!r}; allowed: letters, digits and . _ + = -, a letter or digit first"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,3 +121,8 @@ class TaskSize:
     """Held-out problems, of operand pairs that no training problem has."""
     num_demonstrations: int = 4000
     """Demonstrations for the warm start, four in ten of them with working shown."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_train", "num_val", "num_demonstrations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 1 or more")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .errors import PlacementError
+
 # Libraries that would otherwise write progress bars and warnings over the run's own lines.
 _QUIET = {
     "TQDM_DISABLE": "1",
@@ -28,17 +30,25 @@ def prepare_driver(device: str) -> None:
 
 
 def visible_gpus() -> list[int]:
-    """The GPUs this process may use."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """Indices of the GPUs this process may use.
+
+    Raises:
+        PlacementError: CUDA_VISIBLE_DEVICES names GPUs by UUID; ranks and servers are told theirs by index.
+    """
     count = torch.cuda.device_count()
-    ids = [int(i) for i in listed.split(",") if i.strip().isdigit()] if listed else []
-    return ids if len(ids) == count else list(range(count))
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None or count == 0:
+        return list(range(count))
+    ids = [entry.strip() for entry in listed.split(",")][:count]
+    if not all(entry.isdigit() for entry in ids):
+        raise PlacementError(f"CUDA_VISIBLE_DEVICES is {listed}; give indices such as 0,1 instead of UUIDs")
+    return [int(entry) for entry in ids]
 
 
 def rank_env(gpus: Sequence[int], num_threads: int) -> dict[str, str]:
     """The environment of a trainer rank."""
     return {
-        **_QUIET,
+        **{name: os.environ.get(name, value) for name, value in _QUIET.items()},
         "PYTHONPATH": python_path(),
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "OMP_NUM_THREADS": str(num_threads),

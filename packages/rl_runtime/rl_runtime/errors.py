@@ -75,7 +75,17 @@ class PlacementError(RlRuntimeError, ValueError):
 
 
 class RankError(RlRuntimeError):
-    """A trainer rank failed, died or did not answer in time; the message names the rank and what it was doing."""
+    """A trainer rank failed, died or did not answer in time; the message names the rank and what it was doing.
+
+    `cause` is what the rank raised, if it raised: a user's mistake found on a rank is reported as one.
+    """
+
+    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+        super().__init__(message, cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class RolloutFailed(RlRuntimeError):

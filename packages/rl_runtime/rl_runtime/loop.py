@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt import CheckpointManager
+from ckpt import Checkpoint, CheckpointManager
 from rl_data import PromptSampler
 from rollout_vllm import SamplingConfig
 
 from .config import TrainerConfig
+from .errors import RankError, RolloutFailed
 from .experience import ExperienceBatch, PromptLike
 from .memory import MemorySampler
 from .metrics import rollout_metrics, throughput
@@ -55,16 +56,29 @@ class TrainingLoop:
         tracker: Tracker,
         memory: MemorySampler,
         checkpoint_dir: Path,
+        resumed: Checkpoint | None = None,
     ) -> None:
         self._trainer, self._sampling, self._validation = trainer, sampling, validation
         self._train_batch_size, self._sampler = train_batch_size, sampler
         self._train_prompts, self._val_prompts = train_prompts, val_prompts
         self._session, self._roles, self._rollout, self._tracker = session, roles, rollout, tracker
         self._memory = memory
+        self._resumed = resumed
         self._checkpoints = CheckpointManager(checkpoint_dir, keep_last=trainer.keep_checkpoints)
 
     def run(self, learn: Learn) -> LoopResult:
-        """All steps from where the checkpoint, if any, left off."""
+        """All steps from where the checkpoint, if any, left off.
+
+        Raises:
+            rollout_vllm.ServerDiedError: a server died; whatever failed because of it is its context.
+        """
+        try:
+            return self._run(learn)
+        except (RankError, RolloutFailed):
+            self._session.servers.check()
+            raise
+
+    def _run(self, learn: Learn) -> LoopResult:
         trainer = self._trainer
         first = self._resume()
         self.sync(version=first)
@@ -89,7 +103,13 @@ class TrainingLoop:
             return None
         result = self._rollout.validate(self._val_prompts, self._validation, step=step)
         self._tracker.log_validation(
-            step, {"val/accuracy": result.accuracy, "val/score/mean": result.score_mean, "val/num": result.num_samples}
+            step,
+            {
+                "val/accuracy": result.accuracy,
+                "val/score/mean": result.score_mean,
+                "val/num_samples": result.num_samples,
+                "val/num_failed": result.num_failed,
+            },
         )
         return result.accuracy
 
@@ -105,11 +125,12 @@ class TrainingLoop:
             if self._trainer.save_freq and step % self._trainer.save_freq == 0:
                 with timer.phase("checkpoint"):
                     self._save(step)
-        num_gpus = sum(len(gpus) for gpus in self._session.placement.rank_gpus)
         times = timer.metrics()
         metrics |= times
         metrics["perf/total_num_tokens"] = float(collected.batch.num_tokens)
-        metrics["perf/throughput"] = throughput(collected.batch.num_tokens, times["timing_s/step"], num_gpus)
+        metrics["perf/throughput"] = throughput(
+            collected.batch.num_tokens, times["timing_s/step"], self._session.placement.num_gpus
+        )
         metrics |= self._memory.metrics() | self._device_memory()
         self._tracker.log(step, metrics)
         self._tracker.log_rollouts(step, [rollout_record(item) for item in collected.batch.items])
@@ -122,19 +143,18 @@ class TrainingLoop:
         folder = self._checkpoints.prepare(step)
         for name, role in self._roles.items():
             role.save(str(folder / name))
-        self._checkpoints.publish(step, state={"step": step, "sampler": self._sampler.state_dict()})
+        state = {"step": step, "num_ranks": self._trainer.num_ranks, "sampler": self._sampler.state_dict()}
+        self._checkpoints.publish(step, state=state)
 
     def _resume(self) -> int:
-        if self._trainer.resume == "never":
-            return 0
-        assert self._trainer.resume_from is not None
-        found = CheckpointManager(Path(self._trainer.resume_from) / "checkpoints").newest_good()
-        if found is None:
+        """Loads the checkpoint that was found before the start; the step it was written after."""
+        if self._resumed is None:
             return 0
         for name, role in self._roles.items():
-            role.load(str(found.path / name))
-        self._sampler.load_state_dict(found.state["sampler"])
-        return int(found.state["step"])
+            role.load(str(self._resumed.path / name))
+        self._sampler.load_state_dict(self._resumed.state["sampler"])
+        self._tracker.info(f"resumed after step {self._resumed.step} from {self._resumed.path}")
+        return self._resumed.step
 
 
 def rollout_record(item: Any) -> dict[str, Any]:

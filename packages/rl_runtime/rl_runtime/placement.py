@@ -18,6 +18,11 @@ class Placement:
         """Whether the ranks train on CUDA."""
         return bool(self.rank_gpus[0])
 
+    @property
+    def num_gpus(self) -> int:
+        """GPUs in use, those that a rank and a server share counted once; 0 on the CPU."""
+        return len({gpu for gpus in (*self.rank_gpus, *self.server_gpus) for gpu in gpus})
+
 
 def plan_placement(
     *,

@@ -29,12 +29,11 @@ class RankGroup:
             ).remote(rank, self.world_size, device=device, num_threads=num_threads)
             for rank, gpus in enumerate(placement.rank_gpus)
         ]
-        self.pids: list[int] = []
 
     def connect(self) -> None:
         """Waits for the processes and joins them in one process group."""
         address, port = self._wait([self._actors[0].reserve_address.remote()], "reserve_address")[0]
-        self.pids = self.call("connect", address, port)
+        self.call("connect", address, port)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls `method(*args)` on every rank; results in rank order.
@@ -71,7 +70,8 @@ class RankGroup:
                 try:
                     results[rank_of[ref]] = ray.get(ref)
                 except RayTaskError as error:
-                    raise RankError(f"rank {rank_of[ref]} of {len(refs)} failed in {method!r}:\n{error}") from error
+                    text = f"rank {rank_of[ref]} of {len(refs)} failed in {method!r}:\n{error}"
+                    raise RankError(text, error.cause) from error
                 except RayActorError as error:
                     raise RankError(f"rank {rank_of[ref]} of {len(refs)} died in {method!r}: {error}") from error
         return results

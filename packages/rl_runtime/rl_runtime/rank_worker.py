@@ -4,7 +4,6 @@ A plain class, so that tests can drive it without Ray; `RankGroup` runs it as a 
 """
 
 import gc
-import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ class RankWorker:
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self._engines: dict[str, ZeroEngine] = {}
         self._pusher: WeightPusher | None = None
+        self._pushed_role = ""
 
     def reserve_address(self) -> tuple[str, int]:
         """A host name and free port for the ranks to meet at; asked of rank 0."""
@@ -36,12 +36,11 @@ class RankWorker:
             port = int(probe.getsockname()[1])
         return ("127.0.0.1" if self.device.type == "cpu" else socket.gethostbyname(socket.gethostname())), port
 
-    def connect(self, address: str, port: int) -> int:
-        """Joins the process group; returns this process's id."""
+    def connect(self, address: str, port: int) -> None:
+        """Joins the process group."""
         init_distributed(
             rank=self.rank, world_size=self.world_size, master_addr=address, master_port=port, device=self.device
         )
-        return os.getpid()
 
     def build(self, role: str, model_path: str, config: EngineConfig, total_steps: int | None) -> None:
         """Makes (or makes anew) the engine of `role` from a Hugging Face folder."""
@@ -55,7 +54,7 @@ class RankWorker:
         engine = self._engines.pop(role, None)
         if engine is None:
             return
-        if self._pusher is not None:
+        if self._pusher is not None and self._pushed_role == role:
             self._pusher.close()
             self._pusher = None
         engine.close()
@@ -76,6 +75,7 @@ class RankWorker:
         """Prepares pushing the weights of `role` into the rollout servers."""
         if self._pusher is not None:
             self._pusher.close()
+        self._pushed_role = role
         self._pusher = WeightPusher(
             ZeroSource(self._engines[role].module), endpoints, config, rank=self.rank, device=self.device
         )
@@ -112,13 +112,6 @@ class RankWorker:
         }
         torch.cuda.reset_peak_memory_stats()
         return peaks
-
-    def close(self) -> None:
-        """Frees all engines and leaves the process group."""
-        for role in list(self._engines):
-            self.drop(role)
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def log_prob(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_engine import EngineConfig, LossFn, StepStats
+from ds_engine import EngineConfig, LossFn, StepStats, TokenOutputs
 from rl_core import BatchConfig, MicroBatchPlan, PackedBatch, plan_micro_batches
 
 from .experience import ExperienceBatch, Float32Array
@@ -31,42 +31,28 @@ class Role:
         """Makes the engine on every rank from a Hugging Face folder, with a fresh optimizer."""
         self._ranks.call("build", self.name, model_path, config, total_steps)
 
-    def drop(self) -> None:
-        """Frees the engine on every rank."""
-        self._ranks.call("drop", self.name)
-
     def log_probs(self, batch: ExperienceBatch) -> TokenColumns:
         """Log-probs of the response tokens at the rollout's temperature, and entropies, without gradients."""
-        plan = self._plan([item.num_tokens for item in batch.items])
+        plan = self.plan([item.num_tokens for item in batch.items])
         packed = batch.packed(plan)
         outputs = self._ranks.call_each("log_probs", lambda rank: (self.name, packed[rank], self._temperature))
-        log_probs: list[Float32Array] = [np.empty(0, np.float32)] * len(batch.items)
-        entropy = list(log_probs)
-        for rank, micros in enumerate(plan.assignment):
-            for micro, output in zip(micros, outputs[rank], strict=True):
-                borders = np.cumsum([len(batch.items[i].response_ids) for i in micro])[:-1]
-                for i, lp, h in zip(
-                    micro,
-                    np.split(output.log_probs_K.numpy(), borders),
-                    np.split(output.entropy_K.numpy(), borders),
-                    strict=True,
-                ):
-                    log_probs[i], entropy[i] = lp, h
-        return TokenColumns(log_probs=tuple(log_probs), entropy=tuple(entropy))
+        # [rank][micro batch][sample] -> (log_probs, entropy), then back in the order of the batch
+        split = [
+            [self._per_sample(batch, micro, output) for micro, output in zip(micros, outputs[rank], strict=True)]
+            for rank, micros in enumerate(plan.assignment)
+        ]
+        log_probs, entropy = zip(*plan.restore(split), strict=True)
+        return TokenColumns(log_probs=log_probs, entropy=entropy)
 
     def update(self, batch: ExperienceBatch, loss_fn: LossFn) -> StepStats:
         """One optimizer step on a mini batch; `loss_fn` returns each micro batch's share of the loss."""
-        return self.update_packed(batch.packed(self._plan([item.num_tokens for item in batch.items])), loss_fn)
+        return self.update_packed(batch.packed(self.plan([item.num_tokens for item in batch.items])), loss_fn)
 
     def update_packed(self, packed: Sequence[Sequence[PackedBatch]], loss_fn: LossFn) -> StepStats:
         """One optimizer step on micro batches already packed for every rank."""
         stats = self._ranks.call_each("train", lambda rank: (self.name, packed[rank], loss_fn, self._temperature))
         result: StepStats = stats[0]
         return result
-
-    def plan(self, lengths: Sequence[int]) -> MicroBatchPlan:
-        """Micro batches for sequences of these lengths (tokens), the same number on every rank."""
-        return self._plan(lengths)
 
     def export(self, folder: str, model_files_from: str) -> None:
         """Writes a Hugging Face folder with the current weights."""
@@ -88,7 +74,18 @@ class Role:
         """Sends the weights to every server; rank 0's report."""
         return self._ranks.call("push_weights", version)[0]
 
-    def _plan(self, lengths: Sequence[int]) -> MicroBatchPlan:
+    @staticmethod
+    def _per_sample(
+        batch: ExperienceBatch, micro: Sequence[int], output: TokenOutputs
+    ) -> list[tuple[Float32Array, Float32Array]]:
+        if not micro:
+            return []
+        borders = np.cumsum([len(batch.items[i].response_ids) for i in micro])[:-1]
+        columns = (output.log_probs_K.numpy(), output.entropy_K.numpy())
+        return list(zip(*(np.split(column, borders) for column in columns), strict=True))
+
+    def plan(self, lengths: Sequence[int]) -> MicroBatchPlan:
+        """Micro batches for sequences of these lengths (tokens), the same number on every rank."""
         return plan_micro_batches(
             lengths,
             num_ranks=self._ranks.world_size,

@@ -4,10 +4,13 @@ Closing happens on success, error and Ctrl-C alike, and leaves no process behind
 """
 
 import logging
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import ray
 
@@ -19,6 +22,8 @@ from .environment import visible_gpus
 from .placement import Placement, plan_placement
 from .rank_group import RankGroup
 
+NUM_RAY_ATTEMPTS = 3
+
 
 @contextmanager
 def open_ranks(trainer: RanksConfig, placement: Placement) -> Iterator[RankGroup]:
@@ -27,12 +32,7 @@ def open_ranks(trainer: RanksConfig, placement: Placement) -> Iterator[RankGroup
     Raises:
         RankError: a rank could not start.
     """
-    with ExitStack() as stack:
-        stack.callback(ray.shutdown)
-        _start_ray(trainer.num_ranks)
-        ranks = RankGroup(placement, num_threads=trainer.cpu_threads_per_rank, timeout_s=trainer.step_timeout_s)
-        stack.callback(ranks.close)
-        ranks.connect()
+    with _local_ray(trainer.num_ranks), _ranks(trainer, placement) as ranks:
         yield ranks
 
 
@@ -61,18 +61,22 @@ def open_session(
     Raises:
         RankError: a rank could not start.
     """
+    device: Literal["cpu", "cuda"] = "cuda" if placement.on_gpu else "cpu"
+    rollout = replace(rollout, device=device)
     with ExitStack() as stack:
+        # Before the servers: Ray gives its own processes half a minute to start, and vLLM's start takes every core.
+        stack.enter_context(_local_ray(trainer.num_ranks))
         servers = stack.enter_context(
             ServerGroup.launch(
                 model_path,
                 rollout,
                 log_dir=log_dir,
-                extra_args=server_args(sync, "cuda" if placement.on_gpu else "cpu"),
+                extra_args=server_args(sync, device),
                 env=server_env(sync),
-                gpu_ids_per_server=placement.server_gpus if placement.on_gpu else None,
+                gpu_ids_per_server=placement.server_gpus if placement.server_gpus and placement.on_gpu else None,
             )
         )
-        ranks = stack.enter_context(open_ranks(trainer, placement))
+        ranks = stack.enter_context(_ranks(trainer, placement))
         client = RolloutClient(servers.endpoints, rollout)
         stack.callback(client.close)
         yield Session(placement=placement, ranks=ranks, servers=servers, client=client)
@@ -88,7 +92,7 @@ def plan_session(trainer: TrainerConfig, rollout: RolloutConfig) -> Placement:
         gpu_ids=visible_gpus(),
         device=trainer.device,
         num_ranks=trainer.num_ranks,
-        num_servers=rollout.num_servers,
+        num_servers=0 if rollout.urls else rollout.num_servers,
         tensor_parallel_size=rollout.tensor_parallel_size,
         colocate=trainer.colocate,
     )
@@ -106,8 +110,38 @@ def plan_ranks(trainer: RanksConfig) -> Placement:
     )
 
 
+@contextmanager
+def _ranks(trainer: RanksConfig, placement: Placement) -> Iterator[RankGroup]:
+    ranks = RankGroup(placement, num_threads=trainer.cpu_threads_per_rank, timeout_s=trainer.step_timeout_s)
+    try:
+        ranks.connect()
+        yield ranks
+    finally:
+        ranks.close()
+
+
+@contextmanager
+def _local_ray(num_ranks: int) -> Iterator[None]:
+    """A Ray of this job's own: an address in the environment would join the ranks to somebody else's cluster."""
+    terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        for attempt in range(1, NUM_RAY_ATTEMPTS + 1):
+            try:
+                _start_ray(num_ranks)
+                break
+            except Exception:  # Ray raises a bare Exception when its processes are not up in 30 s, as on a busy machine
+                ray.shutdown()
+                if attempt == NUM_RAY_ATTEMPTS:
+                    raise
+        if threading.current_thread() is threading.main_thread():
+            # Ray put its own handler there, which ends the process without the app's cleanup on a second signal.
+            signal.signal(signal.SIGTERM, terminate)
+        yield
+    finally:
+        ray.shutdown()
+
+
 def _start_ray(num_ranks: int) -> None:
-    # A Ray of this job's own: an address in the environment would join the ranks to somebody else's cluster.
     ray.init(
         address="local",
         num_cpus=num_ranks,

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from ..config import EXPERIMENT_PATTERN
 from ..config_loader import to_yaml
 from ..errors import TrackingError
 from .metrics_table import atomic_write
 
-EXPERIMENT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 # Loggers of these packages speak from INFO on; everybody else's from WARNING on.

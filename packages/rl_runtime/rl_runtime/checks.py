@@ -1,0 +1,130 @@
+"""What can be found wrong before any process starts. Every check raises a user's mistake, with what to do.
+
+Apps call these from their own `check`: a run folder, a Ray cluster or a server exists only for a job that can run.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ckpt import Checkpoint, CheckpointManager
+from ds_engine import EngineConfig
+from ds_engine.schedule import check_schedule
+from rl_data import DataConfig, build_tiny_model, check_demonstrations, check_files, check_model_folder
+from rollout_vllm import RolloutConfig, SamplingConfig, check_launch
+from rollout_vllm.checks import check_request_length
+from weight_sync import SyncConfig
+
+from .config import ModelConfig, SupervisedConfig, TrainerConfig
+from .errors import InputError
+from .inputs import BUILTIN_MODEL
+from .placement import Placement
+
+
+def check_prompt_files(model: ModelConfig, data: DataConfig) -> None:
+    """The model folder and every row of the prompt files.
+
+    Raises:
+        InputError, rl_data.DataError: with the file or folder and what to do.
+    """
+    if model.path != BUILTIN_MODEL:
+        check_model_folder(model.path)
+    elif data.train or data.val:
+        raise InputError(
+            f"model.path is {BUILTIN_MODEL}, whose vocabulary knows the built-in task only; "
+            "give model.path=<Hugging Face folder> with data.train and data.val"
+        )
+    check_files([*data.train, *data.val])
+
+
+def check_supervised(model: ModelConfig, data: DataConfig, supervised: SupervisedConfig, *, section: str) -> None:
+    """Demonstrations and schedule of supervised steps; `section` is the app's name for them.
+
+    Raises:
+        InputError, rl_data.DataError, ds_engine.EngineConfigError
+    """
+    if supervised.steps == 0:
+        return
+    if not supervised.files and (data.train or model.path != BUILTIN_MODEL):
+        raise InputError(
+            f"{section}.steps is {supervised.steps} but {section}.files is empty: the built-in demonstrations belong "
+            f"to the built-in model; give {section}.files=<parquet>, or {section}.steps=0"
+        )
+    if supervised.files and model.path == BUILTIN_MODEL:
+        raise InputError(
+            f"{section}.files is given, but model.path is {BUILTIN_MODEL}, whose vocabulary knows its own task only"
+        )
+    check_demonstrations(supervised.files)
+    check_schedule(supervised.optim, supervised.steps)
+
+
+def check_engine(engine: EngineConfig, *, section: str, num_updates: int) -> None:
+    """The engine's schedule over the run's `num_updates` optimizer steps.
+
+    Raises:
+        InputError, ds_engine.EngineConfigError
+    """
+    if engine.optim.total_steps is not None:
+        raise InputError(
+            f"{section}.optim.total_steps is {engine.optim.total_steps}, but the run decides it ({num_updates}); "
+            "leave it out"
+        )
+    check_schedule(engine.optim, num_updates)
+
+
+def check_lengths(rollout: RolloutConfig, data: DataConfig, samplings: Sequence[SamplingConfig]) -> None:
+    """The longest prompt and response fit the servers' context.
+
+    Raises:
+        rollout_vllm.RequestTooLongError
+    """
+    check_request_length(data.max_prompt_length, max(s.max_tokens for s in samplings), rollout.max_model_len)
+
+
+def check_servers(model: ModelConfig, rollout: RolloutConfig, sync: SyncConfig, placement: Placement) -> None:
+    """Server settings against the model and the devices.
+
+    Raises:
+        InputError: a transport or device that the placement does not have.
+        rollout_vllm.RolloutConfigError: a port in use, too little memory for the KV cache, a folder vLLM cannot serve.
+    """
+    device = "cuda" if placement.on_gpu else "cpu"
+    if rollout.device not in ("auto", device):
+        raise InputError(f"rollout.device is {rollout.device}, but the ranks run on {device}; leave it at auto")
+    if sync.transport in ("ipc", "nccl") and not placement.on_gpu:
+        raise InputError(f"sync.transport is {sync.transport}, which needs GPUs; use auto, shm or gloo")
+    if model.path != BUILTIN_MODEL:
+        check_launch(model.path, rollout)
+        return
+    with TemporaryDirectory() as folder:
+        check_launch(build_tiny_model(folder), rollout)
+
+
+def find_checkpoint(trainer: TrainerConfig) -> Checkpoint | None:
+    """The newest good checkpoint that `resume=auto` goes on from; None to start at step 1.
+
+    Raises:
+        InputError: not a run folder, no step left to run, or another number of ranks.
+    """
+    if trainer.resume == "never":
+        return None
+    run = Path(trainer.resume_from or "")
+    if not (run / "config.yaml").is_file():
+        raise InputError(
+            f"trainer.resume_from is {trainer.resume_from}, which is no run folder (it has no config.yaml); "
+            "give the folder of the run to go on from, or trainer.resume=never"
+        )
+    found = CheckpointManager(run / "checkpoints").newest_good()
+    if found is None:
+        return None
+    if found.step >= trainer.total_training_steps:
+        raise InputError(
+            f"the newest checkpoint in {run} is of step {found.step} and trainer.total_training_steps is "
+            f"{trainer.total_training_steps}: nothing is left to train; raise it"
+        )
+    if found.state["num_ranks"] != trainer.num_ranks:
+        raise InputError(
+            f"the checkpoint in {run} was written by {found.state['num_ranks']} ranks and trainer.num_ranks is "
+            f"{trainer.num_ranks}; use the same number"
+        )
+    return found

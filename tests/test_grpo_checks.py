@@ -1,0 +1,68 @@
+"""What the GRPO app refuses before any process starts: its own check, in this process."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from apps.grpo.config import GrpoConfig
+from apps.grpo.main import check
+from benchmarks.random_model import write_random_model
+from rl_runtime import load_config
+
+DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo.yaml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sampling.n=1"], "sampling.n"),
+        (["sampling.temperature=0", "sampling.n=2"], "temperature"),
+        (["algorithm.kl_coef=.nan"], "kl_coef"),
+        (["reward.score=0"], "score"),
+        (["reward.format_score=1.0"], "format_score"),
+        (["task.num_train=0"], "num_train"),
+        (["trainer.seed=-1"], "seed"),
+        (["trainer.step_timeout_s=0"], "step_timeout_s"),
+        (["trainer.experiment=a b"], "experiment"),
+        (["trainer.output_dir="], "output_dir"),
+        (["warm_start.steps=5"], "warmup_steps=10"),
+        (
+            ["trainer.total_training_steps=5", "actor.optim.schedule=cosine", "actor.optim.warmup_steps=10"],
+            "warmup_steps",
+        ),
+        (["actor.optim.total_steps=7"], "actor.optim.total_steps"),
+        (["sampling.max_tokens=64"], "max_model_len=68"),
+        (["validation.max_tokens=64"], "max_model_len=68"),
+        (["data.max_prompt_length=500"], "max_model_len=68"),
+        (["data.val=some.parquet"], "builtin:tiny"),
+        (["warm_start.files=some.parquet"], "builtin:tiny"),
+        (["rollout.device=cuda"], "rollout.device"),
+        (["sync.transport=nccl"], "sync.transport"),
+        (["trainer.device=cuda"], "GPUs"),
+        (["trainer.resume=auto"], "resume_from"),
+        (["trainer.resume=auto", "trainer.resume_from=nowhere"], "no run folder"),
+        (["actor.zero.stage=2", "actor.zero.offload.param=cpu"], "offload.param"),
+    ],
+)
+def test_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
+
+
+def test_the_demo_itself_is_accepted() -> None:
+    placement = check(load_config(GrpoConfig, presets=[DEMO], overrides=[]))
+    assert len(placement.rank_gpus) == 2
+
+
+def test_a_data_source_without_a_reward_is_refused_with_its_row(tmp_path: Path) -> None:
+    model = write_random_model("qwen3-tiny", tmp_path / "model")
+    rows = [
+        {"data_source": source, "prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
+        for source in ("openai/gsm8k", "somebody/else")
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    overrides = [f"model.path={model}", f"data.train={tmp_path / 'train.parquet'}"]
+    with pytest.raises(ValueError, match=r"row 1.*somebody/else"):
+        check(load_config(GrpoConfig, presets=[], overrides=overrides))
