@@ -171,9 +171,10 @@ def server(config: Any, args: argparse.Namespace, folder: Path) -> Iterator[Any]
     command += ["--served-model-name", "policy", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
     command += ["--tensor-parallel-size", str(args.tensor_parallel)]
     command += [*server_args(sync, args.device), *args.server_arg]
-    env = {**os.environ, **server_env(sync), "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, **server_env(sync, args.device), "HF_HUB_OFFLINE": "1"}
     if args.device == "cpu":
-        env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        env |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
     else:
         command += ["--gpu-memory-utilization", "0.4"]
         env |= {"CUDA_VISIBLE_DEVICES": args.server_gpu, "VLLM_USE_FLASHINFER_SAMPLER": "0"}

@@ -82,6 +82,7 @@ def test_bad_folders_and_modules_are_named(tmp_path: Path) -> None:
         source.fill(plan.buckets[0], torch.empty(1024, dtype=torch.uint8))
 
 
+@pytest.mark.slow
 def test_fsdp2_shards_are_gathered(tmp_path: Path) -> None:
     script = str(Path(__file__).with_name("weight_sync_fsdp_worker.py"))
     port = str(helpers.free_port())

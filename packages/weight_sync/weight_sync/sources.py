@@ -74,6 +74,8 @@ class ModuleSource:
     def fill(self, bucket: Bucket, out: Tensor | None) -> None:
         """See WeightSource. Raises SourceError when the module lost a parameter or it changed its shape."""
         params = self._named()
+        to: list[Tensor] = []
+        whole: list[Tensor] = []
         with torch.no_grad(), Staging(bucket, out, next(iter(params.values()))) as stage:
             for slot in bucket.slots:
                 param = params.get(slot.name)
@@ -82,7 +84,10 @@ class ModuleSource:
                     raise SourceError(f"{slot.name}: planned with shape {slot.shape}, now {found}")
                 full = param.full_tensor() if hasattr(param, "full_tensor") else param
                 if stage.bytes_N is not None:
-                    slot_view(stage.bytes_N, slot).copy_(full)
+                    to.append(slot_view(stage.bytes_N, slot))
+                    whole.append(full.detach())
+            if to:
+                torch._foreach_copy_(to, whole)
 
     def _named(self) -> dict[str, nn.Parameter]:
         return {self._rename(name): param for name, param in self._module.named_parameters()}

@@ -70,8 +70,8 @@ class ZeroSource:
         if len(slots) == len(bucket.slots):
             with Staging(bucket, out, self._params[slots[0].name]) as stage:
                 assert stage.bytes_N is not None
-                for slot in slots:
-                    slot_view(stage.bytes_N, slot).copy_(self._params[slot.name])
+                to = [slot_view(stage.bytes_N, slot) for slot in slots]
+                torch._foreach_copy_(to, [self._params[slot.name].detach() for slot in slots])
         else:
             for slot in slots:
                 slot_view(out, slot).copy_(self._params[slot.name])
