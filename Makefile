@@ -1,4 +1,4 @@
-# `make demo` and `make test` work on a bare machine with Python 3.11, a C++ compiler and a package index.
+# `make demo` and `make test` work on a bare machine with Python 3.11, a C compiler and a package index.
 PYTHON := .venv/bin/python
 TYPED := $(patsubst %/py.typed,%,$(wildcard packages/*/*/py.typed))
 # Starting processes is mostly waiting on one core. Tests that start some stay together by folder (conftest.py).
