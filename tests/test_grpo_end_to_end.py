@@ -56,7 +56,7 @@ def test_two_steps_write_the_whole_run_folder(tmp_path: Path, start_app: StartAp
     with (run / "metrics.tsv").open() as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     assert [row["step"] for row in rows] == ["0", "1", "2"]
-    assert float(rows.pop(0)["val/num"]) == 32
+    assert float(rows.pop(0)["val/num_samples"]) == 32
     assert set(rows[0]) >= REQUIRED_COLUMNS
     for row in rows:
         # Two fp32 implementations of the same weights: a stale or broken sync shows as a mismatch of tenths.
