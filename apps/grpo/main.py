@@ -95,8 +95,8 @@ def layout(config: GrpoConfig) -> "rl_core.BatchLayout":
 
 def check(config: GrpoConfig) -> "rl_runtime.Placement":
     """Refuses what cannot work before any process starts; which process runs on which device."""
-    num_updates = layout(config).num_mini_batches * config.algorithm.num_epochs * config.trainer.total_training_steps
     rl_runtime.prepare_driver(config.trainer.device)
+    num_updates = layout(config).num_mini_batches * config.algorithm.num_epochs * config.trainer.total_training_steps
     rl_runtime.check_tracking(config.tracking)
     placement = rl_runtime.plan_session(config.trainer, config.rollout)
     rl_runtime.check_prompt_files(config.model, config.data)

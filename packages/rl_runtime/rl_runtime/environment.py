@@ -4,8 +4,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from .errors import PlacementError
 
 # Libraries that would otherwise write progress bars and warnings over the run's own lines.
@@ -35,6 +33,8 @@ def visible_gpus() -> list[int]:
     Raises:
         PlacementError: CUDA_VISIBLE_DEVICES names GPUs by UUID; ranks and servers are told theirs by index.
     """
+    import torch  # here, because importing it imports libraries that read what prepare_driver sets
+
     count = torch.cuda.device_count()
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None or count == 0:
