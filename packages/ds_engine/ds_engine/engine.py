@@ -47,6 +47,7 @@ class ZeroEngine:
         log_prob_fn: LogProbFn,
         device: torch.device,
         total_steps: int | None = None,
+        trainable: bool = True,
     ) -> None:
         """Take over `module`, a causal LM already loaded with packed attention; usually call `from_pretrained`."""
         if not dist.is_initialized():
@@ -65,7 +66,9 @@ class ZeroEngine:
         if config.gradient_checkpointing:
             enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
         install_packed_forward(module, log_prob_fn)
-        self._optimizer = self._build_optimizer()
+        if not trainable:
+            module.requires_grad_(False)
+        self._optimizer = self._build_optimizer() if trainable else None
         self._deepspeed = self._build_deepspeed()
         self._guard = self._start_guard()
 
@@ -78,6 +81,7 @@ class ZeroEngine:
         log_prob_fn: LogProbFn,
         device: torch.device,
         total_steps: int | None = None,
+        trainable: bool = True,
     ) -> ZeroEngine:
         """Load the Hugging Face folder `model_path` and shard it as `config` says.
 
@@ -85,6 +89,8 @@ class ZeroEngine:
             log_prob_fn: (hidden_KH, weight_VH, targets_K, temperature) -> (log_probs_K, entropy_K), fp32.
             device: where this rank computes; the same as given to `init_distributed`.
             total_steps: optimizer steps of the run, for the schedule; overrides `config.optim.total_steps`.
+            trainable: False for a reference model: weights only, no gradients, no optimizer states. Stage 3 shards it,
+                stages 1 and 2 keep it whole on every rank.
 
         Raises:
             ModelError: the folder or architecture cannot be used.
@@ -95,7 +101,7 @@ class ZeroEngine:
         check_offload(config.zero.offload)
         settings = deepspeed_config(config, device_type=device.type)
         module = load_causal_lm(model_path, config, device=device, ds_config=settings)
-        return cls(module, config, log_prob_fn=log_prob_fn, device=device, total_steps=total_steps)
+        return cls(module, config, log_prob_fn=log_prob_fn, device=device, total_steps=total_steps, trainable=trainable)
 
     # ------------------------------------------------------------------ work
 
@@ -127,11 +133,13 @@ class ZeroEngine:
         Raises:
             PlanMismatchError: ranks brought different numbers of micro batches.
             BatchError: a malformed batch or loss.
+            EngineError: the engine was built with trainable=False.
         """
+        optimizer = self._require_optimizer("train_mini_batch")
         num_empty = self._check_plan(_TRAIN, micro_batches)
         self.module.train()
         lr = learning_rate(self._num_steps, self.config.optim, self._total_steps)
-        for group in self._optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = lr
         losses: list[Tensor] = []
         metrics: dict[str, list[Tensor]] = {}
@@ -239,6 +247,7 @@ class ZeroEngine:
 
     def save_checkpoint(self, folder: str | Path, tag: str) -> None:
         """Write DeepSpeed's own checkpoint to `folder`/`tag`: every rank its shard."""
+        self._require_optimizer("save_checkpoint")
         self._deepspeed.save_checkpoint(str(folder), tag=tag, client_state={"num_steps": self._num_steps})
 
     def load_checkpoint(self, folder: str | Path, tag: str) -> None:
@@ -247,6 +256,7 @@ class ZeroEngine:
         Raises:
             CheckpointError: there is none.
         """
+        self._require_optimizer("load_checkpoint")
         if not (Path(folder) / tag).is_dir():
             raise CheckpointError(f"no checkpoint {tag!r} in {str(folder)!r}")
         path, state = self._deepspeed.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
@@ -263,13 +273,16 @@ class ZeroEngine:
         before = self._device_bytes()
         moved = 0
         if self.device.type == "cuda" and not self._parking.is_parked:
-            self._deepspeed.optimizer.zero_grad()
+            if self._optimizer is not None:
+                self._deepspeed.optimizer.zero_grad()
             keep = (
                 set()
                 if include_params
                 else {_storage_id(t) for t in state_tensors(list(self.module.parameters()), "cuda")}
             )
-            tensors = [self._optimizer.state, self._optimizer.param_groups, vars(self._deepspeed.optimizer)]
+            tensors: list[Any] = []
+            if self._optimizer is not None:
+                tensors = [self._optimizer.state, self._optimizer.param_groups, vars(self._deepspeed.optimizer)]
             if include_params:
                 tensors.append(list(self.module.parameters()))
             moved = self._parking.park(t for t in state_tensors(tensors, "cuda", depth=6) if _storage_id(t) not in keep)
@@ -292,7 +305,8 @@ class ZeroEngine:
         if self._guard is not None:
             self._guard.stop()
             self._guard = None
-        self._deepspeed.destroy()
+        if self._deepspeed is not self.module:
+            self._deepspeed.destroy()
 
     # ---------------------------------------------------------------- setup
 
@@ -307,9 +321,18 @@ class ZeroEngine:
     def _build_deepspeed(self) -> Any:
         import deepspeed
 
+        if self._optimizer is None and self.zero_stage < 3:
+            return self.module  # whole and frozen: nothing is left for DeepSpeed to do
         settings = deepspeed_config(self.config, device_type=self.device.type)
+        if self._optimizer is None:
+            settings["zero_optimization"].pop("offload_optimizer", None)
         engine, _, _, _ = deepspeed.initialize(model=self.module, optimizer=self._optimizer, config=settings)
         return engine
+
+    def _require_optimizer(self, method: str) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            raise EngineError(f"{method} needs an engine built with trainable=True")
+        return self._optimizer
 
     def _start_guard(self) -> CollectiveGuard | None:
         mode = self.config.collective_guard

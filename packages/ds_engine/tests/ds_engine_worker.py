@@ -150,6 +150,31 @@ def recorded_steps(
     return logs, sizes, ready[: len(parameters)]
 
 
+def frozen_log_probs(
+    model_path: str, config: EngineConfig, samples: list[Sample]
+) -> tuple[TokenOutputs, list[str], int]:
+    """(outputs, what refuses to work, number of exported tensors) of a reference model."""
+    engine = build(model_path, config, trainable=False)
+    batch = make_batch(samples)
+    outputs = engine.log_probs([batch])[0]
+    refused = []
+    for call in (
+        lambda: engine.train_mini_batch([batch], weighted_loss),
+        lambda: engine.save_checkpoint("/nowhere", "tag"),
+        lambda: engine.load_checkpoint("/nowhere", "tag"),
+    ):
+        try:
+            call()
+        except ds_engine.EngineError as error:
+            refused.append(str(error))
+    engine.offload()
+    engine.reload()
+    assert not any(p.requires_grad for p in engine.module.parameters())
+    num_exported = len(list(engine.export_parameters()))
+    engine.close()
+    return outputs, refused, num_exported
+
+
 def offload_cycle(model_path: str, config: EngineConfig) -> Any:
     engine = build(model_path, config)
     report = engine.offload()

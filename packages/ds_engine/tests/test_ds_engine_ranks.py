@@ -142,6 +142,20 @@ def test_activation_checkpointing_changes_nothing(
     assert all(torch.equal(result["weights"][n], w) for n, w in plain["weights"].items())
 
 
+@pytest.mark.parametrize(("stage", "param"), [(2, "none"), (3, "none"), (3, "cpu")])
+def test_frozen_reference_model(two_ranks: RankPool, tiny_model: Path, stage: int, param: str) -> None:
+    samples = make_samples(4, seed=5)
+    wanted = config(stage, optimizer="cpu" if param == "cpu" else "none", param=param)
+    common = {"model_path": str(tiny_model)}
+    trained = two_ranks.run("train", steps=[], log_prob_samples=[samples], config=config(2), **common)[0]["outputs"][0]
+    results = two_ranks.run("frozen_log_probs", samples=samples, config=wanted, **common)
+    for outputs, refused, _ in results:
+        torch.testing.assert_close(outputs.log_probs_K, trained.log_probs_K, rtol=1e-6, atol=1e-6)
+        assert [text.split()[0] for text in refused] == ["train_mini_batch", "save_checkpoint", "load_checkpoint"]
+        assert all("trainable=True" in text for text in refused)
+    assert [num for _, _, num in results] == [24, 0]
+
+
 def test_missing_checkpoint(two_ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
     for error in two_ranks.run(
         "train", steps=[], load_from=str(tmp_path), model_path=str(tiny_model), config=config(2)
