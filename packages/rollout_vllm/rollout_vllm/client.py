@@ -8,11 +8,9 @@ import json
 import random
 import threading
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
@@ -24,11 +22,10 @@ from .metrics import ClientCounters, combine, server_metrics
 from .protocol import Choice, MalformedAnswerError, completion_body, error_message, parse_completion
 from .retry import ABORTED, CONNECTION_LOST, MALFORMED, TIMED_OUT, Verdict, backoff_s, judge_status
 from .samples import Endpoint, Failure, FailureKind, GroupResult, Request, Sample
+from .transport import Transport
 
 OnGroup = Callable[[GroupResult], Awaitable[None] | None]
 
-# Shorter than the 5 s after which uvicorn closes an idle connection, so that a stale one is rarely picked up at all.
-_KEEP_ALIVE_S = 3.0
 _METRICS_TIMEOUT_S = 10.0
 
 
@@ -58,9 +55,7 @@ class RolloutClient:
         self._dispatcher = Dispatcher(len(self.endpoints), max_in_flight=self.config.max_samples_in_flight)
         self._policy_version = 0
         self._model_override: str | None = None
-        self._models = [endpoint.model for endpoint in self.endpoints]
-        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession]
-        self._sessions = weakref.WeakKeyDictionary()
+        self._transport = Transport(self.endpoints, self.config)
         self._lock = threading.Lock()  # guards the counters between loops
         self._background = LoopThread("rollout-client")
         self._random = random.Random()
@@ -197,9 +192,9 @@ class RolloutClient:
     # ---- one HTTP exchange ---------------------------------------------------------------------------------------
     async def _attempt(self, server: int, request: Request, sampling: SamplingConfig) -> list[Choice] | _Setback:
         try:
-            model = self._model_override or self._models[server] or await self._ask_model(server)
+            model = self._model_override or await self._transport.model_of(server)
             body = completion_body(request.prompt_ids, sampling, model=model, seed=request.seed)
-            status, headers, raw = await self._exchange(server, "POST", "/v1/completions", body)
+            status, headers, raw = await self._transport.exchange(server, "POST", "/v1/completions", body)
         except TimeoutError:
             return _Setback(TIMED_OUT, f"no answer within {self.config.request_timeout_s:g} s")
         except aiohttp.ServerDisconnectedError as error:
@@ -218,38 +213,6 @@ class RolloutClient:
         if any(choice.finish_reason == "abort" for choice in choices):
             return _Setback(ABORTED, "the server aborted the request")
         return choices
-
-    async def _exchange(
-        self, server: int, method: str, path: str, body: Any = None, *, timeout_s: float | None = None
-    ) -> tuple[int, Any, bytes]:
-        endpoint = self.endpoints[server]
-        headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
-        timeout = aiohttp.ClientTimeout(
-            total=timeout_s or self.config.request_timeout_s, sock_connect=self.config.connect_timeout_s
-        )
-        url = endpoint.url.rstrip("/") + path
-        async with self._session().request(method, url, json=body, headers=headers, timeout=timeout) as response:
-            return response.status, response.headers, await response.read()
-
-    def _session(self) -> aiohttp.ClientSession:
-        loop = asyncio.get_running_loop()
-        session = self._sessions.get(loop)
-        if session is None or session.closed:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-            session = self._sessions[loop] = aiohttp.ClientSession(connector=connector, trust_env=False)
-        return session
-
-    async def _ask_model(self, server: int) -> str:
-        """The name a server that somebody else started serves its model under."""
-        status, _, raw = await self._exchange(server, "GET", "/v1/models")
-        if status != 200:
-            raise MalformedAnswerError(f"/v1/models: {error_message(status, raw.decode('utf-8', 'replace'))}")
-        try:
-            name = json.loads(raw)["data"][0]["id"]
-        except (ValueError, LookupError, TypeError):
-            raise MalformedAnswerError("/v1/models names no model") from None
-        self._models[server] = str(name)
-        return str(name)
 
     # ---- servers out of service ----------------------------------------------------------------------------------
     def block(self, server: int) -> None:
@@ -288,7 +251,7 @@ class RolloutClient:
 
         async def one(server: int) -> dict[str, float]:
             with suppress(TimeoutError, aiohttp.ClientError):
-                status, _, raw = await self._exchange(server, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
+                status, _, raw = await self._transport.exchange(server, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
                 if status == 200:
                     return server_metrics(raw.decode("utf-8", "replace"))
             return {}
@@ -328,9 +291,7 @@ class RolloutClient:
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
-        if session is not None:
-            await session.close()
+        await self._transport.aclose()
 
     def close(self) -> None:
         """Close what `generate_blocking` opened. Idempotent."""

@@ -33,8 +33,8 @@ class ServerWatch:
     """Watches a group for a client, one thread a server.
 
     on_restart(index, endpoint): called when a restarted server answers but has no traffic yet. It holds the weights of
-    the model folder then: push the current ones to this one endpoint and return their version. If it raises, or
-    returns another version than the client's, the server is given up: wrong weights must not generate.
+    the model folder then, and no LoRA adapter: push the current ones to this endpoint and return their version. If it
+    raises, or returns another version than the client's, the server is given up: wrong weights must not generate.
 
     A server that the client could not reach gets no traffic until the watch has looked at it. When a restart fails,
     or after max_restarts of one server, it is given up; when all are, waiting requests come back as failures.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rollout_vllm_helpers import HarmfulProxy, assert_complete, config_for_tests, make_requests, wait_until
 
-import rollout_vllm.client
+import rollout_vllm.transport
 from rollout_vllm import (
     Endpoint,
     GroupResult,
@@ -103,7 +103,7 @@ def test_a_slow_network_is_waited_for(proxy: HarmfulProxy) -> None:
 
 def test_a_stale_connection_is_survived(pair: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """uvicorn closes idle connections after 5 s; here the client would keep them longer."""
-    monkeypatch.setattr(rollout_vllm.client, "_KEEP_ALIVE_S", 60.0)
+    monkeypatch.setattr(rollout_vllm.transport, "_KEEP_ALIVE_S", 60.0)
     requests = make_requests(8)
     with RolloutClient(pair.endpoints, quick()) as client:
         assert all(g.complete for g in client.generate_blocking(requests, SHORT))
