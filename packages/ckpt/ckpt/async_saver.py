@@ -115,9 +115,9 @@ class AsyncSaver:
             num_bytes = sum(snapshot.num_bytes for snapshot in self._snapshots.values())
             folder = self._manager.prepare(step, overwrite=overwrite, expected_bytes=num_bytes)
             prepared = True
-            for name, snapshot in self._snapshots.items():
-                snapshot.write(folder / f"{name}.safetensors")
-            self._result = self._manager.publish(step, state=state, metrics=metrics)
+            files = {f"{name}.safetensors": snapshot for name, snapshot in self._snapshots.items()}
+            entries = {name: snapshot.write(folder / name) for name, snapshot in files.items()}
+            self._result = self._manager.publish(step, state=state, metrics=metrics, entries=entries)
         except BaseException as error:
             # The thread has nobody to raise to. The log tells at once, the next call raises.
             _log.error("saving step %d in the background failed: %s", step, error)

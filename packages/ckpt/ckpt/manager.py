@@ -35,7 +35,7 @@ from .errors import (
 )
 from .files import TRASH_PREFIX, check_space, is_disk_full, publish_folder, remove_folder, write_text
 from .lock import WriterLock
-from .manifest import MANIFEST_NAME, Manifest, ManifestError, Problem, check_file, verify_folder
+from .manifest import MANIFEST_NAME, FileEntry, Manifest, ManifestError, Problem, check_file, verify_folder
 from .retention import Retention, steps_to_delete
 
 __all__ = ["LATEST_NAME", "STATE_NAME", "Checkpoint", "CheckpointManager"]
@@ -127,12 +127,19 @@ class CheckpointManager:
         self._preparing.add(step)
         return partial
 
-    def publish(self, step: int, *, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> Checkpoint:
+    def publish(
+        self,
+        step: int,
+        *,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        entries: Mapping[str, FileEntry] | None = None,
+    ) -> Checkpoint:
         """Publish what was written into step's prepared folder, together with `state`; then prune.
 
         Call it once, after every rank has finished writing and closed its files. `state` must be JSON-able; floats
-        come back to the last bit, tuples come back as lists. `metrics` say what the checkpoint is worth. Returns when
-        all is on the disk.
+        come back to the last bit, tuples come back as lists. `metrics` say what the checkpoint is worth. `entries`
+        are what `save_state_dict` returned, by file name. Returns when all is on the disk.
 
         Raises CheckpointStateError for a state JSON cannot hold (nothing is published and the prepared folder stays),
         CheckpointUsageError when the step was not prepared, holds links, or uses a file name of this package, and
@@ -151,7 +158,7 @@ class CheckpointManager:
         created_at = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             write_text(partial / STATE_NAME, text)
-            manifest = Manifest.describe(partial, step=step, created_at=created_at, metrics=values)
+            manifest = Manifest.describe(partial, step=step, created_at=created_at, metrics=values, entries=entries)
             write_text(partial / MANIFEST_NAME, manifest.to_json())
         except OSError as error:
             if not is_disk_full(error):

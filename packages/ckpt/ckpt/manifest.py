@@ -73,9 +73,19 @@ class Manifest:
 
     @classmethod
     def describe(
-        cls, folder: Path, *, step: int, created_at: str, metrics: Mapping[str, float] | None = None
+        cls,
+        folder: Path,
+        *,
+        step: int,
+        created_at: str,
+        metrics: Mapping[str, float] | None = None,
+        entries: Mapping[str, FileEntry] | None = None,
     ) -> Manifest:
-        """Hash every file in `folder` and force it to the disk. Raises CheckpointUsageError for a symbolic link."""
+        """Hash every file in `folder` and force it to the disk; those in `entries` are taken as described there.
+
+        Raises CheckpointUsageError for a symbolic link, and for an entry without its file or of another size.
+        """
+        known = entries or {}
         # An earlier try at publishing may have left a manifest, or half of one.
         own = {folder / MANIFEST_NAME, partial_name(folder / MANIFEST_NAME)}
         paths = [path for path in walk_files(folder) if path not in own]
@@ -86,7 +96,13 @@ class Manifest:
                     "copy the file instead of linking it."
                 )
 
+        for name, entry in known.items():
+            if folder / name not in paths or (folder / name).stat().st_size != entry.num_bytes:
+                raise CheckpointUsageError(f"{name}: is not there with the {entry.num_bytes} bytes of its entry")
+
         def describe_file(path: Path) -> tuple[str, FileEntry]:
+            if (name := path.relative_to(folder).as_posix()) in known:
+                return name, known[name]
             entry = FileEntry(num_bytes=path.stat().st_size, sha256=hash_file(path))
             return path.relative_to(folder).as_posix(), entry
 

@@ -15,6 +15,7 @@ import re
 import secrets
 from collections.abc import Callable
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,12 @@ class RemoteCheckpoints:
     def __init__(self, url: str, **storage_options: Any) -> None:
         """`storage_options` go to fsspec. Raises CheckpointUsageError when fsspec does not know the URL's kind."""
         try:
-            import fsspec
+            fsspec: Any = import_module("fsspec.core")
         except ImportError as error:
             raise CheckpointUsageError("remote storage needs fsspec: install plinth-ckpt[remote]") from error
         self.url = url
         try:
-            self._fs, path = fsspec.core.url_to_fs(url, **storage_options)
+            self._fs, path = fsspec.url_to_fs(url, **storage_options)
         except (ValueError, ImportError) as error:
             raise CheckpointUsageError(f"{url}: {error}") from error
         self._root = str(path).rstrip("/")

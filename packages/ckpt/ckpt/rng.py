@@ -23,7 +23,7 @@ _FORMAT_VERSION = 1
 
 
 def capture_rng(*, generators: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The generators' state, JSON-able (about 20 kB). Nothing is drawn.
+    """The generators' state, JSON-able (about 20 kB). Nothing is drawn; CUDA's is left out before CUDA is first used.
 
     `generators`: by name, each a random.Random, numpy.random.Generator or torch.Generator. Raises
     CheckpointUsageError for another kind.

@@ -7,15 +7,20 @@ structure around them as JSON. A tensor that appears twice (tied weights) is sto
 from __future__ import annotations
 
 import base64
+import hashlib
+import itertools
 import json
 import os
-from collections.abc import Mapping
+import queue
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import CheckpointNotFoundError, CheckpointStateError
 from .hf_export import DTYPE_NAMES
+from .manifest import FileEntry
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["HostSnapshot", "load_state_dict", "save_state_dict"]
 
 _STRUCTURE_KEY = "plinth_ckpt_structure"
-_WRITE_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 16 << 20
 
 
 @dataclass
@@ -138,18 +143,19 @@ class HostSnapshot:
         self._buffers = copies
         self._flat = _Flat(structure=flat.structure, tensors=copies)
 
-    def write(self, path: Path) -> None:
-        """Write the snapshot to a file."""
-        _write(self._flat, path)
+    def write(self, path: Path) -> FileEntry:
+        """Write the snapshot to a file, as `save_state_dict` does."""
+        return _write(self._flat, path)
 
 
-def save_state_dict(path: Path, tree: Any) -> None:
+def save_state_dict(path: Path, tree: Any) -> FileEntry:
     """Write `tree` to the safetensors file `path`: nested dict, list, tuple, tensors, str, bytes, numbers, None.
 
-    Dict keys are strings, numbers or None. The file is not forced to the disk: `CheckpointManager.publish` does that.
+    Dict keys are strings, numbers or None. Returns, with the file on the disk, its size and checksum, computed while
+    it was written: given to `CheckpointManager.publish` as one of `entries` they spare it reading the file again.
     Raises CheckpointStateError, with the dotted path of what cannot be stored.
     """
-    _write(_Flat.of(tree), Path(path))
+    return _write(_Flat.of(tree), Path(path))
 
 
 def load_state_dict(path: Path, *, device: str = "cpu") -> Any:
@@ -173,7 +179,7 @@ def load_state_dict(path: Path, *, device: str = "cpu") -> Any:
         raise CheckpointStateError(f"{path}: is no whole safetensors file: {error}") from error
 
 
-def _write(flat: _Flat, path: Path) -> None:
+def _write(flat: _Flat, path: Path) -> FileEntry:
     header: dict[str, Any] = {"__metadata__": {"format": "pt", _STRUCTURE_KEY: json.dumps(flat.structure)}}
     offset = 0
     # Wide types first, so that every tensor starts aligned.
@@ -185,10 +191,43 @@ def _write(flat: _Flat, path: Path) -> None:
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    head = memoryview(len(text).to_bytes(8, "little") + text)
     with path.open("wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(len(text).to_bytes(8, "little") + text))
-        for _, tensor in ordered:
-            _write_all(file.fileno(), _bytes_of(tensor))
+        sha256 = _write_and_hash(file.fileno(), head, (_bytes_of(tensor) for _, tensor in ordered))
+        return FileEntry(num_bytes=file.tell(), sha256=sha256)
+
+
+def _write_and_hash(descriptor: int, head: memoryview, tensors: Iterable[memoryview]) -> str:
+    """Write to the file, force it to the disk, and return its SHA-256, computed by another thread meanwhile."""
+    digest = hashlib.sha256()
+    # Few, for a view may be all that keeps a copy of a device's tensor alive.
+    waiting: queue.Queue[memoryview | None] = queue.Queue(maxsize=4)
+
+    def hash_all() -> None:
+        while (view := waiting.get()) is not None:
+            digest.update(view)
+
+    hasher = threading.Thread(target=hash_all, name="ckpt-hash")
+    try:
+        hasher.start()
+        is_threaded = True
+    except RuntimeError:  # the interpreter is on its way out and starts no threads
+        is_threaded = False
+    try:
+        for data in itertools.chain([head], tensors):
+            for start in range(0, data.nbytes, _CHUNK_BYTES):
+                chunk = data[start : start + _CHUNK_BYTES]
+                if is_threaded:
+                    waiting.put(chunk)
+                else:
+                    digest.update(chunk)
+                _write_all(descriptor, chunk)
+        os.fsync(descriptor)
+    finally:
+        if is_threaded:
+            waiting.put(None)
+            hasher.join()
+    return digest.hexdigest()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -200,4 +239,4 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data.nbytes:
-        data = data[os.write(descriptor, data[:_WRITE_CHUNK_BYTES]) :]
+        data = data[os.write(descriptor, data) :]

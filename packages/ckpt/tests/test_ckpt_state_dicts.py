@@ -1,5 +1,6 @@
 """State dicts without pickle, saved in the background, and random generators that go on where they were."""
 
+import hashlib
 import json
 import math
 import random
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +69,9 @@ def same(one: Any, other: Any) -> bool:
 def test_any_tree_comes_back(tree: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tree.safetensors"
-        save_state_dict(path, tree)
+        entry = save_state_dict(path, tree)
         assert same(load_state_dict(path), tree)
+        assert (entry.num_bytes, entry.sha256) == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def test_an_optimizer_and_tied_weights(tmp_path: Path) -> None:
@@ -102,6 +105,19 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, tree: Any, message: str)
     with pytest.raises(CheckpointStateError, match=message):
         save_state_dict(tmp_path / "x.safetensors", tree)
     assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_an_entry_must_fit_its_file(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    folder = manager.prepare(1)
+    entry = save_state_dict(folder / "x.safetensors", {"w": torch.ones(3)})
+    for entries in ({"y.safetensors": entry}, {"x.safetensors": replace(entry, num_bytes=1)}):
+        with pytest.raises(CheckpointUsageError, match=r"safetensors: is not there with"):
+            manager.publish(1, state={}, entries=entries)
+        folder = manager.prepare(1)
+        entry = save_state_dict(folder / "x.safetensors", {"w": torch.ones(3)})
+    manager.publish(1, state={}, entries={"x.safetensors": entry})
+    assert manager.verify(1) == ()
 
 
 def test_files_of_others(tmp_path: Path) -> None:
@@ -278,7 +294,7 @@ def test_generators_that_do_not_match(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda(tmp_path: Path) -> None:
-    torch.cuda.manual_seed(3)
+    torch.randn(3, device="cuda")
     state = json.loads(json.dumps(capture_rng()))
     expected = torch.randn(100, device="cuda")
     restore_rng(state)

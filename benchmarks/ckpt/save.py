@@ -1,0 +1,105 @@
+"""What a checkpoint costs: a save against the disk's own speed, and how long a background save holds the loop up.
+
+    python benchmarks/ckpt/save.py [--folder DIR] [--gib 1.0] [--repeats 5] [--device cpu|cuda]
+
+Each round writes as many bytes three times into the same folder: plainly (one file, write and fsync), with a save
+(prepare, safetensors, SHA-256 of every byte, fsync, publish), and with a background save. Rounds are interleaved so
+that another user of the disk meets all three. Prints one line a round and the medians:
+
+    save_over_raw       seconds of a save / seconds of the plain write       (1.0 is the disk's own speed)
+    background_over_raw  the same for a background save, waited for to its end
+    stall_over_save     seconds the background save holds the loop up / seconds of a save
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from ckpt import AsyncSaver, CheckpointManager, save_state_dict
+
+_CHUNK_BYTES = 64 << 20
+
+
+def make_state(num_bytes: int, device: str) -> dict[str, torch.Tensor]:
+    """Tensors of 64 MiB and one of what remains, of random bits."""
+    sizes = [_CHUNK_BYTES] * (num_bytes // _CHUNK_BYTES) + [num_bytes % _CHUNK_BYTES]
+    return {
+        f"layer.{index}": torch.randint(-128, 127, (size,), dtype=torch.int8, device=device).view(torch.float32)
+        for index, size in enumerate(sizes)
+        if size
+    }
+
+
+def write_plainly(path: Path, state: dict[str, torch.Tensor]) -> float:
+    """Seconds to write the state's bytes to one file and force them to the disk."""
+    views = [tensor.cpu().view(torch.uint8).numpy().data for tensor in state.values()]
+    started = time.perf_counter()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    for view in views:
+        rest = view
+        while rest.nbytes:
+            rest = rest[os.write(descriptor, rest) :]
+    os.fsync(descriptor)
+    os.close(descriptor)
+    return time.perf_counter() - started
+
+
+def save(manager: CheckpointManager, step: int, state: dict[str, torch.Tensor], num_bytes: int) -> float:
+    """Seconds of a save in the foreground."""
+    started = time.perf_counter()
+    folder = manager.prepare(step, expected_bytes=num_bytes)
+    entry = save_state_dict(folder / "model.safetensors", state)
+    manager.publish(step, state={}, entries={"model.safetensors": entry})
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    num_bytes = int(options.gib * 2**30) // 64 * 64
+    state = make_state(num_bytes, options.device)
+    print(
+        "round\traw_s\traw_mb_per_s\tsave_s\tsave_over_raw\tstall_s\tbackground_s\tbackground_over_raw\tstall_over_save"
+    )
+    rounds = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        root = Path(name)
+        manager = CheckpointManager(root / "checkpoints")
+        with AsyncSaver(manager) as saver:
+            # Untimed: the first copy pays for the host memory, which later ones reuse.
+            saver.save(0, {"model": state})
+            saver.wait()
+            for index in range(1, options.repeats + 1):
+                shutil.rmtree(manager.root / f"step_{index - 1:08d}")
+                raw_s = write_plainly(root / "raw", state)
+                (root / "raw").unlink()
+                save_s = save(manager, index, state, num_bytes)
+                shutil.rmtree(manager.root / f"step_{index:08d}")
+                started = time.perf_counter()
+                stall_s = saver.save(index, {"model": state})
+                saver.wait()
+                background_s = time.perf_counter() - started
+                rounds.append((save_s / raw_s, background_s / raw_s, stall_s / save_s))
+                print(
+                    f"{index}\t{raw_s:.3f}\t{num_bytes / raw_s / 1e6:.0f}\t{save_s:.3f}\t{save_s / raw_s:.2f}\t"
+                    f"{stall_s:.4f}\t{background_s:.3f}\t{background_s / raw_s:.2f}\t{stall_s / save_s:.3f}",
+                    flush=True,
+                )
+    medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
+    print(
+        f"median save_over_raw {medians[0]:.2f}, background_over_raw {medians[1]:.2f}, stall_over_save {medians[2]:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
