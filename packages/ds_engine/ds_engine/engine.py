@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .agreement import agree_on_plan, sum_over_ranks
 from .attention import choose_kernel
 from .batch import LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
 from .checkpointing import enable_checkpointing
 from .collective_guard import CollectiveGuard, is_active, mark
 from .ds_config import deepspeed_config
-from .errors import BatchError, CheckpointError, EngineError, PlanMismatchError
+from .errors import BatchError, CheckpointError, EngineError
 from .export import export_parameters
 from .loading import check_offload, load_causal_lm, torch_dtype
 from .memory import MemoryReport, StorageParking, memory_stats, state_tensors
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from .config import EngineConfig
 
 __all__ = ["ZeroEngine"]
-
-_LOG_PROBS, _TRAIN = 1, 2
-_PHASES = {_LOG_PROBS: "log_probs", _TRAIN: "train_mini_batch"}
 
 
 class ZeroEngine:
@@ -115,7 +112,7 @@ class ZeroEngine:
         Raises:
             PlanMismatchError: ranks brought different numbers of micro batches.
         """
-        self._check_plan(_LOG_PROBS, micro_batches)
+        agree_on_plan("log_probs", micro_batches, self.device)
         self.module.eval()
         outputs = [self._forward(batch, temperature)[0] for batch in micro_batches]
         return [TokenOutputs(log_probs_K=o.log_probs_K.cpu(), entropy_K=o.entropy_K.cpu()) for o in outputs]
@@ -136,7 +133,7 @@ class ZeroEngine:
             EngineError: the engine was built with trainable=False.
         """
         optimizer = self._require_optimizer("train_mini_batch")
-        num_empty = self._check_plan(_TRAIN, micro_batches)
+        num_empty = agree_on_plan("train_mini_batch", micro_batches, self.device)
         self.module.train()
         lr = learning_rate(self._num_steps, self.config.optim, self._total_steps)
         for group in optimizer.param_groups:
@@ -197,40 +194,12 @@ class ZeroEngine:
         if not self.config.zero.step_each_micro:
             self._deepspeed.set_gradient_accumulation_boundary(is_last)
 
-    # ------------------------------------------------------- what ranks share
-
-    def _check_plan(self, phase: int, micro_batches: Sequence[TokenBatch]) -> int:
-        """Compare plans before anything can hang; returns the number of all ranks' micro batches without targets."""
-        num_empty = sum(batch.target_ids_K.numel() == 0 for batch in micro_batches)
-        mine = torch.tensor([phase, len(micro_batches), num_empty], dtype=torch.int64, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.dp_size)]
-        dist.all_gather(everyone, mine)
-        plans = [row.tolist() for row in everyone]
-        phases = [_PHASES[plan[0]] for plan in plans]
-        counts = [plan[1] for plan in plans]
-        if len(set(phases)) > 1:
-            raise PlanMismatchError(f"ranks call different methods: {dict(enumerate(phases))}")
-        if len(set(counts)) > 1:
-            raise PlanMismatchError(
-                f"{phases[0]}: ranks brought different numbers of micro batches: {dict(enumerate(counts))}; "
-                "give ranks without work empty micro batches"
-            )
-        if counts[0] == 0:
-            raise BatchError(f"{phases[0]} needs at least one micro batch")
-        return sum(plan[2] for plan in plans)
-
     def _collect_stats(
         self, losses: list[Tensor], metrics: dict[str, list[Tensor]], *, lr: float, num_micro: int, num_empty: int
     ) -> StepStats:
-        mine = {name: _sum(values) for name, values in metrics.items()}
-        everyone: list[Any] = [None] * self.dp_size
-        dist.all_gather_object(everyone, (_sum(losses), mine))
-        totals: dict[str, float] = {}
-        for _, shares in everyone:  # in rank order, so every rank adds in the same order
-            for name, value in shares.items():
-                totals[name] = totals.get(name, 0.0) + value
+        loss, totals = sum_over_ranks(losses, metrics)
         return StepStats(
-            loss=math.fsum(loss for loss, _ in everyone),
+            loss=loss,
             metrics=totals,
             grad_norm=float(self._deepspeed._global_grad_norm),
             lr=lr,
@@ -344,11 +313,6 @@ class ZeroEngine:
 
     def _device_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-
-
-def _sum(values: Sequence[Tensor]) -> float:
-    """Sum of 0-d tensors in fp64, one transfer from the device."""
-    return float(torch.stack([value.double() for value in values]).sum()) if values else 0.0
 
 
 def _storage_id(tensor: Tensor) -> int:

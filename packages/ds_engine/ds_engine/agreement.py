@@ -1,0 +1,61 @@
+"""What ranks tell each other besides gradients: the plan before a call, the sums after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .batch import TokenBatch
+from .errors import BatchError, PlanMismatchError
+
+__all__ = ["agree_on_plan", "sum_over_ranks"]
+
+_METHODS = ("log_probs", "train_mini_batch")
+
+
+def agree_on_plan(method: str, micro_batches: Sequence[TokenBatch], device: torch.device) -> int:
+    """Compare plans before anything can hang; returns the number of all ranks' micro batches without targets.
+
+    Raises, on every rank:
+        PlanMismatchError: ranks call different methods, or brought different numbers of micro batches.
+        BatchError: there is no micro batch.
+    """
+    num_empty = sum(batch.target_ids_K.numel() == 0 for batch in micro_batches)
+    mine = torch.tensor([_METHODS.index(method), len(micro_batches), num_empty], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    plans = [row.tolist() for row in everyone]
+    methods = [_METHODS[plan[0]] for plan in plans]
+    counts = [plan[1] for plan in plans]
+    if len(set(methods)) > 1:
+        raise PlanMismatchError(f"ranks call different methods: {dict(enumerate(methods))}")
+    if len(set(counts)) > 1:
+        raise PlanMismatchError(
+            f"{method}: ranks brought different numbers of micro batches: {dict(enumerate(counts))}; "
+            "give ranks without work empty micro batches"
+        )
+    if counts[0] == 0:
+        raise BatchError(f"{method} needs at least one micro batch")
+    return sum(plan[2] for plan in plans)
+
+
+def sum_over_ranks(losses: Sequence[Tensor], metrics: Mapping[str, Sequence[Tensor]]) -> tuple[float, dict[str, float]]:
+    """Total loss and metrics of all micro batches and ranks; ranks may bring different metrics."""
+    mine = (_sum(losses), {name: _sum(values) for name, values in metrics.items()})
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    totals: dict[str, float] = {}
+    for _, shares in everyone:  # in rank order, so every rank adds in the same order
+        for name, value in shares.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return math.fsum(loss for loss, _ in everyone), totals
+
+
+def _sum(values: Sequence[Tensor]) -> float:
+    """Sum of 0-d tensors in fp64, one transfer from the device."""
+    return float(torch.stack([value.double() for value in values]).sum()) if values else 0.0
