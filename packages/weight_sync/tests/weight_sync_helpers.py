@@ -140,7 +140,7 @@ def start_process(command: Sequence[str], log: Path, env: dict[str, str] | None 
         )
 
 
-def wait_healthy(server: Server, timeout_s: float = 240.0) -> None:
+def wait_healthy(server: Server, timeout_s: float = 420.0) -> None:
     """Wait for /health."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
