@@ -102,7 +102,9 @@ def check(config: GrpoConfig) -> "rl_runtime.Placement":
     rl_runtime.check_prompt_files(config.model, config.data)
     rl_runtime.check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     rl_runtime.check_engine(config.actor, section="actor", num_updates=num_updates)
-    rl_runtime.check_lengths(config.rollout, config.data, [config.sampling, config.validation])
+    validates = config.data.val or not config.data.train
+    samplings = [config.sampling, config.validation] if validates else [config.sampling]
+    rl_runtime.check_lengths(config.rollout, config.data, samplings)
     rl_runtime.check_servers(config.model, config.rollout, config.sync, placement)
     rl_runtime.find_checkpoint(config.trainer)
     return placement
@@ -151,8 +153,7 @@ def train(
     ref = None
     if config.algorithm.kl_coef:
         ref = rl_runtime.Role(session.ranks, "ref", config.batch, temperature=temperature)
-        # Never trained, so its schedule is of no use; its weights are those the actor starts from.
-        ref.build(model_path, replace(config.actor, optim=ds_engine.OptimConfig()), total_steps=None)
+        ref.build_frozen(model_path, config.actor)
 
     session.servers.wait_ready()
     actor.connect_servers(session.servers.endpoints, config.sync)

@@ -43,10 +43,15 @@ class RankWorker:
         )
 
     def build(self, role: str, model_path: str, config: EngineConfig, total_steps: int | None) -> None:
-        """Makes (or makes anew) the engine of `role` from a Hugging Face folder."""
+        """Makes (or makes anew) the engine of `role` from a Hugging Face folder; without steps it is frozen."""
         self.drop(role)
         self._engines[role] = ZeroEngine.from_pretrained(
-            model_path, config, log_prob_fn=log_prob, device=self.device, total_steps=total_steps
+            model_path,
+            config,
+            log_prob_fn=log_prob,
+            device=self.device,
+            total_steps=total_steps,
+            trainable=total_steps is not None,
         )
 
     def drop(self, role: str) -> None:

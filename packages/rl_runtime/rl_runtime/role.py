@@ -1,12 +1,12 @@
 """A trained or frozen model as the algorithm sees it: batches in, log-probs or an optimizer step out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ds_engine import EngineConfig, LossFn, StepStats, TokenOutputs
+from ds_engine import EngineConfig, LossFn, OptimConfig, StepStats, TokenOutputs
 from rl_core import BatchConfig, MicroBatchPlan, PackedBatch, plan_micro_batches
 
 from .experience import ExperienceBatch, Float32Array
@@ -27,9 +27,13 @@ class Role:
     def __init__(self, ranks: RankGroup, name: str, batch: BatchConfig, *, temperature: float = 1.0) -> None:
         self._ranks, self.name, self._batch, self._temperature = ranks, name, batch, temperature
 
-    def build(self, model_path: str, config: EngineConfig, *, total_steps: int | None) -> None:
+    def build(self, model_path: str, config: EngineConfig, *, total_steps: int) -> None:
         """Makes the engine on every rank from a Hugging Face folder, with a fresh optimizer."""
         self._ranks.call("build", self.name, model_path, config, total_steps)
+
+    def build_frozen(self, model_path: str, config: EngineConfig) -> None:
+        """Makes an engine that is never trained (a reference model): no gradients, no optimizer states."""
+        self._ranks.call("build", self.name, model_path, replace(config, optim=OptimConfig()), None)
 
     def log_probs(self, batch: ExperienceBatch) -> TokenColumns:
         """Log-probs of the response tokens at the rollout's temperature, and entropies, without gradients."""
