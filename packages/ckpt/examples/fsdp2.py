@@ -81,7 +81,10 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (options.ranks, f"{folder}/store", options.run_folder, options.steps)
-        mp.spawn(train, args=arguments, nprocs=options.ranks)
+        if options.ranks == 1:
+            train(0, *arguments)
+        else:
+            mp.spawn(train, args=arguments, nprocs=options.ranks)
 
 
 if __name__ == "__main__":
