@@ -24,16 +24,16 @@ class Contestant:
     largest_tokens: int | None = None  # left out above this many tokens, where it would only take time
 
 
-def _plinth(keep_bytes: int) -> Call:
+def _plinth(keep_bytes: int | None) -> Call:
     from rl_core import linear_log_prob
 
     return lambda h, w, y: (linear_log_prob(h, w, y, keep_bytes=keep_bytes)[0],)
 
 
-def _plinth_entropy() -> Call:
+def _plinth_entropy(keep_bytes: int | None) -> Call:
     from rl_core import linear_log_prob
 
-    return lambda h, w, y: linear_log_prob(h, w, y, keep_bytes=0)
+    return lambda h, w, y: linear_log_prob(h, w, y, keep_bytes=keep_bytes)
 
 
 def _plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
@@ -70,10 +70,20 @@ def _cce() -> Call:
 
 
 CONTESTANTS = (
+    Contestant(name="plinth", build=lambda: _plinth(None), forward=False),
     Contestant(name="plinth, keeping none", build=lambda: _plinth(0)),
     Contestant(name="plinth, keeping all", build=lambda: _plinth(2**40), forward=False),
     Contestant(
-        name="plinth, keeping none, with entropy", build=_plinth_entropy, outputs=("log_prob", "entropy"), forward=False
+        name="plinth, with entropy",
+        build=lambda: _plinth_entropy(None),
+        outputs=("log_prob", "entropy"),
+        forward=False,
+    ),
+    Contestant(
+        name="plinth, keeping none, with entropy",
+        build=lambda: _plinth_entropy(0),
+        outputs=("log_prob", "entropy"),
+        forward=False,
     ),
     Contestant(name="torch", build=lambda: _plain),
     Contestant(name="torch.compile", build=_compiled, forward=False),

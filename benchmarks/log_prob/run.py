@@ -33,6 +33,10 @@ def make_inputs(num_tokens: int, hidden_size: int, vocab: int, spread: float = 1
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
+def chosen(args: argparse.Namespace) -> list[Contestant]:
+    return [c for c in CONTESTANTS if c.name.startswith(tuple(args.only))]
+
+
 def loss_of(outputs: tuple[Tensor, ...], names: tuple[str, ...]) -> Tensor:
     """One scalar that uses every output; without entropy it is minus the mean log-prob for every contestant."""
     loss = outputs[0] if names[0] == "loss" else -outputs[0].mean()
@@ -92,7 +96,7 @@ def speed(args: argparse.Namespace, record: Callable[[dict[str, Any]], None]) ->
     start = time.monotonic()
     for num_tokens, hidden_size, vocab in shapes:
         inputs = make_inputs(num_tokens, hidden_size, vocab)
-        for contestant in CONTESTANTS:
+        for contestant in chosen(args):
             row: dict[str, Any] = {"kind": "speed", "T": num_tokens, "H": hidden_size, "V": vocab}
             row["name"] = contestant.name
             late = time.monotonic() - start > args.budget_s and not contestant.name.startswith("plinth")
@@ -150,7 +154,7 @@ def accuracy(args: argparse.Namespace, record: Callable[[dict[str, Any]], None])
         row.update(errors(plain, reference(inputs, names, torch.float64), names))
         rows.append(row)
         record(row)
-        for contestant in CONTESTANTS:
+        for contestant in chosen(args):
             row = {**base, "name": contestant.name}
             row.update(guarded(contestant, lambda call, c=contestant, i=inputs: accuracy_one(c, call, i)))
             rows.append(row)
@@ -175,7 +179,7 @@ def cell(row: dict[str, Any], key: str, form: str) -> str:
 
 
 def speed_tables(rows: list[dict[str, Any]]) -> str:
-    names = [c.name for c in CONTESTANTS]
+    names = list(dict.fromkeys(r["name"] for r in rows))
     lines = []
     for key, title, form in (
         ("step_ms", "Forward + backward, ms", ".2f"),
@@ -228,6 +232,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--hiddens", type=int, nargs="+", default=HIDDENS)
     parser.add_argument("--vocabs", type=int, nargs="+", default=VOCABS)
+    parser.add_argument("--only", nargs="+", default=[""], help="contestants whose names begin so")
     parser.add_argument("--skip-accuracy", action="store_true")
     parser.add_argument("--budget-s", type=float, default=1800, help="after this long only our own op is still timed")
     args = parser.parse_args()

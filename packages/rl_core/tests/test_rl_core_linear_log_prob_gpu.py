@@ -55,6 +55,28 @@ def test_bf16(keep_bytes: int, with_entropy: bool, spread: float) -> None:
     check(make_inputs(1000, 1024, 5003, torch.bfloat16, spread), with_entropy, keep_bytes, temperature=0.8)
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("size", [1024, 4096])
+def test_default_keeps_in_the_memory_of_the_weight_gradient(size: int, with_entropy: bool) -> None:
+    check(make_inputs(2000, size, 151936, torch.bfloat16, 2.0), with_entropy)
+
+
+@pytest.mark.parametrize("shape", [(2048, 1024, 151936), (8192, 2048, 100003), (16384, 1024, 32000)])
+def test_memory_beyond_gradients(shape: tuple[int, int, int]) -> None:
+    hidden, weight, targets, _ = make_inputs(*shape, torch.bfloat16)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    for attempt in range(2):  # the first also makes the library's workspace
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        log_probs, entropy = linear_log_prob(*leaves, targets)
+        (log_probs.sum() + entropy.sum()).backward()
+        extra = torch.cuda.max_memory_allocated() - before - 2 * (hidden.numel() + weight.numel())
+        assert attempt == 0 or extra <= 2**29
+        del log_probs, entropy
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     check(make_inputs(700, 512, 3001, dtype))

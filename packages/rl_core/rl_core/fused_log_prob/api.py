@@ -15,8 +15,7 @@ from torch import Tensor
 from .chunked import ChunkedBackend, accumulation_dtype
 from .parallel import local_targets, reduce_stats
 from .reference import reference_log_prob
-from .tiles import default_keep_bytes
-from .types import Backend, LogitSpec, Needs, RowGrads, RowStats
+from .types import KEEP_NOTHING, Backend, Keeping, LogitSpec, Needs, RowGrads, RowStats
 
 BackendName = Literal["auto", "triton", "chunked", "reference"]
 _BACKENDS = ("auto", "triton", "chunked", "reference")
@@ -60,8 +59,10 @@ def linear_log_prob(
             ``torch.are_deterministic_algorithms_enabled()``. No path uses atomics: one process always repeats itself.
         keep_bytes: memory for speed. Up to this many bytes of probabilities stay in memory from the forward to the
             backward pass, which then recomputes only the rest; ``T * V * 2`` bytes (bf16) keep all of them and save a
-            quarter of the time. 0 keeps nothing. None (the default) keeps all where the working memory stays within
-            0.5 GiB, else nothing. Used by the Triton path for bf16 and fp32.
+            quarter of the time. 0 keeps nothing. None (the default) keeps what costs no more memory at the peak than
+            0.5 GiB of working memory beside the gradients: all where that fits, else as much as 0.5 GiB and the memory
+            that ``weight``'s gradient will take hold together. That memory is then taken in the forward pass already:
+            pass 0 where many forward passes come before one backward pass. Used by the Triton path for bf16 and fp32.
         group: vocabulary-parallel process group. Every rank passes the same hidden and targets and gets the same
             results; ``hidden.grad`` is summed over the group.
 
@@ -115,12 +116,9 @@ def _compute(
     chosen = _choose_backend(how.backend, hidden_NH, deterministic)
     # Nothing is kept for a backward pass that cannot come.
     keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_NH, weight_VH, bias_V))
-    keep_bytes = how.keep_bytes
-    if keep_bytes is None:
-        num_tokens, hidden_size = hidden_NH.shape
-        keep_bytes = default_keep_bytes(num_tokens, hidden_size, weight_VH.shape[0], hidden_NH.dtype.itemsize)
+    keeping = Keeping(own_bytes=how.keep_bytes, lend=weight_VH.requires_grad) if keeps else KEEP_NOTHING
     log_prob_N, entropy_N = _LinearLogProb.apply(
-        hidden_NH, weight_VH, bias_V, targets_N, spec, chosen, how.group, keep_bytes if keeps else 0
+        hidden_NH, weight_VH, bias_V, targets_N, spec, chosen, how.group, keeping
     )
     if targets_N.is_cuda:
         log_prob_N = torch.where(outside_N, torch.nan, log_prob_N)
@@ -152,11 +150,11 @@ class _LinearLogProb(torch.autograd.Function):
         spec: LogitSpec,
         backend: Backend,
         group: dist.ProcessGroup | None,
-        keep_bytes: int,
+        keeping: Keeping,
     ) -> tuple[Tensor, Tensor]:
         rows_N = targets_N if group is None else local_targets(targets_N, weight_VH.shape[0], group)
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            stats = _forward_stats(backend, hidden_NH, weight_VH, bias_V, rows_N, spec, keep_bytes)
+            stats = _forward_stats(backend, hidden_NH, weight_VH, bias_V, rows_N, spec, keeping)
         if group is not None:
             stats = reduce_stats(stats, group)
         log_prob_N = (stats.target_z_N - stats.lse_N).clamp_max(0)  # rounding alone could put it above
@@ -204,12 +202,12 @@ def _forward_stats(
     bias_V: Tensor | None,
     targets_N: Tensor,
     spec: LogitSpec,
-    keep_bytes: int,
+    keeping: Keeping,
 ) -> RowStats:
     if targets_N.numel() == 0:
         blank_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH.dtype))
         return RowStats(lse_N=blank_N, mean_z_N=blank_N, target_z_N=blank_N)
-    return backend.forward(hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, targets_N, spec, keep_bytes)
+    return backend.forward(hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, targets_N, spec, keeping)
 
 
 def _check(

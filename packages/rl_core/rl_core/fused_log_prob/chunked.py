@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .types import Gradients, LogitSpec, Needs, RowGrads, RowStats
+from .types import KEEP_NOTHING, Gradients, Keeping, LogitSpec, Needs, RowGrads, RowStats
 
 CHUNK_BYTES = 64 * 2**20  # size of one [N, C] block of logits in the accumulation dtype
 MIN_CHUNK = 256  # columns; narrower blocks waste the matrix product
@@ -55,10 +55,10 @@ class ChunkedBackend:
         bias_V: Tensor | None,
         targets_N: Tensor,
         spec: LogitSpec,
-        keep_bytes: int = 0,
+        keeping: Keeping = KEEP_NOTHING,
     ) -> RowStats:
         """Online softmax over column blocks: running maximum, sum of exponentials and sum of ``z * exp``."""
-        del keep_bytes  # always recomputes
+        del keeping  # always recomputes
         num_rows, dtype = hidden_NH.shape[0], accumulation_dtype(hidden_NH.dtype)
         peak_N = hidden_NH.new_full((num_rows,), -torch.inf, dtype=dtype)
         sum_N, weighted_N, target_z_N = (hidden_NH.new_zeros(num_rows, dtype=dtype) for _ in range(3))

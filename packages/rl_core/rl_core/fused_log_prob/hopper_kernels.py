@@ -144,7 +144,7 @@ def _store_tile(tile, out_desc, staging, row, column, HALF: gl.constexpr):
 
 @gluon.jit
 def _stats_consumer(
-    hidden_smem, weight_smem, staging, full, empty, lag, share_desc, lse_ptr, entropy_ptr, num_tokens, vocab, num_kept,
+    hidden_smem, weight_smem, staging, full, empty, lag, share_desc, lse_ptr, entropy_ptr, num_tokens, vocab,
     num_m, num_n, num_k, scale, KEEP: gl.constexpr, HALF: gl.constexpr, LAG: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):  # fmt: skip
@@ -177,22 +177,21 @@ def _stats_consumer(
         offsets = block_n.to(gl.int64) * num_tokens + rows
         gl.store(lse_ptr + offsets, peak + log_s, mask=rows < num_tokens)
         gl.store(entropy_ptr + offsets, log_s - w / s, mask=rows < num_tokens)
-        if KEEP:  # noqa: SIM102  known when compiling, unlike the next condition
-            if block_n < num_kept:
-                share = e * (1.0 / s)[:, None]
-                _store_tile(share.to(share_desc.dtype), share_desc, staging, first_row, block_n * BLOCK_N, HALF)
+        if KEEP:
+            share = e * (1.0 / s)[:, None]
+            _store_tile(share.to(share_desc.dtype), share_desc, staging, first_row, block_n * BLOCK_N, HALF)
     if KEEP:
         tma.store_wait(0)
 
 
 @gluon.jit
 def stats_kernel(
-    hidden_desc, weight_desc, share_desc, lse_ptr, entropy_ptr, num_tokens, vocab, num_kept, hidden_size, scale,
+    hidden_desc, weight_desc, share_desc, lse_ptr, entropy_ptr, num_tokens, vocab, hidden_size, scale,
     KEEP: gl.constexpr, LAG: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Per tile and row: log2-sum-exp2 and entropy in bits of ``t = scale * hidden @ weight^T``; ``[num_n, T]`` each.
 
-    ``scale`` is log2(e) / temperature. With KEEP the first ``num_kept`` column blocks also leave ``2^(t - lse)``.
+    ``scale`` is log2(e) / temperature. With KEEP the tiles also leave ``2^(t - lse)``.
     """
     DTYPE: gl.constexpr = hidden_desc.dtype
     hidden_smem = gl.allocate_shared_memory(DTYPE, [2 * STAGES, HALF_M, BLOCK_K], hidden_desc.layout)
@@ -213,10 +212,10 @@ def stats_kernel(
     gl.warp_specialize(
         [
             (_stats_consumer, (hidden_smem, weight_smem, staging, full, empty, lag, share_desc, lse_ptr, entropy_ptr,
-                               num_tokens, vocab, num_kept, num_m, num_n, num_k, scale, KEEP, gl.constexpr(0), LAG,
+                               num_tokens, vocab, num_m, num_n, num_k, scale, KEEP, gl.constexpr(0), LAG,
                                STAGES, GROUP_M)),
             (_stats_consumer, (hidden_smem, weight_smem, staging, full, empty, lag, share_desc, lse_ptr, entropy_ptr,
-                               num_tokens, vocab, num_kept, num_m, num_n, num_k, scale, KEEP, gl.constexpr(1), LAG,
+                               num_tokens, vocab, num_m, num_n, num_k, scale, KEEP, gl.constexpr(1), LAG,
                                STAGES, GROUP_M)),
             (_producer, (hidden_desc, weight_desc, hidden_smem, weight_smem, full, empty, num_m, num_n, num_k, STAGES,
                          GROUP_M)),

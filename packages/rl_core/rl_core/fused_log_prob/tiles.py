@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from .types import Keeping
+
 EXTRA_BYTES = 2**29  # working memory of the backward pass beyond the gradients, where the inputs allow it
 BLOCK_BYTES = 264 * 2**20  # one block of da; 16384 tokens x 8448 columns in bf16
 MAX_BLOCK_ROWS = 16384
 # 4224 = 33 * 128 columns: then 128 x 256 tiles of both 16384 x C and C x 1024 come in whole waves of 132 programs.
 COLUMN_STEPS = (4224, 256)
+LENT_COLUMNS = (8448, 4224, 2048)  # widths of the blocks kept in the weight gradient's memory: the first that fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +80,53 @@ def kept_columns(num_rows: int, num_columns: int, itemsize: int, keep_bytes: int
     return min(num_columns, tiles * tile_columns)
 
 
-def default_keep_bytes(num_rows: int, hidden_size: int, num_columns: int, itemsize: int) -> int:
-    """Enough to keep every probability where that and hidden's accumulator stay within EXTRA_BYTES, else 0."""
-    everything = num_rows * ((num_columns + 256) * itemsize + 4 * -(-num_columns // 32))  # whole tiles, and their lse
-    accumulator = num_rows * hidden_size * (4 - min(4, itemsize))
-    return everything if everything + accumulator + 2**23 <= EXTRA_BYTES else 0
+@dataclass(frozen=True, kw_only=True)
+class KeepPlan:
+    """Columns whose probabilities are kept: ``lent_blocks`` of ``lent_width``, then ``own`` in memory of their own."""
+
+    lent_blocks: int = 0
+    lent_width: int = 0
+    own: int = 0
+
+
+def plan_keeping(
+    num_rows: int, num_columns: int, hidden_size: int, itemsize: int, tile_columns: int, keeping: Keeping
+) -> KeepPlan:
+    """What to keep (types.Keeping). Where nothing is said, everything if it fits into EXTRA_BYTES, else what does.
+
+    Working memory of the forward pass is the statistics of the tiles, less what hidden's gradient takes later; of the
+    backward pass, what the float32 accumulator takes beyond that gradient.
+    """
+    if keeping.own_bytes is not None:
+        return KeepPlan(own=kept_columns(num_rows, num_columns, itemsize, keeping.own_bytes, tile_columns))
+    statistics = 8 * num_rows * -(-num_columns // tile_columns) - num_rows * hidden_size * itemsize
+    left = EXTRA_BYTES - 2**23 - max(num_rows * hidden_size * (4 - itemsize), statistics, 0)
+    own = kept_columns(num_rows, num_columns, itemsize, max(0, left), tile_columns)
+    if own == num_columns:
+        return KeepPlan(own=own)
+    if num_rows > MAX_BLOCK_ROWS or left < BLOCK_BYTES // 2:
+        return KeepPlan()  # little to gain: the more tokens, the smaller the part that fits
+    blocks, width = lent_columns(num_rows, num_columns, hidden_size) if keeping.lend else (0, 0)
+    left -= 4 * num_rows * blocks * width // tile_columns  # the lse of their tiles
+    rest = num_columns - blocks * width
+    own = kept_columns(num_rows, rest, itemsize, left, tile_columns)
+    return KeepPlan(lent_blocks=blocks, lent_width=width, own=own)
+
+
+def lent_columns(num_rows: int, num_columns: int, hidden_size: int) -> tuple[int, int]:
+    """How many blocks of which width fit at the end of the weight gradient's memory, so that its rows never touch them.
+
+    With n blocks of w columns, in elements: block i starts at V H - (n - i) w T, and rows 0 to (i + 1) w of the
+    gradient are there after its turn; they must end before it starts, as the product that writes them reads it. Both
+    sides are linear in i, so the first and the last block decide.
+    """
+    size = num_columns * hidden_size
+    for width in LENT_COLUMNS:
+        first = (size - width * hidden_size) // (width * num_rows)
+        last = (size - width * num_rows) // (width * hidden_size)
+        if min(first, last) > 0:
+            return min(first, last), width
+    return 0, 0
 
 
 class Tuner:

@@ -10,8 +10,8 @@ from torch import Tensor
 from . import hopper
 from .tiles import TileConfig, Tuner, plan_blocks, tile_configs
 from .triton_backward import backward_blocks, portable_tile_gradient, row_factors, slice_rows
-from .triton_forward import MAX_ROWS, forward_rows, portable_tile_stats
-from .types import Gradients, LogitSpec, Needs, RowGrads, RowStats
+from .triton_forward import MAX_ROWS, forward_rows, portable_tile_stats, tile_buffers
+from .types import KEEP_NOTHING, Gradients, Keeping, LogitSpec, Needs, RowGrads, RowStats
 
 # The one thing remembered between calls: tile shapes measured in this process. ``deterministic`` never looks at it.
 _TUNER = Tuner()
@@ -31,17 +31,19 @@ class TritonBackend:
         bias_V: Tensor | None,
         targets_N: Tensor,
         spec: LogitSpec,
-        keep_bytes: int = 0,
+        keeping: Keeping = KEEP_NOTHING,
     ) -> RowStats:
         with _on_device(hidden_NH):
             config = None
             if not (self.allow_hopper and hopper.fits(hidden_NH, weight_VH, bias_V, spec)):
                 sample_NH = hidden_NH[:MAX_ROWS]
-                config = self._tile(
-                    "forward", hidden_NH, weight_VH, bias_V, spec,
-                    lambda c: portable_tile_stats(sample_NH, weight_VH, bias_V, spec, c),
-                )  # fmt: skip
-            return forward_rows(hidden_NH, weight_VH, bias_V, targets_N, spec, config, keep_bytes)
+
+                def launch(config: TileConfig) -> None:
+                    tiles = tile_buffers(sample_NH.shape[0], weight_VH.shape[0], config.block_n, sample_NH.device)
+                    portable_tile_stats(*tiles, sample_NH, weight_VH, bias_V, spec, config, None)
+
+                config = self._tile("forward", hidden_NH, weight_VH, bias_V, spec, launch)
+            return forward_rows(hidden_NH, weight_VH, bias_V, targets_N, spec, config, keeping)
 
     def backward(
         self,

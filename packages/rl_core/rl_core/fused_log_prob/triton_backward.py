@@ -95,22 +95,23 @@ def fill_block(
     _write_targets(out_NC, targets_N, first_column, factors)
 
 
-def fill_kept(kept: Kept, targets_N: Tensor, factors: RowFactors, spec: LogitSpec) -> Tensor:
-    """da of the kept columns, in place of what was kept."""
-    share_NK = kept.share_NK
-    num_columns = share_NK.shape[1]
-    for tile_lse, first in zip(kept.tile_lse, range(0, share_NK.shape[0], kept.rows_per_block), strict=True):
+def fill_kept(
+    share_NC: Tensor, first_column: int, kept: Kept, targets_N: Tensor, factors: RowFactors, spec: LogitSpec
+) -> None:
+    """da of one kept block of columns, in place of what was kept."""
+    num_columns = share_NC.shape[1]
+    first_tile, num_tiles = first_column // kept.tile_columns, triton.cdiv(num_columns, kept.tile_columns)
+    for tile_lse, first in zip(kept.tile_lse, range(0, share_NC.shape[0], kept.rows_per_block), strict=True):
         num_rows = tile_lse.shape[1]
         part = slice_rows(factors, first, first + num_rows)
-        share = share_NK[first : first + num_rows]
-        kept_gradient_kernel[(triton.cdiv(num_rows, 16), tile_lse.shape[0])](
-            share, tile_lse, part.lse_bits_N, part.alpha_N, part.alpha_N if part.beta_N is None else part.beta_N,
-            num_rows, num_columns, share.stride(0), spec.temperature / LOG2_E, spec.soft_cap or 1.0,
-            HAS_BETA=part.beta_N is not None, HAS_CAP=spec.soft_cap is not None, BLOCK_T=16,
-            BLOCK_N=kept.tile_columns, num_warps=4,
+        share = share_NC[first : first + num_rows]
+        kept_gradient_kernel[(triton.cdiv(num_rows, 16), num_tiles)](
+            share, tile_lse[first_tile:], part.lse_bits_N, part.alpha_N,
+            part.alpha_N if part.beta_N is None else part.beta_N, num_rows, num_columns, share.stride(0),
+            spec.temperature / LOG2_E, spec.soft_cap or 1.0, HAS_BETA=part.beta_N is not None,
+            HAS_CAP=spec.soft_cap is not None, BLOCK_T=16, BLOCK_N=kept.tile_columns, num_warps=4,
         )  # fmt: skip
-    _write_targets(share_NK, targets_N, 0, factors)
-    return share_NK
+    _write_targets(share_NC, targets_N, first_column, factors)
 
 
 def _write_targets(out_NC: Tensor, targets_N: Tensor, first_column: int, factors: RowFactors) -> None:
@@ -166,17 +167,25 @@ def backward_blocks(
     needs: Needs, config: TileConfig | None,
 ) -> Gradients:  # fmt: skip
     """All gradients asked for: from what was kept, then the rest one block of columns after another."""
+    if config is None:
+        spec = hopper.corrected(spec, hidden_NH.shape[1])
     factors = row_factors(rows, spec, hidden_NH.dtype)
+    d_weight_VH = None
+    if needs.weight:
+        lent_VH = None if rows.kept is None else rows.kept.lent_VH
+        d_weight_VH = torch.empty_like(weight_VH) if lent_VH is None else lent_VH
     sums = _Sums(
         hidden_NH=torch.empty_like(hidden_NH, dtype=torch.float32) if needs.hidden else None,
-        weight_VH=torch.empty_like(weight_VH) if needs.weight else None,
+        weight_VH=d_weight_VH,
         bias_V=weight_VH.new_zeros(weight_VH.shape[0], dtype=torch.float32) if needs.bias else None,
     )
     first = 0
-    if rows.kept is not None:
-        da_NK = fill_kept(rows.kept, targets_N, factors, spec)
-        first = da_NK.shape[1]
-        sums.add_columns(da_NK, hidden_NH, weight_VH[:first], 0)
+    while rows.kept is not None and rows.kept.shares:
+        da_NC = rows.kept.shares.pop(0)
+        fill_kept(da_NC, first, rows.kept, targets_N, factors, spec)
+        sums.add_columns(da_NC, hidden_NH, weight_VH[first : first + da_NC.shape[1]], first)
+        first += da_NC.shape[1]
+        del da_NC  # its memory goes to the blocks below
     if first < weight_VH.shape[0]:
         recompute_columns(sums, first, hidden_NH, weight_VH, bias_V, targets_N, spec, factors, config)
     if factors.loss_scale is not None:

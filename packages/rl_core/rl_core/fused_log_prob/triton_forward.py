@@ -7,9 +7,9 @@ import triton
 from torch import Tensor
 
 from . import hopper
-from .tiles import TileConfig, kept_columns
+from .tiles import KeepPlan, TileConfig, plan_keeping
 from .triton_kernels import combine_kernel, target_kernel, tile_stats_kernel
-from .types import Kept, LogitSpec, RowStats
+from .types import Keeping, Kept, LogitSpec, RowStats
 
 LOG2_E = math.log2(math.e)
 MAX_ROWS = 16384  # rows of one launch: bounds the partial statistics, 78 MB at 151,936 columns
@@ -17,21 +17,17 @@ GROUP_M = 8
 
 
 def portable_tile_stats(
-    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: LogitSpec, config: TileConfig,
-    share_NK: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``[tiles, N]`` log2-sum-exp2 and entropy in bits of every ``config.block_n`` columns; fills ``share`` (Kept)."""
-    (num_rows, hidden_size), vocab = hidden_NH.shape, weight_VH.shape[0]
-    num_tiles = triton.cdiv(vocab, config.block_n)
-    lse, entropy = torch.empty(2, num_tiles, num_rows, dtype=torch.float32, device=hidden_NH.device)
-    tile_stats_kernel[(triton.cdiv(num_rows, config.block_m) * num_tiles,)](
-        hidden_NH, weight_VH, weight_VH if bias_V is None else bias_V, lse, entropy,
-        lse if share_NK is None else share_NK, num_rows, vocab, hidden_size,
-        0 if share_NK is None else share_NK.stride(0), 0 if share_NK is None else share_NK.shape[1],
-        LOG2_E / spec.temperature, spec.soft_cap or 1.0, KEEP=share_NK is not None,
-        **tile_arguments(hidden_NH, bias_V, spec, config),
+    lse: Tensor, entropy: Tensor, hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, spec: LogitSpec,
+    config: TileConfig, share_NC: Tensor | None,
+) -> None:  # fmt: skip
+    """Fill ``[tiles, N]`` log2-sum-exp2 and entropy in bits per ``config.block_n`` columns, and ``share`` (Kept)."""
+    (num_rows, hidden_size), num_columns = hidden_NH.shape, weight_CH.shape[0]
+    tile_stats_kernel[(triton.cdiv(num_rows, config.block_m) * triton.cdiv(num_columns, config.block_n),)](
+        hidden_NH, weight_CH, weight_CH if bias_C is None else bias_C, lse, entropy,
+        lse if share_NC is None else share_NC, num_rows, num_columns, hidden_size,
+        0 if share_NC is None else share_NC.stride(0), LOG2_E / spec.temperature, spec.soft_cap or 1.0,
+        KEEP=share_NC is not None, **tile_arguments(hidden_NH, bias_C, spec, config),
     )  # fmt: skip
-    return lse, entropy
 
 
 def tile_arguments(
@@ -78,37 +74,75 @@ def target_logits(
     return out_N
 
 
+def tile_buffers(num_rows: int, num_columns: int, tile_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for lse and entropy of every tile and row, ``[tiles, N]`` each."""
+    lse, entropy = torch.empty(2, triton.cdiv(num_columns, tile_columns), num_rows, dtype=torch.float32, device=device)
+    return lse, entropy
+
+
 def forward_rows(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    targets_N: Tensor,
-    spec: LogitSpec,
-    config: TileConfig | None,
-    keep_bytes: int = 0,
-) -> RowStats:
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec,
+    config: TileConfig | None, keeping: Keeping,
+) -> RowStats:  # fmt: skip
     """Statistics of every row, MAX_ROWS at a time; ``config`` None runs the Hopper kernel."""
+    (num_rows, hidden_size), vocab, dtype = hidden_NH.shape, weight_VH.shape[0], hidden_NH.dtype
     tile_columns = hopper.BLOCK_N if config is None else config.block_n
-    num_rows = hidden_NH.shape[0]
-    num_kept = 0
-    if hidden_NH.dtype != torch.float16:  # small shares would vanish in fp16
-        num_kept = kept_columns(num_rows, weight_VH.shape[0], hidden_NH.dtype.itemsize, keep_bytes, tile_columns)
-    share_NK = hidden_NH.new_empty(num_rows, -(-num_kept // 8) * 8)[:, :num_kept] if num_kept else None
+    if config is None:
+        spec = hopper.corrected(spec, hidden_size)
+    plan = KeepPlan()
+    if dtype != torch.float16:  # small shares would vanish in fp16
+        plan = plan_keeping(num_rows, vocab, hidden_size, dtype.itemsize, tile_columns, keeping)
+    shares, lent_VH = _kept_blocks(plan, hidden_NH, weight_VH)
+    kept_tiles = triton.cdiv(sum(share.shape[1] for share in shares), tile_columns)
     pieces: list[tuple[Tensor, Tensor]] = []
     tile_lse: list[Tensor] = []
     for start in range(0, num_rows, MAX_ROWS):
-        block_NH = hidden_NH[start : start + MAX_ROWS]
-        share = None if share_NK is None else share_NK[start : start + MAX_ROWS]
-        if config is None:
-            tiles = hopper.tile_stats(block_NH, weight_VH, LOG2_E / spec.temperature, share)
-        else:
-            tiles = portable_tile_stats(block_NH, weight_VH, bias_V, spec, config, share)
+        rows = slice(start, start + MAX_ROWS)
+        tiles = tile_buffers(hidden_NH[rows].shape[0], vocab, tile_columns, hidden_NH.device)
+        first = 0
+        for share in (*shares, None):
+            columns = slice(first, vocab if share is None else first + share.shape[1])
+            if columns.stop > first:
+                share_NC = None if share is None else share[rows]
+                _column_stats(tiles, hidden_NH[rows], weight_VH, bias_V, columns, spec, config, share_NC)
+            first = columns.stop
         pieces.append(row_stats(*tiles))
-        if share is not None:
-            tile_lse.append(tiles[0][: -(-num_kept // tile_columns)].clone())
+        if shares:
+            tile_lse.append(tiles[0][:kept_tiles].clone())
     lse_N, mean_z_N = pieces[0] if len(pieces) == 1 else (torch.cat(parts) for parts in zip(*pieces, strict=True))
     target_z_N = target_logits(hidden_NH, weight_VH, bias_V, targets_N, spec)
     kept = None
-    if share_NK is not None:
-        kept = Kept(share_NK=share_NK, tile_lse=tuple(tile_lse), tile_columns=tile_columns, rows_per_block=MAX_ROWS)
+    if shares:
+        kept = Kept(
+            shares=shares, tile_lse=tuple(tile_lse), tile_columns=tile_columns, rows_per_block=MAX_ROWS, lent_VH=lent_VH
+        )
     return RowStats(lse_N=lse_N, mean_z_N=mean_z_N, target_z_N=target_z_N, kept=kept)
+
+
+def _kept_blocks(plan: KeepPlan, hidden_NH: Tensor, weight_VH: Tensor) -> tuple[list[Tensor], Tensor | None]:
+    """Empty blocks of types.Kept: those at the end of the weight gradient's memory, then those in their own."""
+    num_rows = hidden_NH.shape[0]
+    shares: list[Tensor] = []
+    lent_VH = None
+    if plan.lent_blocks:
+        lent_VH = torch.empty_like(weight_VH)
+        blocks = lent_VH.view(-1)[-plan.lent_blocks * num_rows * plan.lent_width :]
+        shares.extend(blocks.view(plan.lent_blocks, num_rows, plan.lent_width).unbind())
+    if plan.own:
+        # Row stride a multiple of 16 bytes whatever the vocabulary: the copy engine and the products want it.
+        shares.append(hidden_NH.new_empty(num_rows, -(-plan.own // 8) * 8)[:, : plan.own])
+    return shares, lent_VH
+
+
+def _column_stats(
+    tiles: tuple[Tensor, Tensor], hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, columns: slice,
+    spec: LogitSpec, config: TileConfig | None, share_NC: Tensor | None,
+) -> None:  # fmt: skip
+    """The part of ``tiles`` that belongs to some columns, which start at a tile."""
+    tile_columns = hopper.BLOCK_N if config is None else config.block_n
+    lse, entropy = (part[columns.start // tile_columns : triton.cdiv(columns.stop, tile_columns)] for part in tiles)
+    weight_CH, bias_C = weight_VH[columns], None if bias_V is None else bias_V[columns]
+    if config is None:
+        hopper.tile_stats(lse, entropy, hidden_NH, weight_CH, LOG2_E / spec.temperature, share_NC)
+    else:
+        portable_tile_stats(lse, entropy, hidden_NH, weight_CH, bias_C, spec, config, share_NC)

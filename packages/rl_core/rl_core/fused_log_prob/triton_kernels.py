@@ -69,15 +69,15 @@ def _capped_tile(
 @triton.jit
 def tile_stats_kernel(
     hidden_ptr, weight_ptr, bias_ptr, lse_ptr, entropy_ptr, share_ptr, num_tokens, vocab, hidden_size, share_stride,
-    share_columns, scale, soft_cap, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
+    scale, soft_cap, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
     EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Per tile and row: log2-sum-exp2 and entropy in bits of ``t = scale * u``; two ``[num_n, T]`` outputs.
 
     Within a tile with maximum ``m``, ``s = sum 2^(t - m)`` and ``w = sum 2^(t - m) (t - m)``:
-    ``lse = m + log2 s`` and ``entropy = log2 s - w / s``. ``scale`` is log2(e) / temperature. With KEEP the first
-    ``share_columns`` columns also leave ``2^(t - lse)``.
+    ``lse = m + log2 s`` and ``entropy = log2 s - w / s``. ``scale`` is log2(e) / temperature. With KEEP the tiles
+    also leave ``2^(t - lse)``.
     """
     num_m = tl.cdiv(num_tokens, BLOCK_M)
     num_n = tl.cdiv(vocab, BLOCK_N)
@@ -100,7 +100,7 @@ def tile_stats_kernel(
     if KEEP:
         share = e * (1.0 / s)[:, None]
         offsets = rows.to(tl.int64)[:, None] * share_stride + columns[None, :]
-        inside = (rows < num_tokens)[:, None] & (columns < share_columns)[None, :]
+        inside = (rows < num_tokens)[:, None] & (columns < vocab)[None, :]
         tl.store(share_ptr + offsets, share.to(share_ptr.dtype.element_ty), mask=inside)
 
 

@@ -34,17 +34,33 @@ class LogitSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Probabilities that the forward pass left for the backward pass, for the first ``K`` columns of ``V``.
+    """Probabilities that the forward pass left for the backward pass, for the first columns of ``V``.
 
-    ``share_NK`` holds ``exp(z - lse of its tile)`` in the input dtype, whose relative precision does not depend on how
-    small a probability is; ``tile_lse`` the lse of each row and tile of ``tile_columns`` columns in bits, one
-    ``[tiles, rows]`` block for every ``rows_per_block`` rows. The backward pass overwrites ``share_NK``.
+    ``shares`` are blocks ``[N, C]``, one after another in columns, of ``exp(z - lse of its tile)`` in the input dtype,
+    whose relative precision does not depend on how small a probability is; ``tile_lse`` the lse of each row and tile of
+    ``tile_columns`` columns in bits, one ``[tiles, rows]`` block for every ``rows_per_block`` rows. The backward pass
+    overwrites the blocks and drops each when it is done with it.
+
+    ``lent_VH`` is memory for the weight's gradient in which some of ``shares`` lie: filling it from row 0 on, in the
+    order of the blocks, overwrites no block before its turn is over.
     """
 
-    share_NK: Tensor
+    shares: list[Tensor]
     tile_lse: tuple[Tensor, ...]
     tile_columns: int
     rows_per_block: int
+    lent_VH: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """What the forward pass may leave behind: ``own_bytes`` of its own, or what EXTRA_BYTES allows (None).
+
+    With ``lend`` and ``own_bytes`` None it may also use the memory that the weight's gradient will need anyway.
+    """
+
+    own_bytes: int | None = 0
+    lend: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +109,14 @@ class Needs:
     bias: bool
 
 
+KEEP_NOTHING = Keeping()
+
+
 class Backend(Protocol):
     """One way to compute the row statistics and the gradients without holding ``[N, V]``.
 
-    ``targets_N`` holds row numbers of ``weight_VH``, or -1 for a target that is not held here. ``keep_bytes`` is how
-    much the forward pass may leave behind in ``RowStats.kept``; a backend may leave nothing.
+    ``targets_N`` holds row numbers of ``weight_VH``, or -1 for a target that is not held here. ``keeping`` is what the
+    forward pass may leave behind in ``RowStats.kept``; a backend may leave nothing.
     """
 
     def forward(
@@ -107,7 +126,7 @@ class Backend(Protocol):
         bias_V: Tensor | None,
         targets_N: Tensor,
         spec: LogitSpec,
-        keep_bytes: int,
+        keeping: Keeping,
     ) -> RowStats: ...
 
     def backward(
