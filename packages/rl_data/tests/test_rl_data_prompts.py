@@ -78,7 +78,8 @@ def test_verl_schema(tmp_path: Path, tokenizer: Any) -> None:
         _verl_row(data_source="other", prompt=conversation),
     ]
     file = _verl(tmp_path / "v.parquet", rows)
-    assert check_files([file]) == 2
+    with pytest.raises(DataError, match=r"row 1 .*'other'"):
+        check_files([file])  # nothing is registered that could reward it
     first, second = load_prompts([file], tokenizer, DataConfig(system_prompt="all", question_template="{question} now"))
     assert first.text == f"all\n{QUESTION}\n", "the question template is for GSM8K rows"
     assert (first.ground_truth, first.data_source) == ("7", "openai/gsm8k")
