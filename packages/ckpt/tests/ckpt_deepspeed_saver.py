@@ -62,6 +62,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(sys.argv[3], world_size)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    # Not needed, and a compiler that is killed half-way leaves a lock that every later process waits for without end.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     for stage in map(int, sys.argv[6:]):
         save(stage, sys.argv[4], Path(sys.argv[5]))

@@ -34,7 +34,6 @@ def init_distributed(
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed
-    import deepspeed.comm.torch as ds_torch
     import torch
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
@@ -44,7 +43,8 @@ def init_distributed(
             f"DeepSpeed runs on {get_accelerator().device_name()} in this process, but the device is {device}: "
             f"set DS_ACCELERATOR={device.type} before importing deepspeed"
         )
-    # Otherwise DeepSpeed compiles a shared-memory all-reduce here, which only its inference engine would use.
+    # Otherwise DeepSpeed compiles a shared-memory all-reduce here, which only its inference engine calls: a minute of
+    # two cores at first use, and a compiler killed half-way leaves a lock that every later process waits for.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo"
     if device.type == "cuda":
@@ -58,10 +58,6 @@ def init_distributed(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" and world_size > 1 else None,
     )
-    if device.type == "cpu":
-        # DeepSpeed would compile a shared-memory all-reduce here that only its inference engine calls: a minute of two
-        # cores at first use, and a compiler. Without it the backend goes on as on any machine that cannot build it.
-        ds_torch.build_shm_op = lambda: None
     deepspeed.comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 

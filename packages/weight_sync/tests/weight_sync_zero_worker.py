@@ -86,6 +86,8 @@ def main() -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": args.port, "LOCAL_RANK": str(args.rank)}
     os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.world)}
     torch.set_num_threads(1)
+    # Not needed, and a compiler that is killed half-way leaves a lock that every later process waits for without end.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
     for stage, offload in ((1, False), (2, False), (3, True)):
         engine, keep = build_engine(args.folder, stage, offload)
