@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .batch import LogProbFn, LossFn, LossOutput, StepStats, TokenBatch, TokenOutputs
+    from .batch import Head, LogProbFn, LossFn, LossOutput, StepStats, TokenBatch, TokenOutputs, ValueOutputs
     from .collective_guard import CollectiveGuard, mark, record_collectives
     from .config import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
     from .distributed import init_distributed, shutdown_distributed
@@ -32,6 +32,7 @@ _EXPORTS = {
     "EngineConfig": ".config",
     "EngineConfigError": ".errors",
     "EngineError": ".errors",
+    "Head": ".batch",
     "LogProbFn": ".batch",
     "LossFn": ".batch",
     "LossOutput": ".batch",
@@ -45,6 +46,7 @@ _EXPORTS = {
     "StepStats": ".batch",
     "TokenBatch": ".batch",
     "TokenOutputs": ".batch",
+    "ValueOutputs": ".batch",
     "ZeroConfig": ".config",
     "ZeroEngine": ".engine",
     "deepspeed_config": ".ds_config",
@@ -65,6 +67,7 @@ __all__ = [
     "EngineConfig",
     "EngineConfigError",
     "EngineError",
+    "Head",
     "LogProbFn",
     "LossFn",
     "LossOutput",
@@ -78,6 +81,7 @@ __all__ = [
     "StepStats",
     "TokenBatch",
     "TokenOutputs",
+    "ValueOutputs",
     "ZeroConfig",
     "ZeroEngine",
     "deepspeed_config",

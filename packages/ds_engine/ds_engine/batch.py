@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["LogProbFn", "LossFn", "LossOutput", "StepStats", "TokenBatch", "TokenOutputs"]
+__all__ = ["Head", "LogProbFn", "LossFn", "LossOutput", "StepStats", "TokenBatch", "TokenOutputs", "ValueOutputs"]
+
+Head = Literal["lm", "value"]
+"""What a model answers with: log-probs of the targets, or a value of the state before each."""
 
 
 class TokenBatch(Protocol):
@@ -63,6 +66,17 @@ class TokenOutputs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValueOutputs:
+    """What a model with a value head says: one number for the state before each of the K targets.
+
+    A reward model is the same head read at the last token of each sequence (`target_index_K` names these, K = S).
+    """
+
+    values_K: Tensor
+    """fp32, differentiable inside a loss function."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossOutput:
     """What a loss function returns for one micro batch."""
 
@@ -85,8 +99,10 @@ class LogProbFn(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-LossFn = Callable[[TokenOutputs, Any], LossOutput]
-"""(outputs, micro batch on the device) -> LossOutput. Not called for micro batches without targets."""
+LossFn = Callable[[Any, Any], LossOutput]
+"""(TokenOutputs or, with a value head, ValueOutputs; the micro batch on the device) -> LossOutput.
+
+Not called for micro batches without targets."""
 
 
 @dataclass(frozen=True, kw_only=True)

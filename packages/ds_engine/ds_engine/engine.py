@@ -1,4 +1,4 @@
-"""ZeroEngine: one Hugging Face causal LM, sharded by DeepSpeed, trained on packed micro batches."""
+"""ZeroEngine: one Hugging Face model, sharded by DeepSpeed, trained on packed micro batches."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from .agreement import agree_on_plan, sum_over_ranks
 from .attention import choose_kernel
-from .batch import LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
+from .batch import Head, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs, ValueOutputs
 from .checkpointing import enable_checkpointing
 from .collective_guard import CollectiveGuard, is_active, mark
 from .ds_config import deepspeed_config
 from .errors import BatchError, CheckpointError, EngineError
 from .export import export_parameters
-from .loading import check_offload, load_causal_lm, torch_dtype
+from .loading import check_offload, load_model, torch_dtype
 from .memory import MemoryReport, StorageParking, memory_stats, state_tensors
 from .packed_model import install_packed_forward, packed_inputs
 from .schedule import check_schedule, learning_rate
@@ -41,15 +41,19 @@ class ZeroEngine:
         module: nn.Module,
         config: EngineConfig,
         *,
-        log_prob_fn: LogProbFn,
+        log_prob_fn: LogProbFn | None = None,
         device: torch.device,
         total_steps: int | None = None,
         trainable: bool = True,
+        head: Head = "lm",
     ) -> None:
-        """Take over `module`, a causal LM already loaded with packed attention; usually call `from_pretrained`."""
+        """Take over `module`, already loaded with packed attention and its head; usually call `from_pretrained`."""
         if not dist.is_initialized():
             raise EngineError("torch.distributed is not initialised: call ds_engine.init_distributed first")
+        if head == "lm" and log_prob_fn is None:
+            raise EngineError("an engine with an LM head needs log_prob_fn")
         self.config = config
+        self.head: Head = head
         self.device = device
         self.module = module
         self.dp_rank = dist.get_rank()
@@ -62,7 +66,7 @@ class ZeroEngine:
         self._parking = StorageParking()
         if config.gradient_checkpointing:
             enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
-        install_packed_forward(module, log_prob_fn)
+        install_packed_forward(module, log_prob_fn if head == "lm" else None)
         if not trainable:
             module.requires_grad_(False)
         self._optimizer = self._build_optimizer() if trainable else None
@@ -75,19 +79,23 @@ class ZeroEngine:
         model_path: str,
         config: EngineConfig,
         *,
-        log_prob_fn: LogProbFn,
+        log_prob_fn: LogProbFn | None = None,
         device: torch.device,
         total_steps: int | None = None,
         trainable: bool = True,
+        head: Head = "lm",
     ) -> ZeroEngine:
         """Load the Hugging Face folder `model_path` and shard it as `config` says.
 
         Args:
-            log_prob_fn: (hidden_KH, weight_VH, targets_K, temperature) -> (log_probs_K, entropy_K), fp32.
+            log_prob_fn: (hidden_KH, weight_VH, targets_K, temperature) -> (log_probs_K, entropy_K), fp32; for
+                head="lm".
             device: where this rank computes; the same as given to `init_distributed`.
             total_steps: optimizer steps of the run, for the schedule; overrides `config.optim.total_steps`.
             trainable: False for a reference model: weights only, no gradients, no optimizer states. Stage 3 shards it,
                 stages 1 and 2 keep it whole on every rank.
+            head: "lm", or "value" for a critic or reward model: the LM head is left out, a linear one to a single
+                number (`score.weight` [1, H]) takes its place, and `values` that of `log_probs`.
 
         Raises:
             ModelError: the folder or architecture cannot be used.
@@ -97,8 +105,16 @@ class ZeroEngine:
             raise EngineError("torch.distributed is not initialised: call ds_engine.init_distributed first")
         check_offload(config.zero.offload)
         settings = deepspeed_config(config, device_type=device.type)
-        module = load_causal_lm(model_path, config, device=device, ds_config=settings)
-        return cls(module, config, log_prob_fn=log_prob_fn, device=device, total_steps=total_steps, trainable=trainable)
+        module = load_model(model_path, config, device=device, ds_config=settings, head=head)
+        return cls(
+            module,
+            config,
+            log_prob_fn=log_prob_fn,
+            device=device,
+            total_steps=total_steps,
+            trainable=trainable,
+            head=head,
+        )
 
     # ------------------------------------------------------------------ work
 
@@ -110,12 +126,30 @@ class ZeroEngine:
             One TokenOutputs per micro batch, [K] fp32, on the CPU; K = 0 where a batch has no targets.
 
         Raises:
+            EngineError: the engine has a value head.
             PlanMismatchError: ranks brought different numbers of micro batches.
         """
+        self._require_head("lm", "log_probs")
         agree_on_plan("log_probs", micro_batches, self.device)
         self.module.eval()
-        outputs = [self._forward(batch, temperature)[0] for batch in micro_batches]
-        return [TokenOutputs(log_probs_K=o.log_probs_K.cpu(), entropy_K=o.entropy_K.cpu()) for o in outputs]
+        rows = [self._forward(batch, temperature)[0].cpu() for batch in micro_batches]
+        return [TokenOutputs(log_probs_K=r[0], entropy_K=r[1]) for r in rows]
+
+    @torch.no_grad()
+    def values(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """Value of the state before each target, without gradient: the answer of head="value".
+
+        Returns:
+            One [K] fp32 tensor per micro batch, on the CPU; K = 0 where a batch has no targets.
+
+        Raises:
+            EngineError: the engine has an LM head.
+            PlanMismatchError: ranks brought different numbers of micro batches.
+        """
+        self._require_head("value", "values")
+        agree_on_plan("values", micro_batches, self.device)
+        self.module.eval()
+        return [self._forward(batch, 1.0)[0][0].cpu() for batch in micro_batches]
 
     def train_mini_batch(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, temperature: float = 1.0
@@ -152,22 +186,25 @@ class ZeroEngine:
         self._num_steps += 1
         return self._collect_stats(losses, metrics, lr=lr, num_micro=len(micro_batches), num_empty=num_empty)
 
-    def _forward(self, batch: TokenBatch, temperature: float) -> tuple[TokenOutputs, Tensor]:
-        """Outputs for the targets of `batch`, and a zero that depends on every parameter the pass used."""
+    def _forward(self, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """The head's rows for the targets of `batch`, and a zero that depends on every parameter the pass used."""
         inputs, num_targets = packed_inputs(batch, device=self.device, kernel=self._kernel)
-        both_2K = self._deepspeed(packed=inputs, temperature=temperature)
-        anchor = both_2K.sum() * 0.0
-        log_probs_K, entropy_K = both_2K[:, :num_targets].unbind(0)
-        return TokenOutputs(log_probs_K=log_probs_K, entropy_K=entropy_K), anchor
+        rows_RK = self._deepspeed(packed=inputs, temperature=temperature)
+        return rows_RK[:, :num_targets], rows_RK.sum() * 0.0
+
+    def _outputs(self, rows_RK: Tensor) -> TokenOutputs | ValueOutputs:
+        if self.head == "value":
+            return ValueOutputs(values_K=rows_RK[0])
+        return TokenOutputs(log_probs_K=rows_RK[0], entropy_K=rows_RK[1])
 
     def _backward(
         self, batch: TokenBatch, loss_fn: LossFn, temperature: float, metrics: dict[str, list[Tensor]]
     ) -> Tensor:
         """Forward and backward of one micro batch; returns its detached loss share."""
-        outputs, anchor = self._forward(batch, temperature)
+        rows_RK, anchor = self._forward(batch, temperature)
         loss = anchor
-        if outputs.log_probs_K.numel() > 0:
-            result = loss_fn(outputs, batch.to(self.device))
+        if rows_RK.numel() > 0:
+            result = loss_fn(self._outputs(rows_RK), batch.to(self.device))
             if result.loss.dim() != 0:
                 raise BatchError(f"the loss must be a 0-d tensor, got shape {tuple(result.loss.shape)}")
             # A loss that does not depend on the model (all advantages masked, say) still has to pass backward
@@ -302,6 +339,10 @@ class ZeroEngine:
         if self._optimizer is None:
             raise EngineError(f"{method} needs an engine built with trainable=True")
         return self._optimizer
+
+    def _require_head(self, head: Head, method: str) -> None:
+        if self.head != head:
+            raise EngineError(f"{method} needs an engine built with head={head!r}; this one has head={self.head!r}")
 
     def _start_guard(self) -> CollectiveGuard | None:
         mode = self.config.collective_guard

@@ -1,22 +1,24 @@
-"""Loads a Hugging Face causal LM for a ZeRO stage: whole at stages 1 and 2, sharded as it is read at stage 3."""
+"""Loads a Hugging Face model for a ZeRO stage: whole at stages 1 and 2, sharded as it is read at stage 3."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from .attention import ATTENTION_NAME, register_packed_attention
 from .errors import EngineConfigError, ModelError
+from .packed_model import VALUE_HEAD
 
 if TYPE_CHECKING:
+    from .batch import Head
     from .config import EngineConfig, OffloadConfig
 
-__all__ = ["check_offload", "load_causal_lm", "torch_dtype"]
+__all__ = ["check_offload", "load_model", "torch_dtype"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -43,32 +45,76 @@ def check_offload(offload: OffloadConfig) -> None:
         )
 
 
-def load_causal_lm(
-    model_path: str, config: EngineConfig, *, device: torch.device, ds_config: dict[str, Any]
+def load_model(
+    model_path: str, config: EngineConfig, *, device: torch.device, ds_config: dict[str, Any], head: Head = "lm"
 ) -> nn.Module:
     """The model in `config.dtype` with packed attention, on `device` (stage 3: sharded over the ranks).
 
-    Raises:
-        ModelError: no such folder, or not a causal LM transformers can load.
-    """
-    from transformers import AutoModelForCausalLM
+    Args:
+        head: "lm" for the causal LM as it is; "value" for its backbone with one number a token instead, read from the
+            folder if that holds such a head, else drawn by `config.seed`, small: values start near zero.
 
+    Raises:
+        ModelError: no such folder, or not a model transformers can load with this head.
+    """
     if not (Path(model_path) / "config.json").is_file():
         raise ModelError(f"model path {model_path!r} is not a Hugging Face model folder: it has no config.json")
     register_packed_attention()
     torch.manual_seed(config.seed)
     sharded = config.zero.stage == 3
     with _zero3_loading(ds_config) if sharded else _nothing():
-        try:
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(
-                model_path, dtype=torch_dtype(config.dtype), attn_implementation=ATTENTION_NAME
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"cannot load a causal language model from {model_path!r}: {error}") from error
+        model = _read_folder(model_path, torch_dtype(config.dtype), head, seed=config.seed)
     if not sharded:
         return model.to(device)
     _restore_fp32_buffers(model)
     return model
+
+
+def _read_folder(model_path: str, dtype: torch.dtype, head: Head, *, seed: int) -> nn.Module:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
+    try:
+        if head == "lm":
+            return cast("nn.Module", AutoModelForCausalLM.from_pretrained(model_path, **options))
+        with _without_warnings():
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                model_path, num_labels=1, output_loading_info=True, **options
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        kind = "causal language model" if head == "lm" else "model with a value head"
+        raise ModelError(f"cannot load a {kind} from {model_path!r}: {error}") from error
+    new_head = f"{VALUE_HEAD}.weight"
+    missing = set(info["missing_keys"])
+    if missing - {new_head}:
+        raise ModelError(f"{model_path!r} lacks weights: {sorted(missing - {new_head})[:5]}")
+    if missing:
+        _draw_value_head(model.get_parameter(new_head), seed)
+    return cast("nn.Module", model)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """transformers warns of a head that is missing, which is the normal case for a new critic."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _draw_value_head(weight_1H: nn.Parameter, seed: int) -> None:
+    """The same numbers on every rank and at every stage, which transformers' own initialisation would not give."""
+    import deepspeed
+
+    hidden = int(getattr(weight_1H, "ds_numel", weight_1H.numel()))
+    drawn_1H = torch.randn(1, hidden, generator=torch.Generator().manual_seed(seed)) / (hidden + 1)
+    sharded = hasattr(weight_1H, "ds_id")
+    with deepspeed.zero.GatheredParameters([weight_1H], modifier_rank=0, enabled=sharded), torch.no_grad():
+        weight_1H.copy_(drawn_1H)
 
 
 def _restore_fp32_buffers(model: Any) -> None:

@@ -1,10 +1,10 @@
-"""Turns a Hugging Face causal LM into one that answers with log-probs of given targets instead of logits.
+"""Turns a Hugging Face model into one that answers about given targets instead of with logits of every token.
 
 The model stays the same module with the same parameter names; only a second way to call it is added:
 `model(packed=PackedInputs(...), temperature=...)` runs the backbone, picks the hidden states that predict a target and
-calls the LM head, whose own forward then runs the injected log-prob function; the result is one [2, K] tensor of
-log-probs and entropies. The head's weight is used inside the
-head's forward because that is where ZeRO-3 has it gathered, tied to the embedding or not.
+calls the head, whose own forward answers with one row per output: an LM head runs the injected log-prob function and
+gives [2, K], log-probs and entropies; a value head gives [1, K]. The head's weight is used inside the head's forward
+because that is where ZeRO-3 has it gathered, tied to the embedding or not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from .errors import BatchError, ModelError
 if TYPE_CHECKING:
     from .batch import LogProbFn, TokenBatch
 
-__all__ = ["PackedInputs", "install_packed_forward", "packed_inputs"]
+__all__ = ["VALUE_HEAD", "PackedInputs", "install_packed_forward", "packed_inputs"]
+
+VALUE_HEAD = "score"
+"""Attribute of a model with a value head that holds it; what transformers calls it in all families."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +76,29 @@ def packed_inputs(batch: TokenBatch, *, device: torch.device, kernel: str) -> tu
     ), num_targets
 
 
-def install_packed_forward(model: Any, log_prob_fn: LogProbFn) -> None:
-    """Add the packed way of calling to `model` (a transformers causal LM). Ordinary calls keep working.
+def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None) -> None:
+    """Add the packed way of calling to `model`. Ordinary calls keep working.
+
+    Args:
+        model: a transformers causal LM; without `log_prob_fn`, one with a value head (`VALUE_HEAD`).
 
     Raises:
-        ModelError: the model has no backbone or LM head to be found.
+        ModelError: the model has no backbone or head to be found.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if log_prob_fn is None:
+        head = getattr(model, VALUE_HEAD, None)
+    else:
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     backbone = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
     if not isinstance(head, nn.Module) or not isinstance(backbone, nn.Module) or backbone is model:
-        raise ModelError(f"{type(model).__name__} is not a causal language model with a backbone and an LM head")
-    _install_head_forward(head, log_prob_fn, _head_options(model, head))
-    hidden_scale = _hidden_scale(model)
+        kind = "value model with a backbone and a value head" if log_prob_fn is None else "causal language model"
+        raise ModelError(f"{type(model).__name__} is not a {kind} whose parts can be called one by one")
+    hidden_scale = 1.0
+    if log_prob_fn is None:
+        _install_value_forward(head)
+    else:
+        hidden_scale = _hidden_scale(model)
+        _install_lm_forward(head, log_prob_fn, _head_options(model, head))
     original: Callable[..., Any] = model.forward
 
     def forward(*args: Any, packed: PackedInputs | None = None, temperature: float = 1.0, **kwargs: Any) -> Any:
@@ -104,7 +118,7 @@ def install_packed_forward(model: Any, log_prob_fn: LogProbFn) -> None:
     model.forward = forward
 
 
-def _install_head_forward(head: Any, log_prob_fn: LogProbFn, options: dict[str, Any]) -> None:
+def _install_lm_forward(head: Any, log_prob_fn: LogProbFn, options: dict[str, Any]) -> None:
     original: Callable[..., Any] = head.forward
     has_bias = getattr(head, "bias", None) is not None
 
@@ -116,6 +130,18 @@ def _install_head_forward(head: Any, log_prob_fn: LogProbFn, options: dict[str, 
         # One tensor, not two: ZeRO-3 hooks each output of a module, and a loss that uses the entropy on one rank only
         # would leave the ranks with different traces of the backward pass, which then gather in different orders.
         return torch.stack((log_probs_K, entropy_K))
+
+    head.forward = forward
+
+
+def _install_value_forward(head: Any) -> None:
+    original: Callable[..., Any] = head.forward
+
+    def forward(hidden: Tensor, *, targets_K: Tensor | None = None, temperature: float = 1.0) -> Any:
+        if targets_K is None:
+            return original(hidden)
+        # A value in bf16 has three digits; returns differ in the fourth.
+        return nn.functional.linear(hidden.float(), head.weight.float()).T
 
     head.forward = forward
 

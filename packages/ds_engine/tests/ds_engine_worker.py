@@ -22,7 +22,7 @@ import ds_engine
 from ds_engine import EngineConfig, LossOutput, OptimConfig, TokenOutputs, ZeroConfig, ZeroEngine, dense_log_prob
 from ds_engine.collective_guard import record_collectives
 from ds_engine.collective_log import CollectiveRecord
-from ds_engine.loading import load_causal_lm
+from ds_engine.loading import load_model
 from ds_engine.packed_model import install_packed_forward, packed_inputs
 
 CPU = torch.device("cpu")
@@ -65,6 +65,31 @@ def train(
         return {"stats": stats, "weights": weights, "outputs": outputs, "memory": engine.memory_stats()}
     finally:
         engine.close()
+
+
+def squared_error(outputs: Any, batch: Any) -> LossOutput:
+    """Pulls each value towards the weight of its token."""
+    loss = (outputs.values_K - batch.columns["weights"]).square().sum()
+    return LossOutput(loss=loss, metrics={"values_sum": outputs.values_K.detach().sum()})
+
+
+def train_values(
+    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], value_samples: list[list[Sample]]
+) -> dict[str, Any]:
+    """The same for a value head: values before and after training, and what does not work."""
+    engine = build(model_path, config, head="value")
+    batches = [make_batch(m) for m in value_samples]
+    before = engine.values(batches)
+    stats = [engine.train_mini_batch([make_batch(m) for m in micro], squared_error) for micro in steps]
+    weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+    try:
+        engine.log_probs(batches)
+        refused = ""
+    except ds_engine.EngineError as error:
+        refused = str(error)
+    after = engine.values(batches)
+    engine.close()
+    return {"before": before, "after": after, "stats": stats, "weights": weights, "refused": refused}
 
 
 def naive_and_exact_norms(model_path: str, micro_batches: list[list[Sample]]) -> dict[int, dict[str, float]]:
@@ -188,7 +213,7 @@ def _true_gradient(
     model_path: str, dtype: str, micro_batches: list[list[Sample]], loss_fn: Any = weighted_loss
 ) -> dict[str, torch.Tensor]:
     """This rank's gradient by plain autograd, each micro batch's own, summed in fp32."""
-    model = load_causal_lm(model_path, EngineConfig(dtype=dtype), device=CPU, ds_config={})
+    model = load_model(model_path, EngineConfig(dtype=dtype), device=CPU, ds_config={})
     install_packed_forward(model, dense_log_prob)
     total = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     for samples in micro_batches if loss_fn else []:

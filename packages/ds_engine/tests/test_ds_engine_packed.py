@@ -12,14 +12,14 @@ from ds_engine import EngineConfig, EngineConfigError, ModelError, OffloadConfig
 from ds_engine.attention import Packing, choose_kernel, packed_attention
 from ds_engine.checkpointing import enable_checkpointing
 from ds_engine.errors import BatchError
-from ds_engine.loading import check_offload, load_causal_lm
+from ds_engine.loading import check_offload, load_model
 from ds_engine.packed_model import install_packed_forward, packed_inputs
 
 CPU = torch.device("cpu")
 
 
 def load(folder: Path, dtype: str = "fp32", log_prob_fn=dense_log_prob):
-    model = load_causal_lm(str(folder), EngineConfig(dtype=dtype), device=CPU, ds_config={})
+    model = load_model(str(folder), EngineConfig(dtype=dtype), device=CPU, ds_config={})
     install_packed_forward(model, log_prob_fn)
     return model
 

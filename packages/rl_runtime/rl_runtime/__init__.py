@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     )
     from .experience import Experience, ExperienceBatch
     from .inputs import Inputs, load_inputs
-    from .loop import LoopResult, Phase, TrainingLoop
+    from .job import Algorithm, Job, check_job, job_layout, run_job
+    from .job_config import JobConfig
+    from .loop import LoopResult, Phase, Stateful, TrainingLoop
     from .memory import MemorySampler, TreeMemory, process_tree_memory
     from .metrics import mismatch, rollout_metrics, throughput, update_metrics
     from .placement import Placement, plan_placement
+    from .policy import PolicyConfig, policy_loss, with_loss_weights
     from .rank_group import RankGroup
     from .report import write_report
     from .role import Role
@@ -74,8 +77,15 @@ _EXPORTS = {
     "ExperienceBatch": ".experience",
     "Inputs": ".inputs",
     "load_inputs": ".inputs",
+    "Algorithm": ".job",
+    "Job": ".job",
+    "check_job": ".job",
+    "job_layout": ".job",
+    "run_job": ".job",
+    "JobConfig": ".job_config",
     "LoopResult": ".loop",
     "Phase": ".loop",
+    "Stateful": ".loop",
     "TrainingLoop": ".loop",
     "MemorySampler": ".memory",
     "TreeMemory": ".memory",
@@ -86,6 +96,9 @@ _EXPORTS = {
     "update_metrics": ".metrics",
     "Placement": ".placement",
     "plan_placement": ".placement",
+    "PolicyConfig": ".policy",
+    "policy_loss": ".policy",
+    "with_loss_weights": ".policy",
     "RankGroup": ".rank_group",
     "write_report": ".report",
     "Role": ".role",
@@ -106,11 +119,14 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "Algorithm",
     "ConfigError",
     "Experience",
     "ExperienceBatch",
     "InputError",
     "Inputs",
+    "Job",
+    "JobConfig",
     "LoopResult",
     "MemorySampler",
     "ModelConfig",
@@ -118,6 +134,7 @@ __all__ = [
     "PhaseTimer",
     "Placement",
     "PlacementError",
+    "PolicyConfig",
     "Progress",
     "RankError",
     "RankGroup",
@@ -129,6 +146,7 @@ __all__ = [
     "RolloutPhase",
     "RunFolder",
     "Session",
+    "Stateful",
     "SupervisedConfig",
     "TaskSize",
     "Tracker",
@@ -139,6 +157,7 @@ __all__ = [
     "TreeMemory",
     "Validation",
     "check_engine",
+    "check_job",
     "check_lengths",
     "check_prompt_files",
     "check_servers",
@@ -147,6 +166,7 @@ __all__ = [
     "find_checkpoint",
     "help_text",
     "is_user_error",
+    "job_layout",
     "load_config",
     "load_inputs",
     "mismatch",
@@ -155,15 +175,18 @@ __all__ = [
     "plan_placement",
     "plan_ranks",
     "plan_session",
+    "policy_loss",
     "prepare_driver",
     "process_tree_memory",
     "rollout_metrics",
     "run_cli",
+    "run_job",
     "supervised_step",
     "throughput",
     "to_yaml",
     "train_supervised",
     "update_metrics",
+    "with_loss_weights",
     "write_report",
 ]
 

@@ -3,6 +3,7 @@
 Apps call these from their own `check`: a run folder, a Ray cluster or a server exists only for a job that can run.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -104,19 +105,14 @@ def find_checkpoint(trainer: TrainerConfig) -> Checkpoint | None:
     """The newest good checkpoint that `resume=auto` goes on from; None to start at step 1.
 
     Raises:
-        InputError: not a run folder, no step left to run, or another number of ranks.
+        InputError: not a run folder, no step left to run, or a run that was another's beginning.
     """
     if trainer.resume == "never":
         return None
-    run = Path(trainer.resume_from or "")
-    if not (run / "config.yaml").is_file():
-        raise InputError(
-            f"trainer.resume_from is {trainer.resume_from}, which is no run folder (it has no config.yaml); "
-            "give the folder of the run to go on from, or trainer.resume=never"
-        )
-    found = CheckpointManager(run / "checkpoints").newest_good()
+    found = _newest_of_folder(trainer.resume_from) if trainer.resume_from else _newest_of_experiment(trainer)
     if found is None:
         return None
+    run = found.path.parent.parent
     if found.step >= trainer.total_training_steps:
         raise InputError(
             f"the newest checkpoint in {run} is of step {found.step} and trainer.total_training_steps is "
@@ -127,4 +123,28 @@ def find_checkpoint(trainer: TrainerConfig) -> Checkpoint | None:
             f"the checkpoint in {run} was written by {found.state['num_ranks']} ranks and trainer.num_ranks is "
             f"{trainer.num_ranks}; use the same number"
         )
+    if found.state["seed"] != trainer.seed:
+        raise InputError(
+            f"the run in {run} had trainer.seed={found.state['seed']}, not {trainer.seed}: its data order and samples "
+            "cannot be gone on with; use the same seed"
+        )
     return found
+
+
+def _newest_of_folder(folder: str) -> Checkpoint | None:
+    if not (Path(folder) / "config.yaml").is_file():
+        raise InputError(
+            f"trainer.resume_from is {folder}, which is no run folder (it has no config.yaml); "
+            "give the folder of the run to go on from, or trainer.resume=never"
+        )
+    return CheckpointManager(Path(folder) / "checkpoints").newest_good()
+
+
+def _newest_of_experiment(trainer: TrainerConfig) -> Checkpoint | None:
+    """Of the runs of this experiment, the newest (by the time in its name) that has a good checkpoint."""
+    name = re.compile(re.escape(trainer.experiment) + r"_\d{8}_\d{6}(_\d+)?")
+    runs = [path for path in Path(trainer.output_dir).glob("*") if name.fullmatch(path.name)]
+    for run in sorted(runs, key=lambda path: path.name, reverse=True):
+        if (run / "checkpoints").is_dir() and (found := CheckpointManager(run / "checkpoints").newest_good()):
+            return found
+    return None

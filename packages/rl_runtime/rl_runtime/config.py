@@ -70,10 +70,16 @@ class TrainerConfig(RanksConfig):
     """Write a checkpoint every so many steps; 0 for none."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints stay."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides stay for good; 0 for none."""
+    keep_best: int = 0
+    """How many checkpoints with the highest `best_metric` stay besides."""
+    best_metric: str = "critic/score/mean"
+    """Metric of the step that `keep_best` goes by."""
     resume: Literal["never", "auto"] = "never"
-    """`auto` goes on from the newest good checkpoint in `resume_from`."""
+    """`auto` goes on from the newest good checkpoint of `resume_from`, or starts at step 1 when there is none."""
     resume_from: str | None = None
-    """A run folder whose checkpoints `resume=auto` looks in."""
+    """The run folder to go on from; null for the newest one of this experiment in `output_dir` with a checkpoint."""
     export_model: bool = True
     """Write the final policy as a Hugging Face folder `<run folder>/model`."""
 
@@ -87,8 +93,9 @@ class TrainerConfig(RanksConfig):
             raise ValueError(f"keep_checkpoints is {self.keep_checkpoints}; allowed: 1 or more")
         if self.test_freq == 0 or self.test_freq < -1:
             raise ValueError(f"test_freq is {self.test_freq}; allowed: -1 (never) or 1 and more")
-        if self.resume == "auto" and self.resume_from is None:
-            raise ValueError("resume is auto but resume_from is not set; give the run folder to go on from")
+        for name in ("keep_every", "keep_best"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 (none) or more")
 
 
 @dataclass(frozen=True, kw_only=True)

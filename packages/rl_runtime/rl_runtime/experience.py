@@ -90,6 +90,15 @@ class ExperienceBatch:
         pairs = zip(values_N.tolist(), self.items, strict=True)
         return self.with_column(name, [np.full(len(item.response_ids), v, dtype=np.float32) for v, item in pairs])
 
+    def flat(self, name: str) -> torch.Tensor:
+        """Column `name` of all samples one after another: [K] float32, K the sum of `response_lens_N`."""
+        return torch.from_numpy(np.concatenate(self.columns[name]))
+
+    def with_flat(self, name: str, values_K: torch.Tensor) -> "ExperienceBatch":
+        """Adds a per-token column given as `flat` gives one."""
+        borders = np.cumsum(self.response_lens_N.numpy())[:-1]
+        return self.with_column(name, np.split(values_K.numpy(), borders))
+
     def select(self, indices: Sequence[int]) -> "ExperienceBatch":
         """The samples at `indices`, with their columns."""
         return ExperienceBatch(

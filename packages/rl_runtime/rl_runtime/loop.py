@@ -3,13 +3,14 @@
 What is learned is the app's: it hands in `learn`, a function from the step's samples to metrics.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ckpt import Checkpoint, CheckpointManager
+from ckpt import Checkpoint, CheckpointManager, Retention, capture_rng, restore_rng
 from rl_data import PromptSampler
 from rollout_vllm import SamplingConfig
 
@@ -25,7 +26,15 @@ from .timing import PhaseTimer
 from .tracking import Tracker
 
 Phase = Callable[[str], AbstractContextManager[Any]]
-Learn = Callable[[ExperienceBatch, Phase], dict[str, float]]
+Learn = Callable[[int, ExperienceBatch, Phase], dict[str, float]]
+"""(step, scored samples, phase timer) -> metrics."""
+
+
+class Stateful(Protocol):
+    """What a checkpoint keeps besides the engines; states are JSON-able."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +60,8 @@ class TrainingLoop:
         val_prompts: Sequence[PromptLike],
         sampler: PromptSampler,
         session: Session,
-        roles: dict[str, Role],
+        roles: Mapping[str, Role],
+        state: Mapping[str, Stateful],
         rollout: RolloutPhase,
         tracker: Tracker,
         memory: MemorySampler,
@@ -64,7 +74,14 @@ class TrainingLoop:
         self._session, self._roles, self._rollout, self._tracker = session, roles, rollout, tracker
         self._memory = memory
         self._resumed = resumed
-        self._checkpoints = CheckpointManager(checkpoint_dir, keep_last=trainer.keep_checkpoints)
+        self._state = {"sampler": sampler, **state}
+        keep = Retention(
+            keep_last=trainer.keep_checkpoints,
+            keep_every=trainer.keep_every or None,
+            keep_best=trainer.keep_best or None,
+            metric=trainer.best_metric if trainer.keep_best else None,
+        )
+        self._checkpoints = CheckpointManager(checkpoint_dir, retention=keep)
 
     def run(self, learn: Learn) -> LoopResult:
         """All steps from where the checkpoint, if any, left off.
@@ -119,12 +136,12 @@ class TrainingLoop:
             self._session.servers.check()
             prompts = [self._train_prompts[i] for i in self._sampler.next(self._train_batch_size)]
             collected = self._rollout.collect(prompts, self._sampling, step=step, phase=timer.phase)
-            metrics = rollout_metrics(collected) | learn(collected.batch, timer.phase)
+            metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
             with timer.phase("sync"):
                 metrics |= self.sync(version=step)
             if self._trainer.save_freq and step % self._trainer.save_freq == 0:
                 with timer.phase("checkpoint"):
-                    self._save(step)
+                    self._save(step, metrics)
         times = timer.metrics()
         metrics |= times
         metrics["perf/total_num_tokens"] = float(collected.batch.num_tokens)
@@ -139,12 +156,21 @@ class TrainingLoop:
         ranks = self._session.ranks.call("memory_gb")
         return {f"perf/{name}": max(rank[name] for rank in ranks) for name in ranks[0]}
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, metrics: Mapping[str, float]) -> None:
         folder = self._checkpoints.prepare(step)
         for name, role in self._roles.items():
             role.save(str(folder / name))
-        state = {"step": step, "num_ranks": self._trainer.num_ranks, "sampler": self._sampler.state_dict()}
-        self._checkpoints.publish(step, state=state)
+        self._session.ranks.call("save_rng", str(folder))
+        state = {
+            "step": step,
+            "policy_version": step,
+            "num_ranks": self._trainer.num_ranks,
+            "seed": self._trainer.seed,
+            "rng": capture_rng(),
+            "parts": {name: part.state_dict() for name, part in self._state.items()},
+        }
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._checkpoints.publish(step, state=state, metrics=finite)
 
     def _resume(self) -> int:
         """Loads the checkpoint that was found before the start; the step it was written after."""
@@ -152,7 +178,10 @@ class TrainingLoop:
             return 0
         for name, role in self._roles.items():
             role.load(str(self._resumed.path / name))
-        self._sampler.load_state_dict(self._resumed.state["sampler"])
+        self._session.ranks.call("load_rng", str(self._resumed.path))
+        restore_rng(self._resumed.state["rng"])
+        for name, part in self._state.items():
+            part.load_state_dict(self._resumed.state["parts"][name])
         self._tracker.info(f"resumed after step {self._resumed.step} from {self._resumed.path}")
         return self._resumed.step
 

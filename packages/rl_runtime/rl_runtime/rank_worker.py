@@ -4,6 +4,7 @@ A plain class, so that tests can drive it without Ray; `RankGroup` runs it as a 
 """
 
 import gc
+import json
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ckpt import save_hf_folder
-from ds_engine import EngineConfig, LossFn, StepStats, TokenBatch, TokenOutputs, ZeroEngine, init_distributed
+from ckpt import capture_rng, restore_rng, save_hf_folder
+from ds_engine import EngineConfig, Head, LossFn, StepStats, TokenBatch, TokenOutputs, ZeroEngine, init_distributed
 from rl_core import linear_log_prob
 from weight_sync import SyncConfig, SyncReport, WeightPusher, ZeroSource
 
@@ -42,7 +43,9 @@ class RankWorker:
             rank=self.rank, world_size=self.world_size, master_addr=address, master_port=port, device=self.device
         )
 
-    def build(self, role: str, model_path: str, config: EngineConfig, total_steps: int | None) -> None:
+    def build(
+        self, role: str, model_path: str, config: EngineConfig, total_steps: int | None, head: Head = "lm"
+    ) -> None:
         """Makes (or makes anew) the engine of `role` from a Hugging Face folder; without steps it is frozen."""
         self.drop(role)
         self._engines[role] = ZeroEngine.from_pretrained(
@@ -52,6 +55,7 @@ class RankWorker:
             device=self.device,
             total_steps=total_steps,
             trainable=total_steps is not None,
+            head=head,
         )
 
     def drop(self, role: str) -> None:
@@ -71,6 +75,10 @@ class RankWorker:
     def log_probs(self, role: str, micro_batches: Sequence[TokenBatch], temperature: float) -> list[TokenOutputs]:
         """Log-probs and entropies of this rank's micro batches, in order, without gradients."""
         return self._engines[role].log_probs(micro_batches, temperature=temperature)
+
+    def values(self, role: str, micro_batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """A critic's values of this rank's micro batches, each [K] float32, in order, without gradients."""
+        return self._engines[role].values(micro_batches)
 
     def train(self, role: str, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, temperature: float) -> StepStats:
         """One optimizer step on this rank's part of a mini batch."""
@@ -107,6 +115,16 @@ class RankWorker:
         """Reads what `save` wrote; the engine of `role` has been built."""
         self._engines[role].load_checkpoint(folder, tag=role)
 
+    def save_rng(self, folder: str) -> None:
+        """Writes the state of this rank's random generators."""
+        (Path(folder) / _rng_file(self.rank)).write_text(json.dumps(capture_rng()))
+
+    def load_rng(self, folder: str) -> None:
+        """Reads what `save_rng` wrote; a rank that was not there then starts with its own."""
+        file = Path(folder) / _rng_file(self.rank)
+        if file.exists():
+            restore_rng(json.loads(file.read_text()))
+
     def memory_gb(self) -> dict[str, float]:
         """Peak reserved and allocated device memory since the last call, in GB (1e9 bytes); zeros on the CPU."""
         if self.device.type != "cuda":
@@ -124,3 +142,7 @@ def log_prob(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fused op as ds_engine asks for it; `head` is `bias` and `soft_cap` for the models that have them."""
     return linear_log_prob(hidden_KH, weight_VH, targets_K, temperature=temperature, **head)
+
+
+def _rng_file(rank: int) -> str:
+    return f"rng_rank{rank}.json"

@@ -1,12 +1,12 @@
 """A trained or frozen model as the algorithm sees it: batches in, log-probs or an optimizer step out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ds_engine import EngineConfig, LossFn, OptimConfig, StepStats, TokenOutputs
+from ds_engine import EngineConfig, Head, LossFn, OptimConfig, StepStats
 from rl_core import BatchConfig, MicroBatchPlan, PackedBatch, plan_micro_batches
 
 from .experience import ExperienceBatch, Float32Array
@@ -27,9 +27,9 @@ class Role:
     def __init__(self, ranks: RankGroup, name: str, batch: BatchConfig, *, temperature: float = 1.0) -> None:
         self._ranks, self.name, self._batch, self._temperature = ranks, name, batch, temperature
 
-    def build(self, model_path: str, config: EngineConfig, *, total_steps: int) -> None:
+    def build(self, model_path: str, config: EngineConfig, *, total_steps: int, head: Head = "lm") -> None:
         """Makes the engine on every rank from a Hugging Face folder, with a fresh optimizer."""
-        self._ranks.call("build", self.name, model_path, config, total_steps)
+        self._ranks.call("build", self.name, model_path, config, total_steps, head)
 
     def build_frozen(self, model_path: str, config: EngineConfig) -> None:
         """Makes an engine that is never trained (a reference model): no gradients, no optimizer states."""
@@ -37,16 +37,15 @@ class Role:
 
     def log_probs(self, batch: ExperienceBatch) -> TokenColumns:
         """Log-probs of the response tokens at the rollout's temperature, and entropies, without gradients."""
-        plan = self.plan([item.num_tokens for item in batch.items])
-        packed = batch.packed(plan)
-        outputs = self._ranks.call_each("log_probs", lambda rank: (self.name, packed[rank], self._temperature))
-        # [rank][micro batch][sample] -> (log_probs, entropy), then back in the order of the batch
-        split = [
-            [self._per_sample(batch, micro, output) for micro, output in zip(micros, outputs[rank], strict=True)]
-            for rank, micros in enumerate(plan.assignment)
-        ]
-        log_probs, entropy = zip(*plan.restore(split), strict=True)
+        rows = self._per_token(
+            batch, "log_probs", self._temperature, columns=lambda out: (out.log_probs_K.numpy(), out.entropy_K.numpy())
+        )
+        log_probs, entropy = zip(*rows, strict=True)
         return TokenColumns(log_probs=log_probs, entropy=entropy)
+
+    def values(self, batch: ExperienceBatch) -> tuple[Float32Array, ...]:
+        """A critic's value of the state before each response token, without gradients: N arrays."""
+        return tuple(row[0] for row in self._per_token(batch, "values", columns=lambda out_K: (out_K.numpy(),)))
 
     def update(self, batch: ExperienceBatch, loss_fn: LossFn) -> StepStats:
         """One optimizer step on a mini batch; `loss_fn` returns each micro batch's share of the loss."""
@@ -78,15 +77,19 @@ class Role:
         """Sends the weights to every server; rank 0's report."""
         return self._ranks.call("push_weights", version)[0]
 
-    @staticmethod
-    def _per_sample(
-        batch: ExperienceBatch, micro: Sequence[int], output: TokenOutputs
-    ) -> list[tuple[Float32Array, Float32Array]]:
-        if not micro:
-            return []
-        borders = np.cumsum([len(batch.items[i].response_ids) for i in micro])[:-1]
-        columns = (output.log_probs_K.numpy(), output.entropy_K.numpy())
-        return list(zip(*(np.split(column, borders) for column in columns), strict=True))
+    def _per_token(
+        self, batch: ExperienceBatch, method: str, *args: Any, columns: Callable[[Any], tuple[Float32Array, ...]]
+    ) -> list[tuple[Float32Array, ...]]:
+        """Per-token results of the ranks' `method` in the order of the batch; `columns` reads a micro batch's."""
+        plan = self.plan([item.num_tokens for item in batch.items])
+        packed = batch.packed(plan)
+        outputs = self._ranks.call_each(method, lambda rank: (self.name, packed[rank], *args))
+        # [rank][micro batch][sample] -> columns, then back in the order of the batch
+        split = [
+            [_per_sample(batch, micro, columns(output)) for micro, output in zip(micros, outputs[rank], strict=True)]
+            for rank, micros in enumerate(plan.assignment)
+        ]
+        return list(plan.restore(split))
 
     def plan(self, lengths: Sequence[int]) -> MicroBatchPlan:
         """Micro batches for sequences of these lengths (tokens), the same number on every rank."""
@@ -96,3 +99,13 @@ class Role:
             token_budget=None if self._batch.micro_batch_size else self._batch.token_budget,
             micro_batch_size=self._batch.micro_batch_size,
         )
+
+
+def _per_sample(
+    batch: ExperienceBatch, micro: Sequence[int], columns: tuple[Float32Array, ...]
+) -> list[tuple[Float32Array, ...]]:
+    """The [K] columns of a micro batch cut at its samples' borders."""
+    if not micro:
+        return []
+    borders = np.cumsum([len(batch.items[i].response_ids) for i in micro])[:-1]
+    return list(zip(*(np.split(column, borders) for column in columns), strict=True))

@@ -1,0 +1,1 @@
+"""Proximal policy optimisation (PPO) with a critic on DeepSpeed, vLLM and Ray."""

@@ -1,0 +1,65 @@
+"""Everything `apps.ppo.main` can be told, section by section."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ds_engine import EngineConfig
+from rl_runtime import JobConfig, PolicyConfig, TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig(PolicyConfig):
+    """PPO with a critic: generalised advantage estimation, clipped policy and value losses (arXiv:1707.06347)."""
+
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 1.0
+    """GAE's lambda (arXiv:1506.02438): 1 gives returns minus values, 0 the one-token error."""
+    whiten_advantages: bool = True
+    """Give the advantages of a train batch zero mean and unit variance."""
+    value_clip: float | None = 0.2
+    """A value may move so far from the one at rollout time before its loss is clipped; null for no bound."""
+    critic_warmup_steps: int = 0
+    """First steps that train the critic alone, so that the actor starts with values that mean something."""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """Where the KL term of `kl_coef` goes: off every token's reward (InstructGPT), or into the loss (GRPO)."""
+    kl_target: float | None = None
+    """Adapt `kl_coef` so that the mean KL per token stays near this (arXiv:1909.08593); null keeps it fixed."""
+    kl_horizon: float = 10_000.0
+    """Sequences over which the adaptation acts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 to 1")
+        if self.value_clip is not None and self.value_clip <= 0:
+            raise ValueError(f"value_clip is {self.value_clip}; allowed: above 0, or null")
+        if self.critic_warmup_steps < 0:
+            raise ValueError(f"critic_warmup_steps is {self.critic_warmup_steps}; allowed: 0 or more")
+        if self.kl_target is not None:
+            if self.kl_target <= 0:
+                raise ValueError(f"kl_target is {self.kl_target}; allowed: above 0, or null")
+            if not self.kl_coef:
+                raise ValueError(
+                    "kl_target is given, but kl_coef is 0, which no factor changes; give kl_coef a start value"
+                )
+        if self.kl_horizon <= 0:
+            raise ValueError(f"kl_horizon is {self.kl_horizon}; allowed: above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoConfig(JobConfig):
+    """The PPO app."""
+
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: EngineConfig = field(default_factory=EngineConfig)
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(experiment="ppo"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.algorithm.critic_warmup_steps >= self.trainer.total_training_steps:
+            raise ValueError(
+                f"algorithm.critic_warmup_steps is {self.algorithm.critic_warmup_steps}; allowed: fewer than the "
+                f"{self.trainer.total_training_steps} of trainer.total_training_steps, or the actor never trains"
+            )

@@ -1,0 +1,171 @@
+"""PPO with a critic: `python -m apps.ppo.main [preset=NAME] [section.key=value ...]`, `--help` lists every key.
+
+Without a model or data it runs the built-in demo: a tiny Qwen3 model learns to add, after a short supervised start.
+
+A step is: ask the servers for answers, score them, let the critic say what every prefix was worth, estimate advantages,
+raise the likelihood of tokens that did better than expected, teach the critic the returns, push the new weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ds_engine
+import rl_core
+import rl_runtime
+from apps.ppo.config import AlgorithmConfig, PpoConfig
+from rl_runtime import run_cli
+
+
+def critic_loss(
+    outputs: "ds_engine.ValueOutputs", batch: "ds_engine.TokenBatch", *, value_clip: float | None
+) -> "ds_engine.LossOutput":
+    """This micro batch's share of the value loss: the token mean of 1/2 max((V - R)^2, (V_clipped - R)^2)."""
+    columns = batch.columns
+    loss_K, clipped_K = rl_core.value_loss(outputs.values_K, columns["returns"], columns["values"], clip=value_clip)
+    loss = (columns["mean_weights"] * loss_K).sum()
+    clip_fraction = (columns["mean_weights"] * clipped_K).sum()
+    return ds_engine.LossOutput(loss=loss, metrics={"vf_loss": loss.detach(), "clip_fraction": clip_fraction})
+
+
+def advantages(
+    batch: "rl_runtime.ExperienceBatch", algorithm: AlgorithmConfig, *, kl_coef: float
+) -> tuple["rl_runtime.ExperienceBatch", dict[str, float]]:
+    """The batch with columns `advantages` and `returns`, and what they say of the critic."""
+    lens_N, values_K = batch.response_lens_N, batch.flat("values")
+    rewards_K = rl_core.token_rewards(batch.scores_N.float(), lens_N)
+    metrics = {}
+    if kl_coef:
+        kl_K = rl_core.kl_estimate(batch.flat("old_log_probs"), batch.flat("ref_log_probs"), kind=algorithm.kl_kind)
+        metrics["actor/ref_kl"] = float(kl_K.mean())
+        if algorithm.kl_in == "reward":
+            rewards_K = rewards_K - kl_coef * kl_K
+    advantages_K, returns_K = rl_core.gae(rewards_K, values_K, lens_N, gamma=algorithm.gamma, lam=algorithm.lam)
+    spread = float(returns_K.var(correction=0))
+    metrics |= {
+        "critic/values/mean": float(values_K.mean()),
+        "critic/returns/mean": float(returns_K.mean()),
+        "critic/explained_variance": 1 - float((returns_K - values_K).var(correction=0)) / spread if spread else 0.0,
+        "actor/advantage_std": float(advantages_K.std(correction=0)),
+    }
+    if algorithm.whiten_advantages:
+        advantages_K = rl_core.masked_whiten(advantages_K)
+    return batch.with_flat("advantages", advantages_K).with_flat("returns", returns_K), metrics
+
+
+class KlCoefficient:
+    """The weight of the KL term over the run, saved and resumed with it."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self._controller: rl_core.FixedKL | rl_core.AdaptiveKL = rl_core.FixedKL(coefficient=algorithm.kl_coef)
+        if algorithm.kl_target is not None:
+            self._controller = rl_core.AdaptiveKL(
+                coefficient=algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon
+            )
+
+    @property
+    def value(self) -> float:
+        """Now."""
+        return self._controller.coefficient
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """After a step with this mean KL per token."""
+        self._controller = self._controller.updated(kl, num_samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"coefficient": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave."""
+        self._controller = replace(self._controller, coefficient=state["coefficient"])
+
+
+def learn(
+    step: int,
+    batch: "rl_runtime.ExperienceBatch",
+    phase: "rl_runtime.Phase",
+    *,
+    config: PpoConfig,
+    actor: "rl_runtime.Role",
+    critic: "rl_runtime.Role",
+    ref: "rl_runtime.Role | None",
+    kl: KlCoefficient,
+) -> dict[str, float]:
+    """One PPO step on scored samples; the metrics of its updates."""
+    algorithm, kl_coef = config.algorithm, kl.value
+    with phase("old_log_prob"):
+        old = actor.log_probs(batch)
+        batch = batch.with_column("old_log_probs", old.log_probs)
+    if ref is not None:
+        with phase("ref_log_prob"):
+            batch = batch.with_column("ref_log_probs", ref.log_probs(batch).log_probs)
+    with phase("values"):
+        batch = batch.with_column("values", critic.values(batch))
+    with phase("adv"):
+        batch, metrics = advantages(batch, algorithm, kl_coef=kl_coef)
+
+    actor_loss = partial(
+        rl_runtime.policy_loss, config=algorithm, kl_coef=kl_coef if algorithm.kl_in == "loss" else 0.0
+    )
+    value_loss = partial(critic_loss, value_clip=algorithm.value_clip)
+    actor_updates, critic_updates = [], []
+    for _ in range(algorithm.num_epochs):
+        for mini in batch.mini_batches(config.batch.mini_batch_size):
+            mini = rl_runtime.with_loss_weights(mini, algorithm, max_tokens=config.sampling.max_tokens)
+            with phase("update_critic"):
+                critic_updates.append(critic.update(mini, value_loss))
+            if step > algorithm.critic_warmup_steps:
+                with phase("update_actor"):
+                    actor_updates.append(actor.update(mini, actor_loss))
+    if ref is not None:
+        metrics["actor/kl_coef"] = kl_coef
+        kl.update(metrics["actor/ref_kl"], len(batch.items))
+    metrics |= rl_runtime.update_metrics("critic", critic_updates)
+    metrics |= rl_runtime.update_metrics("actor", actor_updates) if actor_updates else {}
+    return metrics | {"rollout/log_prob_mismatch": rl_runtime.mismatch(batch, old.log_probs)}
+
+
+def num_updates(config: PpoConfig) -> tuple[int, int]:
+    """Optimizer steps of the actor and of the critic over the whole run."""
+    per_step = rl_runtime.job_layout(config).num_mini_batches * config.algorithm.num_epochs
+    steps = config.trainer.total_training_steps
+    return per_step * (steps - config.algorithm.critic_warmup_steps), per_step * steps
+
+
+def check(config: PpoConfig) -> "rl_runtime.Placement":
+    """Refuses what cannot work before any process starts; which process runs on which device."""
+    of_actor, of_critic = num_updates(config)
+    return rl_runtime.check_job(config, {"actor": (config.actor, of_actor), "critic": (config.critic, of_critic)})
+
+
+def compose(job: "rl_runtime.Job", config: PpoConfig) -> "rl_runtime.Algorithm":
+    """The engines PPO trains and reads, and its step."""
+    of_actor, of_critic = num_updates(config)
+    actor = job.trained("actor", config.actor, num_updates=of_actor)
+    critic = job.trained("critic", config.critic, num_updates=of_critic, head="value")
+    ref = job.frozen("ref", config.actor) if config.algorithm.kl_coef else None
+    kl = KlCoefficient(config.algorithm)
+    step = partial(learn, config=config, actor=actor, critic=critic, ref=ref, kl=kl)
+    return rl_runtime.Algorithm(roles={"actor": actor, "critic": critic}, learn=step, state={"kl": kl})
+
+
+def main(config: PpoConfig) -> None:
+    """Runs the job and prints what it reached."""
+    rl_runtime.run_job(config, check(config), partial(compose, config=config))
+
+
+if __name__ == "__main__":
+    # Through the importable name, so that the ranks are sent critic_loss by reference and not as a copy of its globals.
+    from apps.ppo import main as app
+
+    run_cli(
+        PpoConfig,
+        app.main,
+        app_name="apps.ppo.main",
+        preset_dir=Path(__file__).parent / "presets",
+        default_preset="demo",
+        default_preset_unless=("model.path", "data.train"),
+    )

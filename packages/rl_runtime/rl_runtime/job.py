@@ -1,0 +1,190 @@
+"""One reinforcement-learning run from its configuration to its run folder; the app brings the algorithm.
+
+An app is `run_job(config, check(config), compose)`: `compose` builds the engines it trains and hands back what one step
+does with scored samples.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from ckpt import Checkpoint
+from ds_engine import EngineConfig, Head
+from rl_core import BatchLayout, batch_layout
+from rl_data import PromptSampler
+
+from .checks import (
+    check_engine,
+    check_lengths,
+    check_prompt_files,
+    check_servers,
+    check_supervised,
+    find_checkpoint,
+)
+from .environment import prepare_driver
+from .inputs import Inputs, load_inputs
+from .job_config import JobConfig
+from .loop import Learn, LoopResult, Stateful, TrainingLoop
+from .memory import MemorySampler
+from .placement import Placement
+from .role import Role
+from .rollout_phase import RolloutPhase
+from .session import Session, open_session, plan_session
+from .supervised import train_supervised
+from .tracking import RunFolder, Tracker, check_tracking
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """What an app adds to the loop."""
+
+    roles: Mapping[str, Role]
+    """The trained engines, "actor" among them: saved, resumed."""
+    learn: Learn
+    """One step on scored samples; returns its metrics."""
+    state: Mapping[str, Stateful] = field(default_factory=dict)
+    """What else a resumed run goes on from, such as a KL controller; JSON-able states."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What `compose` builds its engines from."""
+
+    config: JobConfig
+    session: Session
+    tracker: Tracker
+    inputs: Inputs
+    folder: Path
+    resumed: Checkpoint | None
+
+    @cached_property
+    def model_path(self) -> str:
+        """The folder of the model that the run starts from: the given one, or that after the warm start on it."""
+        warm_start = self.config.warm_start
+        if not warm_start.steps:
+            return str(self.inputs.model_path)
+        warm = self.folder / "warm_start_model"
+        if self.resumed is not None:  # what the run it goes on from started with; kept here too, for the next resume
+            earlier = self.resumed.path.parent.parent / warm.name
+            shutil.copytree(earlier, warm)
+            return str(warm)
+        model = Role(self.session.ranks, "actor", self.config.batch)
+        model.build(
+            str(self.inputs.model_path),
+            replace(self.config.actor, optim=warm_start.optim),
+            total_steps=warm_start.steps,
+        )
+        train_supervised(
+            model,
+            self.inputs.demonstrations,
+            warm_start,
+            seed=self.config.trainer.seed,
+            on_step=self.tracker.log_supervised,
+        )
+        model.export(str(warm), str(self.inputs.model_path))
+        return str(warm)
+
+    def trained(self, name: str, engine: EngineConfig, *, num_updates: int, head: Head = "lm") -> Role:
+        """The engine `name` with an optimizer, on every rank."""
+        role = Role(self.session.ranks, name, self.config.batch, temperature=self.config.sampling.temperature)
+        role.build(self.model_path, engine, total_steps=num_updates, head=head)
+        return role
+
+    def frozen(self, name: str, engine: EngineConfig) -> Role:
+        """The engine `name` without one: a reference model."""
+        role = Role(self.session.ranks, name, self.config.batch, temperature=self.config.sampling.temperature)
+        role.build_frozen(self.model_path, engine)
+        return role
+
+
+def job_layout(config: JobConfig) -> BatchLayout:
+    """How the batch divides over mini batches and ranks.
+
+    Raises:
+        rl_core.BatchError: it does not; names sizes that would.
+    """
+    return batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=config.trainer.num_ranks)
+
+
+def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]) -> Placement:
+    """Refuses what cannot work before any process starts; which process runs on which device.
+
+    Args:
+        engines: configuration section -> (trained engine, its optimizer steps over the whole run).
+    """
+    prepare_driver(config.trainer.device)
+    job_layout(config)
+    check_tracking(config.tracking)
+    placement = plan_session(config.trainer, config.rollout)
+    check_prompt_files(config.model, config.data)
+    check_supervised(config.model, config.data, config.warm_start, section="warm_start")
+    for section, (engine, num_updates) in engines.items():
+        check_engine(engine, section=section, num_updates=num_updates)
+    validates = config.data.val or not config.data.train
+    samplings = [config.sampling, config.validation] if validates else [config.sampling]
+    check_lengths(config.rollout, config.data, samplings)
+    check_servers(config.model, config.rollout, config.sync, placement)
+    find_checkpoint(config.trainer)
+    return placement
+
+
+def run_job(config: JobConfig, placement: Placement, compose: Callable[[Job], Algorithm]) -> None:
+    """Runs the job into a new run folder and prints what it reached."""
+    run = RunFolder.create(config.trainer.output_dir, config.trainer.experiment)
+    with (
+        MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
+        Tracker(run, config, num_steps=config.trainer.total_training_steps) as tracker,
+    ):
+        tracker.info(f"run folder {run.path}; starting {config.trainer.num_ranks} ranks and the servers")
+        inputs = load_inputs(
+            config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed
+        )
+        with open_session(
+            placement,
+            trainer=config.trainer,
+            rollout=config.rollout,
+            model_path=str(inputs.model_path),
+            log_dir=run.path / "servers",
+            sync=config.sync,
+        ) as session:
+            job = Job(
+                config=config,
+                session=session,
+                tracker=tracker,
+                inputs=inputs,
+                folder=run.path,
+                resumed=find_checkpoint(config.trainer),
+            )
+            result = _train(job, compose(job), memory)
+        tracker.summary(result)
+
+
+def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
+    """The steps, then the export."""
+    config, session, inputs = job.config, job.session, job.inputs
+    actor = algorithm.roles["actor"]
+    session.servers.wait_ready()
+    actor.connect_servers(session.servers.endpoints, config.sync)
+    loop = TrainingLoop(
+        trainer=config.trainer,
+        sampling=config.sampling,
+        validation=config.validation,
+        train_batch_size=config.batch.train_batch_size,
+        train_prompts=inputs.train_prompts,
+        val_prompts=inputs.val_prompts,
+        sampler=PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle),
+        session=session,
+        roles=algorithm.roles,
+        state=algorithm.state,
+        rollout=RolloutPhase(session.client, inputs.tokenizer, reward=config.reward, seed=config.trainer.seed),
+        tracker=job.tracker,
+        memory=memory,
+        checkpoint_dir=job.folder / "checkpoints",
+        resumed=job.resumed,
+    )
+    result = loop.run(algorithm.learn)
+    if config.trainer.export_model:
+        actor.export(str(job.folder / "model"), job.model_path)
+    return result

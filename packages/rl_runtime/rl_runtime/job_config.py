@@ -1,0 +1,35 @@
+"""The sections that every reinforcement-learning app has; an app adds its algorithm's."""
+
+from dataclasses import dataclass, field
+
+from ds_engine import EngineConfig
+from rl_core import BatchConfig
+from rl_data import DataConfig, RewardConfig
+from rollout_vllm import RolloutConfig, SamplingConfig
+from weight_sync import SyncConfig
+
+from .config import ModelConfig, SupervisedConfig, TaskSize, TrainerConfig
+from .tracking import TrackingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """Model, data, trained policy, rollout and the loop."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    task: TaskSize = field(default_factory=TaskSize)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    actor: EngineConfig = field(default_factory=EngineConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    validation: SamplingConfig = field(default_factory=lambda: SamplingConfig(n=1))
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    warm_start: SupervisedConfig = field(default_factory=SupervisedConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        if self.sampling.temperature <= 0:
+            raise ValueError(f"sampling.temperature is {self.sampling.temperature}; allowed: above 0")
