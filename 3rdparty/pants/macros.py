@@ -29,7 +29,7 @@ def plinth_package(module):
 def plinth_app():
     """The targets every app of apps/ has: code, presets, tests, and a binary `main` that `pants run` starts."""
     python_sources(name="lib", sources=["**/*.py", "!tests/**"], dependencies=[":presets"])
-    resources(name="presets", sources=["presets/*.yaml"])
+    resources(name="presets", sources=["presets/**/*.yaml"], dependencies=["//apps:presets"])
     python_tests(
         name="tests",
         sources=["tests/**/test_*.py"],

@@ -33,6 +33,9 @@ from .errors import ConfigError, ConfigProblem
 
 ConfigT = TypeVar("ConfigT")
 
+_BASE = "base"
+"""Key at the top of a YAML file: the file whose values it starts from."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
@@ -47,7 +50,7 @@ def load_config(cls: type[ConfigT], *, presets: Sequence[Path | str] = (), overr
 
     Args:
         cls: a frozen keyword-only dataclass of plain types and further such dataclasses.
-        presets: YAML files, merged left to right.
+        presets: YAML files, merged left to right; each is preceded by the file that its `base` names, if it has one.
         overrides: `dotted.key=value` texts, merged after the files. The value is YAML read by the key's type: text
             needs no quotes, `[a, b]` is a list, one value alone stands for a list of one, `null` or `None` is null.
 
@@ -55,7 +58,7 @@ def load_config(cls: type[ConfigT], *, presets: Sequence[Path | str] = (), overr
         ConfigError: unreadable file, unknown key, missing or bad value; all of them at once.
     """
     problems: list[ConfigProblem] = []
-    layers = [layer for path in presets if (layer := _file_layer(cls, Path(path), problems)) is not None]
+    layers = [layer for path in presets for layer in _file_layers(cls, Path(path), problems)]
     layers += [layer for text in overrides if (layer := _override_layer(cls, text, problems)) is not None]
     layers = [_Layer(source=x.source, tree=_known_part(cls, x.tree, cls, "", x.source, problems)) for x in layers]
     tree = _merge(cls, layers, problems)
@@ -100,6 +103,21 @@ def _file_layer(cls: type, path: Path, problems: list[ConfigProblem]) -> _Layer 
         problems.append(ConfigProblem(path="", message=message, source=str(path)))
         return None
     return _Layer(source=str(path), tree=tree)
+
+
+def _file_layers(cls: type, path: Path, problems: list[ConfigProblem], below: tuple[Path, ...] = ()) -> list[_Layer]:
+    """A file's values, after those of the file that its `base: other.yaml` names (a path from its own folder)."""
+    layer = _file_layer(cls, path, problems)
+    if layer is None:
+        return []
+    if _BASE not in layer.tree or _BASE in field_hints(cls):
+        return [layer]
+    base, below = layer.tree.pop(_BASE), (*below, path.resolve())
+    if not isinstance(base, str) or (file := (path.parent / base).resolve()) in below:
+        what = f"the path of another file, not of {path.name} itself or one that is based on it"
+        problems.append(ConfigProblem(path=_BASE, message=f"got {_short(base)}; allowed: {what}", source=str(path)))
+        return [layer]
+    return [*_file_layers(cls, file, problems, below), layer]
 
 
 def _override_layer(cls: type, text: str, problems: list[ConfigProblem]) -> _Layer | None:

@@ -173,6 +173,25 @@ def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
     assert "a.yaml" in found
 
 
+def test_a_file_starts_from_its_base(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    yaml_file(tmp_path / "shared", "seed: 5\nactor: {zero: {stage: 1}, optim: {lr: 0.5}}\n", "first.yaml")
+    yaml_file(tmp_path, "base: shared/first.yaml\nactor: {zero: {stage: 3}}\n", "second.yaml")
+    third = yaml_file(tmp_path, "base: second.yaml\nexperiment: third\n", "third.yaml")
+    own = Example(experiment="third", seed=5, actor=Actor(zero=Zero(stage=3), optim=Optim(lr=0.5)))
+    assert load(presets=(third,)) == own
+    assert load(presets=(third, yaml_file(tmp_path, "seed: 6\n"))).seed == 6
+
+
+@pytest.mark.parametrize(
+    ("base", "words"), [("a.yaml", "a.yaml itself"), ("b.yaml", "based on it"), ("[a]", "got"), ("no.yaml", "no.yaml")]
+)
+def test_bases_that_cannot_be(tmp_path: Path, base: str, words: str) -> None:
+    yaml_file(tmp_path, "base: a.yaml\n", "b.yaml")
+    (found,) = problems(presets=(yaml_file(tmp_path, f"base: {base}\n"),))
+    assert words in found
+
+
 def test_missing_file(tmp_path: Path) -> None:
     (found,) = problems(presets=(tmp_path / "none.yaml",))
     assert "cannot read the file" in found

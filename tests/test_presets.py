@@ -1,0 +1,124 @@
+"""The presets: each loads, alone and with every overlay, with the values of the runs they stand for."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import apps.grpo.main
+import apps.ppo.main
+from apps.grpo.config import GrpoConfig
+from apps.ppo.config import PpoConfig
+from rl_runtime import JobConfig, load_config
+
+APPS = Path(__file__).resolve().parents[1] / "apps"
+CONFIGS: dict[str, type[JobConfig]] = {"grpo": GrpoConfig, "ppo": PpoConfig}
+CHECKS: dict[str, Any] = {"grpo": apps.grpo.main.check, "ppo": apps.ppo.main.check}
+PRESETS = [(path.parents[1].name, path.stem) for path in sorted(APPS.glob("*/presets/*.yaml"))]
+SIX_CASES = [f"zero{stage}_{offload}" for offload in ("no_offload", "cpu_offload") for stage in (1, 2, 3)]
+
+GSM8K = {
+    "model.path": "Qwen/Qwen3-0.6B",
+    "data.max_prompt_length": 512,
+    "sampling.max_tokens": 512,
+    "sampling.n": 1,
+    "sampling.temperature": 1.0,
+    "batch.train_batch_size": 64,
+    "batch.mini_batch_size": 32,
+    "batch.micro_batch_size": 2,
+    "batch.token_budget": 2048,
+    "algorithm.kl_coef": 0.0,
+    "actor.optim.lr": 1e-6,
+    "critic.optim.lr": 1e-5,
+    "actor.gradient_checkpointing": True,
+    "actor.zero.fp32_grad_accum": True,
+    "actor.zero.step_each_micro": False,
+    "rollout.tensor_parallel_size": 1,
+    "rollout.max_num_seqs": 8,
+    "rollout.gpu_memory_utilization": 0.2,
+    "trainer.num_ranks": 2,
+    "trainer.total_training_steps": 60,
+    "trainer.val_before_train": False,
+}
+DOCUMENTED: dict[tuple[str, str], dict[str, Any]] = {
+    ("ppo", "gsm8k"): GSM8K,
+    ("ppo", "minimal"): {**GSM8K, "trainer.total_training_steps": 20, "actor.zero.stage": 2, "critic.zero.stage": 2},
+    ("grpo", "gsm8k"): {
+        "model.path": "Qwen/Qwen3-0.6B",
+        "data.max_prompt_length": 256,
+        "data.overlong": "filter",
+        "sampling.max_tokens": 512,
+        "sampling.n": 4,
+        "sampling.temperature": 1.0,
+        "reward.method": "flexible",
+        "reward.format_score": 0.1,
+        "reward.score": 1.0,
+        "batch.train_batch_size": 64,
+        "batch.mini_batch_size": 32,
+        "batch.micro_batch_size": 1,
+        "batch.token_budget": 4096,
+        "algorithm.normalize_by_std": True,
+        "algorithm.kl_coef": 0.0,
+        "actor.zero.stage": 2,
+        "actor.zero.offload.optimizer": "none",
+        "rollout.max_model_len": 1024,
+        "rollout.extra_args": ("--max-num-batched-tokens=2048",),
+        "trainer.num_ranks": 2,
+        "trainer.total_training_steps": 60,
+    },
+    **{
+        ("ppo", name): {
+            **GSM8K,
+            "trainer.experiment": name,
+            **{f"{engine}.zero.stage": int(name[4]) for engine in ("actor", "critic")},
+            **{
+                f"{engine}.zero.offload.optimizer": "cpu" if "cpu" in name else "none" for engine in ("actor", "critic")
+            },
+            **{
+                f"{engine}.zero.offload.param": "cpu" if name == "zero3_cpu_offload" else "none"
+                for engine in ("actor", "critic")
+            },
+        }
+        for name in SIX_CASES
+    },
+}
+
+
+def load(app: str, preset: str, *overlays: Path) -> JobConfig:
+    return load_config(CONFIGS[app], presets=[APPS / app / "presets" / f"{preset}.yaml", *overlays])
+
+
+def at(config: object, path: str) -> Any:
+    for word in path.split("."):
+        config = getattr(config, word)
+    return config
+
+
+def test_every_documented_run_has_its_preset() -> None:
+    assert set(DOCUMENTED) | {("grpo", "demo"), ("ppo", "demo")} == set(PRESETS)
+
+
+@pytest.mark.parametrize(("app", "preset"), PRESETS)
+def test_a_preset_has_the_documents_values(app: str, preset: str) -> None:
+    config = load(app, preset)
+    expected = DOCUMENTED.get((app, preset), {})
+    assert {path: at(config, path) for path in expected} == expected
+
+
+@pytest.mark.parametrize(("app", "preset"), PRESETS)
+def test_with_the_tiny_overlay_the_same_case_starts_on_two_cores(app: str, preset: str) -> None:
+    config = load(app, preset)
+    tiny = load(app, preset, APPS / app / "presets" / "overlays" / "tiny.yaml")
+    assert len(CHECKS[app](tiny).rank_gpus) == config.trainer.num_ranks
+    assert tiny.model.path == "builtin:tiny"
+    assert tiny.actor.dtype == "fp32"
+    # What makes it the same case.
+    assert getattr(tiny, "algorithm") == getattr(config, "algorithm")  # noqa: B009
+    for engine in ("actor", "critic") if app == "ppo" else ("actor",):
+        own, theirs = getattr(tiny, engine), getattr(config, engine)
+        assert replace(own, dtype=theirs.dtype, optim=theirs.optim) == theirs
+    assert tiny.sampling == replace(config.sampling, max_tokens=20)
+    assert tiny.reward == config.reward
+    assert tiny.batch.micro_batch_size == config.batch.micro_batch_size
+    assert tiny.trainer == replace(config.trainer, device="cpu", cpu_threads_per_rank=1)
