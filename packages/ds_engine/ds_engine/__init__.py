@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .batch import Head, LogProbFn, LossFn, LossOutput, StepStats, TokenBatch, TokenOutputs, ValueOutputs
     from .collective_guard import CollectiveGuard, mark, record_collectives
-    from .config import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
+    from .config import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
     from .distributed import init_distributed, shutdown_distributed
     from .ds_config import deepspeed_config
     from .engine import ZeroEngine
@@ -34,6 +34,7 @@ _EXPORTS = {
     "EngineError": ".errors",
     "Head": ".batch",
     "LogProbFn": ".batch",
+    "LoraConfig": ".config",
     "LossFn": ".batch",
     "LossOutput": ".batch",
     "MemoryReport": ".memory",
@@ -69,6 +70,7 @@ __all__ = [
     "EngineError",
     "Head",
     "LogProbFn",
+    "LoraConfig",
     "LossFn",
     "LossOutput",
     "MemoryReport",

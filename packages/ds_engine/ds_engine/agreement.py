@@ -15,7 +15,7 @@ from .errors import BatchError, PlanMismatchError
 
 __all__ = ["agree_on_plan", "sum_over_ranks"]
 
-_METHODS = ("log_probs", "train_mini_batch")
+_METHODS = ("log_probs", "log_probs(adapters=False)", "train_mini_batch", "values")
 
 
 def agree_on_plan(method: str, micro_batches: Sequence[TokenBatch], device: torch.device) -> int:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .errors import ModelError
 
-__all__ = ["enable_checkpointing"]
+__all__ = ["enable_checkpointing", "transformer_layers"]
 
 
 def enable_checkpointing(model: Any, *, every: int = 1, to_cpu: bool = False) -> None:
@@ -25,7 +25,7 @@ def enable_checkpointing(model: Any, *, every: int = 1, to_cpu: bool = False) ->
     """
     # Non-reentrant: the reentrant form runs backward passes inside the backward pass, which ZeRO's hooks count wrongly.
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", None) and _is_layer(m)]
+    layers = [layer for layer in transformer_layers(model) if layer.gradient_checkpointing]
     if not layers:
         raise ModelError(f"{type(model).__name__} has no layers that support activation checkpointing")
     for number, layer in enumerate(layers):
@@ -34,10 +34,11 @@ def enable_checkpointing(model: Any, *, every: int = 1, to_cpu: bool = False) ->
             layer._gradient_checkpointing_func = _checkpoint_to_cpu
 
 
-def _is_layer(module: Any) -> bool:
+def transformer_layers(model: Any) -> list[Any]:
+    """The layers of a transformers model, in order."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return isinstance(module, GradientCheckpointingLayer)
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _checkpoint_to_cpu(call: Callable[..., Any], *args: Any) -> Any:

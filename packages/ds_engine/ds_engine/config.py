@@ -11,6 +11,7 @@ __all__ = [
     "Dtype",
     "EngineConfig",
     "Guard",
+    "LoraConfig",
     "OffloadConfig",
     "OffloadDevice",
     "OptimConfig",
@@ -115,7 +116,9 @@ class OptimConfig:
     eps: float = 1e-8
     """Added to the denominator; positive."""
     weight_decay: float = 0.0
-    """Decoupled weight decay, on every trained parameter; 0 or more."""
+    """Decoupled weight decay; 0 or more."""
+    decay_1d: bool = False
+    """Decay parameters of one dimension as well: the scales of norms, and biases."""
     grad_clip: float | None = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it. None: no clipping."""
     schedule: Schedule = "constant"
@@ -149,11 +152,43 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Train low-rank adapters beside frozen linear layers (needs PEFT)."""
+
+    rank: int = 16
+    """Inner dimension of the adapters; at least 1."""
+    alpha: int = 32
+    """What an adapter adds is scaled by alpha / rank; at least 1."""
+    dropout: float = 0.0
+    """Probability with which an adapter's inputs are zeroed in training; 0 up to, not including, 1. Policy-gradient
+    methods compare log-probs of training with those computed without it: leave it at 0 there."""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of the layers to adapt, or the last parts of them, such as ("q_proj", "v_proj"); all-linear: every linear
+    layer of the backbone. Embeddings and the head are never adapted."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead."""
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 1, "rank", self.rank, "1 or more")
+        _require(self.alpha >= 1, "alpha", self.alpha, "1 or more")
+        _require(0 <= self.dropout < 1, "dropout", self.dropout, "0 up to, not including, 1")
+        names = self.target_modules
+        _require(
+            names == "all-linear" or (isinstance(names, tuple) and len(names) > 0 and all(names)),
+            "target_modules",
+            names,
+            "all-linear, or a list of one or more names of linear layers",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """One engine: one model, trained by a group of ranks."""
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    lora: LoraConfig | None = None
+    """Train adapters instead of the whole model. Engines built with trainable=False ignore it: they are the base."""
     dtype: Dtype = "bf16"
     """Dtype of weights and activations. The optimizer always keeps fp32 master weights. fp16 scales the loss."""
     gradient_checkpointing: bool = False
@@ -162,6 +197,9 @@ class EngineConfig:
     """With gradient_checkpointing: recompute every k-th layer and keep the others' activations; at least 1."""
     checkpoint_to_cpu: bool = False
     """With gradient_checkpointing: keep the inputs of recomputed layers in CPU memory until the backward pass."""
+    compile: bool = False
+    """Compile the layers with torch.compile (stages 1 and 2; needs a C++ compiler, on CUDA also Triton). Attention
+    itself is not compiled. The first steps are slow."""
     attention: Attention = "auto"
     """auto: flash-attn if installed, else torch's varlen attention, on CUDA; SDPA segment by segment on the CPU."""
     seed: int = 0
@@ -178,6 +216,12 @@ class EngineConfig:
             "attention",
             self.attention,
             "auto, flash, varlen or sdpa",
+        )
+        _require(
+            not self.compile or self.zero.stage < 3,
+            "compile",
+            self.compile,
+            "stage 3 gathers weights in hooks inside the layers, which breaks them into pieces: use stage 1 or 2",
         )
         _require(self.checkpoint_every >= 1, "checkpoint_every", self.checkpoint_every, "1 or more")
         for name, default in (("checkpoint_every", 1), ("checkpoint_to_cpu", False)):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,16 @@ from .attention import choose_kernel
 from .batch import Head, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs, ValueOutputs
 from .checkpointing import enable_checkpointing
 from .collective_guard import CollectiveGuard, is_active, mark
+from .compilation import compile_layers
 from .ds_config import deepspeed_config
-from .errors import BatchError, CheckpointError, EngineError
-from .export import export_parameters
+from .errors import BatchError, EngineError
+from .export import NamedTensor, export_tensors
 from .loading import check_offload, load_model, torch_dtype
-from .memory import MemoryReport, StorageParking, memory_stats, state_tensors
+from .lora import adapter_settings, adapter_tensors, adapters_off, add_adapters, has_adapters, whole_tensors
+from .memory import EngineMemory, MemoryReport, memory_stats
+from .optimizer import build_optimizer
 from .packed_model import install_packed_forward, packed_inputs
+from .saved_state import load_state, save_state
 from .schedule import check_schedule, learning_rate
 
 if TYPE_CHECKING:
@@ -63,14 +67,18 @@ class ZeroEngine:
         check_schedule(config.optim, self._total_steps)
         self._kernel = choose_kernel(config.attention, device_type=device.type, dtype=torch_dtype(config.dtype))
         self._num_steps = 0
-        self._parking = StorageParking()
+        if trainable and config.lora is not None:
+            add_adapters(module, config.lora, head=head, seed=config.seed)
         if config.gradient_checkpointing:
             enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
+        if config.compile:
+            compile_layers(module, device_type=device.type)
         install_packed_forward(module, log_prob_fn if head == "lm" else None)
         if not trainable:
             module.requires_grad_(False)
-        self._optimizer = self._build_optimizer() if trainable else None
+        self._optimizer = build_optimizer(module, config.optim) if trainable else None
         self._deepspeed = self._build_deepspeed()
+        self._memory = EngineMemory(module, self._optimizer, self._deepspeed)
         self._guard = self._start_guard()
 
     @classmethod
@@ -119,20 +127,28 @@ class ZeroEngine:
     # ------------------------------------------------------------------ work
 
     @torch.no_grad()
-    def log_probs(self, micro_batches: Sequence[TokenBatch], *, temperature: float = 1.0) -> list[TokenOutputs]:
+    def log_probs(
+        self, micro_batches: Sequence[TokenBatch], *, temperature: float = 1.0, adapters: bool = True
+    ) -> list[TokenOutputs]:
         """Log-prob and entropy of each target, without gradient.
+
+        Args:
+            adapters: False answers as the base model, with what LoRA trained left out: a reference model for free.
 
         Returns:
             One TokenOutputs per micro batch, [K] fp32, on the CPU; K = 0 where a batch has no targets.
 
         Raises:
-            EngineError: the engine has a value head.
+            EngineError: the engine has a value head, or no adapters to leave out.
             PlanMismatchError: ranks brought different numbers of micro batches.
         """
         self._require_head("lm", "log_probs")
-        agree_on_plan("log_probs", micro_batches, self.device)
+        if not adapters:
+            self._require_adapters("log_probs(adapters=False)")
+        agree_on_plan("log_probs" if adapters else "log_probs(adapters=False)", micro_batches, self.device)
         self.module.eval()
-        rows = [self._forward(batch, temperature)[0].cpu() for batch in micro_batches]
+        with nullcontext() if adapters else adapters_off(self.module):
+            rows = [self._forward(batch, temperature)[0].cpu() for batch in micro_batches]
         return [TokenOutputs(log_probs_K=r[0], entropy_K=r[1]) for r in rows]
 
     @torch.no_grad()
@@ -248,27 +264,42 @@ class ZeroEngine:
     # ------------------------------------------------------- state in and out
 
     def export_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) on rank 0, nothing elsewhere; every rank iterates to the end."""
-        return export_parameters(self.module, rank=self.dp_rank, zero_stage=self.zero_stage, dtype=dtype)
+        """(Hugging Face name, whole tensor) on rank 0, nothing elsewhere; every rank iterates to the end.
+
+        Adapters are merged: base weight + scale * B @ A, computed in fp32.
+        """
+        return self._export(whole_tensors(self.module), dtype)
+
+    def export_adapters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The same for adapters alone (and a value head), under the names of PEFT's adapter_model.safetensors.
+
+        Raises:
+            EngineError: the engine was built without lora.
+        """
+        self._require_adapters("export_adapters")
+        return self._export(adapter_tensors(self.module), dtype)
+
+    def adapter_config(self) -> dict[str, Any]:
+        """PEFT's adapter_config.json, JSON-able, on any rank; not collective. Raises as `export_adapters` does."""
+        self._require_adapters("adapter_config")
+        return adapter_settings(self.module)
+
+    def _export(self, tensors: Sequence[NamedTensor], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        return export_tensors(tensors, rank=self.dp_rank, zero_stage=self.zero_stage, dtype=dtype)
 
     def save_checkpoint(self, folder: str | Path, tag: str) -> None:
-        """Write DeepSpeed's own checkpoint to `folder`/`tag`: every rank its shard."""
+        """Write DeepSpeed's own checkpoint to `folder`/`tag`: every rank its shard; with lora, of adapters only."""
         self._require_optimizer("save_checkpoint")
-        self._deepspeed.save_checkpoint(str(folder), tag=tag, client_state={"num_steps": self._num_steps})
+        save_state(self._deepspeed, folder, tag, num_steps=self._num_steps)
 
     def load_checkpoint(self, folder: str | Path, tag: str) -> None:
         """Continue from `folder`/`tag`, written by as many ranks at the same stage.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is none, or it does not fit.
         """
         self._require_optimizer("load_checkpoint")
-        if not (Path(folder) / tag).is_dir():
-            raise CheckpointError(f"no checkpoint {tag!r} in {str(folder)!r}")
-        path, state = self._deepspeed.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
-        if path is None or "num_steps" not in state:
-            raise CheckpointError(f"{str(Path(folder) / tag)!r} is not a checkpoint this engine wrote")
-        self._num_steps = int(state["num_steps"])
+        self._num_steps = load_state(self._deepspeed, folder, tag)
 
     def offload(self, *, include_params: bool = False) -> MemoryReport:
         """Move optimizer states, fp32 weights and gradient buffers off the device (and the weights, if asked).
@@ -276,31 +307,11 @@ class ZeroEngine:
         On the CPU there is nothing to free. Until `reload`, only `export_parameters` may be used, and only with the
         weights still on the device.
         """
-        before = self._device_bytes()
-        moved = 0
-        if self.device.type == "cuda" and not self._parking.is_parked:
-            if self._optimizer is not None:
-                self._deepspeed.optimizer.zero_grad()
-            keep = (
-                set()
-                if include_params
-                else {_storage_id(t) for t in state_tensors(list(self.module.parameters()), "cuda")}
-            )
-            tensors: list[Any] = []
-            if self._optimizer is not None:
-                tensors = [self._optimizer.state, self._optimizer.param_groups, vars(self._deepspeed.optimizer)]
-            if include_params:
-                tensors.append(list(self.module.parameters()))
-            moved = self._parking.park(t for t in state_tensors(tensors, "cuda", depth=6) if _storage_id(t) not in keep)
-            gc.collect()
-            torch.cuda.empty_cache()
-        return MemoryReport(moved_bytes=moved, device_bytes_before=before, device_bytes_after=self._device_bytes())
+        return self._memory.offload(self.device, include_params=include_params)
 
     def reload(self) -> MemoryReport:
         """Bring back what `offload` moved."""
-        before = self._device_bytes()
-        moved = self._parking.unpark() if self._parking.is_parked else 0
-        return MemoryReport(moved_bytes=moved, device_bytes_before=before, device_bytes_after=self._device_bytes())
+        return self._memory.reload(self.device)
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes in use by this rank; see `ds_engine.memory_stats`."""
@@ -315,14 +326,6 @@ class ZeroEngine:
             self._deepspeed.destroy()
 
     # ---------------------------------------------------------------- setup
-
-    def _build_optimizer(self) -> torch.optim.Optimizer:
-        optim = self.config.optim
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        # torch's fused AdamW runs on CPU and CUDA alike and needs no compiler at run time, unlike DeepSpeed's.
-        return torch.optim.AdamW(
-            trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
-        )
 
     def _build_deepspeed(self) -> Any:
         import deepspeed
@@ -340,6 +343,10 @@ class ZeroEngine:
             raise EngineError(f"{method} needs an engine built with trainable=True")
         return self._optimizer
 
+    def _require_adapters(self, method: str) -> None:
+        if not has_adapters(self.module):
+            raise EngineError(f"{method} needs an engine built with lora and trainable=True")
+
     def _require_head(self, head: Head, method: str) -> None:
         if self.head != head:
             raise EngineError(f"{method} needs an engine built with head={head!r}; this one has head={self.head!r}")
@@ -351,10 +358,3 @@ class ZeroEngine:
         guard = CollectiveGuard(mode=mode, stall_timeout_s=self.config.collective_stall_s)
         guard.start()
         return guard
-
-    def _device_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-
-
-def _storage_id(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["MemoryReport", "StorageParking", "memory_stats", "state_tensors"]
+__all__ = ["EngineMemory", "MemoryReport", "StorageParking", "memory_stats", "state_tensors"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,3 +135,52 @@ class StorageParking:
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class EngineMemory:
+    """What one engine holds on the device, moved off it and back."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, deepspeed_engine: Any) -> None:
+        """`optimizer` is None for a frozen model, which has weights only."""
+        self._module = module
+        self._optimizer = optimizer
+        self._deepspeed = deepspeed_engine
+        self._parking = StorageParking()
+
+    def offload(self, device: torch.device, *, include_params: bool) -> MemoryReport:
+        """See `ZeroEngine.offload`."""
+        before = _device_bytes(device)
+        moved = 0
+        if device.type == "cuda" and not self._parking.is_parked:
+            if self._optimizer is not None:
+                self._deepspeed.optimizer.zero_grad()
+            moved = self._parking.park(self._tensors(include_params))
+            gc.collect()
+            torch.cuda.empty_cache()
+        return MemoryReport(moved_bytes=moved, device_bytes_before=before, device_bytes_after=_device_bytes(device))
+
+    def reload(self, device: torch.device) -> MemoryReport:
+        """See `ZeroEngine.reload`."""
+        before = _device_bytes(device)
+        moved = self._parking.unpark() if self._parking.is_parked else 0
+        return MemoryReport(moved_bytes=moved, device_bytes_before=before, device_bytes_after=_device_bytes(device))
+
+    def _tensors(self, include_params: bool) -> Iterator[Tensor]:
+        parameters = list(self._module.parameters())
+        roots: list[Any] = []
+        if self._optimizer is not None:
+            roots = [self._optimizer.state, self._optimizer.param_groups, vars(self._deepspeed.optimizer)]
+        keep = set()
+        if include_params:
+            roots.append(parameters)
+        else:
+            keep = {_storage_id(t) for t in state_tensors(parameters, "cuda")}
+        return (t for t in state_tensors(roots, "cuda", depth=6) if _storage_id(t) not in keep)
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _device_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,37 @@
+"""torch.compile, layer by layer."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import torch
+
+from .attention import ATTENTION_NAME, packed_attention
+from .checkpointing import transformer_layers
+from .errors import EngineConfigError, ModelError
+
+__all__ = ["compile_layers"]
+
+
+def compile_layers(model: Any, *, device_type: str) -> None:
+    """Compile each transformer layer in place; names, parameters and activation checkpointing stay as they are.
+
+    One compilation serves any number of tokens. Attention over packed sequences stays out of it: its loop and its
+    kernels' arguments follow the lengths of the batch, so every batch would be compiled anew. What is compiled is the
+    rest: norms, rotary embeddings, the MLP and what LoRA adds to the linear layers.
+
+    Raises:
+        EngineConfigError: there is no compiler.
+        ModelError: the model has no layers to be found.
+    """
+    if device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
+        raise EngineConfigError("compile=True needs a C++ compiler (g++ or clang++) on the CPU")
+    layers = transformer_layers(model)
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no transformer layers to compile")
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
+    for layer in layers:
+        layer.compile(dynamic=True)

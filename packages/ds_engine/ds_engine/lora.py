@@ -1,0 +1,158 @@
+"""LoRA through PEFT: adapters beside frozen linear layers, and the names and tensors they are known by elsewhere.
+
+y = W x + s * B (A dropout(x)),   s = alpha / rank, or alpha / sqrt(rank) with rslora
+
+PEFT replaces each adapted `q_proj` by a layer that holds the frozen weight as `q_proj.base_layer.weight` and the two
+trained matrices as `q_proj.lora_A.default.weight` [rank, in] and `q_proj.lora_B.default.weight` [out, rank]. The model
+keeps its class, so packing and DeepSpeed see it as before; only names change, and are changed back on the way out:
+`whole_tensors` gives merged weights under Hugging Face names, `adapter_tensors` the trained ones under PEFT's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from .errors import EngineConfigError, ModelError
+from .export import LowRank, NamedTensor
+
+if TYPE_CHECKING:
+    from .batch import Head
+    from .config import LoraConfig
+
+__all__ = [
+    "adapter_settings",
+    "adapter_tensors",
+    "adapters_off",
+    "add_adapters",
+    "has_adapters",
+    "low_rank_terms",
+    "whole_tensors",
+]
+
+_ADAPTER = "default"
+_PEFT_PREFIX = "base_model.model."
+
+
+def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None:
+    """Freeze `model` and put adapters beside its linear layers, in place; a value head stays trained.
+
+    Adapters start as a zero change (B = 0, A drawn with `seed`), the same on every rank and at every stage.
+
+    Raises:
+        EngineConfigError: PEFT is not installed.
+        ModelError: a name in `target_modules` belongs to no linear layer of the backbone.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise EngineConfigError("lora needs PEFT: pip install peft") from error
+    from .packed_model import VALUE_HEAD
+
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        target_modules=_target_names(model, lora),
+        task_type="SEQ_CLS" if head == "value" else "CAUSAL_LM",
+        base_model_name_or_path=getattr(model, "name_or_path", None),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # Not get_peft_model, which wraps the model and changes every name.
+        peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+    if head == "value":
+        # Said afterwards, for the adapter's folder only: told before, PEFT trains a copy of the head under a new name.
+        settings.modules_to_save = [VALUE_HEAD]
+        getattr(model, VALUE_HEAD).requires_grad_(True)
+
+
+def _target_names(model: Any, lora: LoraConfig) -> list[str]:
+    """Last parts of the names of the layers to adapt: what PEFT matches, and writes into the adapter's folder."""
+    prefix = getattr(model, "base_model_prefix", "") or "model"
+    backbone = getattr(model, prefix, None)
+    layers = [f"{prefix}.{n}" for n, m in backbone.named_modules() if type(m) is nn.Linear] if backbone else []
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no linear layer in its backbone to put an adapter beside")
+    if lora.target_modules == "all-linear":
+        return sorted({name.rpartition(".")[2] for name in layers})
+    unknown = [t for t in lora.target_modules if not any(n == t or n.endswith(f".{t}") for n in layers)]
+    if unknown:
+        known = sorted({name.rpartition(".")[2] for name in layers})
+        raise ModelError(
+            f"lora.target_modules: {unknown} name no linear layer of {type(model).__name__}'s backbone, which has "
+            f"{known} (the head is not among them: it computes log-probs itself)"
+        )
+    return list(lora.target_modules)
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether `add_adapters` was here."""
+    return getattr(module, "peft_config", None) is not None
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    if not has_adapters(module):
+        return
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in module.named_modules():
+        if isinstance(layer, LoraLayer):
+            yield name, layer
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Inside, `module` computes what it did before training: the base model."""
+    layers = [layer for _, layer in _layers(module)]
+    # PEFT's own switch also turns requires_grad off and on, which DeepSpeed's hooks should not see.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def low_rank_terms(module: nn.Module) -> dict[str, LowRank]:
+    """What is to be added to which parameter, by the parameter's name in `module`; empty without adapters."""
+    return {
+        f"{name}.base_layer.weight": LowRank(
+            a_RI=layer.lora_A[_ADAPTER].weight, b_OR=layer.lora_B[_ADAPTER].weight, scale=layer.scaling[_ADAPTER]
+        )
+        for name, layer in _layers(module)
+    }
+
+
+def whole_tensors(module: nn.Module) -> list[NamedTensor]:
+    """The model without trace of adapters: Hugging Face names, in the module's order, tied parameters once."""
+    terms = low_rank_terms(module)
+    adapters = {id(p) for term in terms.values() for p in (term.a_RI, term.b_OR)}
+    return [
+        NamedTensor(name=name.replace(".base_layer.", "."), parameter=parameter, low_rank=terms.get(name))
+        for name, parameter in module.named_parameters()
+        if id(parameter) not in adapters
+    ]
+
+
+def adapter_tensors(module: nn.Module) -> list[NamedTensor]:
+    """What is trained, under the names of PEFT's adapter files: adapters, and a value head."""
+    return [
+        NamedTensor(name=_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."), parameter=parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def adapter_settings(module: nn.Module) -> dict[str, Any]:
+    """adapter_config.json as PEFT and vLLM read it."""
+    settings = cast("Any", module).peft_config[_ADAPTER].to_dict() | {"inference_mode": True}
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
+    return cast("dict[str, Any]", json.loads(json.dumps(plain)))

@@ -1,0 +1,34 @@
+"""AdamW over what is trained, with weight decay where it belongs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from .config import OptimConfig
+
+__all__ = ["build_optimizer", "parameter_groups"]
+
+
+def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """torch's fused AdamW, which runs on CPU and CUDA alike and needs no compiler at run time, unlike DeepSpeed's."""
+    return torch.optim.AdamW(parameter_groups(module, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Trained parameters in groups of one weight decay each, none empty, in the module's order.
+
+    Decay pulls weights to zero. The scales of norms and biases (whatever has one dimension) have no reason to be
+    there, so they are left alone unless `optim.decay_1d` says otherwise.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if optim.weight_decay == 0 or optim.decay_1d:
+        return [{"params": trained, "weight_decay": optim.weight_decay}]
+    # Stage 3 has cut parameters to their shards by now; ds_shape is what they were.
+    matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1]
+    vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
