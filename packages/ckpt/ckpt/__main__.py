@@ -92,7 +92,7 @@ def _verify(folders: Sequence[Path]) -> int:
     damaged = 0
     for folder in folders:
         progress = Progress(folder.name)
-        problems = verify_folder(folder, on_file=progress.add)
+        problems = verify_folder(folder, on_read=progress.add)
         progress.close()
         print(f"{folder.name}: {'damaged' if problems else 'good'}", flush=True)
         for problem in problems:

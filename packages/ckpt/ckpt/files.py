@@ -6,7 +6,6 @@ A rename is atomic but not durable: the file's bytes, and the folder that holds 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ __all__ = [
     "check_space",
     "fsync_file",
     "fsync_folder",
-    "hash_file",
     "is_disk_full",
     "publish_folder",
     "remove_folder",
@@ -26,7 +24,6 @@ __all__ = [
     "write_text",
 ]
 
-_CHUNK_BYTES = 4 << 20
 #: Folders whose name begins so are leftovers on their way out; anyone may delete them.
 TRASH_PREFIX = ".trash_"
 
@@ -110,14 +107,3 @@ def walk_files(root: Path) -> Iterator[Path]:
         links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
         found += [Path(folder) / name for name in (*names, *links)]
     yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file, as hex, read in chunks."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        buffer = bytearray(_CHUNK_BYTES)
-        view = memoryview(buffer)
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-    return digest.hexdigest()

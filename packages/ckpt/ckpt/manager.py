@@ -35,7 +35,8 @@ from .errors import (
 )
 from .files import TRASH_PREFIX, check_space, is_disk_full, publish_folder, remove_folder, write_text
 from .lock import WriterLock
-from .manifest import MANIFEST_NAME, FileEntry, Manifest, ManifestError, Problem, check_file, verify_folder
+from .manifest import MANIFEST_NAME, FileEntry, Manifest, ManifestError, Problem, check_files, verify_folder
+from .packages import package_versions
 from .retention import Retention, steps_to_delete
 
 __all__ = ["LATEST_NAME", "STATE_NAME", "Checkpoint", "CheckpointManager"]
@@ -158,7 +159,14 @@ class CheckpointManager:
         created_at = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             write_text(partial / STATE_NAME, text)
-            manifest = Manifest.describe(partial, step=step, created_at=created_at, metrics=values, entries=entries)
+            manifest = Manifest.describe(
+                partial,
+                step=step,
+                created_at=created_at,
+                metrics=values,
+                packages=package_versions(),
+                entries=entries,
+            )
             write_text(partial / MANIFEST_NAME, manifest.to_json())
         except OSError as error:
             if not is_disk_full(error):
@@ -242,9 +250,9 @@ class CheckpointManager:
             manifest = Manifest.read(self._final(step))
         except ManifestError:
             self._raise_damaged(step, verify_folder(self._final(step)))
-        problem = check_file(self._final(step), STATE_NAME, manifest.files[STATE_NAME])
-        if problem is not None:
-            self._raise_damaged(step, (problem,))
+        problems = check_files(self._final(step), manifest, [STATE_NAME])
+        if problems:
+            self._raise_damaged(step, tuple(problems))
         return self._read(step)
 
     def load(self, step: int) -> Checkpoint:

@@ -1,28 +1,29 @@
-"""The manifest of a checkpoint: the name, size and SHA-256 of every file, and a checksum of the manifest itself."""
+"""The manifest of a checkpoint: the name, size and checksum of every file, and a checksum of the manifest itself.
+
+Formats: 1 has the plain SHA-256 of every file. 2 adds `chunk_bytes`, by which `digest` computes checksums on several
+threads, and `packages`. This version writes 2 and reads both.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+from .digest import CHUNK_BYTES, hash_files
 from .errors import CheckpointUsageError, UnsupportedFormatError
-from .files import fsync_file, hash_file, partial_name, walk_files
+from .files import fsync_file, partial_name, walk_files
+from .threads import Pool
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "ManifestError", "Problem", "verify_folder"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
-#: Writing, reading and hashing overlap across files; more threads than this find the disk busy already.
-_MAX_THREADS = 16
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
+#: Files forced to the disk at a time.
+_NUM_FSYNCS = 8
 
 
 class ManifestError(Exception):
@@ -31,7 +32,7 @@ class ManifestError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """Size and checksum of one file."""
+    """Size and checksum (see `digest`) of one file."""
 
     num_bytes: int
     sha256: str
@@ -63,8 +64,12 @@ class Manifest:
     files: Mapping[str, FileEntry]
     """By path relative to the checkpoint, with forward slashes."""
     format_version: int = FORMAT_VERSION
+    chunk_bytes: int | None = CHUNK_BYTES
+    """By which the files' checksums were computed; None: plain SHA-256."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What `publish` was told the checkpoint is worth; retention of the best goes by it."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the packages of the process that published it, by name."""
 
     @property
     def num_bytes(self) -> int:
@@ -79,39 +84,37 @@ class Manifest:
         step: int,
         created_at: str,
         metrics: Mapping[str, float] | None = None,
+        packages: Mapping[str, str] | None = None,
         entries: Mapping[str, FileEntry] | None = None,
     ) -> Manifest:
-        """Hash every file in `folder` and force it to the disk; those in `entries` are taken as described there.
+        """Hash every file in `folder` and force it to the disk; those in `entries` are not read.
 
         Raises CheckpointUsageError for a symbolic link, and for an entry without its file or of another size.
         """
-        known = entries or {}
         # An earlier try at publishing may have left a manifest, or half of one.
         own = {folder / MANIFEST_NAME, partial_name(folder / MANIFEST_NAME)}
-        paths = [path for path in walk_files(folder) if path not in own]
-        for path in paths:
+        paths = {path.relative_to(folder).as_posix(): path for path in walk_files(folder) if path not in own}
+        for name, path in paths.items():
             if path.is_symlink() or not path.is_file():
                 raise CheckpointUsageError(
-                    f"{path.relative_to(folder)}: is not a regular file. A checkpoint must hold its bytes itself; "
-                    "copy the file instead of linking it."
+                    f"{name}: is not a regular file. A checkpoint must hold its bytes itself; copy the file instead "
+                    "of linking it."
                 )
-
+        sizes = {name: path.stat().st_size for name, path in paths.items()}
+        known = entries or {}
         for name, entry in known.items():
-            if folder / name not in paths or (folder / name).stat().st_size != entry.num_bytes:
+            if sizes.get(name) != entry.num_bytes:
                 raise CheckpointUsageError(f"{name}: is not there with the {entry.num_bytes} bytes of its entry")
-
-        def describe_file(path: Path) -> tuple[str, FileEntry]:
-            if (name := path.relative_to(folder).as_posix()) in known:
-                return name, known[name]
-            entry = FileEntry(num_bytes=path.stat().st_size, sha256=hash_file(path))
-            return path.relative_to(folder).as_posix(), entry
-
-        # The disk works while the processor hashes what is still in memory.
-        tasks: list[tuple[Callable[[Path], tuple[str, FileEntry] | None], Path]]
-        tasks = [(task, path) for path in paths for task in (fsync_file, describe_file)]
-        results = _parallel(lambda item: item[0](item[1]), tasks)
-        files = dict(result for result in results if result is not None)
-        return cls(step=step, created_at=created_at, files=files, metrics=metrics or {})
+        found = describe_files({name: paths[name] for name in sizes if name not in known})
+        # Entries say what the files hold, not that they have reached the disk.
+        fsync_files([paths[name] for name in known])
+        return cls(
+            step=step,
+            created_at=created_at,
+            files={name: known.get(name) or found[name] for name in paths},
+            metrics=metrics or {},
+            packages=packages or {},
+        )
 
     def to_json(self) -> str:
         """The manifest file's text; the last field is the SHA-256 of the rest."""
@@ -121,8 +124,12 @@ class Manifest:
             "created_at": self.created_at,
             "files": {name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in self.files.items()},
         }
+        if self.chunk_bytes is not None:
+            body["chunk_bytes"] = self.chunk_bytes
         if self.metrics:
             body["metrics"] = dict(self.metrics)
+        if self.packages:
+            body["packages"] = dict(self.packages)
         return json.dumps({**body, "manifest_sha256": _body_checksum(body)}, indent=1) + "\n"
 
     @classmethod
@@ -162,7 +169,9 @@ class Manifest:
             created_at=body["created_at"],
             files=files,
             format_version=version,
+            chunk_bytes=body.get("chunk_bytes"),
             metrics=body.get("metrics", {}),
+            packages=body.get("packages", {}),
         )
 
 
@@ -171,38 +180,67 @@ def _body_checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _parallel(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
-    """`function` of every item, in order, on threads. Raises what the first failing one raised."""
-    waiting = list(items)
-    try:
-        with ThreadPoolExecutor(min(_MAX_THREADS, 2 * (os.cpu_count() or 1))) as pool:
-            futures = [pool.submit(function, item) for item in waiting]
-    except RuntimeError:
-        # A save may outlive the main thread, and an interpreter on its way out starts no threads.
-        return [function(item) for item in waiting]
-    return [future.result() for future in futures]
+def fsync_files(paths: Sequence[Path]) -> None:
+    """Force files to the disk, several at a time."""
+    with Pool(_NUM_FSYNCS) as pool:
+        for done in [pool.submit(fsync_file, path) for path in paths]:
+            done.result()
 
 
-def check_file(folder: Path, name: str, entry: FileEntry) -> Problem | None:
-    """Compare one file with its manifest entry; None when it is as published."""
-    path = folder / name
-    try:
-        num_bytes = path.stat().st_size
-        if num_bytes != entry.num_bytes:
-            return Problem(file=name, kind="torn", detail=f"{num_bytes} bytes, published with {entry.num_bytes}")
-        if hash_file(path) != entry.sha256:
-            return Problem(file=name, kind="altered", detail="SHA-256 differs from the published one")
-    except FileNotFoundError:
-        return Problem(file=name, kind="missing", detail=f"published with {entry.num_bytes} bytes")
-    except OSError as error:
-        return Problem(file=name, kind="unreadable", detail=str(error))
-    return None
+def describe_files(paths: Mapping[str, Path]) -> dict[str, FileEntry]:
+    """Size and checksum of files under the names given, forced to the disk while they are hashed.
+
+    Every rank can call it for the files it wrote and hand the result to the process that publishes, as `entries`: then
+    the ranks' machines hash side by side, each out of its own memory.
+    """
+    sizes = {name: path.stat().st_size for name, path in paths.items()}
+    with Pool(1) as pool:  # the disk works while the processors hash what is still in memory
+        flushed = pool.submit(fsync_files, list(paths.values()))
+        checksums = hash_files([(paths[name], sizes[name]) for name in sizes])
+        flushed.result()
+    entries = {}
+    for name, checksum in zip(sizes, checksums, strict=True):
+        if isinstance(checksum, OSError):
+            raise checksum
+        entries[name] = FileEntry(num_bytes=sizes[name], sha256=checksum)
+    return entries
 
 
-def verify_folder(folder: Path, *, on_file: Callable[[int, int], None] | None = None) -> tuple[Problem, ...]:
+def check_files(
+    folder: Path, manifest: Manifest, names: Iterable[str], *, on_read: Callable[[int], None] | None = None
+) -> list[Problem]:
+    """Compare files of a checkpoint with its manifest; `on_read` is told bytes as they are read, from any thread."""
+    problems: dict[str, Problem] = {}
+    whole: list[str] = []
+    wanted = list(names)
+    for name in wanted:
+        entry = manifest.files[name]
+        try:
+            num_bytes = (folder / name).stat().st_size
+        except FileNotFoundError:
+            problems[name] = Problem(file=name, kind="missing", detail=f"published with {entry.num_bytes} bytes")
+        except OSError as error:
+            problems[name] = Problem(file=name, kind="unreadable", detail=str(error))
+        else:
+            if num_bytes == entry.num_bytes:
+                whole.append(name)
+            else:
+                detail = f"{num_bytes} bytes, published with {entry.num_bytes}"
+                problems[name] = Problem(file=name, kind="torn", detail=detail)
+    files = [(folder / name, manifest.files[name].num_bytes) for name in whole]
+    checksums = hash_files(files, chunk_bytes=manifest.chunk_bytes, on_read=on_read)
+    for name, checksum in zip(whole, checksums, strict=True):
+        if isinstance(checksum, OSError):
+            problems[name] = Problem(file=name, kind="unreadable", detail=str(checksum))
+        elif checksum != manifest.files[name].sha256:
+            problems[name] = Problem(file=name, kind="altered", detail="SHA-256 differs from the published one")
+    return [problems[name] for name in wanted if name in problems]
+
+
+def verify_folder(folder: Path, *, on_read: Callable[[int, int], None] | None = None) -> tuple[Problem, ...]:
     """Read every file of a published checkpoint and report what differs from its manifest; empty when all is well.
 
-    `on_file` is told the bytes of each file that has been read and of all files, from whatever thread read it.
+    `on_read` is told the bytes just read and the bytes of all files, from whatever thread read them.
     Files that the manifest does not name are ignored: tools may leave notes or conversions beside a checkpoint.
     """
     try:
@@ -211,11 +249,8 @@ def verify_folder(folder: Path, *, on_file: Callable[[int, int], None] | None = 
         kind: Literal["missing", "altered"] = "altered" if (folder / MANIFEST_NAME).exists() else "missing"
         return (Problem(file=MANIFEST_NAME, kind=kind, detail=str(error)),)
 
-    def check(item: tuple[str, FileEntry]) -> Problem | None:
-        found = check_file(folder, *item)
-        if on_file is not None:
-            on_file(item[1].num_bytes, manifest.num_bytes)
-        return found
+    def tell(num_bytes: int) -> None:
+        if on_read is not None:
+            on_read(num_bytes, manifest.num_bytes)
 
-    results = _parallel(check, manifest.files.items())
-    return tuple(problem for problem in results if problem is not None)
+    return tuple(check_files(folder, manifest, manifest.files, on_read=tell))

@@ -7,18 +7,16 @@ structure around them as JSON. A tensor that appears twice (tied weights) is sto
 from __future__ import annotations
 
 import base64
-import hashlib
 import itertools
 import json
-import os
-import queue
-import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointNotFoundError, CheckpointStateError
+from .digest import write_hashed
+from .errors import CheckpointNotFoundError, CheckpointSpaceError, CheckpointStateError
+from .files import is_disk_full
 from .hf_export import DTYPE_NAMES
 from .manifest import FileEntry
 
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["HostSnapshot", "load_state_dict", "save_state_dict"]
 
 _STRUCTURE_KEY = "plinth_ckpt_structure"
-_CHUNK_BYTES = 16 << 20
 
 
 @dataclass
@@ -192,42 +189,17 @@ def _write(flat: _Flat, path: Path) -> FileEntry:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = memoryview(len(text).to_bytes(8, "little") + text)
-    with path.open("wb", buffering=0) as file:
-        sha256 = _write_and_hash(file.fileno(), head, (_bytes_of(tensor) for _, tensor in ordered))
-        return FileEntry(num_bytes=file.tell(), sha256=sha256)
-
-
-def _write_and_hash(descriptor: int, head: memoryview, tensors: Iterable[memoryview]) -> str:
-    """Write to the file, force it to the disk, and return its SHA-256, computed by another thread meanwhile."""
-    digest = hashlib.sha256()
-    # Few, for a view may be all that keeps a copy of a device's tensor alive.
-    waiting: queue.Queue[memoryview | None] = queue.Queue(maxsize=4)
-
-    def hash_all() -> None:
-        while (view := waiting.get()) is not None:
-            digest.update(view)
-
-    hasher = threading.Thread(target=hash_all, name="ckpt-hash")
+    num_bytes = head.nbytes + offset
     try:
-        hasher.start()
-        is_threaded = True
-    except RuntimeError:  # the interpreter is on its way out and starts no threads
-        is_threaded = False
-    try:
-        for data in itertools.chain([head], tensors):
-            for start in range(0, data.nbytes, _CHUNK_BYTES):
-                chunk = data[start : start + _CHUNK_BYTES]
-                if is_threaded:
-                    waiting.put(chunk)
-                else:
-                    digest.update(chunk)
-                _write_all(descriptor, chunk)
-        os.fsync(descriptor)
-    finally:
-        if is_threaded:
-            waiting.put(None)
-            hasher.join()
-    return digest.hexdigest()
+        sha256 = write_hashed(path, itertools.chain([head], (_bytes_of(tensor) for _, tensor in ordered)), num_bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if not is_disk_full(error):
+            raise
+        raise CheckpointSpaceError(
+            f"{path}: {error.strerror} while {num_bytes:,} bytes were written; the file is deleted"
+        ) from error
+    return FileEntry(num_bytes=num_bytes, sha256=sha256)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -235,8 +207,3 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
     view: memoryview = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return view
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data.nbytes:
-        data = data[os.write(descriptor, data) :]

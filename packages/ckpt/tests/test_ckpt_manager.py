@@ -25,7 +25,7 @@ from ckpt import (
     verify_folder,
 )
 from ckpt.__main__ import Progress, main
-from ckpt.manifest import MANIFEST_NAME
+from ckpt.manifest import FORMAT_VERSION, MANIFEST_NAME
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
 
@@ -161,8 +161,8 @@ def test_newer_format_is_refused(tmp_path: Path) -> None:
     save(manager, 1)
     folder = save(manager, 2)
     body = json.loads((folder / MANIFEST_NAME).read_text())
-    (folder / MANIFEST_NAME).write_text(json.dumps({**body, "format_version": 2}))
-    with pytest.raises(UnsupportedFormatError, match="format 2"):
+    (folder / MANIFEST_NAME).write_text(json.dumps({**body, "format_version": FORMAT_VERSION + 1}))
+    with pytest.raises(UnsupportedFormatError, match=f"format {FORMAT_VERSION + 1}"):
         manager.load(2)
     good = manager.newest_good()
     assert good is not None

