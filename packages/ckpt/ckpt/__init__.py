@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .async_saver import AsyncSaver
     from .deepspeed_export import export_deepspeed
     from .errors import (
+        ArchitectureMismatchError,
         CheckpointDamagedError,
         CheckpointError,
         CheckpointExistsError,
@@ -20,13 +21,16 @@ if TYPE_CHECKING:
     )
     from .hf_export import HfExport, save_hf_folder
     from .manager import Checkpoint, CheckpointManager
-    from .manifest import Manifest, Problem, verify_folder
+    from .manifest import FileEntry, Manifest, Problem, describe_files, verify_folder
+    from .models import check_model, describe_model
+    from .packages import package_versions
     from .remote import RemoteCheckpoints
     from .retention import Retention
     from .rng import capture_rng, restore_rng
     from .state_dicts import load_state_dict, save_state_dict
 
 __all__ = [
+    "ArchitectureMismatchError",
     "AsyncSaver",
     "Checkpoint",
     "CheckpointDamagedError",
@@ -39,6 +43,7 @@ __all__ = [
     "CheckpointStateError",
     "CheckpointUsageError",
     "ExportError",
+    "FileEntry",
     "HfExport",
     "Manifest",
     "Problem",
@@ -46,8 +51,12 @@ __all__ = [
     "Retention",
     "UnsupportedFormatError",
     "capture_rng",
+    "check_model",
+    "describe_files",
+    "describe_model",
     "export_deepspeed",
     "load_state_dict",
+    "package_versions",
     "restore_rng",
     "save_hf_folder",
     "save_state_dict",
@@ -55,6 +64,7 @@ __all__ = [
 ]
 
 _EXPORTS = {
+    "ArchitectureMismatchError": ".errors",
     "AsyncSaver": ".async_saver",
     "Checkpoint": ".manager",
     "CheckpointDamagedError": ".errors",
@@ -67,6 +77,7 @@ _EXPORTS = {
     "CheckpointStateError": ".errors",
     "CheckpointUsageError": ".errors",
     "ExportError": ".errors",
+    "FileEntry": ".manifest",
     "HfExport": ".hf_export",
     "Manifest": ".manifest",
     "Problem": ".manifest",
@@ -74,8 +85,12 @@ _EXPORTS = {
     "Retention": ".retention",
     "UnsupportedFormatError": ".errors",
     "capture_rng": ".rng",
+    "check_model": ".models",
+    "describe_files": ".manifest",
+    "describe_model": ".models",
     "export_deepspeed": ".deepspeed_export",
     "load_state_dict": ".state_dicts",
+    "package_versions": ".packages",
     "restore_rng": ".rng",
     "save_hf_folder": ".hf_export",
     "save_state_dict": ".state_dicts",

@@ -1,6 +1,7 @@
 """Errors of this package.
 
 CheckpointError
+├── ArchitectureMismatchError (also ValueError) the checkpoint was written from another model
 ├── CheckpointDamagedError                      a published checkpoint is torn or altered: names the files
 ├── CheckpointNotFoundError (also ValueError)   there is no such checkpoint
 ├── CheckpointExistsError (also ValueError)     the step is published already
@@ -23,6 +24,10 @@ class CheckpointError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions pickle by calling the class with `args`; attributes travel as state.
         return (type(self), self.args, self.__dict__)
+
+
+class ArchitectureMismatchError(CheckpointError, ValueError):
+    """The checkpoint was written from a model of other parameter names or shapes."""
 
 
 class CheckpointDamagedError(CheckpointError):

@@ -3,8 +3,9 @@
     root/
       latest                        the name of the newest published checkpoint, one line
       step_00000020/                a published checkpoint
-        manifest.json               every file's size and checksum, format version
+        manifest.json               every file's size and checksum, format version, versions of packages
         state.json                  the caller's state
+        models.json                 names and shapes of the models' parameters, where they were given
         ...                         whatever the ranks wrote
       .partial_step_00000030/       a save under way, or left by a killed process
       .lock                         held by the process that writes here, for as long as it lives or until `close`
@@ -36,6 +37,7 @@ from .errors import (
 from .files import TRASH_PREFIX, check_space, is_disk_full, publish_folder, remove_folder, write_text
 from .lock import WriterLock
 from .manifest import MANIFEST_NAME, FileEntry, Manifest, ManifestError, Problem, check_files, verify_folder
+from .models import MODELS_NAME
 from .packages import package_versions
 from .retention import Retention, steps_to_delete
 
@@ -134,13 +136,15 @@ class CheckpointManager:
         *,
         state: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
+        models: Mapping[str, Mapping[str, Any]] | None = None,
         entries: Mapping[str, FileEntry] | None = None,
     ) -> Checkpoint:
         """Publish what was written into step's prepared folder, together with `state`; then prune.
 
         Call it once, after every rank has finished writing and closed its files. `state` must be JSON-able; floats
-        come back to the last bit, tuples come back as lists. `metrics` say what the checkpoint is worth. `entries`
-        are what `save_state_dict` returned, by file name. Returns when all is on the disk.
+        come back to the last bit, tuples come back as lists. `metrics` say what the checkpoint is worth. `models` are
+        `describe_model`'s, by name, for `check_model` at the load. `entries` are what `save_state_dict` or
+        `describe_files` returned, by file name. Returns when all is on the disk.
 
         Raises CheckpointStateError for a state JSON cannot hold (nothing is published and the prepared folder stays),
         CheckpointUsageError when the step was not prepared, holds links, or uses a file name of this package, and
@@ -149,7 +153,7 @@ class CheckpointManager:
         partial, final = self._partial(step), self._final(step)
         if not partial.is_dir():
             raise CheckpointUsageError(f"step {step} was not prepared; call prepare({step}) before publish({step})")
-        for name in (MANIFEST_NAME, STATE_NAME):
+        for name in (MANIFEST_NAME, STATE_NAME, MODELS_NAME):
             if (partial / name).exists() and step in self._preparing:
                 raise CheckpointUsageError(f"{name}: this name is the manager's own; write the file under another")
         text = state_to_json(state)
@@ -159,6 +163,8 @@ class CheckpointManager:
         created_at = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             write_text(partial / STATE_NAME, text)
+            if models:
+                write_text(partial / MODELS_NAME, json.dumps(models, indent=1) + "\n")
             manifest = Manifest.describe(
                 partial,
                 step=step,
