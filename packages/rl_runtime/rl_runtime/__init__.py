@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .placement import Placement, plan_placement
     from .policy import PolicyConfig, policy_loss, with_loss_weights
     from .rank_group import RankGroup
-    from .report import write_report
+    from .report import write_comparison, write_report
     from .role import Role
     from .rollout_phase import RolloutPhase, Validation
     from .session import Session, open_ranks, open_session, plan_ranks, plan_session
@@ -100,6 +100,7 @@ _EXPORTS = {
     "policy_loss": ".policy",
     "with_loss_weights": ".policy",
     "RankGroup": ".rank_group",
+    "write_comparison": ".report",
     "write_report": ".report",
     "Role": ".role",
     "RolloutPhase": ".rollout_phase",
@@ -187,6 +188,7 @@ __all__ = [
     "train_supervised",
     "update_metrics",
     "with_loss_weights",
+    "write_comparison",
     "write_report",
 ]
 

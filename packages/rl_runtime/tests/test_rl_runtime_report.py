@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_runtime.errors import ReportError
-from rl_runtime.report import write_report
+from rl_runtime.report import write_comparison, write_report
+from rl_runtime.report.__main__ import main as report_command
 from rl_runtime.report.data import MAX_ROLLOUTS, MAX_TEXT, read_run
 from rl_runtime.report.svg import Series, line_chart, nice_ticks, stack_chart, thin, tick_text
 from rl_runtime.tracking import RunFolder, Tracker, TrackingConfig
@@ -86,6 +88,111 @@ def test_texts_of_the_model_cannot_break_the_page(run: RunFolder) -> None:
     nasty = [record for record in records if record["prompt"] == NASTY]
     assert nasty
     assert nasty[0]["reward"] is None
+
+
+class StrictParser(HTMLParser):
+    """Fails where a browser would quietly repair: tags left open or closed twice, ids given twice, unknown entities."""
+
+    VOID = frozenset({"meta", "input", "br", "hr", "img", "link"})
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=False)
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.targets: list[str] = []
+        self.inline: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(set(names)) == len(names), (tag, names)
+        assert not any(name.startswith("on") for name in names), "a handler outside the script"
+        values = dict(attrs)
+        self.ids += [str(values["id"])] if "id" in values else []
+        self.targets += [str(value) for name, value in attrs if name in ("src", "href", "action", "data")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert self.open, tag
+        assert "svg" in self.open, f"<{tag}/> outside a picture is no end"
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("script", "style"):
+            self.inline.append((self.open[-1], data))
+        else:
+            assert "<" not in data
+
+    def handle_entityref(self, name: str) -> None:
+        assert name in ("amp", "lt", "gt", "quot", "rarr")
+
+
+def check_strictly(page: str) -> None:
+    parser = StrictParser()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    assert len(set(parser.ids)) == len(parser.ids)
+    assert {target.removeprefix("#") for target in parser.targets} <= set(parser.ids)
+    kinds = [kind for kind, _ in parser.inline]
+    assert kinds == ["style", "script", "script"]
+    style, records, script = (text for _, text in parser.inline)
+    assert style.count("{") == style.count("}")
+    assert isinstance(json.loads(records), list)
+    for pair in ("{}", "()", "[]"):
+        assert script.count(pair[0]) == script.count(pair[1])
+    for chart in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
+        ElementTree.fromstring(chart)
+
+
+@pytest.fixture(scope="module")
+def comparison(run: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    other = tmp_path_factory.mktemp("other") / "slower"
+    shutil.copytree(run.path, other)
+    (other / "metrics.tsv").write_text(run.metrics_file.read_text().replace("2.5\t", "3.5\t"))
+    (other / "config.yaml").write_text("rollouts_per_step: 4\n" + "actor: {zero: {stage: 1}}\n")
+    return write_comparison({"first <run>": run.path, "second & last": other}, other.parent / "page" / "c.html")
+
+
+def test_pages_are_strict_html(run: RunFolder, comparison: Path) -> None:
+    check_strictly(page_of(run))
+    check_strictly(comparison.read_text(encoding="utf-8"))
+    with pytest.raises(AssertionError):
+        check_strictly(page_of(run).replace("</table>", "", 1))
+
+
+def test_a_comparison_shows_the_runs_side_by_side(comparison: Path) -> None:
+    page = comparison.read_text(encoding="utf-8")
+    for words in ("Overview", "What the runs do not share", "Curves", "Where the time goes", "Memory", "Rollouts"):
+        assert f">{words}</h2>" in page
+    assert "first &lt;run&gt;" in page
+    assert "first <run>" not in page
+    for words in ("actor.zero.stage", "2.500", "3.500", "critic/score/mean"):
+        assert words in page
+    records = json.loads(re.findall(r'id="records">(.*?)</script>', page, flags=re.DOTALL)[0])
+    assert {record["run"] for record in records} == {"first <run>", "second & last"}
+
+
+def test_reports_from_the_command_line(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    shutil.copytree(run.path, one)
+    shutil.copytree(run.path, two)
+    (one / "report.html").unlink()
+    assert report_command([str(one)]) == 0
+    assert (one / "report.html").exists()
+    assert report_command([str(one), str(two), f"output={tmp_path / 'both.html'}"]) == 0
+    assert "both.html" in capsys.readouterr().out
+    assert "one" in (tmp_path / "both.html").read_text()
+    assert report_command([str(one), str(tmp_path / "none")]) == 2
+    assert "no run folder" in capsys.readouterr().err
+    assert report_command([]) == 2
+    with pytest.raises(ReportError, match="two run folders"):
+        write_comparison({"a": one}, tmp_path / "x.html")
 
 
 def test_charts_are_well_formed(run: RunFolder) -> None:
@@ -252,5 +359,30 @@ def test_the_page_works_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
     assert marks >= 3
     assert best.startswith("36 of 96 samples, mean reward 1.000")
     assert metrics == 1
+    assert heights
+    assert all(heights)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_comparison_works_in_a_browser(comparison: Path, tmp_path: Path) -> None:
+    search = (
+        "(function(text) {{ const field = document.getElementById('query'); field.value = text; "
+        "field.dispatchEvent(new Event('input')); return document.getElementById('count').textContent; }})({!r})"
+    )
+    title, count, found, heights = asyncio.run(
+        evaluate(
+            tmp_path,
+            comparison,
+            [
+                "document.title",
+                "document.getElementById('count').textContent",
+                search.format("second last"),
+                "[...document.querySelectorAll('svg')].map((s) => s.getBoundingClientRect().height > 50)",
+            ],
+        )
+    )
+    assert title == "Comparison"
+    assert count.startswith("192 of 192 samples")
+    assert found.startswith("96 of 192 samples")
     assert heights
     assert all(heights)

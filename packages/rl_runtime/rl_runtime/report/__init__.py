@@ -1,14 +1,15 @@
-"""The report of a run: one self-contained HTML page made from the run folder alone."""
+"""The report of a run, or of several compared: one self-contained HTML page made from run folders alone."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .comparison import write_comparison
     from .page import write_report
 
-_EXPORTS = {"write_report": ".page"}
+_EXPORTS = {"write_comparison": ".comparison", "write_report": ".page"}
 
-__all__ = ["write_report"]
+__all__ = ["write_comparison", "write_report"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,16 @@
 """Style and script of the report. Both are put into the page: a report refers to nothing outside itself."""
 
+from .svg import NUM_COLOURS
+
 STYLE = """
 :root { --paper:#ffffff; --card:#f7f8fa; --ink:#1c2430; --soft:#667085; --edge:#e2e6ec; --accent:#0072b2;
   --good:#0a7f4f; --bad:#b42318;
-  --c0:#0072b2; --c1:#d55e00; --c2:#009e73; --c3:#cc79a7; --c4:#e69f00; --c5:#56b4e9; --c6:#7f7f7f; --c7:#a08a00; }
+  --c0:#0072b2; --c1:#d55e00; --c2:#009e73; --c3:#cc79a7; --c4:#e69f00; --c5:#56b4e9; --c6:#7f7f7f; --c7:#a08a00;
+  --c8:#332288; --c9:#882255; --c10:#44aa99; --c11:#999933; }
 @media (prefers-color-scheme: dark) { :root { --paper:#12161c; --card:#1a2028; --ink:#e6eaf0; --soft:#98a2b3;
   --edge:#2c3440; --accent:#56b4e9; --good:#4cc38a; --bad:#f97066; --c0:#4aa8e0; --c1:#f08a4b; --c2:#3cc79f;
-  --c3:#dd98bf; --c4:#f0b84a; --c5:#8fd0f5; --c6:#a6a6a6; --c7:#c9b440; } }
+  --c3:#dd98bf; --c4:#f0b84a; --c5:#8fd0f5; --c6:#a6a6a6; --c7:#c9b440; --c8:#8f86d9; --c9:#c76b98;
+  --c10:#6fc7b8; --c11:#c5c56a; } }
 * { box-sizing:border-box; }
 body { margin:0; background:var(--paper); color:var(--ink); font:15px/1.5 system-ui, sans-serif; }
 main { max-width:1180px; margin:0 auto; padding:0 20px 60px; }
@@ -32,6 +36,8 @@ svg { width:100%; height:auto; display:block; } .grid { stroke:var(--edge); stro
 table { border-collapse:collapse; width:100%; font-size:14px; }
 th { text-align:left; color:var(--soft); font-weight:500; } th.num { text-align:right; }
 th, td { padding:4px 10px; border-bottom:1px solid var(--edge); } td.share { width:32%; }
+.wide { overflow-x:auto; } .wide td:first-child { white-space:nowrap; }
+.wide th { white-space:normal; }
 .track { background:var(--edge); border-radius:3px; height:10px; } .fill { background:var(--accent); border-radius:3px;
   height:10px; }
 .bar-row { display:flex; gap:10px; flex-wrap:wrap; align-items:center; margin:8px 0 12px; }
@@ -54,7 +60,7 @@ pre { background:var(--card); border:1px solid var(--edge); border-radius:8px; p
 STYLE += "".join(
     f".line.c{i} {{ stroke:var(--c{i}) }} .dot.c{i}, .bar.c{i} {{ fill:var(--c{i}) }} "
     f".legend i.c{i} {{ background:var(--c{i}) }}\n"
-    for i in range(8)
+    for i in range(NUM_COLOURS)
 )
 
 SCRIPT = """
@@ -62,7 +68,8 @@ SCRIPT = """
 const $ = (id) => document.getElementById(id);
 const records = JSON.parse($("records").textContent);
 const known = new Set(["step", "prompt", "response", "reward"]);
-for (const r of records) r._text = (r.prompt + " " + r.response + " " + (r.ground_truth ?? "")).toLowerCase();
+for (const r of records)
+  r._text = [r.prompt, r.response, r.ground_truth ?? "", r.run ?? ""].join(" ").toLowerCase();
 let shown = 25;
 
 function add(parent, tag, text, cls) {

@@ -45,7 +45,7 @@ def read_run(folder: Path) -> RunData:
             name=run.name,
             table=MetricsTable(run.metrics_file),
             supervised=MetricsTable(run.supervised_file) if run.supervised_file.exists() else None,
-            rollouts=[_shortened(record) for record in _spread(rollouts, MAX_ROLLOUTS)],
+            rollouts=[_shortened(record) for record in spread(rollouts, MAX_ROLLOUTS)],
             num_rollouts=len(rollouts),
             summary=json.loads(_text(run.summary_file) or "{}"),
             config_text=_text(run.config_file),
@@ -59,7 +59,7 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
-def _spread(records: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+def spread(records: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
     """At most `limit` records, evenly over all."""
     if len(records) <= limit:
         return records

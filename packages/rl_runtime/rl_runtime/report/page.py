@@ -14,15 +14,16 @@ from ..tracking.progress import duration_text
 from ..tracking.summary import summarise
 from .assets import SCRIPT, STYLE
 from .data import RunData, read_run
-from .svg import Series, line_chart, stack_chart
+from .svg import Series, colour, line_chart, stack_chart
 
 # Nothing may be loaded from anywhere: the page says so itself, and browsers hold it to that.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+METRIC_FILTER = '<div class="bar-row"><input type="search" id="metric-query" placeholder="filter metrics"></div>'
 _OWN_SECTIONS = {"Step time": "time", "Memory": "memory", "Rollout to trainer log-prob gap": "mismatch"}
 
 
-def write_report(run_folder: Path | str) -> Path:
-    """Write `report.html` into a run folder and return its path.
+def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path:
+    """Write the page of a run folder and return its path: `report.html` in the folder when none is given.
 
     The page needs no server and no other file. It shows curves, where the time of a step goes, memory, the gap between
     rollout and trainer, sample rollouts (searchable), every metric, the configuration and the end of the log.
@@ -32,7 +33,7 @@ def write_report(run_folder: Path | str) -> Path:
     """
     folder = Path(run_folder)
     data = read_run(folder)
-    path = folder / "report.html"
+    path = folder / "report.html" if path is None else Path(path)
     atomic_write(path, render(data))
     return path
 
@@ -44,21 +45,26 @@ def render(data: RunData) -> str:
         ("time", "Where the time goes", _time(data.table)),
         ("memory", "Memory", _own_panel(data.table, "Memory")),
         ("mismatch", "Rollout and trainer", _own_panel(data.table, "Rollout to trainer log-prob gap")),
-        ("rollouts", "Rollouts", _rollouts(data)),
+        ("rollouts", "Rollouts", rollouts_section(data.rollouts, data.num_rollouts)),
         ("metrics", "All metrics", _metric_table(data.table)),
         ("config", "Configuration and log", _texts(data)),
     ]
+    return assemble(data.name, _tiles(data), sections, data.rollouts)
+
+
+def assemble(name: str, top: str, sections: Sequence[tuple[str, str, str]], records: Sequence[dict[str, Any]]) -> str:
+    """A page of its parts; `sections` are (id, title, HTML), the empty ones are left out, `records` are rollouts."""
     present = [(key, title, body) for key, title, body in sections if body]
     links = "".join(f'<a href="#{key}">{escape(title)}</a>' for key, title, _ in present)
     bodies = "".join(f'<section><h2 id="{key}">{escape(title)}</h2>{body}</section>' for key, title, body in present)
-    name = escape(data.name)
+    name = escape(name)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head><body><nav><div><b>{name}</b>{links}</div></nav>"
-        f"<main><h1>{name}</h1>{_tiles(data)}{bodies}</main>"
-        f'<script type="application/json" id="records">{_json_in_html(data.rollouts)}</script>'
+        f"<main><h1>{name}</h1>{top}{bodies}</main>"
+        f'<script type="application/json" id="records">{_json_in_html(records)}</script>'
         f"<script>{SCRIPT}</script></body></html>\n"
     )
 
@@ -128,7 +134,7 @@ def _own_panel(table: MetricsTable, title: str) -> str:
 def _line_figure(table: MetricsTable, panel: Panel) -> str:
     series = _series(table, panel)
     chart = line_chart(series, title=panel.title)
-    return _figure(panel, series, chart) if chart else ""
+    return figure(panel, series, chart) if chart else ""
 
 
 def _series(table: MetricsTable, panel: Panel) -> list[Series]:
@@ -140,8 +146,9 @@ def _series(table: MetricsTable, panel: Panel) -> list[Series]:
     return found
 
 
-def _figure(panel: Panel, series: Sequence[Series], chart: str) -> str:
-    legend = "".join(f'<i class="c{index}"></i>{escape(one.label)}' for index, one in enumerate(series))
+def figure(panel: Panel, series: Sequence[Series], chart: str) -> str:
+    """A chart with its title, unit and legend."""
+    legend = "".join(f'<i class="{colour(i)}"></i>{escape(one.label)}' for i, one in enumerate(series))
     unit = f'<span class="soft">{escape(panel.unit)}</span>' if panel.unit else ""
     caption = f"<figcaption>{escape(panel.title)}{unit}</figcaption>"
     return f'<figure>{caption}<div class="legend">{legend}</div>{chart}</figure>'
@@ -159,13 +166,13 @@ def _time(table: MetricsTable) -> str:
             values = [by_step.get(step, 0.0) for step in steps]
             series.append(Series(label=label_of(panel, name), steps=steps, values=values))
     chart = stack_chart(series, title=panel.title)
-    return _figure(panel, series, chart) + _time_table(table, len(steps))
+    return figure(panel, series, chart) + _time_table(table, len(steps))
 
 
 def _time_table(table: MetricsTable, num_steps: int) -> str:
     total_s = math.fsum(table.series("timing_s/step")[1])
     rows = []
-    for name in _phase_order([n for n in table.columns if n.startswith("timing_s/")]):
+    for name in phase_order([n for n in table.columns if n.startswith("timing_s/")]):
         path = name.removeprefix("timing_s/")
         values = table.series(name)[1]
         if path == "step" or not values:
@@ -183,7 +190,7 @@ def _time_table(table: MetricsTable, num_steps: int) -> str:
     return f"<p></p><table><thead><tr>{head}<th></th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _phase_order(names: Sequence[str]) -> list[str]:
+def phase_order(names: Sequence[str]) -> list[str]:
     """Each phase followed by the phases inside it, siblings in the order in which they were first logged."""
     ordered: list[str] = []
 
@@ -216,17 +223,16 @@ def _cell(value: float) -> str:
 
 def _metric_table(table: MetricsTable) -> str:
     rows = _summary_rows(table, table.columns).replace("<tbody>", '<tbody id="metric-rows">')
-    return f'<div class="bar-row"><input type="search" id="metric-query" placeholder="filter metrics"></div>{rows}'
+    return METRIC_FILTER + rows
 
 
-def _rollouts(data: RunData) -> str:
-    if not data.rollouts:
+def rollouts_section(records: Sequence[dict[str, Any]], num_rollouts: int) -> str:
+    """The form that searches the records, and where they appear."""
+    if not records:
         return ""
     shortened = ""
-    if len(data.rollouts) < data.num_rollouts:
-        shortened = (
-            f'<p class="soft">{len(data.rollouts)} of {data.num_rollouts} kept samples, spread over the run.</p>'
-        )
+    if len(records) < num_rollouts:
+        shortened = f'<p class="soft">{len(records)} of {num_rollouts} kept samples, spread over the run.</p>'
     return (
         f'{shortened}<div class="bar-row"><input type="search" id="query" placeholder="search prompts and responses">'
         '<label>reward <input type="number" id="low" step="any" placeholder="from"> '

@@ -10,6 +10,7 @@ from itertools import pairwise
 from ..tracking.summary import smooth
 
 MAX_POINTS = 300
+NUM_COLOURS = 12
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 8.0, 24.0
 
 
@@ -42,6 +43,11 @@ class _Scale:
     def y(self, value: float) -> float:
         inner = self.height - _TOP - _BOTTOM
         return _TOP + inner * (1 - (value - self.low) / (self.high - self.low))
+
+
+def colour(index: int) -> str:
+    """Class of the colour of a series; after the twelfth they come again."""
+    return f"c{index % NUM_COLOURS}"
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -89,24 +95,32 @@ def line_chart(series: Sequence[Series], *, title: str, width: float = 360.0, he
     values = [value for one in shown for value in one.values]
     ticks = nice_ticks(min(values), max(values))
     scale = _scale(shown, ticks, width, height)
-    parts = [_frame(scale, ticks, [(scale.x(step), step) for step in _step_ticks(scale.first, scale.last)])]
+    parts = [_frame(scale, ticks, [(scale.x(step), str(step)) for step in _step_ticks(scale.first, scale.last)])]
     for index, one in enumerate(shown):
         points = [(scale.x(step), scale.y(value)) for step, value in zip(one.steps, one.values, strict=True)]
         noisy = len(shown) == 1 and len(points) >= 10
-        parts.append(_polyline(points, f"line c{index}{' raw' if noisy else ''}"))
+        parts.append(_polyline(points, f"line {colour(index)}{' raw' if noisy else ''}"))
         if noisy:
             smoothed = zip(one.steps, smooth(list(one.values)), strict=True)
-            parts.append(_polyline([(scale.x(step), scale.y(value)) for step, value in smoothed], f"line c{index}"))
+            parts.append(
+                _polyline([(scale.x(step), scale.y(value)) for step, value in smoothed], f"line {colour(index)}")
+            )
         small = " few" if len(points) <= 20 else ""
         for (x, y), step, value in zip(points, one.steps, one.values, strict=True):
             tip = escape(f"{one.label}, step {step}: {value:.6g}")
-            place = f'class="dot c{index}{small}" cx="{x:.1f}" cy="{y:.1f}" r="4"'
+            place = f'class="dot {colour(index)}{small}" cx="{x:.1f}" cy="{y:.1f}" r="4"'
             parts.append(f"<circle {place}><title>{tip}</title></circle>")
     return _svg(parts, title, width, height)
 
 
-def stack_chart(series: Sequence[Series], *, title: str, width: float = 1120.0, height: float = 260.0) -> str:
-    """Bars over steps, one layer a series; all series over the same steps."""
+def stack_chart(
+    series: Sequence[Series], *, title: str, names: Sequence[str] = (), width: float = 1120.0, height: float = 260.0
+) -> str:
+    """Bars over steps, one layer a series; all series over the same steps.
+
+    Args:
+        names: what to call the bars where they are not steps; one each.
+    """
     shown = [thin(one, 120) for one in series if one.steps]
     if not shown:
         return ""
@@ -118,15 +132,17 @@ def stack_chart(series: Sequence[Series], *, title: str, width: float = 1120.0, 
     middles = [_LEFT + (i + 0.5) * slot for i in range(len(steps))]
     bar = min(40.0, 0.86 * slot)
     labelled = set(_step_ticks(steps[0], steps[-1]))
-    parts = [_frame(scale, ticks, [(x, step) for x, step in zip(middles, steps, strict=True) if step in labelled])]
+    under = list(names) or [str(step) if step in labelled else "" for step in steps]
+    bars = names or [f"step {step}" for step in steps]
+    parts = [_frame(scale, ticks, [(x, text) for x, text in zip(middles, under, strict=True) if text])]
     base = [0.0] * len(steps)
     for index, one in enumerate(shown):
         for i, value in enumerate(one.values):
             top, bottom = scale.y(base[i] + value), scale.y(base[i])
             x = middles[i] - bar / 2
-            tip = escape(f"{one.label}, step {steps[i]}: {value:.4g} s of {totals[i]:.4g} s")
+            tip = escape(f"{one.label}, {bars[i]}: {value:.4g} s of {totals[i]:.4g} s")
             parts.append(
-                f'<rect class="bar c{index}" x="{x:.1f}" y="{top:.1f}" width="{bar:.1f}" '
+                f'<rect class="bar {colour(index)}" x="{x:.1f}" y="{top:.1f}" width="{bar:.1f}" '
                 f'height="{max(0.0, bottom - top):.1f}"><title>{tip}</title></rect>'
             )
             base[i] += value
@@ -149,15 +165,15 @@ def _polyline(points: Sequence[tuple[float, float]], kind: str) -> str:
     return f'<polyline class="{kind}" points="{path}"/>'
 
 
-def _frame(scale: _Scale, ticks: Sequence[float], steps: Sequence[tuple[float, int]]) -> str:
+def _frame(scale: _Scale, ticks: Sequence[float], below: Sequence[tuple[float, str]]) -> str:
     right, bottom = scale.width - _RIGHT, scale.height - _BOTTOM
     parts = []
     for tick in ticks:
         y = scale.y(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{_LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{tick_text(tick)}</text>')
-    for x, step in steps:
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle">{step}</text>')
+    for x, text in below:
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle">{escape(text)}</text>')
     return "".join(parts)
 
 

@@ -8,8 +8,9 @@ from .metrics_table import MetricsTable
 from .panels import Panel, choose_panels
 from .summary import smooth
 
-# Okabe and Ito's colours, which stay apart for colour-blind eyes.
+# Okabe and Ito's colours, which stay apart for colour-blind eyes, and four of Tol's for those with many phases.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8a000")
+COLOURS += ("#332288", "#882255", "#44aa99", "#999933")
 _NUM_COLUMNS = 3
 
 

@@ -35,7 +35,7 @@ _WISHES = (
     _Wish(title="Loss", unit="", patterns=("actor/loss", "sft/loss", "critic/vf_loss", "critic/loss")),
     _Wish(title="Gradient norm", unit="", patterns=("actor/grad_norm", "critic/grad_norm", "sft/grad_norm")),
     _Wish(title="Throughput", unit="tokens/s per device", patterns=("perf/throughput",)),
-    _Wish(title="Step time", unit="s", patterns=("timing_s/*",), kind="stack", limit=7),
+    _Wish(title="Step time", unit="s", patterns=("timing_s/*",), kind="stack", limit=12),
     _Wish(
         title="Rollout to trainer log-prob gap",
         unit="nats",

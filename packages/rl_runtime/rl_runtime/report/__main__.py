@@ -1,0 +1,40 @@
+"""`python -m rl_runtime.report RUN_FOLDER... [output=FILE.html]`: the page of one run, or of several compared."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import ReportError
+from .comparison import write_comparison
+from .page import write_report
+
+USAGE = __doc__ or ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code: 0, or 2 for a user's mistake."""
+    outputs = [argument.partition("=")[2] for argument in arguments if argument.startswith("output=")]
+    folders = [argument for argument in arguments if not argument.startswith("output=")]
+    if not folders or any(folder.startswith("-") for folder in folders):
+        print(USAGE)
+        return 0 if any(folder in ("-h", "--help") for folder in folders) else 2
+    try:
+        if len(folders) == 1:
+            path = write_report(folders[0], *outputs[-1:])
+        else:
+            path = write_comparison(_labels(folders), outputs[-1] if outputs else "comparison.html")
+    except ReportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(path)
+    return 0
+
+
+def _labels(folders: Sequence[str]) -> dict[str, Path | str]:
+    """Folder names, or whole paths where names are the same."""
+    names = [Path(folder).resolve().name for folder in folders]
+    return {name if names.count(name) == 1 else folder: folder for name, folder in zip(names, folders, strict=True)}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
