@@ -114,7 +114,8 @@ class StepStats:
     metrics: dict[str, float]
     """The sums of all metric shares."""
     grad_norm: float
-    """Global L2 norm of the gradient before clipping, as DeepSpeed computed it inside the step."""
+    """Global L2 norm of the gradient before clipping, as DeepSpeed computed it inside the step.
+    inf where it overflowed."""
     lr: float
     """Learning rate of this step."""
     num_micro_batches: int
@@ -124,4 +125,7 @@ class StepStats:
     num_skipped_micro_batches: int = 0
     """Micro batches whose collectives were left out. Always 0: leaving one out is what makes ranks hang."""
     step_applied: bool = True
-    """False when fp16 loss scaling met an overflow and DeepSpeed left the weights alone."""
+    """False when a gradient of a bf16 or fp16 model was not finite: weights and optimizer states are as before. The
+    step counts all the same, so the learning rate goes on by the run's plan."""
+    loss_scale: float = 1.0
+    """What this step's loss was multiplied by; other than 1 in fp16 only, where an overflow halves it for the next."""

@@ -44,9 +44,13 @@ _active: CollectiveGuard | None = None
 _num_started = 0
 
 
-def is_active() -> bool:
-    """Whether a guard watches this process."""
-    return _active is not None
+def start_guard(mode: Literal["off", "auto", "lockstep", "watch"], *, stall_timeout_s: float) -> CollectiveGuard | None:
+    """A started guard; None when it is off or one is active: that one sees all groups of the process already."""
+    if mode == "off" or _active is not None:
+        return None
+    guard = CollectiveGuard(mode=mode, stall_timeout_s=stall_timeout_s)
+    guard.start()
+    return guard
 
 
 def mark(label: str) -> None:

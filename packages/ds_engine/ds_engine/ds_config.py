@@ -3,6 +3,7 @@
 from typing import Any
 
 from .config import EngineConfig, OffloadDevice
+from .loss_scale import NEVER
 
 __all__ = ["deepspeed_config"]
 
@@ -35,7 +36,14 @@ def deepspeed_config(config: EngineConfig, *, device_type: str) -> dict[str, Any
     if config.dtype == "bf16":
         settings["bf16"] = {"enabled": True}
     elif config.dtype == "fp16":
-        settings["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000}
+        # hysteresis 1: the first overflow already halves the scale.
+        settings["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "hysteresis": 1,
+            "loss_scale_window": NEVER,
+        }
     return settings
 
 

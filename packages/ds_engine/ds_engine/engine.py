@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from .agreement import agree_on_plan, sum_over_ranks
 from .attention import choose_kernel
 from .batch import Head, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs, ValueOutputs
-from .checkpointing import enable_checkpointing
-from .collective_guard import CollectiveGuard, is_active, mark
-from .compilation import compile_layers
+from .collective_guard import mark, start_guard
 from .ds_config import deepspeed_config
 from .errors import BatchError, EngineError
 from .export import NamedTensor, export_tensors
-from .loading import check_offload, load_model, torch_dtype
-from .lora import adapter_settings, adapter_tensors, adapters_off, add_adapters, has_adapters, whole_tensors
+from .loading import check_offload, load_model, prepare_model, torch_dtype
+from .lora import adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
+from .loss_scale import LossScale, check_fp16
 from .memory import EngineMemory, MemoryReport, memory_stats
-from .optimizer import build_optimizer
-from .packed_model import install_packed_forward, packed_inputs
+from .optimizer import build_optimizer, start_deepspeed
+from .packed_model import packed_inputs
 from .saved_state import load_state, save_state
 from .schedule import check_schedule, learning_rate
 
@@ -67,19 +66,12 @@ class ZeroEngine:
         check_schedule(config.optim, self._total_steps)
         self._kernel = choose_kernel(config.attention, device_type=device.type, dtype=torch_dtype(config.dtype))
         self._num_steps = 0
-        if trainable and config.lora is not None:
-            add_adapters(module, config.lora, head=head, seed=config.seed)
-        if config.gradient_checkpointing:
-            enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
-        if config.compile:
-            compile_layers(module, device_type=device.type)
-        install_packed_forward(module, log_prob_fn if head == "lm" else None)
-        if not trainable:
-            module.requires_grad_(False)
+        prepare_model(module, config, log_prob_fn=log_prob_fn, device=device, trainable=trainable, head=head)
         self._optimizer = build_optimizer(module, config.optim) if trainable else None
-        self._deepspeed = self._build_deepspeed()
+        self._deepspeed = start_deepspeed(module, self._optimizer, config, device=device)
         self._memory = EngineMemory(module, self._optimizer, self._deepspeed)
-        self._guard = self._start_guard()
+        self._loss_scale = LossScale(getattr(self._deepspeed, "optimizer", None))
+        self._guard = start_guard(config.collective_guard, stall_timeout_s=config.collective_stall_s)
 
     @classmethod
     def from_pretrained(
@@ -112,6 +104,7 @@ class ZeroEngine:
         if not dist.is_initialized():
             raise EngineError("torch.distributed is not initialised: call ds_engine.init_distributed first")
         check_offload(config.zero.offload)
+        check_fp16(config.dtype, device.type)
         settings = deepspeed_config(config, device_type=device.type)
         module = load_model(model_path, config, device=device, ds_config=settings, head=head)
         return cls(
@@ -188,6 +181,7 @@ class ZeroEngine:
         lr = learning_rate(self._num_steps, self.config.optim, self._total_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
+        loss_scale = self._loss_scale.value
         losses: list[Tensor] = []
         metrics: dict[str, list[Tensor]] = {}
         self._begin_accumulation(len(micro_batches))
@@ -200,7 +194,18 @@ class ZeroEngine:
                 self._deepspeed.step()
         mark(f"after step {self._num_steps}")
         self._num_steps += 1
-        return self._collect_stats(losses, metrics, lr=lr, num_micro=len(micro_batches), num_empty=num_empty)
+        self._loss_scale.after_step()
+        loss, totals = sum_over_ranks(losses, metrics)
+        return StepStats(
+            loss=loss,
+            metrics=totals,
+            grad_norm=float(self._deepspeed._global_grad_norm),
+            lr=lr,
+            num_micro_batches=len(micro_batches),
+            num_empty_micro_batches=num_empty,
+            step_applied=bool(self._deepspeed.was_step_applied()),
+            loss_scale=loss_scale,
+        )
 
     def _forward(self, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """The head's rows for the targets of `batch`, and a zero that depends on every parameter the pass used."""
@@ -246,20 +251,6 @@ class ZeroEngine:
     def _mark_border(self, is_last: bool) -> None:
         if not self.config.zero.step_each_micro:
             self._deepspeed.set_gradient_accumulation_boundary(is_last)
-
-    def _collect_stats(
-        self, losses: list[Tensor], metrics: dict[str, list[Tensor]], *, lr: float, num_micro: int, num_empty: int
-    ) -> StepStats:
-        loss, totals = sum_over_ranks(losses, metrics)
-        return StepStats(
-            loss=loss,
-            metrics=totals,
-            grad_norm=float(self._deepspeed._global_grad_norm),
-            lr=lr,
-            num_micro_batches=num_micro,
-            num_empty_micro_batches=num_empty,
-            step_applied=bool(self._deepspeed.was_step_applied()),
-        )
 
     # ------------------------------------------------------- state in and out
 
@@ -327,17 +318,6 @@ class ZeroEngine:
 
     # ---------------------------------------------------------------- setup
 
-    def _build_deepspeed(self) -> Any:
-        import deepspeed
-
-        if self._optimizer is None and self.zero_stage < 3:
-            return self.module  # whole and frozen: nothing is left for DeepSpeed to do
-        settings = deepspeed_config(self.config, device_type=self.device.type)
-        if self._optimizer is None:
-            settings["zero_optimization"].pop("offload_optimizer", None)
-        engine, _, _, _ = deepspeed.initialize(model=self.module, optimizer=self._optimizer, config=settings)
-        return engine
-
     def _require_optimizer(self, method: str) -> torch.optim.Optimizer:
         if self._optimizer is None:
             raise EngineError(f"{method} needs an engine built with trainable=True")
@@ -350,11 +330,3 @@ class ZeroEngine:
     def _require_head(self, head: Head, method: str) -> None:
         if self.head != head:
             raise EngineError(f"{method} needs an engine built with head={head!r}; this one has head={self.head!r}")
-
-    def _start_guard(self) -> CollectiveGuard | None:
-        mode = self.config.collective_guard
-        if mode == "off" or is_active():  # one guard sees all groups of the process, so a second engine needs none
-            return None
-        guard = CollectiveGuard(mode=mode, stall_timeout_s=self.config.collective_stall_s)
-        guard.start()
-        return guard

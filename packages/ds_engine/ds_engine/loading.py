@@ -11,14 +11,17 @@ import torch
 from torch import nn
 
 from .attention import ATTENTION_NAME, register_packed_attention
+from .checkpointing import enable_checkpointing
+from .compilation import compile_layers
 from .errors import EngineConfigError, ModelError
-from .packed_model import VALUE_HEAD
+from .lora import add_adapters
+from .packed_model import VALUE_HEAD, install_packed_forward
 
 if TYPE_CHECKING:
-    from .batch import Head
+    from .batch import Head, LogProbFn
     from .config import EngineConfig, OffloadConfig
 
-__all__ = ["check_offload", "load_model", "torch_dtype"]
+__all__ = ["check_offload", "load_model", "prepare_model", "torch_dtype"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -68,6 +71,32 @@ def load_model(
         return model.to(device)
     _restore_fp32_buffers(model)
     return model
+
+
+def prepare_model(
+    module: nn.Module,
+    config: EngineConfig,
+    *,
+    log_prob_fn: LogProbFn | None,
+    device: torch.device,
+    trainable: bool,
+    head: Head,
+) -> None:
+    """Make of a loaded model, in place, the one to be trained: adapters, recomputed or compiled layers, packed calls.
+
+    Raises:
+        ModelError: the architecture lacks what is needed for one of these.
+        EngineConfigError: a setting cannot work here.
+    """
+    if trainable and config.lora is not None:
+        add_adapters(module, config.lora, head=head, seed=config.seed)
+    if config.gradient_checkpointing:
+        enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
+    if config.compile:
+        compile_layers(module, device_type=device.type)
+    install_packed_forward(module, log_prob_fn if head == "lm" else None)
+    if not trainable:
+        module.requires_grad_(False)
 
 
 def _read_folder(model_path: str, dtype: torch.dtype, head: Head, *, seed: int) -> nn.Module:

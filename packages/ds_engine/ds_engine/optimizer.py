@@ -1,4 +1,4 @@
-"""AdamW over what is trained, with weight decay where it belongs."""
+"""AdamW over what is trained, with weight decay where it belongs, and DeepSpeed around it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from .config import OptimConfig
+from .ds_config import deepspeed_config
+from .step_norms import batch_step_norms
 
-__all__ = ["build_optimizer", "parameter_groups"]
+if TYPE_CHECKING:
+    from .config import EngineConfig, OptimConfig
+
+__all__ = ["build_optimizer", "parameter_groups", "start_deepspeed"]
 
 
 def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
@@ -32,3 +35,19 @@ def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, An
     vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def start_deepspeed(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, config: EngineConfig, *, device: torch.device
+) -> Any:
+    """DeepSpeed's engine for `module`, whose parameters it takes over; without `optimizer` the model is frozen."""
+    import deepspeed
+
+    if optimizer is None and config.zero.stage < 3:
+        return module  # whole and frozen: nothing is left for DeepSpeed to do
+    settings = deepspeed_config(config, device_type=device.type)
+    if optimizer is None:
+        settings["zero_optimization"].pop("offload_optimizer", None)
+    engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    batch_step_norms(engine.optimizer)
+    return engine

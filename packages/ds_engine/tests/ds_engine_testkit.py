@@ -106,13 +106,26 @@ def reference_training(
     grad_clip: float | None = 1.0,
     temperature: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    weight_decay: float = 0.0,
+    adapters: Path | None = None,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """(weights, losses, grad norms) of plain PyTorch: no packing, no DeepSpeed, full logits, one process."""
+    """(weights, losses, grad norms) of plain PyTorch: no packing, no DeepSpeed, full logits, one process.
+
+    Weights decay unless they belong to a norm or are biases. With `adapters`, a PEFT folder, these alone are trained;
+    the weights are then PEFT's own: adapters under the names of its files, and merged ones.
+    """
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
+    if adapters is not None:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, adapters, is_trainable=True)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=eps, weight_decay=0.0)
+    decayed = [p for n, p in model.named_parameters() if p.requires_grad and "norm" not in n and "bias" not in n]
+    others = [p for n, p in model.named_parameters() if p.requires_grad and ("norm" in n or "bias" in n)]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, eps=eps)
     losses, norms = [], []
     for samples in steps:
         total = torch.zeros(())
@@ -129,7 +142,11 @@ def reference_training(
         optimizer.step()
         losses.append(total.item())
         norms.append(float(norm))
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, losses, norms
+    weights = {}
+    if adapters is not None:
+        weights = {name: t.clone() for name, t in peft.get_peft_model_state_dict(model).items()}
+        model = model.merge_and_unload()
+    return weights | {name: p.detach().clone() for name, p in model.named_parameters()}, losses, norms
 
 
 # ----------------------------------------------------------------------- ranks

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from ds_engine_testkit import Sample, make_batch, token_loss
 
 import ds_engine
@@ -65,6 +66,60 @@ def train(
         return {"stats": stats, "weights": weights, "outputs": outputs, "memory": engine.memory_stats()}
     finally:
         engine.close()
+
+
+def train_adapters(
+    model_path: str,
+    config: EngineConfig,
+    steps: list[list[list[Sample]]],
+    samples: list[Sample],
+    save_to: str | None = None,
+    load_from: str | None = None,
+) -> dict[str, Any]:
+    """With LoRA: log-probs with and without adapters between steps, what is exported, what a checkpoint holds."""
+    engine = build(model_path, config)
+    batch = [make_batch(samples)]
+    try:
+        if load_from is not None:
+            engine.load_checkpoint(load_from, "tag")
+        base = [engine.log_probs(batch, adapters=False)[0].log_probs_K]
+        stats = []
+        for micro in steps:
+            stats.append(engine.train_mini_batch([make_batch(m) for m in micro], weighted_loss))
+            base.append(engine.log_probs(batch, adapters=False)[0].log_probs_K)
+        if save_to is not None:
+            engine.save_checkpoint(save_to, "tag")
+        return {
+            "stats": stats,
+            "base": base,
+            "outputs": engine.log_probs(batch)[0],
+            "merged": {name: tensor.clone() for name, tensor in engine.export_parameters()},
+            "adapters": {name: tensor.clone() for name, tensor in engine.export_adapters()},
+            "settings": engine.adapter_config(),
+            "num_states": sum(s["exp_avg"].numel() for s in engine._optimizer.state.values() if "exp_avg" in s),
+        }
+    finally:
+        engine.close()
+
+
+def train_with_overflow(
+    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], factors: list[float], window: int
+) -> tuple[list[Any], list[dict[str, torch.Tensor]]]:
+    """(stats, weights after it) of each step, the loss of step i multiplied by factors[i]."""
+    # torch computes in fp16 on any CPU, only slowly, which is why DeepSpeed asks for instructions this one may lack.
+    get_accelerator().is_fp16_supported = lambda: True
+    engine = build(model_path, config)
+    engine._loss_scale._window = window
+    stats, weights = [], []
+    for micro_batches, factor in zip(steps, factors, strict=True):
+
+        def loss_fn(outputs: Any, batch: Any, factor: float = factor) -> LossOutput:
+            return LossOutput(loss=weighted_loss(outputs, batch).loss * factor)
+
+        stats.append(engine.train_mini_batch([make_batch(m) for m in micro_batches], loss_fn))
+        weights.append({name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)})
+    engine.close()
+    return stats, weights
 
 
 def squared_error(outputs: Any, batch: Any) -> LossOutput:
