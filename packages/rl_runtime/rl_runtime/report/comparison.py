@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import yaml
 
 from ..errors import ReportError
 from ..tracking.metrics_table import MetricsTable, atomic_write
-from ..tracking.panels import Panel, choose_panels
+from ..tracking.panels import choose_panels, single_panels
 from ..tracking.summary import tail_mean
 from .data import MAX_ROLLOUTS, RunData, read_run, spread
 from .page import METRIC_FILTER, assemble, figure, phase_order, rollouts_section
@@ -27,16 +26,7 @@ _OVERVIEW = (
     ("rollout/log_prob_mismatch", "log-prob gap, last five", "{:.2g}"),
 )
 _PEAKS = ("perf/max_memory_reserved_gb", "memory/host_peak_gib")
-_SECTION_OF = {"Memory": "memory", "Rollout to trainer log-prob gap": "mismatch"}
 _FIXED_KEYS = ("trainer.experiment", "trainer.output_dir")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparisonPanel:
-    """One metric over all runs that have it."""
-
-    section: str
-    panel: Panel
 
 
 def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title: str = "Comparison") -> Path:
@@ -60,7 +50,6 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
 def render_comparison(runs: Mapping[str, RunData], *, title: str) -> str:
     """The whole page as text."""
     tables = {label: run.table for label, run in runs.items()}
-    panels = comparison_panels(list(tables.values()))
     each = MAX_ROLLOUTS // len(runs)
     records: list[dict[str, Any]] = [
         {**record, "run": label} for label, run in runs.items() for record in spread(run.rollouts, each)
@@ -69,42 +58,37 @@ def render_comparison(runs: Mapping[str, RunData], *, title: str) -> str:
     sections = [
         ("overview", "Overview", _overview(tables)),
         ("config", "What the runs do not share", _differences({k: run.config_text for k, run in runs.items()})),
-        ("curves", "Curves", _figures(tables, panels, "curves")),
+        ("curves", "Curves", _figures(tables, "curves")),
         ("time", "Where the time goes", _time(tables)),
-        ("memory", "Memory", _figures(tables, panels, "memory")),
-        ("mismatch", "Rollout and trainer", _figures(tables, panels, "mismatch")),
+        ("memory", "Memory", _figures(tables, "memory")),
+        ("mismatch", "Rollout and trainer", _figures(tables, "mismatch")),
         ("rollouts", "Rollouts", rollouts_section(records, sum(run.num_rollouts for run in runs.values()))),
         ("metrics", "All metrics", _metrics(tables)),
     ]
     return assemble(title, f'<p class="soft">{len(runs)} runs</p>', sections, records)
 
 
-def comparison_panels(tables: Sequence[MetricsTable]) -> list[ComparisonPanel]:
-    """One picture for each of the main metrics, in the order of a run's own page."""
-    columns = list(dict.fromkeys(name for table in tables for name in table.columns))
-    found = []
-    for panel in choose_panels(columns, limit=24):
-        names = ("timing_s/step",) if panel.kind == "stack" else panel.metrics
-        for name in names:
-            unit = "GB" if name.endswith("_gb") else panel.unit
-            own = replace(panel, title=name, unit=unit, metrics=(name,), kind="line")
-            found.append(ComparisonPanel(section=_SECTION_OF.get(panel.title, "curves"), panel=own))
-    return found
-
-
-def _figures(tables: Mapping[str, MetricsTable], panels: Sequence[ComparisonPanel], section: str) -> str:
+def _figures(tables: Mapping[str, MetricsTable], section: str) -> str:
+    columns = list(dict.fromkeys(name for table in tables.values() for name in table.columns))
     figures = []
-    for one in panels:
-        (name,) = one.panel.metrics
+    for panel in single_panels(columns):
+        (name,) = panel.metrics
+        if _section_of(name) != section:
+            continue
         series = [
             Series(label=label, steps=steps, values=values)
             for label, table in tables.items()
             for steps, values in [table.series(name)]
         ]
-        # Runs without the metric stay in the list, so that a run has one colour all over the page.
-        if one.section == section and (chart := line_chart(series, title=name)):
-            figures.append(figure(one.panel, series, chart))
+        if chart := line_chart(series, title=name):
+            figures.append(figure(panel, series, chart))
     return f'<div class="grid3">{"".join(figures)}</div>' if figures else ""
+
+
+def _section_of(metric: str) -> str:
+    if "memory" in metric:
+        return "memory"
+    return "mismatch" if "mismatch" in metric else "curves"
 
 
 def _overview(tables: Mapping[str, MetricsTable]) -> str:

@@ -96,7 +96,9 @@ def line_chart(series: Sequence[Series], *, title: str, width: float = 360.0, he
     ticks = nice_ticks(min(values), max(values))
     scale = _scale(shown, ticks, width, height)
     parts = [_frame(scale, ticks, [(scale.x(step), str(step)) for step in _step_ticks(scale.first, scale.last)])]
-    for index, one in enumerate(shown):
+    for index, one in enumerate(thin(one) for one in series):  # an empty one keeps its colour
+        if not one.steps:
+            continue
         points = [(scale.x(step), scale.y(value)) for step, value in zip(one.steps, one.values, strict=True)]
         noisy = len(shown) == 1 and len(points) >= 10
         parts.append(_polyline(points, f"line {colour(index)}{' raw' if noisy else ''}"))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import TrackingConfig
-    from .curves import write_curves
+    from .curves import write_compared_curves, write_curves
     from .metrics_table import MetricsTable
     from .progress import Progress
     from .rollouts import read_rollouts, write_rollouts
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "TrackingConfig": ".config",
+    "write_compared_curves": ".curves",
     "write_curves": ".curves",
     "MetricsTable": ".metrics_table",
     "Progress": ".progress",
@@ -41,6 +42,7 @@ __all__ = [
     "read_rollouts",
     "summarise",
     "tail_mean",
+    "write_compared_curves",
     "write_curves",
     "write_rollouts",
 ]

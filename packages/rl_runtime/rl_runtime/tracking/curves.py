@@ -1,16 +1,20 @@
-"""`curves.png`: the main metrics of a run in one picture."""
+"""`curves.png`: the main metrics of a run, or of several, in one picture."""
 
+import itertools
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .metrics_table import MetricsTable
-from .panels import Panel, choose_panels
+from .panels import Panel, choose_panels, single_panels
 from .summary import smooth
 
 # Okabe and Ito's colours, which stay apart for colour-blind eyes, and four of Tol's for those with many phases.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8a000")
-COLOURS += ("#332288", "#882255", "#44aa99", "#999933")
+COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8a000"),
+    *("#332288", "#882255", "#44aa99", "#999933"),
+)
 _NUM_COLUMNS = 3
 
 
@@ -20,10 +24,21 @@ def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | 
     Returns None, and writes nothing, for a table without finite values. Uses matplotlib without its global state, so
     it can run in any thread.
     """
+    panels = [p for p in choose_panels(table.columns) if any(table.series(name)[0] for name in p.metrics)]
+    return _write_grid(panels, path, title, lambda axes, panel: _draw_panel(axes, table, panel))
+
+
+def write_compared_curves(tables: Mapping[str, MetricsTable], path: Path, *, title: str = "") -> Path | None:
+    """The same for several runs by their names: a plot for each main metric, a line for each run."""
+    columns = list(dict.fromkeys(name for table in tables.values() for name in table.columns))
+    panels = [p for p in single_panels(columns)[:12] if any(table.series(p.metrics[0])[0] for table in tables.values())]
+    return _write_grid(panels, path, title, lambda axes, panel: _draw_runs(axes, tables, panel))
+
+
+def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[[Any, Panel], None]) -> Path | None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = [p for p in choose_panels(table.columns) if any(table.series(name)[0] for name in p.metrics)]
     if not panels:
         return None
     num_columns = min(_NUM_COLUMNS, len(panels))
@@ -35,7 +50,11 @@ def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | 
     grid = figure.subplots(num_rows, num_columns, squeeze=False)
     for index, axes in enumerate(grid.flat):
         if index < len(panels):
-            _draw_panel(axes, table, panels[index])
+            _frame_panel(axes, panels[index])
+            draw(axes, panels[index])
+            axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useOffset=False)
+            axes.yaxis.get_offset_text().set_fontsize(7)
+            axes.margins(x=0.02)
         else:
             axes.set_visible(False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -54,7 +73,7 @@ def label_of(panel: Panel, name: str) -> str:
     return "/".join(parts[shared:]) if others else name
 
 
-def _draw_panel(axes: Any, table: MetricsTable, panel: Panel) -> None:
+def _frame_panel(axes: Any, panel: Panel) -> None:
     axes.set_title(panel.title, fontsize=9.5, loc="left", fontweight="bold")
     axes.set_xlabel("step", fontsize=8)
     axes.set_ylabel(panel.unit, fontsize=8)
@@ -63,13 +82,21 @@ def _draw_panel(axes: Any, table: MetricsTable, panel: Panel) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _draw_panel(axes: Any, table: MetricsTable, panel: Panel) -> None:
     if panel.kind == "stack":
         _draw_stack(axes, table, panel)
     else:
         _draw_lines(axes, table, panel)
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useOffset=False)
-    axes.yaxis.get_offset_text().set_fontsize(7)
-    axes.margins(x=0.02)
+
+
+def _draw_runs(axes: Any, tables: Mapping[str, MetricsTable], panel: Panel) -> None:
+    for (label, table), colour in zip(tables.items(), itertools.cycle(COLOURS), strict=False):
+        steps, values = table.series(panel.metrics[0])
+        marker = "o" if len(values) <= 10 else None
+        axes.plot(steps, values, color=colour, linewidth=1.4, marker=marker, markersize=3.5, label=label)
+    axes.legend(fontsize=6.5, frameon=False, loc="best")
 
 
 def _draw_lines(axes: Any, table: MetricsTable, panel: Panel) -> None:

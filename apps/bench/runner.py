@@ -1,0 +1,153 @@
+"""Runs one case as a process of its own, again if it failed, and keeps what it wrote as `<folder>/<case>`."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from apps.bench.plan import Case
+from apps.bench.results import Reached, read_reached
+from rl_runtime import InputError
+from rl_runtime.environment import python_path
+
+RECORD = "case.json"
+USER_MISTAKE = 2
+"""Exit code of an app that refused its arguments."""
+
+Command = Callable[[Case], Sequence[str]]
+"""What starts a case, without folder and name."""
+
+
+def app_command(case: Case) -> list[str]:
+    """The case's app, on this Python."""
+    return [sys.executable, "-m", f"apps.{case.app}.main", *case.arguments]
+
+
+def finished(case: Case, folder: Path) -> Reached | None:
+    """What the case reached if it has completed before, with the same arguments."""
+    record = _record(folder / case.name)
+    if record.get("exit_code") != 0 or record.get("arguments") != list(case.arguments):
+        return None
+    return read_reached(
+        folder / case.name, status="completed", attempts=record["attempts"], wall_s=float(record["wall_s"])
+    )
+
+
+def run_case(
+    case: Case,
+    folder: Path,
+    *,
+    retries: int,
+    timeout_s: float,
+    on_progress: Callable[[Reached], None],
+    command: Command = app_command,
+) -> Reached:
+    """Runs a case up to `1 + retries` times; its last run folder ends as `<folder>/<case>`, with or without success.
+
+    Raises:
+        rl_runtime.InputError: the app refused its arguments, as it would every time.
+    """
+    started = time.monotonic()
+    for attempt in range(1, retries + 2):
+        work = _new_attempt(folder, case.name)
+
+        def watch(work: Path = work, attempt: int = attempt) -> None:
+            run = _run_folder(work)
+            wall_s = time.monotonic() - started
+            on_progress(read_reached(run or work, status="running", attempts=attempt, wall_s=wall_s))
+
+        arguments = [*command(case), f"trainer.output_dir={work}", f"trainer.experiment={case.name}"]
+        exit_code = _run(arguments, work / "output.log", timeout_s=timeout_s, watch=watch)
+        last = attempt == retries + 1
+        if exit_code == USER_MISTAKE:
+            lines = (work / "output.log").read_text(errors="replace").splitlines()
+            raise InputError(f"case {case.name} was refused: " + "\n".join(lines[-5:]).removeprefix("error: "))
+        if exit_code == 0 or last:
+            break
+    wall_s = time.monotonic() - started
+    record = {"arguments": list(case.arguments), "exit_code": exit_code, "attempts": attempt, "wall_s": wall_s}
+    _keep(work, folder / case.name, record, failed=exit_code != 0)
+    done = read_reached(folder / case.name, status="completed", attempts=attempt, wall_s=wall_s)
+    if exit_code != 0 or done.last_step < case.steps:
+        return read_reached(folder / case.name, status="failed", attempts=attempt, wall_s=wall_s)
+    return done
+
+
+def _run(arguments: Sequence[str], log: Path, *, timeout_s: float, watch: Callable[[], None]) -> int:
+    """Exit code of a process whose output goes to `log`; it is ended when this one is interrupted or time is up."""
+    deadline = time.monotonic() + timeout_s
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": python_path()},
+            # Ctrl-C reaches this process alone, which then ends the case: it has processes of its own to end first.
+            start_new_session=True,
+        )
+        try:
+            while True:
+                try:
+                    return process.wait(timeout=1.0)
+                except subprocess.TimeoutExpired:
+                    watch()
+                if time.monotonic() > deadline:
+                    output.write(f"\ngiven up after {timeout_s:.0f} s\n".encode())
+                    return -signal.SIGALRM
+        finally:
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    for number, patience_s in ((signal.SIGTERM, 60.0), (signal.SIGKILL, 10.0)):
+        if process.poll() is not None:
+            return
+        process.send_signal(number)
+        try:
+            process.wait(timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _new_attempt(folder: Path, name: str) -> Path:
+    number = 1
+    while (work := folder / "attempts" / f"{name}_{number}").exists():
+        number += 1
+    work.mkdir(parents=True)
+    return work
+
+
+def _run_folder(work: Path) -> Path | None:
+    return next((path for path in work.iterdir() if path.is_dir()), None)
+
+
+def _keep(work: Path, target: Path, record: dict[str, Any], *, failed: bool) -> None:
+    """The attempt's run folder becomes the case's; a failed one's output stays beside it."""
+    run = _run_folder(work)
+    if run is None:
+        run = work / "run"
+        run.mkdir()
+    if not (run / "train.log").exists():
+        shutil.copy(work / "output.log", run / "train.log")
+    (run / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    if target.exists():
+        target.rename(_new_attempt(target.parent, target.name) / "earlier")
+    run.rename(target)
+    if not failed:
+        shutil.rmtree(work)
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if math.isfinite(float(found.get("wall_s", math.nan))) else {}
