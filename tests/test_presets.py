@@ -44,6 +44,7 @@ GSM8K = {
 DOCUMENTED: dict[tuple[str, str], dict[str, Any]] = {
     ("ppo", "gsm8k"): GSM8K,
     ("ppo", "minimal"): {**GSM8K, "trainer.total_training_steps": 20, "actor.zero.stage": 2, "critic.zero.stage": 2},
+    ("ppo", "lora"): {**GSM8K, "actor.lora.rank": 8, "actor.lora.alpha": 16, "critic.lora": None},
     ("grpo", "gsm8k"): {
         "model.path": "Qwen/Qwen3-0.6B",
         "data.max_prompt_length": 256,

@@ -101,6 +101,7 @@ def _case(
             *(switches if stage == 2 else ()),
             f"trainer.seed={seed}",
             f"trainer.total_training_steps={config.steps}",
+            "trainer.export_model=false",
             *config.overrides,
         ),
     )

@@ -1,5 +1,6 @@
 """Runs one case as a process of its own, again if it failed, and keeps what it wrote as `<folder>/<case>`."""
 
+import contextlib
 import json
 import math
 import os
@@ -143,6 +144,8 @@ def _keep(work: Path, target: Path, record: dict[str, Any], *, failed: bool) -> 
     run.rename(target)
     if not failed:
         shutil.rmtree(work)
+        with contextlib.suppress(OSError):  # an earlier attempt is in it
+            work.parent.rmdir()
 
 
 def _record(folder: Path) -> dict[str, Any]:

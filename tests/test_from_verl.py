@@ -1,0 +1,134 @@
+"""docs/from-verl.md: every key and knob of the required documents is in it, and everything it names here exists."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from apps.bench.config import SixCaseConfig, StageGateConfig
+from apps.grpo.config import GrpoConfig
+from apps.ppo.config import PpoConfig
+from apps.sft.config import SftConfig
+from rl_runtime import load_config
+
+REPO = Path(__file__).resolve().parents[1]
+DOCUMENT = REPO / "docs" / "from-verl.md"
+APPS: dict[str, type] = {"ppo": PpoConfig, "grpo": GrpoConfig, "sft": SftConfig}
+BENCHMARKS: dict[str, type] = {"six_case": SixCaseConfig, "stage_gate": StageGateConfig}
+
+# What the documents name, by document; they are not part of the repository.
+NAMED = """
+VERL_ENABLE_PARAM_OFFLOAD VERL_DS_ZERO2_FP32_ACCUM_PATCH VERL_DS_ZERO2_STEP_EACH_MICRO DATA_TRAIN DATA_VAL
+CUDA_VISIBLE_DEVICES
+actor@actor_rollout_ref.actor critic actor_rollout_ref.actor.strategy trainer.use_legacy_worker_impl
+actor_rollout_ref.rollout.name actor_rollout_ref.rollout.mode actor_rollout_ref.rollout.load_format
+actor_rollout_ref.rollout.tensor_model_parallel_size actor_rollout_ref.rollout.max_model_len
+actor_rollout_ref.rollout.max_num_seqs actor_rollout_ref.rollout.max_num_batched_tokens
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu actor_rollout_ref.rollout.gpu_memory_utilization
+actor_rollout_ref.rollout.n actor_rollout_ref.model.path critic.model.path actor_rollout_ref.model.trust_remote_code
+critic.model.trust_remote_code actor_rollout_ref.model.enable_gradient_checkpointing
+actor_rollout_ref.model.use_remove_padding actor_rollout_ref.actor.ppo_mini_batch_size critic.ppo_mini_batch_size
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu critic.ppo_micro_batch_size_per_gpu
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu critic.ppo_max_token_len_per_gpu actor_rollout_ref.actor.use_kl_loss
+actor_rollout_ref.actor.deepspeed.zero_stage actor_rollout_ref.actor.deepspeed.offload
+critic.deepspeed_config.zero_stage critic.deepspeed_config.offload critic.enable
+algorithm.use_kl_in_reward algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo
+reward.reward_kwargs.method reward.reward_kwargs.format_score reward.reward_kwargs.score reward.num_workers
+data.train_files data.val_files data.train_batch_size data.max_prompt_length data.max_response_length
+data.trust_remote_code data.filter_overlong_prompts
+trainer.n_gpus_per_node trainer.nnodes trainer.save_freq trainer.test_freq trainer.val_before_train
+trainer.total_training_steps trainer.logger trainer.experiment_name
+zero1_no_offload zero2_no_offload zero3_no_offload zero1_cpu_offload zero2_cpu_offload zero3_cpu_offload grpo_fix_60
+
+actor_rollout_ref.actor.ulysses_sequence_parallel_size critic.ulysses_sequence_parallel_size
+ulysses_sequence_parallel_size lora_rank max_lora_rank --enable_lora max_new_tokens temp gpu_memory_utilization
+
+SEED STEPS RUN_TAG SEEDS ZERO2_STEP_EACH_MICRO run_ds_zero_six_case_bench.sh run_ds_zero12_seed_gate_bench.sh
+summary.tsv compare.tsv overall.tsv train.log
+
+distributed_type num_processes mixed_precision zero_stage offload_optimizer_device offload_param_device
+gradient_accumulation_steps gradient_clipping zero3_init_flag zero3_save_16bit_model per_device_train_batch_size
+per_device_eval_batch_size num_generations max_completion_length stage3_max_live_parameters
+stage3_max_reuse_distance overlap_comm reduce_bucket_size deepspeed_multinode_launcher NCCL_DEBUG --config_file
+--model_path submit_preprocessing_deepseek.slurm submit_sft_deepseek.slurm submit_grpo_deepseek.slurm train_sft.py
+train_grpo.py
+
+critic/score/mean perf/throughput perf/max_memory_reserved_gb timing_s/step actor/skipped_inactive_micro
+"""
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """The three cells of every row of every table."""
+    lines = [
+        line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ") and not line.startswith("| ---")
+    ]
+    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
+    assert all(len(row) == 3 for row in cells), [row for row in cells if len(row) != 3]
+    return [(row[0], row[1], row[2]) for row in cells if row[0] != "theirs"]
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def ours() -> Iterator[str]:
+    for _, here, _ in rows():
+        found = code(here)
+        assert found or here == "—", here
+        yield from found
+
+
+def test_everything_the_documents_name_has_a_row() -> None:
+    theirs = [name for row in rows() for name in code(row[0])]
+    assert [name for name in NAMED.split() if name not in theirs] == []
+    assert len(set(theirs)) == len(theirs), "a name has two rows"
+
+
+def loads(config: type, *arguments: str, app: str = "") -> None:
+    named = [argument.partition("=") for argument in arguments]
+    presets = REPO / "apps" / app / "presets"
+    files = [presets / f"{value}.yaml" for key, _, value in named if key == "preset"]
+    files += [presets / "overlays" / f"{value}.yaml" for key, _, value in named if key == "overlay"]
+    values = [argument for argument in arguments if argument.partition("=")[0] not in ("preset", "overlay")]
+    load_config(config, presets=files, overrides=values)
+
+
+@pytest.mark.parametrize("text", sorted(set(ours())))
+def test_what_it_says_to_write_here_can_be_written(text: str) -> None:
+    if text.startswith("python -m"):
+        module, *arguments = text.removeprefix("python -m ").split()
+        app = module.split(".")[1]
+        if app == "bench":
+            loads(BENCHMARKS[arguments[0]], *arguments[1:])
+        else:
+            loads(APPS[app], *arguments, app=app)
+        return
+    key, equals, _ = text.partition("=")
+    words = key.split(".")
+    config: object = PpoConfig()
+    for word in words:
+        assert hasattr(config, word) or config is None, f"PpoConfig has no {key}"
+        config = getattr(config, word, None)
+    if equals:
+        loads(PpoConfig, text)
+
+
+def test_the_keys_it_mentions_in_passing_exist() -> None:
+    sections = "|".join(
+        ("actor", "critic", "batch", "rollout", "sampling", "validation", "data", "tracking", "trainer")
+    )
+    for _, _, words in rows():
+        for text in code(words):
+            if re.fullmatch(rf"({sections})\.[a-z_0-9.]+(=.*)?", text):
+                loads(PpoConfig, text if "=" in text else f"{text.rpartition('.')[0]}={{}}")
+                assert hasattr(at(text.partition("=")[0]), text.partition("=")[0].rpartition(".")[2]), text
+
+
+def at(path: str) -> object:
+    """The section that a dotted key stands in."""
+    config: object = PpoConfig()
+    for word in path.split(".")[:-1]:
+        inner = getattr(config, word)
+        config = inner if inner is not None else load_config(PpoConfig, overrides=[f"actor.{word}={{}}"]).actor.lora
+    return config
