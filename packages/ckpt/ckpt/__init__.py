@@ -4,8 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .async_saver import AsyncSaver
+    from .async_saver import AsyncSaver, rank_file
+    from .capture import Capture
+    from .deepspeed_async import DeepSpeedState
     from .deepspeed_export import export_deepspeed
+    from .deepspeed_load import loading_without_pickle
     from .errors import (
         ArchitectureMismatchError,
         CheckpointDamagedError,
@@ -18,12 +21,14 @@ if TYPE_CHECKING:
         CheckpointUsageError,
         ExportError,
         UnsupportedFormatError,
+        UntrustedFileError,
     )
     from .hf_export import HfExport, save_hf_folder
     from .manager import Checkpoint, CheckpointManager
     from .manifest import FileEntry, Manifest, Problem, describe_files, verify_folder
     from .models import check_model, describe_model
     from .packages import package_versions
+    from .rank_notes import Ranks
     from .remote import RemoteCheckpoints
     from .retention import Retention
     from .rng import capture_rng, restore_rng
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArchitectureMismatchError",
     "AsyncSaver",
+    "Capture",
     "Checkpoint",
     "CheckpointDamagedError",
     "CheckpointError",
@@ -42,21 +48,26 @@ __all__ = [
     "CheckpointSpaceError",
     "CheckpointStateError",
     "CheckpointUsageError",
+    "DeepSpeedState",
     "ExportError",
     "FileEntry",
     "HfExport",
     "Manifest",
     "Problem",
+    "Ranks",
     "RemoteCheckpoints",
     "Retention",
     "UnsupportedFormatError",
+    "UntrustedFileError",
     "capture_rng",
     "check_model",
     "describe_files",
     "describe_model",
     "export_deepspeed",
     "load_state_dict",
+    "loading_without_pickle",
     "package_versions",
+    "rank_file",
     "restore_rng",
     "save_hf_folder",
     "save_state_dict",
@@ -66,6 +77,7 @@ __all__ = [
 _EXPORTS = {
     "ArchitectureMismatchError": ".errors",
     "AsyncSaver": ".async_saver",
+    "Capture": ".capture",
     "Checkpoint": ".manager",
     "CheckpointDamagedError": ".errors",
     "CheckpointError": ".errors",
@@ -76,21 +88,26 @@ _EXPORTS = {
     "CheckpointSpaceError": ".errors",
     "CheckpointStateError": ".errors",
     "CheckpointUsageError": ".errors",
+    "DeepSpeedState": ".deepspeed_async",
     "ExportError": ".errors",
     "FileEntry": ".manifest",
     "HfExport": ".hf_export",
     "Manifest": ".manifest",
     "Problem": ".manifest",
+    "Ranks": ".rank_notes",
     "RemoteCheckpoints": ".remote",
     "Retention": ".retention",
     "UnsupportedFormatError": ".errors",
+    "UntrustedFileError": ".errors",
     "capture_rng": ".rng",
     "check_model": ".models",
     "describe_files": ".manifest",
     "describe_model": ".models",
     "export_deepspeed": ".deepspeed_export",
     "load_state_dict": ".state_dicts",
+    "loading_without_pickle": ".deepspeed_load",
     "package_versions": ".packages",
+    "rank_file": ".async_saver",
     "restore_rng": ".rng",
     "save_hf_folder": ".hf_export",
     "save_state_dict": ".state_dicts",

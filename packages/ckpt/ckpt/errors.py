@@ -10,7 +10,8 @@ CheckpointError
 ├── CheckpointStateError (also ValueError)      the state cannot be written as JSON
 ├── CheckpointUsageError (also ValueError)      calls out of order, or an argument out of range
 ├── ExportError (also ValueError)               a Hugging Face export cannot be made
-└── UnsupportedFormatError (also ValueError)    the checkpoint's format is newer than this package
+├── UnsupportedFormatError (also ValueError)    the checkpoint's format is newer than this package
+└── UntrustedFileError (also ValueError)        a file holds more than tensors and plain values
 
 All of them survive pickling, attributes included, because they cross process borders.
 """
@@ -76,3 +77,7 @@ class ExportError(CheckpointError, ValueError):
 
 class UnsupportedFormatError(CheckpointError, ValueError):
     """The checkpoint was written in a format this version does not read."""
+
+
+class UntrustedFileError(CheckpointError, ValueError):
+    """A file holds more than tensors and plain values; nothing of it was executed."""

@@ -204,7 +204,7 @@ class CheckpointManager:
             self._withdraw(step)
         publish_folder(partial, final)
         self._point_latest()
-        return self._read(step)
+        return self.read(step)
 
     def abandon(self, step: int) -> None:
         """Delete what was written for a prepared step that will not be published."""
@@ -259,7 +259,7 @@ class CheckpointManager:
         problems = check_files(self._final(step), manifest, [STATE_NAME])
         if problems:
             self._raise_damaged(step, tuple(problems))
-        return self._read(step)
+        return self.read(step)
 
     def load(self, step: int) -> Checkpoint:
         """A published checkpoint, after reading every file of it and comparing it with the manifest.
@@ -270,7 +270,7 @@ class CheckpointManager:
         problems = self.verify(step)
         if problems:
             self._raise_damaged(step, problems)
-        return self._read(step)
+        return self.read(step)
 
     def verify(self, step: int) -> tuple[Problem, ...]:
         """What is wrong with a published checkpoint; empty when nothing is. Raises CheckpointNotFoundError."""
@@ -283,7 +283,7 @@ class CheckpointManager:
     def newest_good(self) -> Checkpoint | None:
         """The newest checkpoint that verifies, None when there is none. Reads every file of those it tries."""
         step = self._newest_good_step(skip=())
-        return None if step is None else self._read(step)
+        return None if step is None else self.read(step)
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a published checkpoint. Raises CheckpointDamagedError when it is unreadable."""
@@ -294,6 +294,11 @@ class CheckpointManager:
                 f"{self._final(step) / MANIFEST_NAME}: {error}", step=step, files=(MANIFEST_NAME,)
             ) from None
 
+    def read(self, step: int) -> Checkpoint:
+        """A published checkpoint with nothing of it checked."""
+        state = json.loads((self._final(step) / STATE_NAME).read_text(encoding="utf-8"))
+        return Checkpoint(path=self._final(step), step=step, state=state)
+
     # Inside
 
     def _final(self, step: int) -> Path:
@@ -301,10 +306,6 @@ class CheckpointManager:
 
     def _partial(self, step: int) -> Path:
         return self.root / (PARTIAL_PREFIX + folder_name(step))
-
-    def _read(self, step: int) -> Checkpoint:
-        state = json.loads((self._final(step) / STATE_NAME).read_text(encoding="utf-8"))
-        return Checkpoint(path=self._final(step), step=step, state=state)
 
     def _newest_good_step(self, skip: tuple[int, ...]) -> int | None:
         for step in reversed(self.steps()):

@@ -138,13 +138,71 @@ assert manager.newest_good().step == 3
 
 @pytest.mark.parametrize("kind", ["limit", "tmpfs"])
 def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path: Path, kind: str) -> None:
-    command = [sys.executable, "-c", _FULL_DISK, str(tmp_path), kind]
+    run_on_a_full_disk(_FULL_DISK, tmp_path, kind)
+
+
+def run_on_a_full_disk(program: str, root: Path, kind: str) -> None:
+    command = [sys.executable, "-c", program, str(root), kind]
     if kind == "tmpfs":
         command = ["unshare", "-Urm", *command]
         if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], check=False).returncode:
             pytest.skip("this system does not let a test mount a small disk")
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
+
+
+_FULL_DISK_IN_THE_BACKGROUND = """
+import pathlib, resource, subprocess, sys, torch
+from ckpt import AsyncSaver, CheckpointManager, CheckpointSpaceError, DeepSpeedState, save_state_dict
+root = pathlib.Path(sys.argv[1])
+if sys.argv[2] == "tmpfs":
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(root)], check=True)
+
+class Engine:  # as much of DeepSpeed's as DeepSpeedState asks
+    checkpoint_engine = None
+    weights = torch.ones(10_000)
+    def zero_nvme_offload_optimizer(self):
+        return False
+    def save_checkpoint(self, folder, tag):
+        self.checkpoint_engine.makedirs(f"{folder}/{tag}")
+        self.checkpoint_engine.save({"module": {"w": self.weights}}, f"{folder}/{tag}/mp_rank_00_model_states.pt")
+
+manager = CheckpointManager(root)
+# The room is checked before; here it vanishes afterwards.
+manager._check_space = lambda expected_bytes: None
+engine = Engine()
+actor = DeepSpeedState(engine, lambda folder: engine.save_checkpoint(folder, "actor"))
+saver = AsyncSaver(manager)
+saver.save(1, {"actor": actor, "model": {"w": torch.ones(10_000)}})
+saver.wait()
+if sys.argv[2] == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+many = torch.ones(200_000)
+engine.weights = many
+for step, states in ((2, {"actor": actor}), (3, {"model": {"w": many}})):
+    saver.save(step, states)
+    try:
+        saver.wait()
+    except CheckpointSpaceError as error:
+        assert "bytes" in str(error) and str(root) in str(error), error
+    else:
+        raise SystemExit(f"published on a full disk: {states}")
+    assert sorted(path.name for path in root.iterdir()) == [".lock", "latest", "step_00000001"], list(root.iterdir())
+try:
+    save_state_dict(root / "alone.safetensors", {"w": many})
+except CheckpointSpaceError as error:
+    assert "alone.safetensors" in str(error), error
+assert not (root / "alone.safetensors").exists()
+assert manager.load(1).step == 1
+saver.save(4, {"model": {"w": torch.ones(10_000)}})
+saver.close()
+assert manager.newest_good().step == 4
+"""
+
+
+@pytest.mark.parametrize("kind", ["limit", "tmpfs"])
+def test_a_disk_that_fills_up_in_the_background(tmp_path: Path, kind: str) -> None:
+    run_on_a_full_disk(_FULL_DISK_IN_THE_BACKGROUND, tmp_path, kind)
 
 
 _WRITER = """

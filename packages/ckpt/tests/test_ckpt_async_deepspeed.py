@@ -1,0 +1,123 @@
+"""DeepSpeed's checkpoint, written beside training by two gloo ranks: the same files, and a resume bit for bit."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import ArchitectureMismatchError, CheckpointDamagedError, CheckpointManager, check_model
+from ckpt.deepspeed_export import iterate_deepspeed_weights
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`zero<stage>/`, folders of checkpoints of the three stages; each rank has compared and resumed already."""
+    root = tmp_path_factory.mktemp("async")
+    script = Path(__file__).with_name("ckpt_async_saver.py")
+    processes = []
+    for rank in range(2):
+        arguments = [rank, 2, root / "store", root, 1, 2, 3]
+        with (root / f"rank{rank}.log").open("w") as log:
+            command = [sys.executable, str(script), *map(str, arguments)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+    try:
+        codes = [process.wait(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0, 0], (root / "rank0.log").read_text()[-3000:] + (root / "rank1.log").read_text()[-3000:]
+    return root
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_background_checkpoints_are_deepspeeds_own(saved: Path, stage: int) -> None:
+    for rank in range(2):
+        assert json.loads((saved / f"rank{rank}.json").read_text())[str(stage)]["stall_s"] > 0
+    manager = CheckpointManager(saved / f"zero{stage}")
+    assert manager.steps() == [1, 2]
+    checkpoint = manager.load(2)
+    assert [path.name for path in manager.root.iterdir() if path.name.startswith(".")] == [".lock"]
+    ours, plain = (
+        dict(iterate_deepspeed_weights(folder))
+        for folder in (checkpoint.path / "actor" / "actor", saved / f"plain{stage}" / "actor")
+    )
+    assert ours.keys() == plain.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert all(torch.equal(ours[name], plain[name]) for name in ours)
+    # Recorded from the live engine, partitioned at stage 3 or not.
+    there = [torch.nn.Linear(33, 65), torch.nn.Tanh(), torch.nn.Linear(65, 7)]
+    assert check_model(checkpoint, "actor", torch.nn.Sequential(*there))
+    with pytest.raises(ArchitectureMismatchError, match="another shape"):
+        check_model(checkpoint, "actor", torch.nn.Sequential(*there[:2], torch.nn.Linear(65, 8)))
+
+
+def test_a_missing_rank_file_is_named(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "zero2", tmp_path / "zero2")
+    manager = CheckpointManager(tmp_path / "zero2")
+    victims = [
+        "rng.rank00001.safetensors",
+        "actor/actor/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "actor/actor/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    ]
+    found = [name for name in victims if (manager.root / "step_00000002" / name).exists()]
+    assert len(found) == 2
+    for victim in found:
+        path = manager.root / "step_00000002" / victim
+        content = path.read_bytes()
+        path.unlink()
+        with pytest.raises(CheckpointDamagedError, match=r"missing.*newest good checkpoint is step 1 ") as caught:
+            manager.load(2)
+        assert caught.value.files == (victim,)
+        path.write_bytes(content)
+    assert manager.load(2).step == 2
+
+
+class Payload:
+    """Executes something when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = str(marker)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (self._marker, "w"))
+
+
+class FakeEngine:
+    """As much of a DeepSpeed engine as loading_without_pickle asks."""
+
+    def __init__(self) -> None:
+        from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+        self.checkpoint_engine = TorchCheckpointEngine()
+        self.has_moe_layers = False
+
+    def load_universal_checkpoint(self) -> bool:
+        return False
+
+
+def test_deepspeeds_own_loading_executes_nothing(saved: Path, tmp_path: Path) -> None:
+    from ckpt import CheckpointUsageError, UntrustedFileError, loading_without_pickle
+
+    engine = FakeEngine()
+    original = engine.checkpoint_engine
+    torch.save({"module": {}, "extra": Payload(tmp_path / "marker")}, tmp_path / "mp_rank_00_model_states.pt")
+    with (
+        pytest.raises(UntrustedFileError, match=r"mp_rank_00_model_states\.pt: cannot be read safely"),
+        loading_without_pickle(engine),
+    ):
+        engine.checkpoint_engine.load(str(tmp_path / "mp_rank_00_model_states.pt"), map_location="cpu")
+    assert not (tmp_path / "marker").exists()
+    assert engine.checkpoint_engine is original
+    engine.has_moe_layers = True
+    with pytest.raises(CheckpointUsageError, match="mixtures of experts"), loading_without_pickle(engine):
+        pass
+    original.load(str(tmp_path / "mp_rank_00_model_states.pt"))
+    assert (tmp_path / "marker").exists(), "what DeepSpeed alone does"
