@@ -1,8 +1,12 @@
-"""The factor fp16 losses are multiplied by, so that small gradients do not vanish.
+"""Gradients that overflow, and the factor fp16 losses are multiplied by, so that small gradients do not vanish.
 
-DeepSpeed halves it when a gradient overflows, and skips that step. It would also double it after many good steps, but
-does so between taking a gradient's norm and dividing the gradient by the scale: every such step would be taken with
-half its gradient (at stage 3 half its norm, too). So it is told never to, and the scale is doubled here, between steps.
+DeepSpeed halves the factor when a gradient overflows, and skips that step. Two things it does are mended here:
+
+* It doubles the scale after many good steps between taking a gradient's norm and dividing the gradient by the scale:
+  every such step is taken with half its gradient (at stage 3 half its norm, too). So it is told never to, and the
+  scale is doubled here, between steps.
+* At stages 1 and 2 with optimizer offload and fp32 accumulation it keeps the overflown gradient and adds the next ones
+  to it: no step is ever applied again. So the gradient is dropped here.
 """
 
 from __future__ import annotations
@@ -35,7 +39,10 @@ class LossScale:
         return float(getattr(self._optimizer, "loss_scale", 1.0))
 
     def after_step(self) -> None:
-        """Double the scale when it is time; call it after each optimizer step, applied or not."""
+        """Drop what an overflow left, double the scale when it is time; call it after each step, applied or not."""
+        # Stage 3 has no such attribute, and clears its gradients by itself.
+        if getattr(self._optimizer, "overflow", False) and hasattr(self._optimizer, "all_grad_tensors"):
+            self._optimizer.averaged_gradients = dict.fromkeys(self._optimizer.averaged_gradients)
         scaler: Any = getattr(self._optimizer, "loss_scaler", None)
         if not getattr(scaler, "dynamic", False):
             return

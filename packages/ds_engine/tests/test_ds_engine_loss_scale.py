@@ -1,0 +1,123 @@
+"""Gradients that overflow: the step is left out on every rank and at every stage, and fp16's loss scale follows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from ds_engine_testkit import RankPool, make_samples, reference_training
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_engine import EngineConfig, EngineConfigError, OffloadConfig, OptimConfig, ZeroConfig
+from ds_engine.loss_scale import LossScale, check_fp16
+
+# Small losses: at the scale fp16 starts with, ordinary ones overflow by themselves.
+STEPS = [[replace(s, weight=s.weight / 32) for s in make_samples(4, seed=n)] for n in range(5)]
+LR, EPS = 3e-3, 1e-4
+START = 2.0**16
+
+
+def config(stage: int, dtype: str, optimizer: str = "none") -> EngineConfig:
+    return EngineConfig(
+        zero=ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=optimizer), param_persistence_elements=0),
+        optim=OptimConfig(lr=LR, eps=EPS),
+        dtype=dtype,
+    )
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    flat_a, flat_b = (torch.cat([x[name].flatten() for name in a]) for x in (a, b))
+    return float((flat_a - flat_b).norm() / flat_b.norm())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "stage", "optimizer"),
+    [
+        ("fp16", 1, "none"),
+        ("fp16", 1, "cpu"),
+        ("fp16", 2, "none"),
+        ("fp16", 2, "cpu"),
+        ("fp16", 3, "none"),
+        ("fp16", 3, "cpu"),
+        ("bf16", 1, "none"),
+        ("bf16", 2, "cpu"),
+        ("bf16", 3, "none"),
+    ],
+)
+def test_overflow_on_one_rank(two_ranks: RankPool, tiny_model: Path, dtype: str, stage: int, optimizer: str) -> None:
+    """Rank 1's second loss is beyond fp16's range (or beyond any): nothing moves, on either rank."""
+    too_much = 1e30 if dtype == "fp16" else math.inf
+    per_rank = [
+        {
+            "steps": [[samples[rank::4], samples[rank + 2 :: 4]] for samples in STEPS],
+            "factors": [1.0, too_much if rank == 1 else 1.0, 1.0, 1.0, 1.0],
+        }
+        for rank in range(2)
+    ]
+    results = two_ranks.run(
+        "train_with_overflow", per_rank, model_path=str(tiny_model), config=config(stage, dtype, optimizer), window=2
+    )
+    stats, weights = results[0]
+    for mine, theirs in zip(stats, results[1][0], strict=True):
+        assert mine.grad_norm == theirs.grad_norm
+        assert (mine.step_applied, mine.loss_scale) == (theirs.step_applied, theirs.loss_scale)
+    assert [s.step_applied for s in stats] == [True, False, True, True, True]
+    assert stats[1].grad_norm == math.inf
+    assert all(torch.equal(tensor, weights[0][name]) for name, tensor in weights[1].items())
+    scales = [START, START, START / 2, START / 2, START] if dtype == "fp16" else [1.0] * 5
+    assert [s.loss_scale for s in stats] == scales
+    # What is left is training without that step, also where the scale has just been raised again.
+    good = [STEPS[0], *STEPS[2:]]
+    expected, _, norms = reference_training(tiny_model, good, lr=LR, eps=EPS)
+    tolerance = 5e-3 if dtype == "fp16" else 5e-2
+    assert [s.grad_norm for s in stats if s.step_applied] == pytest.approx(norms, rel=tolerance)
+    assert distance(weights[-1], expected) < tolerance
+
+
+@given(overflows=st.lists(st.booleans(), max_size=40), window=st.integers(1, 5))
+@settings(deadline=None, derandomize=True)
+def test_scale_by_the_book(overflows: list[bool], window: int) -> None:
+    """Against DeepSpeed's own scaler, told never to raise: halved by each overflow, doubled by `window` good steps."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    from ds_engine.ds_config import deepspeed_config
+
+    section = deepspeed_config(config(2, "fp16"), device_type="cpu")["fp16"]
+    scaler = DynamicLossScaler(
+        init_scale=2.0 ** section["initial_scale_power"],
+        scale_window=section["loss_scale_window"],
+        min_scale=2.0**-60,
+        delayed_shift=section["hysteresis"],
+        consecutive_hysteresis=False,
+    )
+    scale = LossScale(SimpleNamespace(loss_scaler=scaler, loss_scale=None), window=window)
+    expected, num_good = START, 0
+    for overflow in overflows:
+        with patch("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", return_value=1):  # it wants to log on rank 0
+            scaler.update_scale(overflow)
+        scale.after_step()
+        num_good = 0 if overflow else num_good + 1
+        expected *= 0.5 if overflow else 2.0 if num_good % window == 0 else 1.0
+        assert scaler.cur_scale == expected
+
+
+def test_frozen_and_plain_models_have_no_scale() -> None:
+    assert LossScale(None).value == 1.0
+    LossScale(None).after_step()
+
+
+def test_fp16_is_refused_where_the_device_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: None)
+    check_fp16("bf16", "cpu")
+    with pytest.raises(EngineConfigError, match="this CPU has no fp16 instructions"):
+        check_fp16("fp16", "cpu")
