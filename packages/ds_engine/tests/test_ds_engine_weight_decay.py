@@ -1,0 +1,73 @@
+"""Weight decay on matrices only: two parameter groups through every stage, a checkpoint in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ds_engine_testkit import RankPool, make_samples, reference_training, write_tiny_model
+
+from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
+from ds_engine.loading import load_model
+from ds_engine.lora import add_adapters
+from ds_engine.optimizer import parameter_groups
+
+LR, EPS, DECAY = 3e-3, 1e-4, 0.3
+STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
+
+
+@pytest.fixture(scope="module")
+def biased_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Norms, and biases that are not zero."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("biased_model"), family="qwen2")
+    model = load_model(str(folder), EngineConfig(dtype="fp32"), device=torch.device("cpu"), ds_config={})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.linspace(-0.5, 0.5, parameter.numel()))
+    model.save_pretrained(folder)
+    return folder
+
+
+def config(stage: int, optimizer: str = "none") -> EngineConfig:
+    zero = ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=optimizer), param_persistence_elements=0)
+    return EngineConfig(zero=zero, optim=OptimConfig(lr=LR, eps=EPS, weight_decay=DECAY), dtype="fp32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "optimizer"), [(s, o) for s in (1, 2, 3) for o in ("none", "cpu")])
+def test_three_steps_with_a_resume_equal_one_process(
+    two_ranks: RankPool, biased_model: Path, tmp_path: Path, stage: int, optimizer: str
+) -> None:
+    expected, losses, norms = reference_training(biased_model, STEPS, lr=LR, eps=EPS, weight_decay=DECAY)
+    ranks = [[[samples[rank::4], samples[rank + 2 :: 4]] for samples in STEPS] for rank in range(2)]
+    common = {"model_path": str(biased_model), "config": config(stage, optimizer)}
+    first = two_ranks.run("train", [{"steps": steps[:2]} for steps in ranks], save_to=str(tmp_path), **common)[0]
+    last = two_ranks.run("train", [{"steps": steps[2:]} for steps in ranks], load_from=str(tmp_path), **common)[0]
+    stats = [*first["stats"], *last["stats"]]
+    assert [s.loss for s in stats] == pytest.approx(losses, rel=1e-5)
+    assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=1e-5)
+    for name, weight in last["weights"].items():
+        assert float((weight - expected[name]).norm() / expected[name].norm()) < 1e-5, name
+    # Decay is of a size these bounds would show: without it the matrices end elsewhere.
+    plain, _, _ = reference_training(biased_model, STEPS, lr=LR, eps=EPS)
+    moved = expected["model.layers.0.mlp.up_proj.weight"] - plain["model.layers.0.mlp.up_proj.weight"]
+    assert float(moved.norm() / plain["model.layers.0.mlp.up_proj.weight"].norm()) > 1e-3
+
+
+def test_groups(biased_model: Path) -> None:
+    def sizes(**optim: object) -> list[tuple[float, int, set[int]]]:
+        groups = parameter_groups(model, OptimConfig(**optim))
+        return [(g["weight_decay"], len(g["params"]), {p.dim() for p in g["params"]}) for g in groups]
+
+    model = load_model(str(biased_model), EngineConfig(dtype="fp32"), device=torch.device("cpu"), ds_config={})
+    num = len(list(model.parameters()))
+    num_1d = sum(p.dim() == 1 for p in model.parameters())
+    assert num_1d == 2 * (2 + 3) + 1  # two norms and three biases a layer, and the last norm
+    assert sizes() == [(0.0, num, {1, 2})]
+    assert sizes(weight_decay=0.1, decay_1d=True) == [(0.1, num, {1, 2})]
+    assert sizes(weight_decay=0.1) == [(0.1, num - num_1d, {2}), (0.0, num_1d, {1})]
+    # Adapters are matrices throughout: no empty group, which DeepSpeed could not shard.
+    add_adapters(model, LoraConfig(rank=2), head="lm", seed=0)
+    assert sizes(weight_decay=0.1) == [(0.1, 2 * 2 * 7, {2})]
