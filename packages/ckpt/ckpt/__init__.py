@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         CheckpointStateError,
         CheckpointUsageError,
         ExportError,
+        ShardError,
         UnsupportedFormatError,
         UntrustedFileError,
     )
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .retention import Retention
     from .rng import capture_rng, restore_rng
     from .state_dicts import load_state_dict, save_state_dict
+    from .zero_checkpoint import ZeroCheckpoint
 
 __all__ = [
     "ArchitectureMismatchError",
@@ -57,8 +59,10 @@ __all__ = [
     "Ranks",
     "RemoteCheckpoints",
     "Retention",
+    "ShardError",
     "UnsupportedFormatError",
     "UntrustedFileError",
+    "ZeroCheckpoint",
     "capture_rng",
     "check_model",
     "describe_files",
@@ -97,8 +101,10 @@ _EXPORTS = {
     "Ranks": ".rank_notes",
     "RemoteCheckpoints": ".remote",
     "Retention": ".retention",
+    "ShardError": ".errors",
     "UnsupportedFormatError": ".errors",
     "UntrustedFileError": ".errors",
+    "ZeroCheckpoint": ".zero_checkpoint",
     "capture_rng": ".rng",
     "check_model": ".models",
     "describe_files": ".manifest",

@@ -10,6 +10,7 @@ CheckpointError
 ├── CheckpointStateError (also ValueError)      the state cannot be written as JSON
 ├── CheckpointUsageError (also ValueError)      calls out of order, or an argument out of range
 ├── ExportError (also ValueError)               a Hugging Face export cannot be made
+├── ShardError (also ValueError)                a DeepSpeed checkpoint cannot be read: names the file
 ├── UnsupportedFormatError (also ValueError)    the checkpoint's format is newer than this package
 └── UntrustedFileError (also ValueError)        a file holds more than tensors and plain values
 
@@ -73,6 +74,10 @@ class CheckpointUsageError(CheckpointError, ValueError):
 
 class ExportError(CheckpointError, ValueError):
     """A Hugging Face export cannot be made."""
+
+
+class ShardError(CheckpointError, ValueError):
+    """A DeepSpeed checkpoint that is missing, torn, foreign, or does not add up."""
 
 
 class UnsupportedFormatError(CheckpointError, ValueError):

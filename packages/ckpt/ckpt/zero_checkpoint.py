@@ -1,0 +1,307 @@
+"""A DeepSpeed checkpoint of ZeRO-1, 2 or 3 read as whole tensors, without DeepSpeed and without unpickling its code.
+
+A checkpoint is `<folder>/<tag>/` with one or more `*_model_states.pt` and one `*_optim_states.pt` a rank. The latter
+hold the fp32 weights, which training works on, and Adam's two moments, in flat buffers that `zero_layout` describes.
+
+Files are opened with `weights_only` and memory-mapped: pages come in as elements are read. The few DeepSpeed objects in
+them are replaced by inert ones.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .errors import ShardError
+from .zero_layout import Shape, ZeroLayout
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KINDS", "Kind", "ZeroCheckpoint", "find_deepspeed_folder"]
+
+Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
+KINDS: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
+
+_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
+#: What DeepSpeed itself puts into a model file; the rest is the client's.
+_DEEPSPEED_KEYS = {
+    *("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
+    *("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
+    *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "universal_checkpoint_info"),
+    *("ds_config", "ds_version"),
+}
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class _Inert:
+    """Stands for a DeepSpeed object; keeps its plain values."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Inert:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+class _Number(int):
+    """Stands for DeepSpeed's enumeration of stages."""
+
+
+_STAND_INS = (
+    (_Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (_Inert, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (_Number, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+)
+
+
+def find_deepspeed_folder(path: Path, tag: str | None = None) -> Path:
+    """The folder that holds the shards: `path` itself, or its subfolder `tag`, or its only subfolder with shards.
+
+    Raises ShardError when there is none, or several and no `tag`.
+    """
+    if tag is not None:
+        found = [folder for folder in (path / tag, path / tag / tag) if any(folder.glob("*_model_states.pt"))]
+        if not found:
+            raise ShardError(f"{path / tag}: holds no DeepSpeed checkpoint (no *_model_states.pt)")
+        return found[0]
+    if any(path.glob("*_model_states.pt")):
+        return path
+    folders = sorted({file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/*_model_states.pt")})
+    if len(folders) != 1:
+        names = ", ".join(folder.name for folder in folders)
+        what = f"holds several DeepSpeed checkpoints: {names}; give one as tag" if folders else "holds none"
+        raise ShardError(f"{path}: {what} (looked for *_model_states.pt)")
+    return folders[0]
+
+
+class ZeroCheckpoint:
+    """The trained parameters of a DeepSpeed checkpoint with Adam's state, whatever stage and ranks wrote it.
+
+    Reading it takes memory for what is read and no more. Only the first rank's files are opened until an element is
+    read or `check` is called.
+    """
+
+    def __init__(self, path: Path, tag: str | None = None) -> None:
+        """`path` is the folder given to DeepSpeed's save_checkpoint, or the one with the files; several need `tag`.
+
+        Raises ShardError for a missing or torn file, or a checkpoint without ZeRO or with tensor parallelism.
+        """
+        self.folder = find_deepspeed_folder(Path(path), tag)
+        self._model_files = sorted(self.folder.glob("*_model_states.pt"), key=_rank_of)
+        self._optimizer_files = sorted(self.folder.glob("*_optim_states.pt"), key=_rank_of)
+        if not self._optimizer_files:
+            raise ShardError(
+                f"{self.folder}: needs *_model_states.pt and *_optim_states.pt; is it a checkpoint of ZeRO-1 to 3?"
+            )
+        if any((match := _RANK.search(path.name)) and int(match[2]) for path in self._optimizer_files):
+            raise ShardError(f"{self.folder}: was saved with tensor parallelism, which is not read here")
+        first = _load(self._optimizer_files[0])
+        self._first: dict[str, Any] = first.get("optimizer_state_dict", {})
+        self.deepspeed_config: Mapping[str, Any] = first.get("ds_config") or {}
+        self.deepspeed_version = str(first.get("ds_version", ""))
+        self._model = _load(self._model_files[0])
+        self.layout = self._read_layout()
+        self._check_ranks()
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Shape of every trained parameter by name, in the order of the groups; tied parameters once."""
+        return self.layout.shapes
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """What was given to DeepSpeed's save_checkpoint beside the model."""
+        return {name: value for name, value in self._model.items() if name not in _DEEPSPEED_KEYS}
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """DeepSpeed's own counts: global_steps, global_samples, skipped_steps."""
+        return {name: int(self._model[name]) for name in _COUNTERS if name in self._model}
+
+    @property
+    def loss_scaler(self) -> dict[str, Any]:
+        """The values of fp16's loss scaler (`cur_scale` and others); empty where there is none."""
+        return dict(vars(self._first["loss_scaler"])) if "loss_scaler" in self._first else {}
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The model's persistent buffers."""
+        module = self._model.get("module") or {}
+        return {name: module[name] for name in self._model.get("buffer_names") or () if name in module}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's settings (lr, betas, weight_decay, ...) of each group."""
+        groups = self._base_state(self._first)["param_groups"]
+        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+    @cached_property
+    def adam_steps(self) -> int:
+        """Steps that Adam has taken; 0 for one that has no moments yet.
+
+        Raises ShardError when the optimizer is not Adam, or its groups disagree.
+        """
+        base = self._base_state(self._first)
+        steps = set()
+        for index, group in enumerate(base["param_groups"]):
+            states = [base["state"].get(param) for param in group["params"]]
+            for state in states:
+                if state is None or "exp_avg" not in state:
+                    steps.add(0)
+                    continue
+                unknown = set(state) - {"step", "exp_avg", "exp_avg_sq"}
+                if unknown or "exp_avg_sq" not in state:
+                    raise ShardError(f"{self.folder}: group {index} has optimizer states {sorted(state)}, not Adam's")
+                steps.add(int(state.get("step", group.get("step", 0))))
+        if len(steps) > 1:
+            raise ShardError(f"{self.folder}: parameter groups took different numbers of steps: {sorted(steps)}")
+        return steps.pop() if steps else 0
+
+    def read(self, name: str, kind: Kind = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements [start, stop) of the flattened parameter (all without `stop`), or of a moment of it, in fp32.
+
+        Do not write to it: it may be the file's own memory. Moments that Adam did not have yet are zeros.
+        Raises ShardError as `check` does.
+        """
+        import torch
+
+        if stop is None:
+            stop = math.prod(self.shapes[name])
+        buffers = self._buffers[kind]
+        if buffers is None:
+            return torch.zeros(stop - start)
+        spans = self.layout.spans(name, start, stop, _sizes(buffers))
+        parts = [buffers[span.rank][span.buffer][span.start : span.stop].float() for span in spans]
+        return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
+
+    def whole(self, name: str, kind: Kind = "weight") -> torch.Tensor:
+        """The parameter, or a moment of it, in its shape and fp32; do not write to it."""
+        return self.read(name, kind).reshape(self.shapes[name])
+
+    def check(self) -> None:
+        """Open all files and compare their sizes with what the names need; no element is read.
+
+        Raises ShardError for missing, torn or foreign files, contents that do not add up, states of another optimizer
+        than Adam, and states that DeepSpeed keeps elsewhere (on NVMe).
+        """
+        _ = self._buffers, self._models
+
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of weights that were not trained, as far as the checkpoint has them, as they were stored."""
+        import torch
+
+        fragments = self._model.get("frozen_param_fragments") or {}
+        for name, shape in (self._model.get("frozen_param_shapes") or {}).items():
+            if name in fragments:
+                parts = [rank["frozen_param_fragments"][name].reshape(-1) for rank in self._models]
+                yield name, torch.cat(parts)[: math.prod(shape)].reshape(tuple(shape))
+        # Stages 1 and 2 leave frozen weights whole among the module's own; stage 3 leaves empty ones there.
+        for name, tensor in (self._model.get("module") or {}).items():
+            if self.layout.stage < 3 and name not in self.shapes and name not in self.buffers:
+                yield name, tensor
+
+    @property
+    def tied(self) -> set[str]:
+        """Names that are another parameter's second name."""
+        tied = self._model.get("shared_params") or {}
+        return set(tied if isinstance(tied, dict) else (pair[0] for pair in tied))
+
+    def _read_layout(self) -> ZeroLayout:
+        stage = self._first.get("zero_stage")
+        if stage is None:  # the one that DeepSpeed puts in ZeRO-1's place for bf16 with fp32 gradients does not say
+            stage = 1 if "single_partition_of_fp32_groups" in self._first else 0
+        count = self._first.get("partition_count", 0)
+        if stage not in (1, 2, 3):
+            raise ShardError(f"{self.folder}: has ZeRO stage {int(stage)}; stages 1, 2 and 3 are read")
+        paddings = self._first.get("param_alignment_paddings")
+        return ZeroLayout(
+            stage=int(stage),
+            num_ranks=max(count) if isinstance(count, list) else int(count),
+            groups=tuple({n: tuple(shape) for n, shape in group.items()} for group in self._model["param_shapes"]),
+            paddings=None if paddings is None else tuple(map(tuple, paddings)),
+        )
+
+    def _check_ranks(self) -> None:
+        stage, num_ranks = self.layout.stage, self.layout.num_ranks
+        for kind, files, expected in (
+            ("optim", self._optimizer_files, num_ranks),
+            ("model", self._model_files, num_ranks if stage == 3 else 1),
+        ):
+            ranks = [_rank_of(path) for path in files]
+            if ranks != list(range(expected)):
+                raise ShardError(
+                    f"{self.folder}: was saved by {num_ranks} ranks at stage {stage}; *_{kind}_states.pt are there of "
+                    f"ranks {ranks}, needed are {list(range(expected))}"
+                )
+
+    def _base_state(self, shard: Mapping[str, Any]) -> Mapping[str, Any]:
+        base = shard["optimizer_state_dict" if self.layout.stage == 3 else "base_optimizer_state"]
+        if not isinstance(base, dict) or "state" not in base:
+            raise ShardError(f"{self.folder}: was saved with DeepSpeed's elastic_checkpoint, which is not read here")
+        return base
+
+    @cached_property
+    def _models(self) -> list[dict[str, Any]]:
+        """The model files of all ranks that hold parts of frozen weights; else the first."""
+        parts = self._model_files[1:] if self._model.get("frozen_param_fragments") else []
+        return [self._model, *map(_load, parts)]
+
+    @cached_property
+    def _buffers(self) -> dict[Kind, list[list[torch.Tensor]] | None]:
+        """Kind -> the flat buffers of each rank; None where the optimizer had no such state yet."""
+        zero = self.deepspeed_config.get("zero_optimization") or {}
+        if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+            raise ShardError(
+                f"{self.folder}: its optimizer was on NVMe, of which DeepSpeed keeps copies of its own; load it with "
+                "as many ranks at the same stage"
+            )
+        shards = [self._first]
+        shards += [_load(path).get("optimizer_state_dict", {}) for path in self._optimizer_files[1:]]
+        weights = "fp32_flat_groups" if self.layout.stage == 3 else "single_partition_of_fp32_groups"
+        buffers: dict[Kind, list[list[torch.Tensor]] | None] = dict.fromkeys(KINDS)
+        buffers["weight"] = [[piece.detach().reshape(-1) for piece in shard[weights]] for shard in shards]
+        if self.adam_steps:
+            for kind in KINDS[1:]:
+                buffers[kind] = [self._moments(shard, kind) for shard in shards]
+        for ranks in buffers.values():
+            if ranks is not None:
+                try:
+                    self.layout.check(_sizes(ranks))
+                except ValueError as error:
+                    raise ShardError(f"{self.folder}: {error}; shards and names disagree") from error
+        return buffers
+
+    def _moments(self, shard: Mapping[str, Any], kind: Kind) -> list[torch.Tensor]:
+        base = self._base_state(shard)
+        try:
+            order = [param for group in base["param_groups"] for param in group["params"]]
+            return [base["state"][param][kind].reshape(-1) for param in order]
+        except KeyError as error:
+            raise ShardError(f"{self.folder}: a rank's optimizer lacks the state {error}") from error
+
+
+def _sizes(ranks: list[list[torch.Tensor]]) -> list[list[int]]:
+    return [[piece.numel() for piece in rank] for rank in ranks]
+
+
+def _rank_of(path: Path) -> int:
+    match = _RANK.search(path.name)
+    return int(match[1]) if match else 0
+
+
+def _load(path: Path) -> dict[str, Any]:
+    import torch
+
+    try:
+        with torch.serialization.safe_globals(list(_STAND_INS)):
+            loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # what torch raises for a torn or foreign file is of many kinds
+        raise ShardError(f"{path}: cannot be read safely: {str(error).splitlines()[0]}") from error
+    return loaded
