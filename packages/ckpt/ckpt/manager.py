@@ -295,8 +295,13 @@ class CheckpointManager:
             ) from None
 
     def read(self, step: int) -> Checkpoint:
-        """A published checkpoint with nothing of it checked."""
-        state = json.loads((self._final(step) / STATE_NAME).read_text(encoding="utf-8"))
+        """A published checkpoint, its files unchecked. Raises CheckpointDamagedError when its state is no JSON."""
+        try:
+            state = json.loads((self._final(step) / STATE_NAME).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointDamagedError(
+                f"{self._final(step) / STATE_NAME}: is no JSON: {error}", step=step, files=(STATE_NAME,)
+            ) from error
         return Checkpoint(path=self._final(step), step=step, state=state)
 
     # Inside

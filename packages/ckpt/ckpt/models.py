@@ -48,18 +48,21 @@ def check_model(checkpoint: Checkpoint, name: str, model: Any) -> bool:
     Raises ArchitectureMismatchError, naming what differs, and CheckpointDamagedError when the record is damaged.
     """
     problem: object = None
+    saved: Mapping[str, Any] | None = None
     try:
         manifest = Manifest.read(checkpoint.path)
         if MODELS_NAME not in manifest.files:
             return False
         problem = next(iter(check_files(checkpoint.path, manifest, [MODELS_NAME])), None)
+        saved = json.loads((checkpoint.path / MODELS_NAME).read_text(encoding="utf-8")).get(name)
     except ManifestError as error:
         problem = f"{MANIFEST_NAME}: {error}"
+    except (OSError, ValueError) as error:
+        problem = problem or f"{MODELS_NAME}: is no JSON: {error}"
     if problem is not None:
         raise CheckpointDamagedError(
             f"{checkpoint.path}: the checkpoint is damaged: {problem}", step=checkpoint.step, files=(MODELS_NAME,)
         )
-    saved = json.loads((checkpoint.path / MODELS_NAME).read_text(encoding="utf-8")).get(name)
     if saved is None:
         return False
     here = dict(model) if isinstance(model, Mapping) else describe_model(model)

@@ -101,6 +101,8 @@ def _decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return {key: _decode(item, tensors) for key, item in content}
     if kind == "bytes":
         return base64.b64decode(content)
+    if kind not in ("list", "tuple"):
+        raise ValueError(f"unknown kind {kind!r}")
     items = [_decode(item, tensors) for item in content]
     return items if kind == "list" else tuple(items)
 
@@ -170,8 +172,11 @@ def load_state_dict(path: Path, *, device: str = "cpu") -> Any:
             metadata = file.metadata() or {}
             if _STRUCTURE_KEY not in metadata:
                 raise CheckpointStateError(f"{path}: was not written by save_state_dict; it lacks the structure")
-            names = list(file.keys())
-            return _decode(json.loads(metadata[_STRUCTURE_KEY]), {name: file.get_tensor(name) for name in names})
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+            try:
+                return _decode(json.loads(metadata[_STRUCTURE_KEY]), tensors)
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise CheckpointStateError(f"{path}: its structure is none of save_state_dict's: {error}") from error
     except SafetensorError as error:
         raise CheckpointStateError(f"{path}: is no whole safetensors file: {error}") from error
 
