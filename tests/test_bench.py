@@ -1,16 +1,18 @@
 """The benchmarks: planning and statistics as functions, the runner with a stand-in app, one case on the real stack."""
 
 import csv
+import gzip
 import io
+import json
 import math
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -274,14 +276,31 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
     assert isinstance(SixCaseConfig(), BenchConfig)
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def test_interrupted_it_ends_the_case(tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    earlier = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 3.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            go(tmp_path, pause=300)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+    mine = [child for child in psutil.Process().children(recursive=True) if str(tmp_path) in " ".join(child.cmdline())]
+    assert mine == []
+    assert finished(CASE, tmp_path) is None
+
+
+def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "apps.bench.main", *arguments],
         cwd=REPO,
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=timeout,
     )
 
 
@@ -295,18 +314,44 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupted_it_ends_the_case_and_goes_on_later(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "apps.bench.main", "six_case", "overlay=tiny", f"output_dir={tmp_path}"],
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        text=True,
+@pytest.mark.e2e
+def test_a_case_on_the_real_stack(tmp_path: Path) -> None:
+    done = command(
+        "six_case",
+        "overlay=tiny",
+        "steps=2",
+        "cases=[zero2_no_offload]",
+        "step_each_micro=true",
+        f"output_dir={tmp_path}",
+        'overrides=["trainer.profile_steps=[2]", "warm_start.steps=12", "reward.format_score=0.1"]',
+        timeout=400,
     )
-    deadline = time.monotonic() + 300
-    while not list(tmp_path.glob("*/attempts/*/*/train.log")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=300) == 130
-    assert not list(tmp_path.glob("*/zero1_no_offload"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = tmp_path.iterdir()
+    assert {path.name for path in folder.iterdir()} == {
+        *("config.yaml", "summary.tsv", "curves.png", "report.md", "zero2_no_offload")
+    }
+    case = folder / "zero2_no_offload"
+    (row,) = csv.DictReader((folder / "summary.tsv").open(), delimiter="\t")
+    assert (row["status"], row["last_step"], row["skipped_micro_batches"]) == ("completed", "2", "0")
+    assert float(row["avg_throughput_tail5"]) > 0
+
+    # The parts of a step account for its wall time.
+    steps = list(csv.DictReader((case / "metrics.tsv").open(), delimiter="\t"))
+    assert [step["step"] for step in steps] == ["1", "2"]
+    for step in steps:
+        parts = {name: float(value) for name, value in step.items() if name.startswith("timing_s/")}
+        whole, other = parts.pop("timing_s/step"), parts.pop("timing_s/other")
+        assert sum(value for name, value in parts.items() if name.count("/") == 1) >= 0.95 * whole
+        assert other <= 0.05 * whole
+
+    # The trace has rank 0's work and the phases that asked for it.
+    with gzip.open(case / "profile" / "step_000002.json.gz", "rt") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+    names = {event["name"] for event in events}
+    assert {"step", "gen", "update_actor", "update_critic", "values", "sync"} <= names, "the driver's phases"
+    assert {"actor: train", "critic: train", "actor: log_probs", "push_weights"} <= names, "the rank's"
+    spans = {event["name"]: event for event in events if event.get("cat") == "phase"}
+    inner = [event for event in events if event["name"] == "actor: train"]
+    outer = spans["step"]
+    assert all(outer["ts"] - 1e3 <= event["ts"] <= outer["ts"] + outer["dur"] for event in inner)

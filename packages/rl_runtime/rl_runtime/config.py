@@ -82,6 +82,8 @@ class TrainerConfig(RanksConfig):
     """The run folder to go on from; null for the newest one of this experiment in `output_dir` with a checkpoint."""
     export_model: bool = True
     """Write the final policy as a Hugging Face folder `<run folder>/model`."""
+    profile_steps: tuple[int, ...] = ()
+    """Steps whose trace (rank 0 and the loop's phases) is written to `<run folder>/profile/`, for Perfetto."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,6 +98,11 @@ class TrainerConfig(RanksConfig):
         for name in ("keep_every", "keep_best"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 (none) or more")
+        if any(not 1 <= step <= self.total_training_steps for step in self.profile_steps):
+            raise ValueError(
+                f"profile_steps is {list(self.profile_steps)}; allowed: steps from 1 to total_training_steps "
+                f"({self.total_training_steps})"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

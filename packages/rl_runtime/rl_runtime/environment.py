@@ -13,6 +13,7 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "KINETO_LOG_LEVEL": "99",
 }
 
 

@@ -29,6 +29,7 @@ from .job_config import JobConfig
 from .loop import Learn, LoopResult, Stateful, TrainingLoop
 from .memory import MemorySampler
 from .placement import Placement
+from .profiling import StepProfiler
 from .role import Role
 from .rollout_phase import RolloutPhase
 from .session import Session, open_session, plan_session
@@ -181,6 +182,7 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
         rollout=RolloutPhase(session.client, inputs.tokenizer, reward=config.reward, seed=config.trainer.seed),
         tracker=job.tracker,
         memory=memory,
+        profiler=StepProfiler(session.ranks, job.folder / "profile", config.trainer.profile_steps),
         checkpoint_dir=job.folder / "checkpoints",
         resumed=job.resumed,
     )

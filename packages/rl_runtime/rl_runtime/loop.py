@@ -19,6 +19,7 @@ from .errors import RankError, RolloutFailed
 from .experience import ExperienceBatch, PromptLike
 from .memory import MemorySampler
 from .metrics import rollout_metrics, throughput
+from .profiling import StepProfiler
 from .role import Role
 from .rollout_phase import RolloutPhase
 from .session import Session
@@ -65,6 +66,7 @@ class TrainingLoop:
         rollout: RolloutPhase,
         tracker: Tracker,
         memory: MemorySampler,
+        profiler: StepProfiler,
         checkpoint_dir: Path,
         resumed: Checkpoint | None = None,
     ) -> None:
@@ -72,7 +74,7 @@ class TrainingLoop:
         self._train_batch_size, self._sampler = train_batch_size, sampler
         self._train_prompts, self._val_prompts = train_prompts, val_prompts
         self._session, self._roles, self._rollout, self._tracker = session, roles, rollout, tracker
-        self._memory = memory
+        self._memory, self._profiler = memory, profiler
         self._resumed = resumed
         self._state = {"sampler": sampler, **state}
         keep = Retention(
@@ -132,7 +134,7 @@ class TrainingLoop:
 
     def _step(self, step: int, learn: Learn) -> None:
         timer = PhaseTimer()
-        with timer.step():
+        with self._profiler.step(step, timer), timer.step():
             self._session.servers.check()
             prompts = [self._train_prompts[i] for i in self._sampler.next(self._train_batch_size)]
             collected = self._rollout.collect(prompts, self._sampling, step=step, phase=timer.phase)

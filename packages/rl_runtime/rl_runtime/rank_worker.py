@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from ckpt import capture_rng, restore_rng, save_hf_folder
 from ds_engine import EngineConfig, Head, LossFn, StepStats, TokenBatch, TokenOutputs, ZeroEngine, init_distributed
 from rl_core import linear_log_prob
 from weight_sync import SyncConfig, SyncReport, WeightPusher, ZeroSource
+
+from .profiling import RankProfiler
 
 
 class RankWorker:
@@ -29,6 +32,7 @@ class RankWorker:
         self._engines: dict[str, ZeroEngine] = {}
         self._pusher: WeightPusher | None = None
         self._pushed_role = ""
+        self._profiler = RankProfiler()
 
     def reserve_address(self) -> tuple[str, int]:
         """A host name and free port for the ranks to meet at; asked of rank 0."""
@@ -74,15 +78,18 @@ class RankWorker:
 
     def log_probs(self, role: str, micro_batches: Sequence[TokenBatch], temperature: float) -> list[TokenOutputs]:
         """Log-probs and entropies of this rank's micro batches, in order, without gradients."""
-        return self._engines[role].log_probs(micro_batches, temperature=temperature)
+        with record_function(f"{role}: log_probs"):
+            return self._engines[role].log_probs(micro_batches, temperature=temperature)
 
     def values(self, role: str, micro_batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
         """A critic's values of this rank's micro batches, each [K] float32, in order, without gradients."""
-        return self._engines[role].values(micro_batches)
+        with record_function(f"{role}: values"):
+            return self._engines[role].values(micro_batches)
 
     def train(self, role: str, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, temperature: float) -> StepStats:
         """One optimizer step on this rank's part of a mini batch."""
-        return self._engines[role].train_mini_batch(micro_batches, loss_fn, temperature=temperature)
+        with record_function(f"{role}: train"):
+            return self._engines[role].train_mini_batch(micro_batches, loss_fn, temperature=temperature)
 
     def connect_servers(self, role: str, endpoints: Sequence[Any], config: SyncConfig) -> None:
         """Prepares pushing the weights of `role` into the rollout servers."""
@@ -96,7 +103,8 @@ class RankWorker:
     def push_weights(self, version: int) -> SyncReport:
         """Sends the current weights to every server and publishes them as policy `version`."""
         assert self._pusher is not None, "connect_servers comes first"
-        return self._pusher.push(version)
+        with record_function("push_weights"):
+            return self._pusher.push(version)
 
     def export(self, role: str, folder: str, model_files_from: str) -> None:
         """Writes the weights as a Hugging Face folder (by rank 0; all ranks gather)."""
@@ -124,6 +132,16 @@ class RankWorker:
         file = Path(folder) / _rng_file(self.rank)
         if file.exists():
             restore_rng(json.loads(file.read_text()))
+
+    def start_profile(self) -> None:
+        """Begins to trace rank 0; the other ranks have nothing to do."""
+        if self.rank == 0:
+            self._profiler.start()
+
+    def stop_profile(self, path: str) -> None:
+        """Ends that, and writes the trace."""
+        if self.rank == 0:
+            self._profiler.stop(path)
 
     def memory_gb(self) -> dict[str, float]:
         """Peak reserved and allocated device memory since the last call, in GB (1e9 bytes); zeros on the CPU."""

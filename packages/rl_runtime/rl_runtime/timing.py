@@ -32,6 +32,15 @@ class TimingNode:
         return sum(node.seconds for node in self.children.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One stretch of a phase, in seconds of the timer's clock."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
 class PhaseTimer:
     """Times the nested phases of one step after the other.
 
@@ -61,19 +70,23 @@ class PhaseTimer:
         self._synchronize = synchronize
         self._lock = threading.Lock()
         self._root = TimingNode(name="step")
+        self._spans: list[Span] = []
         self._open: ContextVar[TimingNode | None] = ContextVar("open_phase", default=None)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time one step; phases of the step before are forgotten."""
         root = self._root = TimingNode(name="step", count=1)
-        start = self._now()
+        self._spans = []
+        start = self.now()
         token = self._open.set(None)
         try:
             yield
         finally:
             self._open.reset(token)
-            root.seconds = self._now() - start
+            end = self.now()
+            root.seconds = end - start
+            self._spans.append(Span(name="step", start_s=start, end_s=end))
 
     @contextmanager
     def phase(self, name: str, *, outside: bool = False) -> Iterator[None]:
@@ -91,16 +104,17 @@ class PhaseTimer:
             raise ValueError(f"phase {name!r} is marked outside the step, but lies within phase {parent.name!r}")
         node = self._descend(parent, name)
         node.outside = outside
-        start = self._now()
+        start = self.now()
         token = self._open.set(node)
         try:
             yield
         finally:
             self._open.reset(token)
-            seconds = self._now() - start
+            end = self.now()
             with self._lock:
-                node.seconds += seconds
+                node.seconds += end - start
                 node.count += 1
+                self._spans.append(Span(name=name, start_s=start, end_s=end))
 
     def add(self, name: str, seconds: float) -> None:
         """Add time measured elsewhere (on a rank) as a phase within the phase that is open now."""
@@ -129,6 +143,11 @@ class PhaseTimer:
     def coverage(self) -> float:
         """Share of the step's wall time that phases account for; 1.0 is all of it."""
         return min(1.0, self._root.accounted_s / self._root.seconds) if self._root.seconds > 0 else 1.0
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """When each phase of the last step ran, and the step itself, in the order in which they ended."""
+        return tuple(self._spans)
 
     def walk(self) -> list[tuple[str, TimingNode]]:
         """All phases of the last step with their paths, each before the phases inside it."""
@@ -159,7 +178,8 @@ class PhaseTimer:
                 node = node.child(word)
             return node
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Seconds on the timer's clock, once the device is done with what it was given."""
         if self._synchronize is not None:
             self._synchronize()
         return self._clock()

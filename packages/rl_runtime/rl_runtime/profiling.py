@@ -1,0 +1,95 @@
+"""Traces of chosen steps for Perfetto (ui.perfetto.dev): what rank 0 ran and the loop's phases, on one clock."""
+
+import gzip
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from .timing import PhaseTimer, Span
+
+DRIVER_PID = 1_000_000_000
+"""Process id of the phases in the trace; no real process has it."""
+_EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
+_BASE = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d+)')
+
+
+class Ranks(Protocol):
+    """Calls a method on every rank."""
+
+    def call(self, method: str, *args: Any) -> Any: ...
+
+
+class StepProfiler:
+    """Profiles the steps asked for, into `<folder>/step_000003.json.gz`; the others cost nothing."""
+
+    def __init__(self, ranks: Ranks, folder: Path, steps: Sequence[int]) -> None:
+        self._ranks, self._folder, self._steps = ranks, folder, frozenset(steps)
+
+    @contextmanager
+    def step(self, step: int, timer: PhaseTimer) -> Iterator[None]:
+        """Around one step and its `timer`; starting and ending the profiler is not in the step's time."""
+        if step not in self._steps:
+            yield
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        trace = self._folder / f"step_{step:06d}.json.gz"
+        self._ranks.call("start_profile")
+        epoch_ns = time.time_ns() - round(1e9 * timer.now())
+        yield
+        self._ranks.call("stop_profile", str(trace))
+        add_phases(trace, timer.spans, epoch_ns=epoch_ns)
+
+
+class RankProfiler:
+    """torch's profiler on one rank, from one call to another."""
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+
+    def start(self) -> None:
+        """Begins; CUDA's kernels too where there is a GPU."""
+        from torch.profiler import profile
+
+        self._profile = profile()
+        self._profile.start()
+
+    def stop(self, path: str) -> None:
+        """Ends, and writes a compressed Chrome trace."""
+        self._profile.stop()
+        self._profile.export_chrome_trace(path)
+        self._profile = None
+
+
+def add_phases(trace: Path, spans: Sequence[Span], *, epoch_ns: int) -> None:
+    """Puts the phases into a trace, as a process of their own.
+
+    Args:
+        trace: what `RankProfiler.stop` wrote; its times count in microseconds from the nanosecond it names.
+        epoch_ns: nanoseconds since 1970 at which the spans' clock was 0.
+    """
+    with gzip.open(trace, "rt", encoding="utf-8") as file:
+        text = file.read()
+    base, events = _BASE.search(text), _EVENTS.search(text)
+    assert events is not None, f"{trace} is no Chrome trace"
+    offset_ns = epoch_ns - (int(base[1]) if base else 0)
+    added = json.dumps(phase_events(spans, offset_ns=offset_ns))[1:-1]
+    with gzip.open(trace, "wt", encoding="utf-8", compresslevel=4) as file:
+        file.write(f"{text[: events.end()]}\n{added},{text[events.end() :]}")
+
+
+def phase_events(spans: Sequence[Span], *, offset_ns: int) -> list[dict[str, Any]]:
+    """Chrome trace events of the phases: complete events of one thread, which nest by their times."""
+    place = {"pid": DRIVER_PID, "tid": 0}
+    names = [("process_name", "name", "phases of the step"), ("process_sort_index", "sort_index", -1)]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": name, "ts": 0, **place, "args": {key: value}} for name, key, value in names
+    ]
+    for span in spans:
+        start_ns, end_ns = (round(1e9 * seconds) for seconds in (span.start_s, span.end_s))
+        times = {"ts": (start_ns + offset_ns) / 1e3, "dur": (end_ns - start_ns) / 1e3}
+        events.append({"ph": "X", "cat": "phase", "name": span.name, **times, **place, "args": {}})
+    return events
