@@ -47,7 +47,10 @@ def advantages(
     metrics |= {
         "critic/values/mean": float(values_K.mean()),
         "critic/returns/mean": float(returns_K.mean()),
-        "critic/explained_variance": 1 - float((returns_K - values_K).var(correction=0)) / spread if spread else 0.0,
+        # Equal returns have nothing to explain; what spread they have then is rounding.
+        "critic/explained_variance": 1 - float((returns_K - values_K).var(correction=0)) / spread
+        if spread > 1e-12
+        else 0.0,
         "actor/advantage_std": float(advantages_K.std(correction=0)),
     }
     if algorithm.whiten_advantages:
