@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RankStalledError,
     )
     from .memory import MemoryReport, memory_stats
+    from .reshape import StateLayout, StateSource
     from .schedule import learning_rate
     from .simple import SimpleBatch, dense_log_prob
 
@@ -44,6 +45,8 @@ _EXPORTS = {
     "PlanMismatchError": ".errors",
     "RankStalledError": ".errors",
     "SimpleBatch": ".simple",
+    "StateLayout": ".reshape",
+    "StateSource": ".reshape",
     "StepStats": ".batch",
     "TokenBatch": ".batch",
     "TokenOutputs": ".batch",
@@ -80,6 +83,8 @@ __all__ = [
     "PlanMismatchError",
     "RankStalledError",
     "SimpleBatch",
+    "StateLayout",
+    "StateSource",
     "StepStats",
     "TokenBatch",
     "TokenOutputs",

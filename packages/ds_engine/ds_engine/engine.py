@@ -24,6 +24,7 @@ from .loss_scale import LossScale, check_fp16
 from .memory import EngineMemory, MemoryReport, memory_stats
 from .optimizer import build_optimizer, start_deepspeed
 from .packed_model import packed_inputs
+from .reshape import StateSource, fill_state, has_layout
 from .saved_state import load_state, save_state
 from .schedule import check_schedule, learning_rate
 
@@ -291,6 +292,23 @@ class ZeroEngine:
         """
         self._require_optimizer("load_checkpoint")
         self._num_steps = load_state(self._deepspeed, folder, tag)
+
+    def load_state(self, source: StateSource) -> None:
+        """Continue from what any number of ranks trained, at any stage, with any offload and dtype, bit for bit.
+
+        Every rank reads its share of fp32 weights and of Adam's moments, and no more.
+
+        Raises, on every rank and before anything is changed:
+            CheckpointError: the source cannot be read, or is of other parameters.
+        """
+        self._require_optimizer("load_state")
+        self._num_steps = fill_state(self._deepspeed, self.module, source)
+
+    def has_layout(self, source: StateSource) -> bool:
+        """Whether `load_checkpoint` can read what the source reads: as many ranks, the same stage, offload, dtype and
+        parameter groups. Not collective."""
+        self._require_optimizer("has_layout")
+        return has_layout(self._deepspeed, source)
 
     def offload(self, *, include_params: bool = False) -> MemoryReport:
         """Move optimizer states, fp32 weights and gradient buffers off the device (and the weights, if asked).
