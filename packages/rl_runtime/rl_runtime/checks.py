@@ -118,11 +118,6 @@ def find_checkpoint(trainer: TrainerConfig) -> Checkpoint | None:
             f"the newest checkpoint in {run} is of step {found.step} and trainer.total_training_steps is "
             f"{trainer.total_training_steps}: nothing is left to train; raise it"
         )
-    if found.state["num_ranks"] != trainer.num_ranks:
-        raise InputError(
-            f"the checkpoint in {run} was written by {found.state['num_ranks']} ranks and trainer.num_ranks is "
-            f"{trainer.num_ranks}; use the same number"
-        )
     if found.state["seed"] != trainer.seed:
         raise InputError(
             f"the run in {run} had trainer.seed={found.state['seed']}, not {trainer.seed}: its data order and samples "

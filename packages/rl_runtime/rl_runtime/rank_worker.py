@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from ckpt import capture_rng, restore_rng, save_hf_folder
+from ckpt import ZeroCheckpoint, capture_rng, restore_rng, save_hf_folder
 from ds_engine import EngineConfig, Head, LossFn, StepStats, TokenBatch, TokenOutputs, ZeroEngine, init_distributed
 from rl_core import linear_log_prob
 from weight_sync import SyncConfig, SyncReport, WeightPusher, ZeroSource
@@ -120,8 +120,13 @@ class RankWorker:
         self._engines[role].save_checkpoint(folder, tag=role)
 
     def load(self, role: str, folder: str) -> None:
-        """Reads what `save` wrote; the engine of `role` has been built."""
-        self._engines[role].load_checkpoint(folder, tag=role)
+        """Reads what `save` wrote, with any number of ranks, stage and offload; the engine of `role` has been built."""
+        engine = self._engines[role]
+        source = ZeroCheckpoint(Path(folder), tag=role)
+        if engine.has_layout(source):
+            engine.load_checkpoint(folder, tag=role)
+        else:
+            engine.load_state(source)
 
     def save_rng(self, folder: str) -> None:
         """Writes the state of this rank's random generators."""
