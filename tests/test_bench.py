@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from apps.bench.config import SIX_CASES, BenchConfig, SixCaseConfig, StageGateConfig
 from apps.bench.live import LiveTable, table_lines
+from apps.bench.main import BENCHMARKS
 from apps.bench.plan import Case, plan_gate, plan_six, zero1_name, zero2_name
 from apps.bench.report import write_report, write_tables
 from apps.bench.results import Reached, compare_rows, overall_rows, read_reached, summary_rows, tsv_text
@@ -269,6 +270,18 @@ def test_the_report(tmp_path: Path) -> None:
     assert "z2_micro0_seed1" in (tmp_path / "report.html").read_text()
     for name, rows in (("summary", 2), ("compare", 1), ("overall", 5)):
         assert len((tmp_path / f"{name}.tsv").read_text().splitlines()) == 1 + rows
+
+
+def test_the_documented_commands_are_right() -> None:
+    text = (REPO / "docs" / "benchmarks.md").read_text()
+    lines = [line.split("#")[0].split() for line in text.splitlines() if line.startswith("python -m apps.bench.main")]
+    assert len(lines) >= 4
+    presets = REPO / "apps" / "bench" / "presets"
+    for _, _, _, name, *arguments in lines:
+        cls, plan = BENCHMARKS[name]
+        overlays = [presets / "overlays" / f"{a.partition('=')[2]}.yaml" for a in arguments if a.startswith("overlay=")]
+        values = [a for a in arguments if not a.startswith(("overlay=", "--"))]
+        assert plan(load_config(cls, presets=overlays, overrides=values))
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
