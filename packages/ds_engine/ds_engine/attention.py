@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import EngineConfigError, ModelError
+from .sequence_parallel import SequenceGroup, gather_heads, scatter_heads
 
 if TYPE_CHECKING:
     from .config import Attention
@@ -47,6 +48,8 @@ class Packing:
     max_seqlen: int
     kernel: str
     """flash, varlen or sdpa."""
+    sequence: SequenceGroup | None = None
+    """The ranks that have a slice of the row each; the borders are those of the whole row."""
 
 
 def choose_kernel(wanted: Attention, *, device_type: str, dtype: torch.dtype) -> str:
@@ -114,12 +117,16 @@ def packed_attention(
     if sliding_window is not None and sliding_window >= packing.max_seqlen:
         sliding_window = None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if packing.sequence is not None:
+        query, key, value = scatter_heads(query, key, value, packing.sequence)
     if packing.kernel == "sdpa":
         out = _sdpa_per_sequence(query, key, value, packing, scale, sliding_window)
     else:
         kernel = _flash if packing.kernel == "flash" else _varlen
         q_Thd, k_Thd, v_Thd = (x[0].transpose(0, 1) for x in (query, key, value))
         out = kernel(q_Thd, k_Thd, v_Thd, packing, scale, sliding_window).unsqueeze(0)
+    if packing.sequence is not None:
+        out = gather_heads(out, packing.sequence)
     return out, None
 
 

@@ -121,7 +121,7 @@ class StepStats:
     num_micro_batches: int
     """Micro batches each rank ran."""
     num_empty_micro_batches: int
-    """Of all ranks' micro batches, those without a target; they ran the same collectives."""
+    """Of all replicas' micro batches, those without a target; they ran the same collectives."""
     num_skipped_micro_batches: int = 0
     """Micro batches whose collectives were left out. Always 0: leaving one out is what makes ranks hang."""
     step_applied: bool = True

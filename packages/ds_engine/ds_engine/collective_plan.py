@@ -46,11 +46,13 @@ def planned_step(
         world_size: 2 or more; one rank alone leaves some out.
 
     Raises:
-        ValueError: stage 3, or fewer than two ranks.
+        ValueError: stage 3, sequence parallelism, or fewer than two ranks.
     """
     zero = config.zero
     if zero.stage == 3:
         raise ValueError("stage 3 decides on its gathers at run time; only stages 1 and 2 can be planned")
+    if config.sequence_parallel > 1:
+        raise ValueError("all-to-alls of sequence parallelism are not planned: use sequence_parallel=1")
     if world_size < 2:
         raise ValueError(f"world_size={world_size} is not allowed: 2 or more")
     travel = "fp32" if zero.fp32_reduce else config.dtype
@@ -59,7 +61,7 @@ def planned_step(
     other_class = (
         zero.stage == 1 and config.dtype == "bf16" and zero.fp32_grad_accum and zero.offload.optimizer == "none"
     )
-    plan = [_call("all_gather", "int64", 3 * world_size)]
+    plan = [_call("all_gather", "int64", 4 * world_size)]
     if other_class:
         sizes = list(_cut_after(parameter_sizes, _FALLBACK_BUCKET_ELEMENTS))
     else:

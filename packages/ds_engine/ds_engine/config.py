@@ -197,6 +197,9 @@ class EngineConfig:
     """With gradient_checkpointing: recompute every k-th layer and keep the others' activations; at least 1."""
     checkpoint_to_cpu: bool = False
     """With gradient_checkpointing: keep the inputs of recomputed layers in CPU memory until the backward pass."""
+    sequence_parallel: int = 1
+    """Ranks that compute each micro batch together, a slice of its tokens each (Ulysses); divides the number of ranks
+    and the model's attention heads."""
     compile: bool = False
     """Compile the layers with torch.compile (stages 1 and 2; needs a C++ compiler, on CUDA also Triton). Attention
     itself is not compiled. The first steps are slow."""
@@ -223,6 +226,7 @@ class EngineConfig:
             self.compile,
             "stage 3 gathers weights in hooks inside the layers, which breaks them into pieces: use stage 1 or 2",
         )
+        _require(self.sequence_parallel >= 1, "sequence_parallel", self.sequence_parallel, "1 or more")
         _require(self.checkpoint_every >= 1, "checkpoint_every", self.checkpoint_every, "1 or more")
         for name, default in (("checkpoint_every", 1), ("checkpoint_to_cpu", False)):
             given = getattr(self, name)

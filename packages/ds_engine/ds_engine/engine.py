@@ -27,6 +27,7 @@ from .packed_model import packed_inputs
 from .reshape import StateSource, fill_state, has_layout
 from .saved_state import load_state, save_state
 from .schedule import check_schedule, learning_rate
+from .sequence_parallel import join_sequence_group
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -60,8 +61,9 @@ class ZeroEngine:
         self.head: Head = head
         self.device = device
         self.module = module
-        self.dp_rank = dist.get_rank()
-        self.dp_size = dist.get_world_size()
+        self._sp = config.sequence_parallel
+        self._sequence = join_sequence_group(self._sp)
+        self.dp_rank, self.dp_size = dist.get_rank() // self._sp, dist.get_world_size() // self._sp
         self.zero_stage: int = config.zero.stage
         self._total_steps = total_steps if total_steps is not None else config.optim.total_steps
         check_schedule(config.optim, self._total_steps)
@@ -139,7 +141,7 @@ class ZeroEngine:
         self._require_head("lm", "log_probs")
         if not adapters:
             self._require_adapters("log_probs(adapters=False)")
-        agree_on_plan("log_probs" if adapters else "log_probs(adapters=False)", micro_batches, self.device)
+        agree_on_plan("log_probs" if adapters else "log_probs(adapters=False)", micro_batches, self.device, sp=self._sp)
         self.module.eval()
         with nullcontext() if adapters else adapters_off(self.module):
             rows = [self._forward(batch, temperature)[0].cpu() for batch in micro_batches]
@@ -157,7 +159,7 @@ class ZeroEngine:
             PlanMismatchError: ranks brought different numbers of micro batches.
         """
         self._require_head("value", "values")
-        agree_on_plan("values", micro_batches, self.device)
+        agree_on_plan("values", micro_batches, self.device, sp=self._sp)
         self.module.eval()
         return [self._forward(batch, 1.0)[0][0].cpu() for batch in micro_batches]
 
@@ -177,7 +179,7 @@ class ZeroEngine:
             EngineError: the engine was built with trainable=False.
         """
         optimizer = self._require_optimizer("train_mini_batch")
-        num_empty = agree_on_plan("train_mini_batch", micro_batches, self.device)
+        num_empty = agree_on_plan("train_mini_batch", micro_batches, self.device, sp=self._sp)
         self.module.train()
         lr = learning_rate(self._num_steps, self.config.optim, self._total_steps)
         for group in optimizer.param_groups:
@@ -196,7 +198,7 @@ class ZeroEngine:
         mark(f"after step {self._num_steps}")
         self._num_steps += 1
         self._loss_scale.after_step()
-        loss, totals = sum_over_ranks(losses, metrics)
+        loss, totals = sum_over_ranks(losses, metrics, sp=self._sp)
         return StepStats(
             loss=loss,
             metrics=totals,
@@ -210,7 +212,7 @@ class ZeroEngine:
 
     def _forward(self, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """The head's rows for the targets of `batch`, and a zero that depends on every parameter the pass used."""
-        inputs, num_targets = packed_inputs(batch, device=self.device, kernel=self._kernel)
+        inputs, num_targets = packed_inputs(batch, device=self.device, kernel=self._kernel, sequence=self._sequence)
         rows_RK = self._deepspeed(packed=inputs, temperature=temperature)
         return rows_RK[:, :num_targets], rows_RK.sum() * 0.0
 
@@ -234,8 +236,9 @@ class ZeroEngine:
             loss = result.loss if result.loss.requires_grad else result.loss + anchor
             for name, value in result.metrics.items():
                 metrics.setdefault(name, []).append(value.detach())
-        # DeepSpeed averages over ranks; shares are to be summed.
-        self._deepspeed.backward(loss * self.dp_size, scale_wrt_gas=False)
+        # DeepSpeed averages over ranks; shares are to be summed. Of a loss that sp ranks compute together each has the
+        # gradient that came through its tokens: they, too, are to be summed.
+        self._deepspeed.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
         return loss.detach()
 
     # -------------------------------------------------------- accumulation
@@ -277,7 +280,7 @@ class ZeroEngine:
         return adapter_settings(self.module)
 
     def _export(self, tensors: Sequence[NamedTensor], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        return export_tensors(tensors, rank=self.dp_rank, zero_stage=self.zero_stage, dtype=dtype)
+        return export_tensors(tensors, rank=dist.get_rank(), zero_stage=self.zero_stage, dtype=dtype)
 
     def save_checkpoint(self, folder: str | Path, tag: str) -> None:
         """Write DeepSpeed's own checkpoint to `folder`/`tag`: every rank its shard; with lora, of adapters only."""
@@ -333,6 +336,8 @@ class ZeroEngine:
             self._guard = None
         if self._deepspeed is not self.module:
             self._deepspeed.destroy()
+        if self._sequence is not None:
+            dist.destroy_process_group(self._sequence.group)
 
     # ---------------------------------------------------------------- setup
 

@@ -16,6 +16,7 @@ from .compilation import compile_layers
 from .errors import EngineConfigError, ModelError
 from .lora import add_adapters
 from .packed_model import VALUE_HEAD, install_packed_forward
+from .sequence_parallel import check_heads
 
 if TYPE_CHECKING:
     from .batch import Head, LogProbFn
@@ -88,6 +89,7 @@ def prepare_model(
         ModelError: the architecture lacks what is needed for one of these.
         EngineConfigError: a setting cannot work here.
     """
+    check_heads(module.config, config.sequence_parallel)
     if trainable and config.lora is not None:
         add_adapters(module, config.lora, head=head, seed=config.seed)
     if config.gradient_checkpointing:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from .attention import Packing
 from .errors import BatchError, ModelError
+from .sequence_parallel import SequenceGroup, TargetShare, gather_answers, share_targets
 
 if TYPE_CHECKING:
     from .batch import LogProbFn, TokenBatch
@@ -37,43 +39,65 @@ class PackedInputs:
     packing: Packing
     target_index_K: Tensor
     target_ids_K: Tensor
+    share: TargetShare | None = None
+    """With sequence parallelism T and K are this rank's share, and this says how answers come together again."""
 
 
-def packed_inputs(batch: TokenBatch, *, device: torch.device, kernel: str) -> tuple[PackedInputs, int]:
-    """The model's inputs for `batch` and its number of targets.
+def packed_inputs(
+    batch: TokenBatch, *, device: torch.device, kernel: str, sequence: SequenceGroup | None = None
+) -> tuple[PackedInputs, int]:
+    """The model's inputs for `batch` (with `sequence`, this rank's share of them) and its number of targets in all.
 
     A batch without targets becomes one token predicting one token: that is the cheapest forward that passes through
     every module, so it takes part in every collective. Its output is to be multiplied by zero.
     """
     num_targets = batch.target_ids_K.numel()
     if num_targets == 0:
-        zero = torch.zeros(1, dtype=torch.int64, device=device)
-        borders = torch.tensor([0, 1], dtype=torch.int32, device=device)
-        packing = Packing(cu_seqlens_S1=borders, lengths=(1,), max_seqlen=1, kernel=kernel)
-        row = zero.unsqueeze(0)
-        return PackedInputs(
-            input_ids_1T=row, position_ids_1T=row, packing=packing, target_index_K=zero, target_ids_K=zero
-        ), 0
-    borders = batch.cu_seqlens_S1
-    lengths = tuple(int(n) for n in borders.diff().tolist())
-    if sum(lengths) != batch.input_ids_T.numel() or any(n < 1 for n in lengths):
-        raise BatchError(
-            f"cu_seqlens_S1 describes sequences of {list(lengths)[:8]} tokens, "
-            f"but input_ids_T has {batch.input_ids_T.numel()}; lengths must be positive and add up"
-        )
+        zero = torch.zeros(1, dtype=torch.int64)
+        ids, positions, lengths, index, targets = zero, zero, [1], zero, zero
+    else:
+        ids, positions, lengths = batch.input_ids_T, batch.position_ids_T, batch.cu_seqlens_S1.diff().tolist()
+        index, targets = batch.target_index_K, batch.target_ids_K
+        if sum(lengths) != ids.numel() or any(n < 1 for n in lengths):
+            raise BatchError(
+                f"cu_seqlens_S1 describes sequences of {lengths[:8]} tokens, "
+                f"but input_ids_T has {ids.numel()}; lengths must be positive and add up"
+            )
+    share = None
+    if sequence is not None:
+        ids, positions, lengths = _pad(ids, positions, lengths, sequence.size)
+        part = len(ids) // sequence.size
+        start = sequence.rank * part
+        ids, positions = ids[start : start + part], positions[start : start + part]
+        share = share_targets(index, tokens_per_rank=part, sequence_rank=sequence.rank, sp=sequence.size)
+        # A rank without a target answers for some token all the same, so that it passes through the head as the others.
+        own = share.own_k if len(share.own_k) else share.own_k.new_zeros(1)
+        index, targets = (index[own] - start).clamp(0, part - 1), targets[own]
+        share = share.to(device)
     packing = Packing(
-        cu_seqlens_S1=borders.to(device=device, dtype=torch.int32),
-        lengths=lengths,
+        cu_seqlens_S1=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device),
+        lengths=tuple(lengths),
         max_seqlen=max(lengths),
         kernel=kernel,
+        sequence=sequence,
     )
     return PackedInputs(
-        input_ids_1T=batch.input_ids_T.to(device).unsqueeze(0),
-        position_ids_1T=batch.position_ids_T.to(device).unsqueeze(0),
+        input_ids_1T=ids.to(device).unsqueeze(0),
+        position_ids_1T=positions.to(device).unsqueeze(0),
         packing=packing,
-        target_index_K=batch.target_index_K.to(device),
-        target_ids_K=batch.target_ids_K.to(device),
+        target_index_K=index.to(device),
+        target_ids_K=targets.to(device),
+        share=share,
     ), num_targets
+
+
+def _pad(ids_T: Tensor, positions_T: Tensor, lengths: list[int], multiple: int) -> tuple[Tensor, Tensor, list[int]]:
+    """One more sequence of zeros at the end, if needed, to make T a multiple. Nothing looks at it."""
+    missing = -len(ids_T) % multiple
+    if missing == 0:
+        return ids_T, positions_T, lengths
+    zeros = ids_T.new_zeros(missing)
+    return torch.cat((ids_T, zeros)), torch.cat((positions_T, zeros)), [*lengths, missing]
 
 
 def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None) -> None:
@@ -113,7 +137,10 @@ def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None) -> None:
         hidden_KH = hidden_TH.index_select(0, packed.target_index_K)
         if hidden_scale != 1.0:
             hidden_KH = hidden_KH * hidden_scale
-        return head(hidden_KH, targets_K=packed.target_ids_K, temperature=temperature)
+        rows_RK = head(hidden_KH, targets_K=packed.target_ids_K, temperature=temperature)
+        if packed.share is not None and packed.packing.sequence is not None:
+            rows_RK = gather_answers(rows_RK, packed.share, packed.packing.sequence)
+        return rows_RK
 
     model.forward = forward
 

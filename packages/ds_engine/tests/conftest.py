@@ -1,4 +1,4 @@
-"""Fixtures: a tiny model folder, and two real ranks (gloo, CPU) that run the functions of ds_engine_worker.py."""
+"""Fixtures: tiny model folders, and two or four real ranks (gloo, CPU) that run functions of ds_engine_worker.py."""
 
 import sys
 from collections.abc import Iterator
@@ -24,4 +24,10 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     with RankPool(2, tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with RankPool(4, tmp_path_factory.mktemp("four_ranks"), timeout_s=400) as pool:
         yield pool

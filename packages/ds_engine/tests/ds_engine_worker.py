@@ -192,6 +192,23 @@ def train_with_loss(model_path: str, config: EngineConfig, micro_batches: list[l
     return stats
 
 
+def gradient_distance(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]]) -> dict[str, float]:
+    """Of each parameter, relative distance of the engine's gradient from that of plain autograd in one process."""
+    truth = _true_gradient(model_path, config.dtype, micro_batches)
+    engine = build(model_path, config)
+    for index, samples in enumerate(micro_batches):
+        engine._mark_border(index == len(micro_batches) - 1)
+        engine._backward(make_batch(samples), weighted_loss, 1.0, {})
+    distance = {}
+    for name, parameter in engine.module.named_parameters():
+        expected = truth[name]
+        dist.all_reduce(expected)
+        expected = expected / config.sequence_parallel  # ranks that share a micro batch counted it once each
+        distance[name] = float((deepspeed.utils.safe_get_full_grad(parameter) - expected).norm() / expected.norm())
+    engine.close()
+    return distance
+
+
 def gradient_error(model_path: str, micro_batches: list[list[Sample]], stage: int, fp32_reduce: bool) -> float:
     """Relative distance of the engine's bf16 gradient from the fp32 sum of all micro batches' own gradients."""
     truth = _true_gradient(model_path, "bf16", micro_batches)

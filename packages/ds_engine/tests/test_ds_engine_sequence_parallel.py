@@ -1,0 +1,199 @@
+"""Ulysses: dp x sp real ranks against plain PyTorch in one process, and the pure functions that divide the work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ds_engine_testkit import RankPool, Sample, make_batch, make_samples, reference_training
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_engine import EngineConfig, EngineConfigError, LoraConfig, OptimConfig, PlanMismatchError, ZeroConfig
+from ds_engine.collective_plan import planned_step
+from ds_engine.packed_model import packed_inputs
+from ds_engine.sequence_parallel import SequenceGroup, check_heads, kv_copies, share_targets
+
+LR, EPS = 3e-3, 1e-4
+STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
+Reference = tuple[dict[str, torch.Tensor], list[float], list[float]]
+
+
+def config(stage: int, sp: int, **extra: object) -> EngineConfig:
+    zero = ZeroConfig(stage=stage, step_each_micro=stage == 2, param_persistence_elements=0)
+    optim = OptimConfig(lr=LR, eps=EPS, grad_clip=1.0)
+    return replace(EngineConfig(zero=zero, optim=optim, dtype="fp32", sequence_parallel=sp), **extra)
+
+
+def steps_of(rank: int, world_size: int, sp: int, num_micro: int) -> list[list[list[Sample]]]:
+    """Round robin over the dp replicas, then over micro batches, of which the last stays empty."""
+    dp, number = world_size // sp, rank // sp
+    return [[samples[number::dp][m :: num_micro - 1] for m in range(num_micro - 1)] + [[]] for samples in STEPS]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path) -> Reference:
+    return reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+
+
+def check_training(ranks: RankPool, model: Path, expected: Reference, settings_: EngineConfig, num_micro: int) -> None:
+    weights, losses, norms = expected
+    sp = settings_.sequence_parallel
+    per_rank = [{"steps": steps_of(rank, ranks.size, sp, num_micro)} for rank in range(ranks.size)]
+    results = ranks.run("train", per_rank, model_path=str(model), config=settings_)
+    stats = results[0]["stats"]
+    assert all(result["stats"] == stats for result in results)
+    assert [s.loss for s in stats] == pytest.approx(losses, rel=1e-5)
+    assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=1e-5)
+    assert [s.metrics["tokens"] for s in stats] == [sum(len(s.ids) - s.num_prompt for s in step) for step in STEPS]
+    assert stats[0].num_empty_micro_batches >= ranks.size // sp
+    assert list(results[0]["weights"]) == list(weights)
+    assert all(not result["weights"] for result in results[1:])
+    for name, weight in results[0]["weights"].items():
+        assert float((weight - weights[name]).norm() / weights[name].norm()) < 1e-5, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "num_micro"), [(1, 2), (2, 4), (3, 4)])
+def test_two_ranks_share_every_micro_batch(
+    two_ranks: RankPool, tiny_model: Path, reference: Reference, stage: int, num_micro: int
+) -> None:
+    check_training(two_ranks, tiny_model, reference, config(stage, 2), num_micro)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [{"gradient_checkpointing": True}, {"collective_guard": "lockstep"}])
+def test_recomputation_and_the_guard_see_the_same_collectives(
+    two_ranks: RankPool, tiny_model: Path, reference: Reference, extra: dict[str, object]
+) -> None:
+    check_training(two_ranks, tiny_model, reference, config(3, 2, **extra), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "sp"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2), (2, 4)], ids=lambda value: str(value)
+)
+def test_four_ranks_equal_one_process(
+    four_ranks: RankPool, tiny_model: Path, reference: Reference, stage: int, sp: int
+) -> None:
+    """sp=4 with two key/value heads: each is on two ranks."""
+    check_training(four_ranks, tiny_model, reference, config(stage, sp), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "sp"), [(2, 2), (3, 2), (2, 1)])
+def test_every_parameters_gradient_on_four_ranks(four_ranks: RankPool, tiny_model: Path, stage: int, sp: int) -> None:
+    per_rank = [{"micro_batches": steps_of(rank, 4, sp, 3)[0]} for rank in range(4)]
+    settings_ = config(stage, sp, zero=ZeroConfig(stage=stage, param_persistence_elements=0))
+    for distance in four_ranks.run("gradient_distance", per_rank, model_path=str(tiny_model), config=settings_):
+        assert max(distance.values()) < 1e-5
+
+
+@pytest.mark.slow
+def test_log_probs_equal_those_of_one_rank_each(two_ranks: RankPool, tiny_model: Path) -> None:
+    micro = [STEPS[0], STEPS[1][:1], [], [Sample(ids=[5, 6], num_prompt=1, weight=1.0)]]
+    shared = two_ranks.run(
+        "train", model_path=str(tiny_model), config=config(3, 2), steps=[], log_prob_samples=micro, temperature=0.7
+    )
+    alone = two_ranks.run(
+        "train", model_path=str(tiny_model), config=config(2, 1), steps=[], log_prob_samples=micro, temperature=0.7
+    )
+    for rank in range(2):
+        for ours, expected in zip(shared[rank]["outputs"], alone[0]["outputs"], strict=True):
+            torch.testing.assert_close(ours.log_probs_K, expected.log_probs_K, rtol=0, atol=1e-6)
+            torch.testing.assert_close(ours.entropy_K, expected.entropy_K, rtol=0, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_value_heads_and_adapters_train_the_same(two_ranks: RankPool, tiny_model: Path) -> None:
+    calls = [
+        ("train_values", {"value_samples": [STEPS[0], []]}, {}),
+        ("train_adapters", {"samples": STEPS[0]}, {"lora": LoraConfig(rank=4)}),
+    ]
+    for function, given_, extra in calls:
+        results = []
+        for sp in (1, 2):
+            per_rank = [{"steps": steps_of(rank, 2, sp, 2)} for rank in range(2)]
+            settings_ = config(2, sp, **extra)
+            results.append(two_ranks.run(function, per_rank, model_path=str(tiny_model), config=settings_, **given_))
+        apart, together = (ranks[0] for ranks in results)
+        losses = [[s.loss for s in result["stats"]] for result in (apart, together)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+        tensors = apart.get("weights") or apart["adapters"]
+        others = together.get("weights") or together["adapters"]
+        for name, tensor in tensors.items():
+            assert float((others[name] - tensor).norm()) <= 1e-5 * float(tensor.norm()), name
+
+
+@pytest.mark.slow
+def test_what_cannot_work_is_refused_on_every_rank(two_ranks: RankPool, tiny_model: Path) -> None:
+    different = [{"steps": [[STEPS[rank]]]} for rank in range(2)]
+    for error in two_ranks.run("train", different, model_path=str(tiny_model), config=config(2, 2)):
+        assert isinstance(error, PlanMismatchError)
+        assert "ranks 0 to 1 brought different micro batches" in str(error)
+    for error in two_ranks.run("train", model_path=str(tiny_model), config=config(2, 4), steps=[]):
+        assert isinstance(error, EngineConfigError)
+        assert "does not divide the 2 ranks: use one of [1, 2]" in str(error)
+
+
+# ---------------------------------------------------------------- pure parts
+
+
+def test_heads_have_to_divide() -> None:
+    check_heads(SimpleNamespace(num_attention_heads=12), 6)
+    with pytest.raises(EngineConfigError, match=r"cannot divide 12 attention heads .* \[1, 2, 3, 4, 6, 12\]"):
+        check_heads(SimpleNamespace(num_attention_heads=12), 8)
+
+
+def test_a_plan_of_collectives_says_what_it_leaves_out() -> None:
+    with pytest.raises(ValueError, match="sequence_parallel=1"):
+        planned_step(config(2, 2), parameter_sizes=[4], ready_order=[0], world_size=2, num_micro_batches=1)
+
+
+@settings(deadline=None, derandomize=True)
+@given(kv=st.integers(1, 12), sharing=st.integers(1, 12), sp=st.integers(1, 16))
+def test_query_heads_find_their_key_heads_on_their_rank(kv: int, sharing: int, sp: int) -> None:
+    heads = kv * sharing
+    if heads % sp:
+        return
+    copies = kv_copies(heads, kv, sp)
+    repeated = [head for head in range(kv) for _ in range(copies)]
+    per_rank, kv_per_rank = heads // sp, kv * copies // sp
+    for rank in range(sp):
+        local_kv = repeated[rank * kv_per_rank : (rank + 1) * kv_per_rank]
+        for number in range(per_rank):
+            assert local_kv[number // (per_rank // kv_per_rank)] == (rank * per_rank + number) // sharing
+
+
+@settings(deadline=None, derandomize=True)
+@given(data=st.data(), sp=st.integers(1, 5), part=st.integers(1, 9))
+def test_every_target_is_answered_once_and_found_again(data: st.DataObject, sp: int, part: int) -> None:
+    index = data.draw(st.lists(st.integers(0, sp * part - 1), min_size=1, max_size=30))
+    index_K = torch.tensor(index)
+    shares = [share_targets(index_K, tokens_per_rank=part, sequence_rank=r, sp=sp) for r in range(sp)]
+    sent = torch.full((sp, shares[0].width), -1)
+    for rank, share in enumerate(shares):
+        assert share.width == shares[0].width
+        assert all(rank * part <= index[k] < (rank + 1) * part for k in share.own_k.tolist())
+        sent[rank, : len(share.own_k)] = index_K[share.own_k]
+        assert torch.equal(share.source_K, shares[0].source_K)
+    assert torch.equal(sent.flatten()[shares[0].source_K], index_K)
+
+
+@pytest.mark.parametrize("sp", [2, 3, 4])
+def test_slices_are_those_of_the_padded_row(sp: int) -> None:
+    batch = make_batch(STEPS[0])
+    cpu = torch.device("cpu")
+    groups = [SequenceGroup(group=None, rank=rank, size=sp) for rank in range(sp)]  # type: ignore[arg-type]
+    parts = [packed_inputs(batch, device=cpu, kernel="sdpa", sequence=group)[0] for group in groups]
+    ids = torch.cat([part.input_ids_1T[0] for part in parts])
+    num_tokens = len(batch.input_ids_T)
+    assert torch.equal(ids[:num_tokens], batch.input_ids_T)
+    assert len(ids) == -(-num_tokens // sp) * sp == sum(parts[0].packing.lengths)
+    assert len({part.input_ids_1T.shape for part in parts}) == 1
+    assert parts[0].packing.lengths[: len(STEPS[0])] == tuple(batch.cu_seqlens_S1.diff().tolist())
+    targets = [part.target_ids_K[: len(part.share.own_k)] for part in parts]  # a rank without one has a stand-in
+    assert torch.equal(torch.cat(targets), batch.target_ids_K)
