@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UntrustedFileError,
     )
     from .hf_export import HfExport, save_hf_folder
+    from .lora_export import export_merged, merge_lora, save_adapter
     from .manager import Checkpoint, CheckpointManager
     from .manifest import FileEntry, Manifest, Problem, describe_files, verify_folder
     from .models import check_model, describe_model
@@ -68,11 +69,14 @@ __all__ = [
     "describe_files",
     "describe_model",
     "export_deepspeed",
+    "export_merged",
     "load_state_dict",
     "loading_without_pickle",
+    "merge_lora",
     "package_versions",
     "rank_file",
     "restore_rng",
+    "save_adapter",
     "save_hf_folder",
     "save_state_dict",
     "verify_folder",
@@ -110,11 +114,14 @@ _EXPORTS = {
     "describe_files": ".manifest",
     "describe_model": ".models",
     "export_deepspeed": ".deepspeed_export",
+    "export_merged": ".lora_export",
     "load_state_dict": ".state_dicts",
     "loading_without_pickle": ".deepspeed_load",
+    "merge_lora": ".lora_export",
     "package_versions": ".packages",
     "rank_file": ".async_saver",
     "restore_rng": ".rng",
+    "save_adapter": ".lora_export",
     "save_hf_folder": ".hf_export",
     "save_state_dict": ".state_dicts",
     "verify_folder": ".manifest",

@@ -9,15 +9,17 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import CheckpointSpaceError
+from .errors import CheckpointSpaceError, ExportError
 
 __all__ = [
     "check_space",
     "fsync_file",
     "fsync_folder",
     "is_disk_full",
+    "new_folder",
     "publish_folder",
     "remove_folder",
     "walk_files",
@@ -88,6 +90,33 @@ def publish_folder(partial: Path, final: Path) -> None:
         fsync_folder(Path(folder))
     os.rename(partial, final)
     fsync_folder(final.parent)
+
+
+@contextmanager
+def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A hidden empty folder to fill, which becomes `out` when the block ends; after an error nothing is left of it.
+
+    The files' own bytes are the caller's to fsync. Raises ExportError when `out` exists and is not an empty folder,
+    unless `overwrite`.
+    """
+    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
+        raise ExportError(
+            f"{out}: exists and is not an empty folder; choose another or overwrite it (overwrite=True, --overwrite)"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial")
+    if partial.exists():
+        remove_folder(partial)
+    partial.mkdir()
+    try:
+        yield partial
+        if out.exists():
+            remove_folder(out)
+        publish_folder(partial, out)
+    except BaseException:
+        if partial.exists():
+            remove_folder(partial)
+        raise
 
 
 def remove_folder(path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from .errors import ExportError
-from .files import fsync_file, publish_folder, remove_folder
+from .files import fsync_file, new_folder
 
 if TYPE_CHECKING:
     import torch
@@ -199,26 +199,10 @@ def save_hf_folder(
         raise ExportError(f"{source}: has no config.json; give the folder of the model that is exported")
     if max_shard_bytes < 1:
         raise ExportError(f"max_shard_bytes={max_shard_bytes!r}: must be at least 1")
-    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
-        raise ExportError(
-            f"{out}: exists and is not an empty folder; choose another or overwrite it (overwrite=True, --overwrite)"
-        )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial")
-    if partial.exists():
-        remove_folder(partial)
-    partial.mkdir()
-    try:
+    with new_folder(out, overwrite=overwrite) as partial:
         _copy_model_files(source, partial, dtype)
         writer = _ShardWriter(partial, dtype, max_shard_bytes)
         for name, tensor in tensors:
             writer.add(name, tensor)
         num_tensors, num_bytes, num_shards = writer.finish()
-        if out.exists():
-            remove_folder(out)
-        publish_folder(partial, out)
-    except BaseException:
-        if partial.exists():
-            remove_folder(partial)
-        raise
     return HfExport(path=out, num_tensors=num_tensors, num_bytes=num_bytes, num_shards=num_shards)

@@ -1,0 +1,263 @@
+"""LoRA adapters in PEFT's format, and the model with its adapters merged in.
+
+    W' = W + s * B A,   s = alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA
+
+computed in fp32 and cast once, at the end. W is [out, in], A [r, in], B [out, r]; for layers that store W as [in, out]
+(`fan_in_fan_out`) the change is transposed.
+
+Names, as PEFT has them: an adapted layer `q_proj` holds `q_proj.base_layer.weight`, `q_proj.lora_A.default.weight` and
+`q_proj.lora_B.default.weight`; the adapter's file leaves out `.default` and begins every name with `base_model.model.`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import ExportError
+from .files import fsync_file, new_folder
+from .hf_export import HfExport, save_hf_folder
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "export_merged", "merge_lora", "read_adapter", "save_adapter"]
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_REFUSED = ("lora_magnitude_vector", "lora_embedding", "lora_variant")
+_MATRIX = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.(?P<kind>weight|bias)")
+_COPY = re.compile(r"(?P<layer>.+)\.modules_to_save\.(?:[^.]+)\.(?P<rest>.+)")
+
+
+def save_adapter(
+    out: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    config: Mapping[str, Any],
+    *,
+    adapter: str = "default",
+    overwrite: bool = False,
+) -> HfExport:
+    """Write PEFT's adapter folder: `adapter_config.json` and `adapter_model.safetensors`, loadable by PEFT and vLLM.
+
+    `tensors` are what is trained, under the names of PEFT's files or of a PEFT model's parameters (`.default` and the
+    prefix are mended); other tensors of such a model are refused. `config` is PEFT's LoraConfig as a dict (sets are
+    written as sorted lists). The folder appears whole, by rename. The bytes of a tensor are kept as they are.
+
+    Raises ExportError: `out` exists and is not empty (unless `overwrite`), `config` lacks `r`, `lora_alpha` or
+    `target_modules`, A or B of a layer is missing, or a tensor is no adapter's.
+    """
+    from safetensors.torch import save_file
+
+    missing = [key for key in ("r", "lora_alpha", "target_modules") if config.get(key) is None]
+    if missing:
+        raise ExportError(f"config: lacks {', '.join(missing)}; give the adapter's configuration as PEFT has it")
+    saved = tuple(config.get("modules_to_save") or ())
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        named = _PREFIX + _adapter_name(name.removeprefix(_PREFIX), adapter, saved)
+        if named in found:
+            raise ExportError(f"{name}: the tensor came twice")
+        found[named] = tensor
+    _check_pairs(found)
+    with new_folder(Path(out), overwrite=overwrite) as partial:
+        # Adapters are small: all of them at once.
+        host = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()}
+        save_file(host, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        written = {"peft_type": "LORA", **config, "inference_mode": True}
+        text = json.dumps(written, indent=2, sort_keys=True, default=_plain)
+        (partial / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+        for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG):
+            fsync_file(partial / name)
+    num_bytes = sum(tensor.nbytes for tensor in host.values())
+    return HfExport(path=Path(out), num_tensors=len(found), num_bytes=num_bytes, num_shards=1)
+
+
+def read_adapter(folder: Path) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any]]:
+    """The tensors and the configuration of a PEFT adapter folder. Reads safetensors only, no pickle.
+
+    Raises ExportError when a file is missing, or only the pickled `adapter_model.bin` is there.
+    """
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (folder / name).is_file():
+            raise ExportError(f"{folder}: has no {name}; give PEFT's folder of an adapter, saved as safetensors")
+    config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    return list(load_file(folder / ADAPTER_WEIGHTS).items()), config
+
+
+def merge_lora(
+    tensors: Iterable[tuple[str, torch.Tensor]], config: Mapping[str, Any], *, adapter: str = "default"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, tensor) of the whole model with its adapters merged in, as a stream.
+
+    `tensors` holds the model's and the adapter's tensors: a live PEFT model's in any order, or an adapter file's
+    followed by the base model's. A merged tensor comes in fp32, the others as they are; cast them as they are stored
+    (`save_hf_folder(dtype=...)`). What is held: the adapters, and the base weights whose adapters have not come yet.
+
+    Raises ExportError for DoRA, adapted embeddings and convolutions, trained biases of B, a shape that does not fit,
+    and adapters without their base weight.
+    """
+    if config.get("use_dora"):
+        raise ExportError("use_dora: this merge knows LoRA only; merge with PEFT")
+    saved = tuple(config.get("modules_to_save") or ())
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    waiting: dict[str, tuple[str, torch.Tensor]] = {}  # by layer: adapted base weights before their adapters
+    plain: dict[str, tuple[str, torch.Tensor]] = {}
+    replaced: set[str] = set()
+    for name, tensor in tensors:
+        bare = name.removeprefix(_PREFIX)
+        if match := _matrix(bare, adapter):
+            halves.setdefault(match["layer"], {})[match["side"]] = tensor
+            layer = match["layer"]
+            if layer in waiting and len(halves[layer]) == 2:
+                yield _merge(*waiting.pop(layer), halves.pop(layer), config, layer)
+            continue
+        trained = _trained_copy(bare, adapter, saved)
+        if trained is not None:
+            if trained not in replaced:  # the base model has one of the same name
+                replaced.add(trained)
+                yield trained, tensor
+            continue
+        layer, _, kind = bare.replace(".base_layer.", ".").replace(".original_module.", ".").rpartition(".")
+        final = f"{layer}.{kind}" if layer else kind
+        is_adapted = ".base_layer." in bare and kind == "weight"
+        if kind == "weight" and len(halves.get(layer, {})) == 2:
+            yield _merge(final, tensor, halves.pop(layer), config, layer)
+        elif is_adapted or (kind == "weight" and layer in halves):
+            waiting[layer] = (final, tensor)
+        elif ".original_module." in bare:
+            plain[final] = (final, tensor)
+        elif final not in replaced:
+            yield final, tensor
+    if halves or waiting:
+        lost = sorted({*halves, *waiting})
+        raise ExportError(f"{', '.join(lost[:3])}: of {len(lost)} layers the base weight, A or B did not come")
+    yield from (item for name, item in plain.items() if name not in replaced)
+
+
+def export_merged(
+    adapter_folder: Path,
+    out: Path,
+    *,
+    base: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> HfExport:
+    """Write the Hugging Face folder `out`: the model in the folder `base` with an adapter merged in, offline.
+
+    Holds the adapter and one base tensor at a time. `dtype` as for `save_hf_folder`; None gives merged weights the
+    base's own dtype, like the rest. Raises ExportError as `merge_lora` and `save_hf_folder` do.
+    """
+    adapters, config = read_adapter(adapter_folder)
+    dtypes: dict[str, torch.dtype] = {}
+
+    def base_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in _read_folder(Path(base)):
+            dtypes[name] = tensor.dtype
+            yield name, tensor
+
+    merged = (
+        (name, tensor if dtype is not None else tensor.to(dtypes.get(name, tensor.dtype)))
+        for name, tensor in merge_lora(chain(adapters, base_tensors()), config)
+    )
+    return save_hf_folder(
+        out, merged, model_files_from=base, dtype=dtype, max_shard_bytes=max_shard_bytes, overwrite=overwrite
+    )
+
+
+def _matrix(name: str, adapter: str) -> re.Match[str] | None:
+    refused = next((part for part in _REFUSED if part in name), None)
+    if refused is not None:
+        raise ExportError(f"{name}: {refused} is not merged here; merge with PEFT")
+    match = _MATRIX.fullmatch(name)
+    if match is None:
+        return None
+    if match["adapter"] not in (None, adapter):
+        raise ExportError(
+            f"{name}: is of the adapter {match['adapter']!r}, not {adapter!r}; give one adapter's tensors"
+        )
+    if match["kind"] == "bias":
+        raise ExportError(f"{name}: a bias of B is not merged here; merge with PEFT")
+    return match
+
+
+def _trained_copy(name: str, adapter: str, saved: tuple[str, ...]) -> str | None:
+    """The plain name of a module trained whole beside the adapters (`modules_to_save`), None for another's."""
+    if match := _COPY.fullmatch(name):
+        return f"{match['layer']}.{match['rest']}"
+    layer = name.rpartition(".")[0]
+    # PEFT takes the end of a name for the name, "norm" for "input_layernorm" as well.
+    if layer.endswith(saved) and ".original_module." not in name:
+        return name
+    return None
+
+
+def _adapter_name(name: str, adapter: str, saved: tuple[str, ...]) -> str:
+    if match := _matrix(name, adapter):
+        return f"{match['layer']}.lora_{match['side']}.weight"
+    trained = _trained_copy(name, adapter, saved)
+    if trained is None:
+        raise ExportError(f"{name}: belongs to no adapter; give what is trained only")
+    return trained
+
+
+def _check_pairs(tensors: Mapping[str, torch.Tensor]) -> None:
+    if not any(".lora_A." in name for name in tensors):
+        raise ExportError("no adapter was given; the stream ended before the first one")
+    for name in tensors:
+        for side, other in (("A", "B"), ("B", "A")):
+            if f".lora_{side}." in name and name.replace(f".lora_{side}.", f".lora_{other}.") not in tensors:
+                raise ExportError(f"{name}: its lora_{other} is missing")
+
+
+def _merge(
+    name: str, weight: torch.Tensor, halves: Mapping[str, torch.Tensor], config: Mapping[str, Any], layer: str
+) -> tuple[str, torch.Tensor]:
+    a_RI, b_OR = halves["A"], halves["B"]
+    if weight.dim() != 2 or a_RI.dim() != 2 or b_OR.dim() != 2:
+        raise ExportError(f"{name}: only matrices are merged here, this is {list(weight.shape)}; merge with PEFT")
+    change = b_OR.float().to(weight.device) @ a_RI.float().to(weight.device)
+    if config.get("fan_in_fan_out"):
+        change = change.T
+    if change.shape != weight.shape:
+        raise ExportError(
+            f"{name}: is {list(weight.shape)}, its adapter changes {list(change.shape)}; it is another model's"
+        )
+    return name, weight.float() + _scale(config, layer, a_RI.shape[0]) * change
+
+
+def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
+    """What the change of a layer is multiplied by; a pattern names layers by the end of their name, as PEFT has it."""
+    alpha = config["lora_alpha"]
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            alpha = value
+            break
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else float(rank))
+
+
+def _read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ExportError(f"{folder}: has no safetensors file; give the folder of the base model")
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in list(file.keys()):
+                yield name, file.get_tensor(name)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return getattr(value, "value", None) or str(value)  # PEFT's enumerations; dtypes and the like

@@ -1,0 +1,180 @@
+"""Adapters as PEFT reads them, and merges that equal PEFT's own."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from ckpt import ExportError, export_merged, merge_lora, save_adapter, save_hf_folder
+from ckpt.lora_export import read_adapter
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny real model on the disk."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=67,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=12,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("lora") / "base"
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "rslora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "down_proj"],
+        "rank_pattern": {"layers.1.self_attn.q_proj": 2},
+        "alpha_pattern": {"down_proj": 32, r".*\.0\.self_attn\.q_proj": 1},
+    },
+    "trained_whole": {"r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+}
+
+
+def adapted(base: Path, options: dict[str, Any]) -> Any:
+    """A PEFT model whose adapters have been trained, as far as chance goes."""
+    torch.manual_seed(1)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def trained(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_peft_reads_adapters_and_merges_are_its_own(base: Path, tmp_path: Path, case: str) -> None:
+    model = adapted(base, CASES[case])
+    config = model.peft_config["default"].to_dict()
+    with torch.no_grad():
+        expected = model(IDS).logits
+    report = save_adapter(tmp_path / "adapter", trained(model), config)
+    assert sorted(path.name for path in report.path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert report.num_tensors == len(list(trained(model)))
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, expected)
+
+    # Offline, and from the live model.
+    export_merged(tmp_path / "adapter", tmp_path / "offline", base=base)
+    live = merge_lora(model.named_parameters(), config)
+    save_hf_folder(tmp_path / "live", live, model_files_from=base)
+    merged = model.merge_and_unload()
+    with torch.no_grad():
+        target = merged(IDS).logits
+    original = load_file(base / "model.safetensors")
+    for name in ("offline", "live"):
+        assert load_file(tmp_path / name / "model.safetensors").keys() == original.keys()
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(found(IDS).logits, target, rtol=0, atol=1e-6)
+        for key, tensor in merged.state_dict().items():
+            torch.testing.assert_close(found.state_dict()[key], tensor, rtol=0, atol=1e-6)
+    assert not torch.allclose(target, AutoModelForCausalLM.from_pretrained(base)(IDS).logits, atol=1e-3)
+
+
+def test_a_merge_is_computed_in_fp32_and_cast_once(base: Path, tmp_path: Path) -> None:
+    model = adapted(base, CASES["plain"])
+    save_adapter(tmp_path / "adapter", trained(model), model.peft_config["default"].to_dict())
+    export_merged(tmp_path / "adapter", tmp_path / "fp32", base=base)
+    export_merged(tmp_path / "adapter", tmp_path / "bf16", base=base, dtype=torch.bfloat16)
+    exact, cast = (load_file(tmp_path / name / "model.safetensors") for name in ("fp32", "bf16"))
+    assert all(torch.equal(cast[name], exact[name].bfloat16()) for name in exact)
+    # A base in bf16 stays in bf16 without being told, merged weights too.
+    export_merged(tmp_path / "adapter", tmp_path / "again", base=tmp_path / "bf16")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "again" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_a_bf16_base_under_a_live_engine_is_merged_in_fp32(base: Path) -> None:
+    model = adapted(base, CASES["plain"])
+    config = model.peft_config["default"].to_dict()
+    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    halved = [(name, t if ".lora_" in name else t.bfloat16()) for name, t in named.items()]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    change = named[f"{layer}.lora_B.default.weight"] @ named[f"{layer}.lora_A.default.weight"]
+    for tensors in (halved, halved[::-1]):
+        found = dict(merge_lora(tensors, config))
+        expected = named[f"{layer}.base_layer.weight"].bfloat16().float() + 2.0 * change
+        assert torch.equal(found[name], expected)
+        assert found["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_what_is_refused(base: Path, tmp_path: Path) -> None:
+    model = adapted(base, CASES["plain"])
+    config = model.peft_config["default"].to_dict()
+    tensors = dict(trained(model))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+
+    def save(named: dict[str, torch.Tensor], settings: dict[str, Any] = config, **options: Any) -> None:
+        save_adapter(tmp_path / "out", named.items(), settings, **options)
+
+    with pytest.raises(ExportError, match="lora_B is missing"):
+        save({name: tensors[name]})
+    with pytest.raises(ExportError, match="no adapter was given"):
+        save({})
+    with pytest.raises(ExportError, match="lacks r, target_modules"):
+        save(tensors, {"lora_alpha": 3})
+    with pytest.raises(ExportError, match=r"embed_tokens\.weight: belongs to no adapter"):
+        save({"model.embed_tokens.weight": torch.ones(2)})
+    with pytest.raises(ExportError, match="is of the adapter 'default', not 'other'"):
+        save(tensors, adapter="other")
+    with pytest.raises(ExportError, match="lora_magnitude_vector is not merged"):
+        save({**tensors, "q_proj.lora_magnitude_vector.default.weight": torch.ones(2)})
+    assert not (tmp_path / "out").exists()
+    save(tensors)
+    with pytest.raises(ExportError, match="overwrite=True"):
+        save(tensors)
+    save(tensors, overwrite=True)
+    with pytest.raises(ExportError, match="use_dora"):
+        list(merge_lora([], {**config, "use_dora": True}))
+    with pytest.raises(ExportError, match="the base weight, A or B did not come"):
+        list(merge_lora(tensors.items(), config))
+    wrong = {name.replace(".lora_A.default", ""): torch.ones(3, 3)}
+    with pytest.raises(ExportError, match=r"is \[3, 3\], its adapter changes \[24, 24\]"):
+        list(merge_lora([*tensors.items(), *wrong.items()], config))
+    (tmp_path / "out" / "adapter_model.safetensors").rename(tmp_path / "out" / "adapter_model.bin")
+    with pytest.raises(ExportError, match=r"has no adapter_model\.safetensors"):
+        read_adapter(tmp_path / "out")
+    save(tensors, overwrite=True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    with pytest.raises(ExportError, match="has no safetensors file"):
+        export_merged(tmp_path / "out", tmp_path / "merged", base=tmp_path / "empty")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_the_configuration_is_plain_json(base: Path, tmp_path: Path) -> None:
+    model = adapted(base, CASES["plain"])
+    save_adapter(tmp_path / "out", trained(model), model.peft_config["default"].to_dict())
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj", "v_proj"]
+    assert (config["peft_type"], config["task_type"], config["inference_mode"]) == ("LORA", None, True)
