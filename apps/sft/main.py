@@ -16,6 +16,7 @@ def check(config: SftConfig) -> "rl_runtime.Placement":
     """Refuses what cannot work before any process starts; which rank runs on which device."""
     rl_runtime.prepare_driver(config.trainer.device)
     rl_runtime.check_tracking(config.tracking)
+    rl_runtime.check_sequence_parallel(config.engine, section="engine", num_ranks=config.trainer.num_ranks)
     placement = rl_runtime.plan_ranks(config.trainer)
     rl_runtime.check_prompt_files(config.model, config.data)
     rl_runtime.check_supervised(config.model, config.data, config.supervised, section="supervised")

@@ -73,6 +73,20 @@ def check_engine(engine: EngineConfig, *, section: str, num_updates: int) -> Non
     check_schedule(engine.optim, num_updates)
 
 
+def check_sequence_parallel(engine: EngineConfig, *, section: str, num_ranks: int) -> None:
+    """The ranks divide into replicas.
+
+    Raises:
+        InputError
+    """
+    if num_ranks % engine.sequence_parallel:
+        fits = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
+        raise InputError(
+            f"{section}.sequence_parallel is {engine.sequence_parallel}, which does not divide trainer.num_ranks "
+            f"({num_ranks}); allowed: {fits}"
+        )
+
+
 def check_lengths(rollout: RolloutConfig, data: DataConfig, samplings: Sequence[SamplingConfig]) -> None:
     """The longest prompt and response fit the servers' context.
 

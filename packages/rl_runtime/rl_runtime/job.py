@@ -19,6 +19,7 @@ from .checks import (
     check_engine,
     check_lengths,
     check_prompt_files,
+    check_sequence_parallel,
     check_servers,
     check_supervised,
     find_checkpoint,
@@ -100,13 +101,20 @@ class Job:
         return role
 
 
-def job_layout(config: JobConfig) -> BatchLayout:
-    """How the batch divides over mini batches and ranks.
+def job_layout(config: JobConfig, *, section: str = "actor", engine: EngineConfig | None = None) -> BatchLayout:
+    """How the batch divides over mini batches and the ranks of `engine` (by default the actor's), dp x sp of them.
+
+    Args:
+        section: where `engine` stands in the configuration.
 
     Raises:
         rl_core.BatchError: it does not; names sizes that would.
+        InputError: the ranks do not divide by sequence_parallel.
     """
-    return batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=config.trainer.num_ranks)
+    engine = engine or config.actor
+    check_sequence_parallel(engine, section=section, num_ranks=config.trainer.num_ranks)
+    sp = engine.sequence_parallel
+    return batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=config.trainer.num_ranks // sp, sp=sp)
 
 
 def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]) -> Placement:
@@ -116,7 +124,8 @@ def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]
         engines: configuration section -> (trained engine, its optimizer steps over the whole run).
     """
     prepare_driver(config.trainer.device)
-    job_layout(config)
+    for section, (engine, _) in engines.items():
+        job_layout(config, section=section, engine=engine)
     check_tracking(config.tracking)
     placement = plan_session(config.trainer, config.rollout)
     check_prompt_files(config.model, config.data)

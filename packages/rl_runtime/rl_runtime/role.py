@@ -26,13 +26,16 @@ class Role:
 
     def __init__(self, ranks: RankGroup, name: str, batch: BatchConfig, *, temperature: float = 1.0) -> None:
         self._ranks, self.name, self._batch, self._temperature = ranks, name, batch, temperature
+        self._sp = 1
 
     def build(self, model_path: str, config: EngineConfig, *, total_steps: int, head: Head = "lm") -> None:
         """Makes the engine on every rank from a Hugging Face folder, with a fresh optimizer."""
+        self._sp = config.sequence_parallel
         self._ranks.call("build", self.name, model_path, config, total_steps, head)
 
     def build_frozen(self, model_path: str, config: EngineConfig) -> None:
         """Makes an engine that is never trained (a reference model): no gradients, no optimizer states."""
+        self._sp = config.sequence_parallel
         self._ranks.call("build", self.name, model_path, replace(config, optim=OptimConfig()), None)
 
     def log_probs(self, batch: ExperienceBatch) -> TokenColumns:
@@ -52,8 +55,10 @@ class Role:
         return self.update_packed(batch.packed(self.plan([item.num_tokens for item in batch.items])), loss_fn)
 
     def update_packed(self, packed: Sequence[Sequence[PackedBatch]], loss_fn: LossFn) -> StepStats:
-        """One optimizer step on micro batches already packed for every rank."""
-        stats = self._ranks.call_each("train", lambda rank: (self.name, packed[rank], loss_fn, self._temperature))
+        """One optimizer step on micro batches already packed for every replica: sp consecutive ranks get the same."""
+        stats = self._ranks.call_each(
+            "train", lambda rank: (self.name, packed[rank // self._sp], loss_fn, self._temperature)
+        )
         result: StepStats = stats[0]
         return result
 
@@ -83,21 +88,25 @@ class Role:
         """Per-token results of the ranks' `method` in the order of the batch; `columns` reads a micro batch's."""
         plan = self.plan([item.num_tokens for item in batch.items])
         packed = batch.packed(plan)
-        outputs = self._ranks.call_each(method, lambda rank: (self.name, packed[rank], *args))
-        # [rank][micro batch][sample] -> columns, then back in the order of the batch
+        outputs = self._ranks.call_each(method, lambda rank: (self.name, packed[rank // self._sp], *args))
+        # [replica][micro batch][sample] -> columns, then back in the order of the batch
         split = [
-            [_per_sample(batch, micro, columns(output)) for micro, output in zip(micros, outputs[rank], strict=True)]
-            for rank, micros in enumerate(plan.assignment)
+            [_per_sample(batch, micro, columns(output)) for micro, output in zip(micros, replica, strict=True)]
+            for micros, replica in zip(plan.assignment, outputs[:: self._sp], strict=True)
         ]
         return list(plan.restore(split))
 
     def plan(self, lengths: Sequence[int]) -> MicroBatchPlan:
-        """Micro batches for sequences of these lengths (tokens), the same number on every rank."""
+        """Micro batches for sequences of these lengths (tokens), the same number on every replica.
+
+        A replica of sp ranks computes sp times what one rank alone would: a rank then holds as many tokens.
+        """
+        size, budget = self._batch.micro_batch_size, self._batch.token_budget
         return plan_micro_batches(
             lengths,
-            num_ranks=self._ranks.world_size,
-            token_budget=None if self._batch.micro_batch_size else self._batch.token_budget,
-            micro_batch_size=self._batch.micro_batch_size,
+            num_ranks=self._ranks.world_size // self._sp,
+            token_budget=None if size else budget * self._sp,
+            micro_batch_size=size * self._sp if size else None,
         )
 
 
