@@ -37,6 +37,7 @@ def planned_step(
     ready_order: Sequence[int],
     world_size: int,
     num_micro_batches: int,
+    groups: Sequence[Sequence[int]] | None = None,
 ) -> list[PlannedCollective]:
     """Everything `ZeroEngine.train_mini_batch` issues.
 
@@ -44,6 +45,7 @@ def planned_step(
         parameter_sizes: elements of each trained parameter, in the model's order.
         ready_order: indices into it, in the order the backward pass finishes gradients (the same for every batch).
         world_size: 2 or more; one rank alone leaves some out.
+        groups: indices into `parameter_sizes` of each of the optimizer's parameter groups; None: all in one.
 
     Raises:
         ValueError: stage 3, sequence parallelism, or fewer than two ranks.
@@ -61,19 +63,21 @@ def planned_step(
     other_class = (
         zero.stage == 1 and config.dtype == "bf16" and zero.fp32_grad_accum and zero.offload.optimizer == "none"
     )
+    groups = groups or [range(len(parameter_sizes))]
     plan = [_call("all_gather", "int64", 4 * world_size)]
     if other_class:
         sizes = list(_cut_after(parameter_sizes, _FALLBACK_BUCKET_ELEMENTS))
     else:
-        order = ready_order if zero.stage == 2 else range(len(parameter_sizes))
-        sizes = list(_reduced_sizes(parameter_sizes, order, bucket, world_size))
+        order = ready_order if zero.stage == 2 else [index for group in groups for index in group]
+        sizes = list(_reduced_sizes(parameter_sizes, groups, order, bucket, world_size))
     num_reductions = num_micro_batches if zero.stage == 2 else 1
     plan += [_call("all_reduce", _DTYPES[travel], size) for size in sizes] * num_reductions
     if not other_class:
         if config.dtype != "fp32":
             plan.append(_call("all_reduce", "uint8", 1))  # does any rank hold an inf or nan?
-        plan.append(_call("all_reduce", "float32", 1))  # squared norm of the shards
-    plan.append(_call("all_gather_into_tensor", _DTYPES[config.dtype], _shard_size(parameter_sizes, world_size)))
+        plan += [_call("all_reduce", "float32", 1)] * len(groups)  # squared norm of the shards
+    shards = [_shard_size([parameter_sizes[index] for index in group], world_size) for group in groups]
+    plan += [_call("all_gather_into_tensor", _DTYPES[config.dtype], shard) for shard in shards]
     plan.append(_call("all_gather", "int64", world_size))  # sizes of the pickled metrics, then these
     plan.append(_call("all_gather", "uint8", None))
     return plan
@@ -84,12 +88,18 @@ def _call(operation: str, dtype: str, num_elements: int | None) -> PlannedCollec
 
 
 def _shard_size(parameter_sizes: Sequence[int], world_size: int) -> int:
-    """A rank's part of all parameters laid end to end, padded so that parts are equal and 4-byte aligned in bf16."""
+    """A rank's part of a group's parameters laid end to end, padded to equal parts, 4-byte aligned in bf16."""
     alignment = 2 * world_size
     return -(-sum(parameter_sizes) // alignment) * alignment // world_size
 
 
-def _reduced_sizes(parameter_sizes: Sequence[int], order: Sequence[int], bucket: int, world_size: int) -> Iterator[int]:
+def _reduced_sizes(
+    parameter_sizes: Sequence[int],
+    groups: Sequence[Sequence[int]],
+    order: Sequence[int],
+    bucket: int,
+    world_size: int,
+) -> Iterator[int]:
     """Gradients fill a bucket until the next does not fit; one larger than it goes alone, cut at shard borders."""
     filled = 0
     for index in order:
@@ -98,8 +108,10 @@ def _reduced_sizes(parameter_sizes: Sequence[int], order: Sequence[int], bucket:
             yield filled
             filled = 0
         if size > bucket:
-            start = sum(parameter_sizes[:index])
-            yield from _cut_after(_parts(start, size, _shard_size(parameter_sizes, world_size)), bucket)
+            (group,) = (list(g) for g in groups if index in g)
+            laid_out = [parameter_sizes[i] for i in group]
+            start = sum(laid_out[: group.index(index)])
+            yield from _cut_after(_parts(start, size, _shard_size(laid_out, world_size)), bucket)
         else:
             filled += size
     if filled:

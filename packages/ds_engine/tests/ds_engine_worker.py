@@ -24,6 +24,7 @@ from ds_engine import EngineConfig, LossOutput, OptimConfig, TokenOutputs, ZeroC
 from ds_engine.collective_guard import record_collectives
 from ds_engine.collective_log import CollectiveRecord
 from ds_engine.loading import load_model
+from ds_engine.optimizer import parameter_groups
 from ds_engine.packed_model import install_packed_forward, packed_inputs
 
 CPU = torch.device("cpu")
@@ -229,8 +230,8 @@ def gradient_error(model_path: str, micro_batches: list[list[Sample]], stage: in
 
 def recorded_steps(
     model_path: str, config: EngineConfig, steps: list[list[list[Sample]]]
-) -> tuple[list[list[CollectiveRecord]], list[int], list[int]]:
-    """(what each step issued, sizes of the parameters, order in which their gradients become ready)."""
+) -> tuple[list[list[CollectiveRecord]], list[int], list[int], list[list[int]]]:
+    """(what each step issued, sizes of the parameters, order in which their gradients become ready, their groups)."""
     engine = build(model_path, config)
     parameters = list(engine.module.parameters())
     sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
@@ -244,7 +245,9 @@ def recorded_steps(
     for hook in hooks:
         hook.remove()
     engine.close()
-    return logs, sizes, ready[: len(parameters)]
+    numbers = {id(p): i for i, p in enumerate(parameters)}
+    groups = [[numbers[id(p)] for p in g["params"]] for g in parameter_groups(engine.module, config.optim)]
+    return logs, sizes, ready[: len(parameters)], groups
 
 
 def frozen_log_probs(

@@ -9,7 +9,7 @@ from ds_engine_testkit import RankPool, make_samples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ds_engine import EngineConfig, OffloadConfig, ZeroConfig
+from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
 from ds_engine.collective_plan import planned_step
 
 SLOW = settings(
@@ -37,12 +37,23 @@ def per_rank_steps(num_micro: int, seed: int) -> list[dict]:
     fp32_reduce=st.booleans(),
     offload=st.sampled_from(["none", "cpu"]),
     bucket_bytes=st.sampled_from([2048, 10_000, 40_000, 1 << 20]),
+    weight_decay=st.sampled_from([0.0, 0.1]),
     num_micro=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
 @SLOW
 def test_plan_equals_record(
-    two_ranks: RankPool, tiny_model: Path, stage, dtype, fp32_accum, fp32_reduce, offload, bucket_bytes, num_micro, seed
+    two_ranks: RankPool,
+    tiny_model: Path,
+    stage,
+    dtype,
+    fp32_accum,
+    fp32_reduce,
+    offload,
+    bucket_bytes,
+    weight_decay,
+    num_micro,
+    seed,
 ) -> None:
     zero = ZeroConfig(
         stage=stage,
@@ -51,13 +62,16 @@ def test_plan_equals_record(
         fp32_reduce=fp32_reduce,
         reduce_bucket_bytes=bucket_bytes,
     )
-    config = EngineConfig(zero=zero, dtype=dtype)
+    config = EngineConfig(zero=zero, optim=OptimConfig(weight_decay=weight_decay), dtype=dtype)
     results = two_ranks.run(
         "recorded_steps", per_rank_steps(num_micro, seed), model_path=str(tiny_model), config=config
     )
-    _, sizes, ready = results[0]
-    plan = planned_step(config, parameter_sizes=sizes, ready_order=ready, world_size=2, num_micro_batches=num_micro)
-    for logs, _, _ in results:
+    _, sizes, ready, groups = results[0]
+    assert len(groups) == (2 if weight_decay else 1)
+    plan = planned_step(
+        config, parameter_sizes=sizes, ready_order=ready, world_size=2, num_micro_batches=num_micro, groups=groups
+    )
+    for logs, *_ in results:
         for records in logs:
             issued = [
                 (r.operation, r.dtype, None if p.num_elements is None else r.num_elements)
@@ -77,7 +91,7 @@ def test_stage_3_issues_the_same_on_all_ranks_and_steps(
         {"steps": a["steps"] + b["steps"]} for a, b in zip(per_rank_steps(3, 1), per_rank_steps(3, 2), strict=True)
     ]
     results = two_ranks.run("recorded_steps", ranks, model_path=str(tiny_model), config=config)
-    signatures = [[[r.signature for r in records] for records in logs] for logs, _, _ in results]
+    signatures = [[[r.signature for r in records] for records in logs] for logs, *_ in results]
     assert signatures[0] == signatures[1]
     assert signatures[0][1] == signatures[0][2] == signatures[0][3]  # the first also takes the trace
 
