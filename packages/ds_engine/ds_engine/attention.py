@@ -148,14 +148,12 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    parameters = inspect.signature(varlen_attn).parameters
+    known = _varlen_parameters()
     num_groups = q_Thd.shape[1] // k_Thd.shape[1]
     options: dict[str, Any] = {"scale": scale}
-    if "enable_gqa" in parameters:
+    if "enable_gqa" in known:
         options["enable_gqa"] = num_groups > 1
-    elif num_groups > 1:
-        k_Thd, v_Thd = (x.repeat_interleave(num_groups, dim=1) for x in (k_Thd, v_Thd))
-    if "window_size" in parameters:
+    if "window_size" in known:
         options["window_size"] = (sliding_window - 1 if sliding_window is not None else -1, 0)
     elif sliding_window is not None:
         raise ModelError("this torch's varlen attention has no sliding window: use attention=flash or sdpa")
@@ -165,6 +163,14 @@ def _varlen(
     out = varlen_attn(q_Thd, k_Thd, v_Thd, borders, borders, longest, longest, **options)
     assert isinstance(out, Tensor), "no auxiliary output was asked for"
     return out
+
+
+@torch.compiler.assume_constant_result
+def _varlen_parameters() -> tuple[str, ...]:
+    """Names of what this torch's varlen_attn takes; a constant to torch.compile, which cannot look."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return tuple(inspect.signature(varlen_attn).parameters)
 
 
 def _sdpa_per_sequence(

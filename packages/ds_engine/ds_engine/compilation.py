@@ -14,12 +14,16 @@ from .errors import EngineConfigError, ModelError
 __all__ = ["compile_layers"]
 
 
-def compile_layers(model: Any, *, device_type: str) -> None:
+def compile_layers(model: Any, *, device_type: str, kernel: str, backend: str = "inductor") -> None:
     """Compile each transformer layer in place; names, parameters and activation checkpointing stay as they are.
 
-    One compilation serves any number of tokens. Attention over packed sequences stays out of it: its loop and its
-    kernels' arguments follow the lengths of the batch, so every batch would be compiled anew. What is compiled is the
-    rest: norms, rotary embeddings, the MLP and what LoRA adds to the linear layers.
+    One compilation serves any number of tokens. Attention by SDPA stays out of it: its loop follows the lengths of the
+    batch, so every batch would be compiled anew. The flash and varlen kernels are single calls and stay in: what lies
+    around them is fused with norms and rotary embeddings.
+
+    Args:
+        kernel: that of the engine, see `choose_kernel`.
+        backend: torch.compile's.
 
     Raises:
         EngineConfigError: there is no compiler.
@@ -30,8 +34,9 @@ def compile_layers(model: Any, *, device_type: str) -> None:
     layers = transformer_layers(model)
     if not layers:
         raise ModelError(f"{type(model).__name__} has no transformer layers to compile")
-    from transformers import AttentionInterface
+    if kernel == "sdpa":
+        from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
+        AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
     for layer in layers:
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True, backend=backend)

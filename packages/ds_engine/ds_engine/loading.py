@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from .attention import ATTENTION_NAME, register_packed_attention
+from .attention import ATTENTION_NAME, choose_kernel, register_packed_attention
 from .checkpointing import enable_checkpointing
 from .compilation import compile_layers
 from .errors import EngineConfigError, ModelError
@@ -95,7 +95,8 @@ def prepare_model(
     if config.gradient_checkpointing:
         enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
     if config.compile:
-        compile_layers(module, device_type=device.type)
+        kernel = choose_kernel(config.attention, device_type=device.type, dtype=torch_dtype(config.dtype))
+        compile_layers(module, device_type=device.type, kernel=kernel)
     install_packed_forward(module, log_prob_fn if head == "lm" else None)
     if not trainable:
         module.requires_grad_(False)

@@ -89,6 +89,25 @@ def check_attention(folder: str, device: torch.device, rank: int) -> None:
     say(rank, check="attention_error", **errors)
 
 
+def check_compiled(folder: str, device: torch.device, rank: int) -> None:
+    """Batches of several shapes through compiled layers: no more rounding, and no compilation for every shape."""
+    batches = [make_batch(make_samples(num, seed=num + rank, longest=40 * num)) for num in (20, 3, 9, 14, 6)]
+    results = {}
+    for name, options in (("exact", {"dtype": "fp32"}), ("eager", {}), ("compiled", {"compile": True})):
+        engine = engine_for(folder, device, stage=2, **options)
+        log_probs = [o.log_probs_K for o in engine.log_probs(batches)]
+        norms = [engine.train_mini_batch([batch], weighted_loss).grad_norm for batch in batches]
+        engine.close()
+        results[name] = torch.cat(log_probs), torch.tensor(norms)
+    errors = {
+        name: [
+            float((found - exact).abs().mean()) for found, exact in zip(results[name], results["exact"], strict=True)
+        ]
+        for name in ("eager", "compiled")
+    }
+    say(rank, check="compiled", **errors, graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def check_offload(folder: str, device: torch.device, rank: int) -> None:
     for stage in (1, 2, 3):
         plain = engine_for(folder, device, stage=stage)
@@ -180,6 +199,7 @@ def main() -> None:
         os._exit(0)
     check_stages(folder, device, rank)
     check_attention(folder, device, rank)
+    check_compiled(folder, device, rank)
     check_offload(folder, device, rank)
     check_checkpointing(folder, device, rank)
     say(rank, check="done")

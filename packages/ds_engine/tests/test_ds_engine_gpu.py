@@ -51,6 +51,12 @@ def test_engine_on_cuda(tmp_path: Path) -> None:
         assert line["relative_error"] < 1e-4, line
     for line in by_check["attention_error"]:
         assert line["auto"] < 1.25 * line["sdpa"], line
+    for fast, exact in zip(by_check["attention"][::3], by_check["attention"][2::3], strict=True):
+        assert fast["grad_norm"] == pytest.approx(exact["grad_norm"], rel=2e-2)  # shared heads' gradients add up
+    for line in by_check["compiled"]:
+        for compiled, eager in zip(line["compiled"], line["eager"], strict=True):
+            assert compiled < 1.25 * eager, line
+        assert line["graphs"] <= 6, line
     for line in by_check["offload"]:
         assert line["equal"], line
         # fp32 weights and two moments of this rank's shard; with the parameters, at least a shard of these too.

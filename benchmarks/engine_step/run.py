@@ -1,0 +1,180 @@
+"""One optimizer step: ds_engine with the fused log-prob op beside plain Hugging Face + DeepSpeed, in one run.
+
+    python -m benchmarks.engine_step.run [--gpus 2] [--stages 1 2 3] [--device cpu --model qwen3-tiny]
+
+Each rank trains on as many sequences of the same length, so that the plain step pays for no padding: its log-probs are
+a log-softmax in fp32 of whole logits, its attention torch's SDPA, all else DeepSpeed as it comes. Every case is a group
+of processes of its own, so no case meets the memory of another. A step is timed from before its forward until every
+device is idle. Prints JSON, one line a case: tokens a second of all ranks, the median and the fastest step, and the
+most device memory ever in use on rank 0.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.random_model import CONFIGS, write_random_model
+from ds_engine import EngineConfig, LossOutput, OptimConfig, SimpleBatch, ZeroConfig, ZeroEngine, init_distributed
+from rl_core import linear_log_prob
+
+
+def sequences(num: int, length: int, vocab: int, rank: int) -> torch.Tensor:
+    """[num, length] random token ids, other ones on every rank."""
+    return torch.randint(vocab, (num, length), generator=torch.Generator().manual_seed(rank))
+
+
+class Plain:
+    """transformers' forward, fp32 log-softmax over the logits, DeepSpeed's own backward and step."""
+
+    def __init__(self, folder: str, stage: int, ids_SL: torch.Tensor, device: torch.device, *, recompute: bool) -> None:
+        import deepspeed
+        from transformers import AutoModelForCausalLM
+        from transformers.integrations import HfDeepSpeedConfig
+
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        }
+        keep = HfDeepSpeedConfig(settings) if stage == 3 else None
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+        del keep
+        if recompute:
+            model.gradient_checkpointing_enable()
+        model.to(device)
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+        self.engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        self.ids_SL = ids_SL.to(device)
+
+    def step(self) -> None:
+        logits_SLV = self.engine(input_ids=self.ids_SL, use_cache=False).logits[:, :-1]
+        log_p_SLV = logits_SLV.float().log_softmax(-1)
+        chosen_SL = log_p_SLV.gather(-1, self.ids_SL[:, 1:, None])
+        self.engine.backward(-chosen_SL.mean())
+        self.engine.step()
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+def log_prob(
+    hidden_KH: torch.Tensor, weight_VH: torch.Tensor, targets_K: torch.Tensor, temperature: float, **head: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return linear_log_prob(hidden_KH, weight_VH, targets_K, temperature=temperature, **head)
+
+
+class Ours:
+    """ds_engine on one packed micro batch, rl_core's fused op."""
+
+    def __init__(self, folder: str, stage: int, ids_SL: torch.Tensor, device: torch.device, *, recompute: bool) -> None:
+        config = EngineConfig(
+            zero=ZeroConfig(stage=stage),
+            optim=OptimConfig(grad_clip=1.0),
+            gradient_checkpointing=recompute,
+            compile=stage < 3,
+        )
+        self.engine = ZeroEngine.from_pretrained(folder, config, log_prob_fn=log_prob, device=device)
+        self.batch = SimpleBatch.pack([(row[:1], row[1:]) for row in ids_SL.tolist()])
+        self.share = 1 / (dist.get_world_size() * self.batch.target_ids_K.numel())
+
+    def step(self) -> None:
+        share = self.share
+        self.engine.train_mini_batch([self.batch], lambda out, _: LossOutput(loss=-out.log_probs_K.sum() * share))
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+CONTESTANTS: dict[str, Callable[..., Any]] = {"plain": Plain, "ours": Ours}
+
+
+def idle(device: torch.device) -> None:
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device: torch.device) -> dict[str, Any]:
+    """Builds the contestant, warms it up, times its steps."""
+    ids_SL = sequences(args.num_sequences, args.length, CONFIGS[args.model]["vocab_size"], dist.get_rank())
+    contestant = CONTESTANTS[name](folder, stage, ids_SL, device, recompute=args.recompute)
+    seconds = []
+    for _ in range(args.warm_up + args.rounds):
+        idle(device)
+        start = time.perf_counter()
+        contestant.step()
+        idle(device)
+        seconds.append(time.perf_counter() - start)
+    contestant.close()
+    timed = seconds[args.warm_up :]
+    tokens = ids_SL.numel() * dist.get_world_size()
+    return {
+        "contestant": name,
+        "stage": stage,
+        "gpus": dist.get_world_size(),
+        "recompute": args.recompute,
+        "tokens": tokens,
+        "median_ms": round(1000 * statistics.median(timed), 1),
+        "fastest_ms": round(1000 * min(timed), 1),
+        "tokens_per_s": round(tokens / statistics.median(timed)),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
+    }
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank of one case."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    init_distributed(rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), device)
+    result = measure(args.contestants[0], args.stages[0], args, args.folder, device)
+    if rank == 0:
+        print(json.dumps(result), flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(CONFIGS), default="qwen3-0.6b")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks, one GPU each")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--contestants", choices=sorted(CONTESTANTS), nargs="+", default=list(CONTESTANTS))
+    parser.add_argument("--num-sequences", type=int, default=24, help="of each rank")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--warm-up", type=int, default=4)
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing, both contestants")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        work(args)
+        return
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.gpus}", "-m", __spec__.name]
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_model(args.model, Path(folder))
+        for stage, name in itertools.product(args.stages, args.contestants):
+            case = ["--folder", folder, "--stages", str(stage), "--contestants", name]
+            ran = subprocess.run([*launch, *sys.argv[1:], *case], stdout=subprocess.PIPE, text=True, check=False)
+            lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+            print(lines[-1] if lines else f"stage {stage}, {name}: failed with exit code {ran.returncode}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
