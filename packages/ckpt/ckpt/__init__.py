@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .retention import Retention
     from .rng import capture_rng, restore_rng
     from .state_dicts import load_state_dict, save_state_dict
+    from .universal import UniversalCheckpoint, write_universal
     from .zero_checkpoint import ZeroCheckpoint
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "RemoteCheckpoints",
     "Retention",
     "ShardError",
+    "UniversalCheckpoint",
     "UnsupportedFormatError",
     "UntrustedFileError",
     "ZeroCheckpoint",
@@ -80,6 +82,7 @@ __all__ = [
     "save_hf_folder",
     "save_state_dict",
     "verify_folder",
+    "write_universal",
 ]
 
 _EXPORTS = {
@@ -106,6 +109,7 @@ _EXPORTS = {
     "RemoteCheckpoints": ".remote",
     "Retention": ".retention",
     "ShardError": ".errors",
+    "UniversalCheckpoint": ".universal",
     "UnsupportedFormatError": ".errors",
     "UntrustedFileError": ".errors",
     "ZeroCheckpoint": ".zero_checkpoint",
@@ -125,6 +129,7 @@ _EXPORTS = {
     "save_hf_folder": ".hf_export",
     "save_state_dict": ".state_dicts",
     "verify_folder": ".manifest",
+    "write_universal": ".universal",
 }
 
 

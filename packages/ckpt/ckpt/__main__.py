@@ -1,4 +1,4 @@
-"""`python -m ckpt list|verify|export|prune DIR`: look at checkpoints, check them, export them, delete old ones.
+"""`python -m ckpt list|verify|export|reshape|prune DIR`: look at checkpoints, check, export, reshape, delete them.
 
 Exit codes: 0 all is well, 1 a checkpoint is damaged, 2 the command was wrong or could not be done.
 """
@@ -114,12 +114,20 @@ def _folders(directory: Path, step: int | None) -> list[Path]:
     return [directory / folder_name(one) for one in (steps if step is None else [step])]
 
 
-def _export(options: argparse.Namespace) -> int:
+def _source(options: argparse.Namespace) -> Path | None:
+    """The checkpoint to be read, verified if it is one of ours; None when it is damaged."""
     source: Path = options.dir
     if options.step is not None or (source / MANIFEST_NAME).exists() or CheckpointManager(source).steps():
         source = _folders(source, options.step)[-1]
         if _verify([source]):
-            return 1
+            return None
+    return source
+
+
+def _export(options: argparse.Namespace) -> int:
+    source = _source(options)
+    if source is None:
+        return 1
     # Imports torch; looking and checking do without.
     import torch
 
@@ -141,6 +149,30 @@ def _export(options: argparse.Namespace) -> int:
         progress.close()
     shards = "1 file" if report.num_shards == 1 else f"{report.num_shards} files"
     print(f"{report.path}: {report.num_tensors} tensors, {report.num_bytes:,} bytes in {options.dtype}, {shards}")
+    return 0
+
+
+def _reshape(options: argparse.Namespace) -> int:
+    source = _source(options)
+    if source is None:
+        return 1
+    from .universal import write_universal
+
+    progress = Progress("written")
+    try:
+        report = write_universal(
+            source,
+            options.out,
+            tag=options.tag,
+            overwrite=options.overwrite,
+            on_tensor=lambda _, num_bytes, total_bytes: progress.add(num_bytes, total_bytes),
+        )
+    finally:
+        progress.close()
+    print(
+        f"{report.path}: universal checkpoint {report.tag!r} of {report.num_parameters} parameters after "
+        f"{report.adam_steps} steps, {report.num_bytes:,} bytes of fp32 weights and moments"
+    )
     return 0
 
 
@@ -184,6 +216,14 @@ def _parser() -> argparse.ArgumentParser:
     exporter.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     exporter.add_argument("--max-shard-bytes", type=int, default=5_000_000_000, metavar="BYTES")
     exporter.add_argument("--overwrite", action="store_true", help="replace OUT")
+    reshaper = commands.add_parser(
+        "reshape", help="write DeepSpeed's universal checkpoint, which loads with any number of ranks at any stage"
+    )
+    reshaper.add_argument("dir", type=Path, help="a folder of checkpoints, one checkpoint, or DeepSpeed's own folder")
+    reshaper.add_argument("out", type=Path, help="the folder to write")
+    reshaper.add_argument("--step", type=int, help="this step (default: the newest)")
+    reshaper.add_argument("--tag", help="which of several models in the checkpoint, e.g. actor")
+    reshaper.add_argument("--overwrite", action="store_true", help="replace OUT")
     pruner = commands.add_parser("prune", help="delete checkpoints that no rule keeps; only says so without --yes")
     pruner.add_argument("dir", type=Path)
     pruner.add_argument("--keep-last", type=int, metavar="K", help="the newest K")
@@ -205,6 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _list(options.dir)
         if options.command == "export":
             return _export(options)
+        if options.command == "reshape":
+            return _reshape(options)
         if options.command == "prune":
             return _prune(options)
         return _verify(_folders(options.dir, options.step))

@@ -35,6 +35,7 @@ _DEEPSPEED_KEYS = {
     *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "universal_checkpoint_info"),
     *("ds_config", "ds_version"),
 }
+_TENSOR_KEYS = {"module", "optimizer", "frozen_param_fragments"}
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -119,6 +120,11 @@ class ZeroCheckpoint:
     def client_state(self) -> dict[str, Any]:
         """What was given to DeepSpeed's save_checkpoint beside the model."""
         return {name: value for name, value in self._model.items() if name not in _DEEPSPEED_KEYS}
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """All that a rank's model file says, without the tensors."""
+        return {name: value for name, value in self._model.items() if name not in _TENSOR_KEYS}
 
     @property
     def counters(self) -> dict[str, int]:

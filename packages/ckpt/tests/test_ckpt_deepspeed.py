@@ -89,6 +89,32 @@ def test_command_line(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "critic: holds no DeepSpeed checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_universal_checkpoint(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: int) -> None:
+    expected = torch.load(saved / f"zero{stage}.expected.pt")
+    out = tmp_path / "universal"
+    assert main(["reshape", str(saved / f"zero{stage}"), str(out)]) == 0
+    assert "'actor' of 23 parameters after 2 steps" in capsys.readouterr().out
+    assert (out / "latest_universal").read_text() == "actor"
+    folders = [path for path in (out / "actor" / "zero").iterdir() if path.is_dir()]
+    assert len(folders) == 23
+    source = ZeroCheckpoint(saved / f"zero{stage}")
+    assert source.client_state == {"num_steps": 2}
+    for folder in folders:
+        state = {path.stem: torch.load(path, weights_only=True) for path in folder.iterdir()}
+        assert state.pop("step") == 2
+        assert torch.equal(state["fp32"]["param"], expected[folder.name])
+        assert state["exp_avg_sq"]["param"].min() >= 0
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[kind]["param"], source.whole(folder.name, kind))
+            assert state[kind]["param"].count_nonzero() > 0
+        assert (folder / "fp32.pt").stat().st_size < 4 * expected[folder.name].numel() + 4096, "a tensor, not a file"
+    assert main(["reshape", str(saved / f"zero{stage}"), str(out)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main(["reshape", str(saved / f"zero{stage}"), str(out), "--overwrite"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["universal"]
+
+
 def test_missing_and_torn_and_foreign_files(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "actor"
     shutil.copytree(saved / "zero3" / "actor", folder)

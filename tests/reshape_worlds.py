@@ -1,0 +1,301 @@
+"""Run by test_reshape: groups of gloo ranks of several sizes, which load what others saved and compare every bit.
+
+    reshape_worlds.py FOLDER SIZE...
+
+The first group, of 4 ranks, trains and saves; then come groups of 2 and 1, and of the further SIZEs. What a state is,
+DeepSpeed itself says, in the group that saved and in those that loaded. Ranks are forked from this one process, so
+that the libraries are imported once.
+"""
+
+import copy
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+import ckpt.__main__
+from ckpt import ZeroCheckpoint
+from ds_engine import (
+    CheckpointError,
+    EngineConfig,
+    LossOutput,
+    OffloadConfig,
+    OptimConfig,
+    SimpleBatch,
+    ZeroConfig,
+    ZeroEngine,
+    dense_log_prob,
+    init_distributed,
+    shutdown_distributed,
+)
+from rl_runtime.rank_worker import RankWorker
+
+CPU = torch.device("cpu")
+State = dict[str, torch.Tensor]
+VOCABULARY = 67  # with 2, 4 and 8 ranks, sizes that do not divide
+
+
+def config(stage: int, *, optimizer: str = "none", param: str = "none", dtype: str = "bf16") -> EngineConfig:
+    return EngineConfig(
+        zero=ZeroConfig(
+            stage=stage, offload=OffloadConfig(optimizer=optimizer, param=param), param_persistence_elements=30
+        ),
+        # Decay makes two groups of parameters.
+        optim=OptimConfig(lr=1e-2, weight_decay=0.01),
+        dtype=dtype,
+    )
+
+
+SAVED = {
+    "zero1": config(1),
+    "zero1_cpu": config(1, optimizer="cpu"),
+    "zero2": config(2),
+    "zero3": config(3),
+}
+#: (what is loaded, into what, what it is saved as again)
+LOADS: dict[int, list[tuple[str, EngineConfig, str]]] = {
+    2: [
+        ("zero1", config(2, optimizer="cpu"), "two_of_zero1"),
+        ("zero2", config(3), "two_of_zero2"),
+        ("zero3", config(1), "two_of_zero3"),
+    ],
+    1: [
+        ("two_of_zero1", config(1), ""),
+        ("two_of_zero2", config(2), ""),
+        ("two_of_zero3", config(3), ""),
+        ("zero1_cpu", config(3, optimizer="cpu", param="cpu"), ""),
+        ("zero3", config(2, dtype="fp32"), ""),
+    ],
+    8: [("zero1", config(3), ""), ("zero3", config(2), ""), ("zero2", config(1, optimizer="cpu"), "")],
+}
+
+
+def write_model(folder: Path, *, hidden: int = 24) -> None:
+    torch.manual_seed(0)
+    sizes = transformers.Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=40,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=12,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    transformers.Qwen3ForCausalLM(sizes).save_pretrained(folder)
+
+
+def build(model: Path, settings: EngineConfig) -> ZeroEngine:
+    return ZeroEngine.from_pretrained(str(model), settings, log_prob_fn=dense_log_prob, device=CPU)
+
+
+def train(engine: ZeroEngine, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCABULARY, (8, 9), generator=generator).tolist()
+    mine = ids[dist.get_rank() :: dist.get_world_size()]
+    batch = SimpleBatch.pack([(row[:3], row[3:]) for row in mine])
+    stats = engine.train_mini_batch([batch], lambda out, _: LossOutput(loss=-out.log_probs_K.sum() / 48))
+    assert stats.step_applied
+    assert stats.grad_norm > 0
+
+
+def state_of(engine: Any) -> State:
+    """fp32 weights and moments of a DeepSpeed engine, as DeepSpeed itself gathers them."""
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        # Stages 1 and 2 look for states when the first of several groups has made its first step: too early.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    state = {}
+    for parameter, name in engine.param_names.items():
+        state[f"{name} weight"] = safe_get_full_fp32_param(parameter).clone()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state[f"{name} {kind}"] = safe_get_full_optimizer_state(parameter, kind).clone()
+    return state
+
+
+def check_equal(found: State, expected: State, where: str) -> None:
+    assert found.keys() == expected.keys()
+    wrong = [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
+    assert not wrong, f"{where}: {len(wrong)} of {len(found)} differ: {wrong[:5]}"
+
+
+def train_and_save(root: Path) -> None:
+    """4 ranks: every layout trains and saves, goes on, and the same from its files through another engine."""
+    for name, settings in SAVED.items():
+        engine = build(root / "model", settings)
+        if name == "zero2":
+            engine.save_checkpoint(root / "untrained", "actor")
+        for step in range(2):
+            train(engine, step)
+        saved = state_of(engine._deepspeed)
+        engine.save_checkpoint(root / name, "actor")
+        if dist.get_rank() == 0:
+            torch.save(saved, root / f"{name}.expected.pt")
+        train(engine, 2)
+        uninterrupted = state_of(engine._deepspeed)
+        engine.close()
+
+        source = ZeroCheckpoint(root / name, "actor")
+        engine = build(root / "model", settings)
+        assert engine.has_layout(source)
+        engine.load_state(source)
+        check_equal(state_of(engine._deepspeed), saved, f"{name} by 4 ranks again")
+        train(engine, 2)
+        check_equal(state_of(engine._deepspeed), uninterrupted, f"{name} one step on")
+        engine.close()
+
+
+def load(root: Path) -> None:
+    """Other numbers of ranks: each state into another layout."""
+    for name, settings, again in LOADS[dist.get_world_size()]:
+        source = ZeroCheckpoint(root / name, "actor")
+        expected = torch.load(root / f"{name}.expected.pt")
+        engine = build(root / "model", settings)
+        assert not engine.has_layout(source)
+        engine.load_state(source)
+        where = f"{name} by {dist.get_world_size()} ranks at stage {settings.zero.stage}"
+        check_equal(state_of(engine._deepspeed), expected, where)
+        assert engine._num_steps == 2
+        assert engine._deepspeed.global_steps == 2
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[settings.dtype]
+        for tensor_name, tensor in engine.export_parameters():
+            assert torch.equal(tensor, expected[f"{tensor_name} weight"].to(dtype)), (where, tensor_name)
+        if again:
+            engine.save_checkpoint(root / again, "actor")
+            if dist.get_rank() == 0:
+                torch.save(expected, root / f"{again}.expected.pt")
+        train(engine, 2)
+        engine.close()
+
+
+def refuse_and_start(root: Path) -> None:
+    """Another model's state is refused with nothing changed; one saved before the first step starts from there."""
+    engine = build(root / "other_model", SAVED["zero2"])
+    train(engine, 0)
+    before = state_of(engine._deepspeed)
+    with pytest.raises(CheckpointError, match=r"is \(67, 24\) there and \(67, 36\) here"):
+        engine.load_state(ZeroCheckpoint(root / "zero3", "actor"))
+    check_equal(state_of(engine._deepspeed), before, "after a refusal")
+    engine.close()
+
+    source = ZeroCheckpoint(root / "untrained")
+    assert source.adam_steps == 0
+    engine = build(root / "model", SAVED["zero3"])
+    train(engine, 0)
+    engine.load_state(source)
+    assert engine._num_steps == 0
+    for name, tensor in engine.export_parameters(torch.float32):
+        assert torch.equal(tensor, source.whole(name)), name
+    for step in range(2):
+        train(engine, step)
+    expected = torch.load(root / "zero3.expected.pt")
+    for name, tensor in state_of(engine._deepspeed).items():  # 4 ranks sum gradients in another order
+        torch.testing.assert_close(tensor, expected[name], rtol=0.1, atol=0.02)
+    engine.close()
+
+
+def load_as_a_run_does(root: Path) -> None:
+    """rl_runtime's rank finds out by itself how to read what 4 ranks, and then what these ranks, have saved."""
+    worker = RankWorker(dist.get_rank(), dist.get_world_size(), device="cpu", num_threads=1)
+    expected = torch.load(root / "zero2.expected.pt")
+    for folder in (root / "zero2", root / "as_a_run"):
+        worker.build("actor", str(root / "model"), SAVED["zero2"], 10)
+        worker.load("actor", str(folder))
+        check_equal(state_of(worker._engines["actor"]._deepspeed), expected, f"RankWorker, {folder.name}")
+        worker.save("actor", str(root / "as_a_run"))
+    assert worker._engines["actor"].has_layout(ZeroCheckpoint(root / "as_a_run", "actor"))
+    worker.drop("actor")
+
+
+def load_universal(root: Path) -> None:
+    """Plain DeepSpeed continues from the universal checkpoints that the command line wrote."""
+    for name, stage in (("zero1", 2), ("zero3", 2), ("zero2", 3)):
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "checkpoint": {"load_universal": True},
+        }
+        keep_alive = transformers.integrations.HfDeepSpeedConfig(settings) if stage == 3 else None
+        model = transformers.AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.bfloat16)
+        sizes = {parameter: len(getattr(parameter, "ds_shape", parameter.shape)) for parameter in model.parameters()}
+        groups = [{"params": [p for p, dims in sizes.items() if (dims > 1) is wanted]} for wanted in (True, False)]
+        optimizer = torch.optim.AdamW(groups, lr=1e-3)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=copy.deepcopy(settings))
+        path, client_state = engine.load_checkpoint(str(root / "universal" / name))
+        assert path is not None
+        assert client_state["num_steps"] == 2
+        expected = torch.load(root / f"{name}.expected.pt")
+        check_equal(state_of(engine), expected, f"universal {name} at stage {stage}")
+        steps = {int(state["step"]) for state in optimizer.state.values()}
+        assert steps == {2}
+        assert [group["lr"] for group in optimizer.param_groups] == [1e-2] * 2
+        del keep_alive
+
+
+def write_universal(root: Path) -> None:
+    for name in ("zero1", "zero2", "zero3"):
+        assert ckpt.__main__.main(["reshape", str(root / name), str(root / "universal" / name)]) == 0
+
+
+def run_rank(rank: int, size: int, port: int, jobs: list[Callable[[Path], None]], root: Path) -> None:
+    torch.set_num_threads(1)
+    init_distributed(rank, size, "127.0.0.1", port, CPU, timeout_s=300.0)
+    try:
+        for job in jobs:
+            job(root)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # the others wait in collectives; the parent ends them
+    shutdown_distributed()
+
+
+def run_ranks(size: int, jobs: list[Callable[[Path], None]], root: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(rank, size, port, jobs, root)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    try:
+        pending = list(ranks)
+        while pending:
+            wait([process.sentinel for process in pending])
+            pending = [process for process in pending if process.is_alive()]
+            failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
+            if failed:
+                sys.exit(f"ranks {failed} of {size} failed")
+    finally:
+        for process in ranks:
+            process.kill()
+    print(f"{size} ranks: done", flush=True)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    write_model(folder / "model")
+    write_model(folder / "other_model", hidden=36)
+    run_ranks(4, [train_and_save], folder)
+    write_universal(folder)
+    run_ranks(2, [load, refuse_and_start, load_as_a_run_does, load_universal], folder)
+    run_ranks(1, [load], folder)
+    for number in map(int, sys.argv[2:]):
+        run_ranks(number, [load], folder)
