@@ -13,9 +13,10 @@ from typing import Any
 
 from .capture import Capture
 from .errors import CheckpointUsageError
-from .manager import Checkpoint, CheckpointManager, state_to_json
+from .manager import CheckpointManager, state_to_json
 from .manifest import FileEntry
 from .rank_notes import RankNotes, Ranks
+from .reader import Checkpoint
 from .state_dicts import HostSnapshot
 
 __all__ = ["AsyncSaver", "rank_file"]

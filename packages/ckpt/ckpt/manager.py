@@ -17,18 +17,14 @@ whenever, finds only whole checkpoints. One process at a time writes to a root; 
 from __future__ import annotations
 
 import json
-import re
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from .errors import (
-    CheckpointDamagedError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     CheckpointSpaceError,
     CheckpointStateError,
     CheckpointUsageError,
@@ -36,34 +32,19 @@ from .errors import (
 )
 from .files import TRASH_PREFIX, check_space, is_disk_full, publish_folder, remove_folder, write_text
 from .lock import WriterLock
-from .manifest import MANIFEST_NAME, FileEntry, Manifest, ManifestError, Problem, check_files, verify_folder
+from .manifest import MANIFEST_NAME, FileEntry, Manifest, ManifestError
 from .models import MODELS_NAME
 from .packages import package_versions
+from .reader import STATE_NAME, Checkpoint, CheckpointReader, folder_name
 from .retention import Retention, steps_to_delete
 
-__all__ = ["LATEST_NAME", "STATE_NAME", "Checkpoint", "CheckpointManager"]
+__all__ = ["LATEST_NAME", "PARTIAL_PREFIX", "Checkpoint", "CheckpointManager", "folder_name"]
 
 LATEST_NAME = "latest"
-STATE_NAME = "state.json"
 PARTIAL_PREFIX = ".partial_"
-_STEP_FOLDER = re.compile(r"step_([0-9]{8,})")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A published checkpoint: its folder, its step and the state given to `publish`."""
-
-    path: Path
-    step: int
-    state: Mapping[str, Any]
-
-
-def folder_name(step: int) -> str:
-    """The name of a step's folder."""
-    return f"step_{step:08d}"
-
-
-class CheckpointManager:
+class CheckpointManager(CheckpointReader):
     """Saves and loads the checkpoints of one run.
 
     Saving has two halves, so that many ranks can write: one process calls `prepare`, every rank writes into the folder
@@ -90,7 +71,7 @@ class CheckpointManager:
         """
         if keep_last is not None and retention is not None:
             raise CheckpointUsageError(f"keep_last={keep_last!r}: give it in the retention, or without one")
-        self.root = Path(root)
+        super().__init__(root)
         self.retention = retention if retention is not None else Retention(keep_last=keep_last)
         self._preparing: set[int] = set()
         self._lock = WriterLock(self.root) if lock else None
@@ -233,110 +214,10 @@ class CheckpointManager:
             self._withdraw(newer)
         return doomed
 
-    # Loading
-
-    def steps(self) -> list[int]:
-        """The steps published, oldest first. Only names are read."""
-        if not self.root.is_dir():
-            return []
-        found = (_STEP_FOLDER.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir())
-        return sorted(int(match.group(1)) for match in found if match)
-
-    def latest(self) -> Checkpoint | None:
-        """The newest published checkpoint, None when there is none.
-
-        Its manifest and state are checked, its other files are not: `load` does that. Raises CheckpointDamagedError
-        when manifest or state is damaged.
-        """
-        steps = self.steps()
-        if not steps:
-            return None
-        step = steps[-1]
-        try:
-            manifest = Manifest.read(self._final(step))
-        except ManifestError:
-            self._raise_damaged(step, verify_folder(self._final(step)))
-        problems = check_files(self._final(step), manifest, [STATE_NAME])
-        if problems:
-            self._raise_damaged(step, tuple(problems))
-        return self.read(step)
-
-    def load(self, step: int) -> Checkpoint:
-        """A published checkpoint, after reading every file of it and comparing it with the manifest.
-
-        Raises CheckpointNotFoundError (naming the steps there are), CheckpointDamagedError (naming the damaged files
-        and the newest good step) or UnsupportedFormatError.
-        """
-        problems = self.verify(step)
-        if problems:
-            self._raise_damaged(step, problems)
-        return self.read(step)
-
-    def verify(self, step: int) -> tuple[Problem, ...]:
-        """What is wrong with a published checkpoint; empty when nothing is. Raises CheckpointNotFoundError."""
-        if not self._final(step).is_dir():
-            steps = self.steps()
-            known = f"published steps: {', '.join(map(str, steps))}" if steps else "no checkpoint is published there"
-            raise CheckpointNotFoundError(f"{self.root}: no checkpoint of step {step}; {known}")
-        return verify_folder(self._final(step))
-
-    def newest_good(self) -> Checkpoint | None:
-        """The newest checkpoint that verifies, None when there is none. Reads every file of those it tries."""
-        step = self._newest_good_step(skip=())
-        return None if step is None else self.read(step)
-
-    def manifest(self, step: int) -> Manifest:
-        """The manifest of a published checkpoint. Raises CheckpointDamagedError when it is unreadable."""
-        try:
-            return Manifest.read(self._final(step))
-        except ManifestError as error:
-            raise CheckpointDamagedError(
-                f"{self._final(step) / MANIFEST_NAME}: {error}", step=step, files=(MANIFEST_NAME,)
-            ) from None
-
-    def read(self, step: int) -> Checkpoint:
-        """A published checkpoint, its files unchecked. Raises CheckpointDamagedError when its state is no JSON."""
-        try:
-            state = json.loads((self._final(step) / STATE_NAME).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointDamagedError(
-                f"{self._final(step) / STATE_NAME}: is no JSON: {error}", step=step, files=(STATE_NAME,)
-            ) from error
-        return Checkpoint(path=self._final(step), step=step, state=state)
-
     # Inside
-
-    def _final(self, step: int) -> Path:
-        return self.root / folder_name(step)
 
     def _partial(self, step: int) -> Path:
         return self.root / (PARTIAL_PREFIX + folder_name(step))
-
-    def _newest_good_step(self, skip: tuple[int, ...]) -> int | None:
-        for step in reversed(self.steps()):
-            if step in skip:
-                continue
-            try:
-                if not verify_folder(self._final(step)):
-                    return step
-            except UnsupportedFormatError:
-                continue
-        return None
-
-    def _raise_damaged(self, step: int, problems: tuple[Problem, ...]) -> NoReturn:
-        good = self._newest_good_step(skip=(step,))
-        advice = (
-            f"The newest good checkpoint is step {good} ({self._final(good)})."
-            if good is not None
-            else "No other checkpoint in this folder is good."
-        )
-        listed = "; ".join(map(str, problems[:5])) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise CheckpointDamagedError(
-            f"{self._final(step)}: the checkpoint is damaged: {listed}. {advice}",
-            step=step,
-            files=tuple(problem.file for problem in problems),
-            newest_good=good,
-        )
 
     def _clean_up(self) -> None:
         kept = {self._partial(step).name for step in self._preparing}

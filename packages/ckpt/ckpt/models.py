@@ -15,7 +15,7 @@ from .errors import ArchitectureMismatchError, CheckpointDamagedError
 from .manifest import MANIFEST_NAME, Manifest, ManifestError, check_files
 
 if TYPE_CHECKING:
-    from .manager import Checkpoint
+    from .reader import Checkpoint
 
 __all__ = ["MODELS_NAME", "check_model", "describe_model"]
 

@@ -27,8 +27,9 @@ from .errors import (
     CheckpointUsageError,
 )
 from .files import check_space, fsync_file
-from .manager import Checkpoint, CheckpointManager, folder_name
+from .manager import CheckpointManager
 from .manifest import MANIFEST_NAME, Manifest, ManifestError, verify_folder
+from .reader import Checkpoint, folder_name
 
 __all__ = ["RemoteCheckpoints"]
 
