@@ -7,6 +7,7 @@ import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -104,13 +105,24 @@ def train_adapters(
 
 
 def train_with_overflow(
-    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], factors: list[float], window: int
+    model_path: str,
+    config: EngineConfig,
+    steps: list[list[list[Sample]]],
+    factors: list[float],
+    window: int,
+    upstream_window: int | None = None,
 ) -> tuple[list[Any], list[dict[str, torch.Tensor]]]:
-    """(stats, weights after it) of each step, the loss of step i multiplied by factors[i]."""
+    """(stats, weights after it) of each step, the loss of step i multiplied by factors[i].
+
+    The scale rises after `window` good steps between steps, as the engine does it; after `upstream_window` as DeepSpeed
+    does it.
+    """
     # torch computes in fp16 on any CPU, only slowly, which is why DeepSpeed asks for instructions this one may lack.
     get_accelerator().is_fp16_supported = lambda: True
     engine = build(model_path, config)
     engine._loss_scale._window = window
+    if upstream_window is not None:
+        engine._deepspeed.optimizer.loss_scaler.scale_window = upstream_window
     stats, weights = [], []
     for micro_batches, factor in zip(steps, factors, strict=True):
 
@@ -191,6 +203,46 @@ def train_with_loss(model_path: str, config: EngineConfig, micro_batches: list[l
     stats = engine.train_mini_batch([make_batch(m) for m in micro_batches], with_norm)
     engine.close()
     return stats
+
+
+_SHARDS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+
+
+def held_bytes(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]]) -> dict[str, int]:
+    """Bytes of storages between the last backward pass and the step of the second mini batch, by what they are for."""
+    engine = build(model_path, config)
+    engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
+    for index, samples in enumerate(micro_batches):
+        engine._mark_border(index == len(micro_batches) - 1)
+        engine._backward(make_batch(samples), weighted_loss, 1.0, {})
+    parameters = list(engine.module.parameters())
+    assert engine._optimizer is not None
+    zero = engine._deepspeed.optimizer
+    shards = [getattr(zero, name, []) for name in _SHARDS]
+    kinds: dict[str, Any] = {
+        "weights": [getattr(p, "ds_tensor", p.data) for p in parameters],
+        "optimizer": [engine._optimizer.state, [[p.data for p in part] for part in shards]],
+        "rest": [vars(zero), [p.grad for p in parameters], [vars(p) for p in parameters]],
+    }
+    seen: set[int] = set()
+    held = {}
+    for kind, roots in kinds.items():
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(roots, 6)}
+        held[kind] = sum(size for pointer, size in storages.items() if pointer not in seen)
+        seen |= set(storages)
+    engine.close()
+    return held
+
+
+def _tensors(root: Any, depth: int) -> Iterator[torch.Tensor]:
+    """Everything of a kilobyte or more within `depth` containers; flags and step counters are smaller."""
+    if isinstance(root, torch.Tensor):
+        for tensor in (root.data, root.grad if root.is_leaf else None):
+            if tensor is not None and tensor.untyped_storage().nbytes() >= 1024:
+                yield tensor
+    elif depth and isinstance(root, dict | list | tuple):
+        for child in root.values() if isinstance(root, dict) else root:
+            yield from _tensors(child, depth - 1)
 
 
 def gradient_distance(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]]) -> dict[str, float]:

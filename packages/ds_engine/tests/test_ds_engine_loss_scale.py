@@ -81,6 +81,23 @@ def test_overflow_on_one_rank(two_ranks: RankPool, tiny_model: Path, dtype: str,
     assert distance(weights[-1], expected) < tolerance
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_upstream_halves_a_gradient_when_it_raises_the_scale(two_ranks: RankPool, tiny_model: Path, stage: int) -> None:
+    """DeepSpeed doubles its scale inside the third and fifth step: taken with half their gradients. Ours are whole."""
+    expected, _, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+    per_rank = [
+        {"steps": [[samples[rank::2]] for samples in STEPS], "factors": [1.0] * len(STEPS)} for rank in range(2)
+    ]
+    common = {"model_path": str(tiny_model), "config": config(stage, "fp16")}
+    stats, weights = two_ranks.run("train_with_overflow", per_rank, window=2, **common)[0]
+    assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=5e-3)
+    stats, upstream = two_ranks.run("train_with_overflow", per_rank, window=10**9, upstream_window=2, **common)[0]
+    if stage == 3:
+        assert stats[2].grad_norm == pytest.approx(norms[2] / 2, rel=5e-3)
+    assert 5 * distance(weights[-1], expected) < distance(upstream[-1], expected)
+
+
 @given(overflows=st.lists(st.booleans(), max_size=40), window=st.integers(1, 5))
 @settings(deadline=None, derandomize=True)
 def test_scale_by_the_book(overflows: list[bool], window: int) -> None:
