@@ -19,7 +19,7 @@ from rl_runtime.errors import ReportError
 from rl_runtime.report import write_comparison, write_report
 from rl_runtime.report.__main__ import main as report_command
 from rl_runtime.report.data import MAX_ROLLOUTS, MAX_TEXT, read_run
-from rl_runtime.report.svg import Series, line_chart, nice_ticks, stack_chart, thin, tick_text
+from rl_runtime.report.svg import Series, line_chart, nice_ticks, stack_chart, thin, tick_text, tick_texts
 from rl_runtime.tracking import RunFolder, Tracker, TrackingConfig
 
 BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
@@ -280,6 +280,13 @@ def test_empty_charts_are_empty() -> None:
 )
 def test_tick_texts(value: float, text: str) -> None:
     assert tick_text(value) == text
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.floats(-1e6, 1e6), st.floats(1e-4, 10))
+def test_ticks_can_be_told_apart(low: float, width: float) -> None:
+    ticks = nice_ticks(low, low + width * max(1.0, abs(low) * 1e-3))
+    assert len(set(tick_texts(ticks))) == len(ticks)
 
 
 async def evaluate(folder: Path, page: Path, expressions: list[str]) -> list[Any]:

@@ -27,8 +27,9 @@ h1 { font-size:24px; margin:26px 0 4px; } h2 { font-size:18px; margin:38px 0 12p
 .grid3 { display:grid; grid-template-columns:repeat(auto-fill,minmax(320px,1fr)); gap:14px; }
 figure { margin:0; background:var(--card); border:1px solid var(--edge); border-radius:8px; padding:10px 12px 4px; }
 figcaption { font-weight:600; font-size:14px; } figcaption .soft { font-weight:400; font-size:12px; margin-left:6px; }
-.legend { font-size:12px; color:var(--soft); min-height:18px; } .legend i { display:inline-block; width:10px;
-  height:10px; border-radius:2px; margin:0 4px 0 10px; } .legend i:first-child { margin-left:0; }
+.legend { font-size:12px; color:var(--soft); min-height:18px; }
+.legend span { display:inline-block; margin-right:10px; }
+.legend i { display:inline-block; width:10px; height:10px; border-radius:2px; margin-right:4px; }
 svg { width:100%; height:auto; display:block; } .grid { stroke:var(--edge); stroke-width:1; }
 .tick { fill:var(--soft); font-size:10.5px; } .line { fill:none; stroke-width:1.7; stroke-linejoin:round; }
 .line.raw { stroke-width:1; opacity:.4; }

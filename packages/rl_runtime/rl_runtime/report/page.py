@@ -106,7 +106,7 @@ def _tile(value: str, words: str) -> str:
 
 def _change_tile(before: float, after: float, words: str) -> str:
     change = after - before
-    kind = "up" if change > 0 else "down"
+    kind = "up" if change > 0 else "down" if change < 0 else "soft"
     return (
         f'<div class="tile"><b>{before:.3f} &rarr; {after:.3f} <small class="{kind}">{change:+.3f}</small></b>'
         f"<span>{escape(words)}</span></div>"
@@ -148,7 +148,7 @@ def _series(table: MetricsTable, panel: Panel) -> list[Series]:
 
 def figure(panel: Panel, series: Sequence[Series], chart: str) -> str:
     """A chart with its title, unit and legend."""
-    legend = "".join(f'<i class="{colour(i)}"></i>{escape(one.label)}' for i, one in enumerate(series))
+    legend = "".join(f'<span><i class="{colour(i)}"></i>{escape(one.label)}</span> ' for i, one in enumerate(series))
     unit = f'<span class="soft">{escape(panel.unit)}</span>' if panel.unit else ""
     caption = f"<figcaption>{escape(panel.title)}{unit}</figcaption>"
     return f'<figure>{caption}<div class="legend">{legend}</div>{chart}</figure>'

@@ -77,6 +77,16 @@ def tick_text(value: float) -> str:
     return f"{value:.4g}"
 
 
+def tick_texts(ticks: Sequence[float]) -> list[str]:
+    """Short numbers, longer where short ones could not be told apart."""
+    texts = [tick_text(tick) for tick in ticks]
+    for digits in (7, 10, 15):
+        if len(set(texts)) == len(texts):
+            break
+        texts = [f"{tick:.{digits}g}" for tick in ticks]
+    return texts
+
+
 def thin(series: Series, limit: int = MAX_POINTS) -> Series:
     """A series of at most `limit` points: means over neighbouring steps."""
     if len(series.steps) <= limit:
@@ -170,10 +180,10 @@ def _polyline(points: Sequence[tuple[float, float]], kind: str) -> str:
 def _frame(scale: _Scale, ticks: Sequence[float], below: Sequence[tuple[float, str]]) -> str:
     right, bottom = scale.width - _RIGHT, scale.height - _BOTTOM
     parts = []
-    for tick in ticks:
+    for tick, text in zip(ticks, tick_texts(ticks), strict=True):
         y = scale.y(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{tick_text(tick)}</text>')
+        parts.append(f'<text class="tick" x="{_LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
     for x, text in below:
         parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle">{escape(text)}</text>')
     return "".join(parts)

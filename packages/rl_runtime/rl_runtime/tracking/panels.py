@@ -34,6 +34,7 @@ _WISHES = (
     _Wish(title="Held-out", unit="", patterns=("val/*accuracy*", "val/*score*")),
     _Wish(title="Loss", unit="", patterns=("actor/loss", "sft/loss", "critic/vf_loss", "critic/loss")),
     _Wish(title="Gradient norm", unit="", patterns=("actor/grad_norm", "critic/grad_norm", "sft/grad_norm")),
+    _Wish(title="Critic", unit="", patterns=("critic/explained_variance", "critic/values/mean", "critic/returns/mean")),
     _Wish(title="Throughput", unit="tokens/s per device", patterns=("perf/throughput",)),
     _Wish(title="Step time", unit="s", patterns=("timing_s/*",), kind="stack", limit=12),
     _Wish(
