@@ -1,5 +1,6 @@
 """The table of cases that is shown while they run: redrawn in place on a terminal, a line a change elsewhere."""
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +80,8 @@ class LiveTable:
     def _draw(self) -> None:
         lines = table_lines(list(self._cases.values()), self.reached)
         up = f"\x1b[{self._num_drawn}F" if self._num_drawn else ""
-        self._stream.write(up + "".join(f"\x1b[2K{line}\n" for line in lines))
+        width = shutil.get_terminal_size().columns - 1  # a wrapped line would not be drawn over
+        self._stream.write(up + "".join(f"\x1b[2K{line[:width]}\n" for line in lines))
         self._stream.flush()
         self._num_drawn = len(lines)
 
