@@ -176,6 +176,23 @@ def test_checkpoint_holds_adapters_only(two_ranks: RankPool, tiny_model: Path, t
 
 
 @pytest.mark.slow
+def test_value_head_is_trained_beside_adapters(two_ranks: RankPool, tiny_model: Path) -> None:
+    per_rank = [{"steps": [[samples[rank::2]] for samples in STEPS], "value_samples": [STEPS[0]]} for rank in range(2)]
+    runs = [
+        two_ranks.run("train_values", per_rank, model_path=str(tiny_model), config=config(stage, optimizer=optimizer))[
+            0
+        ]
+        for stage, optimizer in ((2, "none"), (3, "cpu"))
+    ]
+    start = load_model(str(tiny_model), config(1), device=CPU, ds_config={}, head="value")
+    assert list(runs[0]["weights"]) == [name for name, _ in start.named_parameters()]
+    for name, weight in runs[0]["weights"].items():
+        assert distance(runs[1]["weights"][name], weight) < 1e-5, name
+        is_trained = "_proj" in name or name == "score.weight"
+        assert torch.equal(weight, start.get_parameter(name)) != is_trained, name
+
+
+@pytest.mark.slow
 def test_without_adapters(two_ranks: RankPool, tiny_model: Path) -> None:
     for error in two_ranks.run(
         "train_adapters",
