@@ -21,6 +21,7 @@ from typing import Any
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import deepspeed
+import peft  # noqa: F401 (once, for all ranks)
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from ckpt import ZeroCheckpoint
 from ds_engine import (
     CheckpointError,
     EngineConfig,
+    LoraConfig,
     LossOutput,
     OffloadConfig,
     OptimConfig,
@@ -49,7 +51,9 @@ State = dict[str, torch.Tensor]
 VOCABULARY = 67  # with 2, 4 and 8 ranks, sizes that do not divide
 
 
-def config(stage: int, *, optimizer: str = "none", param: str = "none", dtype: str = "bf16") -> EngineConfig:
+def config(
+    stage: int, *, optimizer: str = "none", param: str = "none", dtype: str = "bf16", lora: LoraConfig | None = None
+) -> EngineConfig:
     return EngineConfig(
         zero=ZeroConfig(
             stage=stage, offload=OffloadConfig(optimizer=optimizer, param=param), param_persistence_elements=30
@@ -57,14 +61,17 @@ def config(stage: int, *, optimizer: str = "none", param: str = "none", dtype: s
         # Decay makes two groups of parameters.
         optim=OptimConfig(lr=1e-2, weight_decay=0.01),
         dtype=dtype,
+        lora=lora,
     )
 
 
+LORA = LoraConfig(rank=3, alpha=6)
 SAVED = {
     "zero1": config(1),
     "zero1_cpu": config(1, optimizer="cpu"),
     "zero2": config(2),
     "zero3": config(3),
+    "lora": config(2, lora=LORA),
 }
 #: (what is loaded, into what, what it is saved as again)
 LOADS: dict[int, list[tuple[str, EngineConfig, str]]] = {
@@ -72,6 +79,7 @@ LOADS: dict[int, list[tuple[str, EngineConfig, str]]] = {
         ("zero1", config(2, optimizer="cpu"), "two_of_zero1"),
         ("zero2", config(3), "two_of_zero2"),
         ("zero3", config(1), "two_of_zero3"),
+        ("lora", config(3, lora=LORA), ""),
     ],
     1: [
         ("two_of_zero1", config(1), ""),
@@ -122,6 +130,8 @@ def state_of(engine: Any) -> State:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     state = {}
     for parameter, name in engine.param_names.items():
+        if not parameter.requires_grad:
+            continue
         state[f"{name} weight"] = safe_get_full_fp32_param(parameter).clone()
         for kind in ("exp_avg", "exp_avg_sq"):
             state[f"{name} {kind}"] = safe_get_full_optimizer_state(parameter, kind).clone()
@@ -173,7 +183,7 @@ def load(root: Path) -> None:
         assert engine._num_steps == 2
         assert engine._deepspeed.global_steps == 2
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[settings.dtype]
-        for tensor_name, tensor in engine.export_parameters():
+        for tensor_name, tensor in engine.export_parameters() if settings.lora is None else ():
             assert torch.equal(tensor, expected[f"{tensor_name} weight"].to(dtype)), (where, tensor_name)
         if again:
             engine.save_checkpoint(root / again, "actor")
@@ -217,7 +227,7 @@ def load_as_a_run_does(root: Path) -> None:
         worker.build("actor", str(root / "model"), SAVED["zero2"], 10)
         worker.load("actor", str(folder))
         check_equal(state_of(worker._engines["actor"]._deepspeed), expected, f"RankWorker, {folder.name}")
-        worker.save("actor", str(root / "as_a_run"))
+        worker._engines["actor"].save_checkpoint(root / "as_a_run", "actor")
     assert worker._engines["actor"].has_layout(ZeroCheckpoint(root / "as_a_run", "actor"))
     worker.drop("actor")
 
