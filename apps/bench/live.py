@@ -61,7 +61,7 @@ class LiveTable:
         self._stream = stream or sys.stdout
         self._clock = clock
         self._num_drawn = 0
-        self._printed: dict[str, tuple[str, float]] = {}
+        self._printed: dict[str, tuple[Reached, float]] = {}
 
     def update(self, name: str, reached: Reached) -> None:
         """What a case has reached by now."""
@@ -86,11 +86,13 @@ class LiveTable:
         self._num_drawn = len(lines)
 
     def _print(self, name: str, reached: Reached) -> None:
-        now, state = self._clock(), f"{reached.status} {reached.attempts}"
-        before = self._printed.get(name)
-        if before is not None and before[0] == state and now - before[1] < 30:
-            return
-        self._printed[name] = (state, now)
+        now, before = self._clock(), self._printed.get(name)
+        if before is not None:
+            earlier, printed_at = before
+            same = (earlier.status, earlier.attempts) == (reached.status, reached.attempts)
+            if same and (earlier.last_step == reached.last_step or now - printed_at < 30):
+                return
+        self._printed[name] = (reached, now)
         line = table_lines([self._cases[name]], {name: reached})[1]
         self._stream.write(line + "\n")
         self._stream.flush()
