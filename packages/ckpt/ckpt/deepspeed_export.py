@@ -57,7 +57,8 @@ def export_deepspeed(
         for name, tensor in iterate_deepspeed_weights(shards):
             if ".lora_" in name:
                 raise ExportError(
-                    f"{shards.folder}: {name} is a LoRA adapter's; export from the live engine, which merges it"
+                    f"{shards.folder}: {name} is a LoRA adapter's. Export from the live engine, which merges it, or "
+                    "write the adapter with save_adapter and merge it into its base model with export_merged"
                 )
             if on_tensor is not None:
                 on_tensor(name, tensor.nbytes)

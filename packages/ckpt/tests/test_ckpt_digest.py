@@ -117,4 +117,3 @@ def test_versions_of_packages_are_recorded(tmp_path: Path) -> None:
     packages = manager.manifest(1).packages
     assert packages["python"] == platform.python_version()
     assert packages["torch"] == version("torch")
-    assert packages["plinth-ckpt"] == version("plinth-ckpt")

@@ -11,7 +11,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from ckpt import ExportError, export_merged, merge_lora, save_adapter, save_hf_folder
+from ckpt import (
+    ExportError,
+    ZeroCheckpoint,
+    export_deepspeed,
+    export_merged,
+    merge_lora,
+    save_adapter,
+    save_hf_folder,
+)
 from ckpt.lora_export import read_adapter
 
 IDS = torch.arange(12).reshape(2, 6)
@@ -126,6 +134,32 @@ def test_a_bf16_base_under_a_live_engine_is_merged_in_fp32(base: Path) -> None:
         expected = named[f"{layer}.base_layer.weight"].bfloat16().float() + 2.0 * change
         assert torch.equal(found[name], expected)
         assert found["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_from_a_deepspeed_checkpoint_of_adapters_offline(base: Path, tmp_path: Path) -> None:
+    model = adapted(base, CASES["plain"])
+    config = model.peft_config["default"].to_dict()
+    # As ds_engine has it: PEFT's layers in a model that keeps its names.
+    weights = {name.removeprefix("base_model.model."): tensor.detach() for name, tensor in trained(model)}
+    flat = torch.cat([tensor.reshape(-1) for tensor in weights.values()])
+    states = {
+        "zero_stage": 1,
+        "partition_count": 1,
+        "single_partition_of_fp32_groups": [flat],
+        "base_optimizer_state": {"state": {}, "param_groups": [{"params": [0]}]},
+    }
+    (tmp_path / "actor").mkdir()
+    torch.save({"optimizer_state_dict": states}, tmp_path / "actor" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    torch.save({"module": {}, "param_shapes": [shapes]}, tmp_path / "actor" / "mp_rank_00_model_states.pt")
+    with pytest.raises(ExportError, match=r"is a LoRA adapter's.*save_adapter"):
+        export_deepspeed(tmp_path / "actor", tmp_path / "out", model_files_from=base)
+    source = ZeroCheckpoint(tmp_path / "actor")
+    save_adapter(tmp_path / "adapter", ((name, source.whole(name)) for name in source.shapes), config)
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_what_is_refused(base: Path, tmp_path: Path) -> None:
