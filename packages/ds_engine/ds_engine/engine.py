@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from .agreement import agree_on_plan, sum_over_ranks
 from .attention import choose_kernel
-from .batch import Head, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs, ValueOutputs
-from .collective_guard import mark, start_guard
+from .batch import Head, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
+from .collective_guard import start_guard
 from .ds_config import deepspeed_config
-from .errors import BatchError, EngineError
+from .errors import EngineError
 from .export import NamedTensor, export_tensors
 from .loading import check_offload, load_model, prepare_model, torch_dtype
 from .lora import adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
 from .loss_scale import LossScale, check_fp16
 from .memory import EngineMemory, MemoryReport, memory_stats
+from .micro_batch import MicroBatches
 from .optimizer import build_optimizer, start_deepspeed
-from .packed_model import packed_inputs
 from .reshape import StateSource, fill_state, has_layout
 from .saved_state import load_state, save_state
 from .schedule import check_schedule, learning_rate
@@ -72,6 +72,14 @@ class ZeroEngine:
         prepare_model(module, config, log_prob_fn=log_prob_fn, device=device, trainable=trainable, head=head)
         self._optimizer = build_optimizer(module, config.optim) if trainable else None
         self._deepspeed = start_deepspeed(module, self._optimizer, config, device=device)
+        self._micro_batches = MicroBatches(
+            self._deepspeed,
+            head=head,
+            device=device,
+            kernel=self._kernel,
+            sequence=self._sequence,
+            step_each_micro=config.zero.step_each_micro,
+        )
         self._memory = EngineMemory(module, self._optimizer, self._deepspeed)
         self._loss_scale = LossScale(getattr(self._deepspeed, "optimizer", None))
         self._guard = start_guard(config.collective_guard, stall_timeout_s=config.collective_stall_s)
@@ -144,7 +152,7 @@ class ZeroEngine:
         agree_on_plan("log_probs" if adapters else "log_probs(adapters=False)", micro_batches, self.device, sp=self._sp)
         self.module.eval()
         with nullcontext() if adapters else adapters_off(self.module):
-            rows = [self._forward(batch, temperature)[0].cpu() for batch in micro_batches]
+            rows = [self._micro_batches.forward(batch, temperature)[0].cpu() for batch in micro_batches]
         return [TokenOutputs(log_probs_K=r[0], entropy_K=r[1]) for r in rows]
 
     @torch.no_grad()
@@ -161,7 +169,7 @@ class ZeroEngine:
         self._require_head("value", "values")
         agree_on_plan("values", micro_batches, self.device, sp=self._sp)
         self.module.eval()
-        return [self._forward(batch, 1.0)[0][0].cpu() for batch in micro_batches]
+        return [self._micro_batches.forward(batch)[0][0].cpu() for batch in micro_batches]
 
     def train_mini_batch(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, temperature: float = 1.0
@@ -185,17 +193,8 @@ class ZeroEngine:
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss_scale = self._loss_scale.value
-        losses: list[Tensor] = []
-        metrics: dict[str, list[Tensor]] = {}
-        self._begin_accumulation(len(micro_batches))
-        for index, batch in enumerate(micro_batches):
-            mark(f"step {self._num_steps}, micro batch {index} of {len(micro_batches)}")
-            is_last = index == len(micro_batches) - 1
-            self._mark_border(is_last)
-            losses.append(self._backward(batch, loss_fn, temperature, metrics))
-            if self.config.zero.step_each_micro or is_last:
-                self._deepspeed.step()
-        mark(f"after step {self._num_steps}")
+        label = f"step {self._num_steps}"
+        losses, metrics = self._micro_batches.train(micro_batches, loss_fn, temperature, label=label)
         self._num_steps += 1
         self._loss_scale.after_step()
         loss, totals = sum_over_ranks(losses, metrics, sp=self._sp)
@@ -210,53 +209,12 @@ class ZeroEngine:
             loss_scale=loss_scale,
         )
 
-    def _forward(self, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """The head's rows for the targets of `batch`, and a zero that depends on every parameter the pass used."""
-        inputs, num_targets = packed_inputs(batch, device=self.device, kernel=self._kernel, sequence=self._sequence)
-        rows_RK = self._deepspeed(packed=inputs, temperature=temperature)
-        return rows_RK[:, :num_targets], rows_RK.sum() * 0.0
-
-    def _outputs(self, rows_RK: Tensor) -> TokenOutputs | ValueOutputs:
-        if self.head == "value":
-            return ValueOutputs(values_K=rows_RK[0])
-        return TokenOutputs(log_probs_K=rows_RK[0], entropy_K=rows_RK[1])
-
-    def _backward(
-        self, batch: TokenBatch, loss_fn: LossFn, temperature: float, metrics: dict[str, list[Tensor]]
-    ) -> Tensor:
-        """Forward and backward of one micro batch; returns its detached loss share."""
-        rows_RK, anchor = self._forward(batch, temperature)
-        loss = anchor
-        if rows_RK.numel() > 0:
-            result = loss_fn(self._outputs(rows_RK), batch.to(self.device))
-            if result.loss.dim() != 0:
-                raise BatchError(f"the loss must be a 0-d tensor, got shape {tuple(result.loss.shape)}")
-            # A loss that does not depend on the model (all advantages masked, say) still has to pass backward
-            # through every parameter, or this rank would leave out the gradient collectives its peers wait in.
-            loss = result.loss if result.loss.requires_grad else result.loss + anchor
-            for name, value in result.metrics.items():
-                metrics.setdefault(name, []).append(value.detach())
-        # DeepSpeed averages over ranks; shares are to be summed. Of a loss that sp ranks compute together each has the
-        # gradient that came through its tokens: they, too, are to be summed.
-        self._deepspeed.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
-        return loss.detach()
-
-    # -------------------------------------------------------- accumulation
-
-    def _begin_accumulation(self, num_micro_batches: int) -> None:
-        """Stage 1 and 2 forget all but the last micro batch unless told how many there are.
-
-        Either DeepSpeed counts (its accumulation steps become this mini batch's number) or the last is marked by hand.
-        """
-        if self.config.zero.step_each_micro:
-            self._deepspeed._config.gradient_accumulation_steps = num_micro_batches
-            self._deepspeed.micro_steps = 0
-
-    def _mark_border(self, is_last: bool) -> None:
-        if not self.config.zero.step_each_micro:
-            self._deepspeed.set_gradient_accumulation_boundary(is_last)
-
     # ------------------------------------------------------- state in and out
+
+    @property
+    def deepspeed(self) -> Any:
+        """What `deepspeed.initialize` returned (stages 1 and 2, trainable=False: the model), for tools that know it."""
+        return self._deepspeed
 
     def export_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) on rank 0, nothing elsewhere; every rank iterates to the end.

@@ -173,7 +173,7 @@ def naive_and_exact_norms(model_path: str, micro_batches: list[list[Sample]]) ->
         engine.close()
         engine = build(model_path, config)
         for samples in micro_batches:
-            engine._backward(make_batch(samples), weighted_loss, 1.0, {})
+            engine._micro_batches.backward(make_batch(samples), weighted_loss, 1.0, {})
         engine._deepspeed.step()
         # Both ranks ran the same batches, so sums are twice one process's.
         norms[stage] = {
@@ -209,29 +209,27 @@ _SHARDS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "f
 
 
 def held_bytes(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]]) -> dict[str, int]:
-    """Bytes of storages between the last backward pass and the step of the second mini batch, by what they are for."""
+    """Bytes of storages by what they are for, the most after any backward pass of the second mini batch."""
     engine = build(model_path, config)
     engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
-    for index, samples in enumerate(micro_batches):
-        engine._mark_border(index == len(micro_batches) - 1)
-        engine._backward(make_batch(samples), weighted_loss, 1.0, {})
-    parameters = list(engine.module.parameters())
     assert engine._optimizer is not None
-    zero = engine._deepspeed.optimizer
-    shards = [getattr(zero, name, []) for name in _SHARDS]
-    kinds: dict[str, Any] = {
-        "weights": [getattr(p, "ds_tensor", p.data) for p in parameters],
-        "optimizer": [engine._optimizer.state, [[p.data for p in part] for part in shards]],
-        "rest": [vars(zero), [p.grad for p in parameters], [vars(p) for p in parameters]],
-    }
-    seen: set[int] = set()
-    held = {}
-    for kind, roots in kinds.items():
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(roots, 6)}
-        held[kind] = sum(size for pointer, size in storages.items() if pointer not in seen)
-        seen |= set(storages)
+    zero, parameters = engine._deepspeed.optimizer, list(engine.module.parameters())
+    most: dict[str, int] = {}
+    for index, samples in enumerate(micro_batches):
+        engine._micro_batches.mark_border(index == len(micro_batches) - 1)
+        engine._micro_batches.backward(make_batch(samples), weighted_loss, 1.0, {})
+        kinds: dict[str, Any] = {
+            "weights": [getattr(p, "ds_tensor", p.data) for p in parameters],
+            "optimizer": [engine._optimizer.state, [[p.data for p in getattr(zero, name, [])] for name in _SHARDS]],
+            "rest": [vars(zero), [p.grad for p in parameters], [vars(p) for p in parameters]],
+        }
+        seen: set[int] = set()
+        for kind, roots in kinds.items():
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(roots, 6)}
+            most[kind] = max(most.get(kind, 0), sum(n for pointer, n in storages.items() if pointer not in seen))
+            seen |= set(storages)
     engine.close()
-    return held
+    return most
 
 
 def _tensors(root: Any, depth: int) -> Iterator[torch.Tensor]:
@@ -250,8 +248,8 @@ def gradient_distance(model_path: str, config: EngineConfig, micro_batches: list
     truth = _true_gradient(model_path, config.dtype, micro_batches)
     engine = build(model_path, config)
     for index, samples in enumerate(micro_batches):
-        engine._mark_border(index == len(micro_batches) - 1)
-        engine._backward(make_batch(samples), weighted_loss, 1.0, {})
+        engine._micro_batches.mark_border(index == len(micro_batches) - 1)
+        engine._micro_batches.backward(make_batch(samples), weighted_loss, 1.0, {})
     distance = {}
     for name, parameter in engine.module.named_parameters():
         expected = truth[name]
@@ -270,8 +268,8 @@ def gradient_error(model_path: str, micro_batches: list[list[Sample]], stage: in
     zero = ZeroConfig(stage=stage, fp32_reduce=fp32_reduce, param_persistence_elements=0)
     engine = build(model_path, EngineConfig(zero=zero, dtype="bf16"))
     for index, samples in enumerate(micro_batches):
-        engine._mark_border(index == len(micro_batches) - 1)
-        engine._backward(make_batch(samples), weighted_loss, 1.0, {})
+        engine._micro_batches.mark_border(index == len(micro_batches) - 1)
+        engine._micro_batches.backward(make_batch(samples), weighted_loss, 1.0, {})
     square = torch.zeros(2)
     for name, parameter in engine.module.named_parameters():
         gradient = deepspeed.utils.safe_get_full_grad(parameter)

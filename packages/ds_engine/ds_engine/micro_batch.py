@@ -1,0 +1,104 @@
+"""Micro batches through the model, forward and backward: gradients of all of them and of all ranks add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .batch import TokenOutputs, ValueOutputs
+from .collective_guard import mark
+from .errors import BatchError
+from .packed_model import packed_inputs
+
+if TYPE_CHECKING:
+    from .batch import Head, LossFn, TokenBatch
+    from .sequence_parallel import SequenceGroup
+
+__all__ = ["MicroBatches"]
+
+
+class MicroBatches:
+    """How one engine runs its micro batches."""
+
+    def __init__(
+        self,
+        deepspeed_engine: Any,
+        *,
+        head: Head,
+        device: torch.device,
+        kernel: str,
+        sequence: SequenceGroup | None,
+        step_each_micro: bool,
+    ) -> None:
+        self._deepspeed = deepspeed_engine
+        self._head = head
+        self._device = device
+        self._kernel = kernel
+        self._sequence = sequence
+        self._step_each_micro = step_each_micro
+
+    def train(
+        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, temperature: float, *, label: str
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """Forward, backward and the optimizer's step; (losses, metrics) of this rank's micro batches, detached."""
+        losses: list[Tensor] = []
+        metrics: dict[str, list[Tensor]] = {}
+        self._begin(len(micro_batches))
+        for index, batch in enumerate(micro_batches):
+            mark(f"{label}, micro batch {index} of {len(micro_batches)}")
+            is_last = index == len(micro_batches) - 1
+            self.mark_border(is_last)
+            losses.append(self.backward(batch, loss_fn, temperature, metrics))
+            if self._step_each_micro or is_last:
+                self._deepspeed.step()
+        mark(f"after {label}")
+        return losses, metrics
+
+    def forward(self, batch: TokenBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The head's rows for the targets of `batch`, and a zero that depends on every parameter the pass used."""
+        inputs, num_targets = packed_inputs(batch, device=self._device, kernel=self._kernel, sequence=self._sequence)
+        rows_RK = self._deepspeed(packed=inputs, temperature=temperature)
+        return rows_RK[:, :num_targets], rows_RK.sum() * 0.0
+
+    def backward(
+        self, batch: TokenBatch, loss_fn: LossFn, temperature: float, metrics: dict[str, list[Tensor]]
+    ) -> Tensor:
+        """Forward and backward of one micro batch; returns its detached loss share."""
+        rows_RK, anchor = self.forward(batch, temperature)
+        loss = anchor
+        if rows_RK.numel() > 0:
+            result = loss_fn(self._outputs(rows_RK), batch.to(self._device))
+            if result.loss.dim() != 0:
+                raise BatchError(f"the loss must be a 0-d tensor, got shape {tuple(result.loss.shape)}")
+            # A loss that does not depend on the model (all advantages masked, say) still has to pass backward
+            # through every parameter, or this rank would leave out the gradient collectives its peers wait in.
+            loss = result.loss if result.loss.requires_grad else result.loss + anchor
+            for name, value in result.metrics.items():
+                metrics.setdefault(name, []).append(value.detach())
+        # DeepSpeed averages over ranks; shares are to be summed. Of a loss that sp ranks compute together each has the
+        # gradient that came through its tokens: they, too, are to be summed.
+        self._deepspeed.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
+        return loss.detach()
+
+    def mark_border(self, is_last: bool) -> None:
+        """Say whether the next backward pass is the last of its mini batch."""
+        if not self._step_each_micro:
+            self._deepspeed.set_gradient_accumulation_boundary(is_last)
+
+    def _begin(self, num_micro_batches: int) -> None:
+        """Stage 1 and 2 forget all but the last micro batch unless told how many there are.
+
+        Either DeepSpeed counts (its accumulation steps become this mini batch's number) or the last is marked by hand.
+        """
+        if self._step_each_micro:
+            self._deepspeed._config.gradient_accumulation_steps = num_micro_batches
+            self._deepspeed.micro_steps = 0
+
+    def _outputs(self, rows_RK: Tensor) -> TokenOutputs | ValueOutputs:
+        if self._head == "value":
+            return ValueOutputs(values_K=rows_RK[0])
+        return TokenOutputs(log_probs_K=rows_RK[0], entropy_K=rows_RK[1])
