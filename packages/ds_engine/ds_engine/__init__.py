@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RankStalledError,
     )
     from .memory import MemoryReport, memory_stats
+    from .memory_plan import MemoryEstimate, estimate_memory
     from .reshape import StateLayout, StateSource
     from .schedule import learning_rate
     from .simple import SimpleBatch, dense_log_prob
@@ -38,6 +39,7 @@ _EXPORTS = {
     "LoraConfig": ".config",
     "LossFn": ".batch",
     "LossOutput": ".batch",
+    "MemoryEstimate": ".memory_plan",
     "MemoryReport": ".memory",
     "ModelError": ".errors",
     "OffloadConfig": ".config",
@@ -55,6 +57,7 @@ _EXPORTS = {
     "ZeroEngine": ".engine",
     "deepspeed_config": ".ds_config",
     "dense_log_prob": ".simple",
+    "estimate_memory": ".memory_plan",
     "init_distributed": ".distributed",
     "learning_rate": ".schedule",
     "mark": ".collective_guard",
@@ -76,6 +79,7 @@ __all__ = [
     "LoraConfig",
     "LossFn",
     "LossOutput",
+    "MemoryEstimate",
     "MemoryReport",
     "ModelError",
     "OffloadConfig",
@@ -93,6 +97,7 @@ __all__ = [
     "ZeroEngine",
     "deepspeed_config",
     "dense_log_prob",
+    "estimate_memory",
     "init_distributed",
     "learning_rate",
     "mark",

@@ -1,0 +1,130 @@
+"""The memory planner's estimate beside the measured peak, for random-weight Qwen3 models on one GPU.
+
+    python -m benchmarks.memory_plan.measure [--out FILE]           # 0.6B, 1.7B and 4B at stage 2
+    python -m benchmarks.memory_plan.measure --device cpu --tiny    # tries the script out; nothing is measured
+
+Every case is a process of its own: two training steps on packed sequences with rl_core's fused log-prob op, world size
+1. Prints one line of JSON a case, with the ratio of estimate to measured peak of torch's allocator.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.random_model import CONFIGS
+from ds_engine import EngineConfig, LossOutput, SimpleBatch, ZeroConfig, ZeroEngine, estimate_memory, init_distributed
+from ds_engine.attention import ATTENTION_NAME, register_packed_attention
+from rl_core import linear_log_prob
+
+# Model -> (tokens of a micro batch, the same with activation checkpointing). Both fit into 141 GB.
+CASES = {"qwen3-0.6b": (16384, 32768), "qwen3-1.7b": (12288, 32768), "qwen3-4b": (6144, 24576)}
+
+
+def log_prob(
+    hidden_KH: torch.Tensor, weight_VH: torch.Tensor, targets_K: torch.Tensor, temperature: float, **head: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return linear_log_prob(hidden_KH, weight_VH, targets_K, temperature=temperature, **head)
+
+
+def random_batch(num_tokens: int, length: int, vocab: int) -> SimpleBatch:
+    """Sequences of `length` tokens, the first of each given."""
+    ids = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [ids[start : start + length] for start in range(0, num_tokens, length)]
+    return SimpleBatch.pack([(row[:1], row[1:]) for row in rows])
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains two steps of one case in this process."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    init_distributed(0, 1, "127.0.0.1", args.port, device)
+    register_packed_attention()
+    shape = Qwen3Config(**CONFIGS[args.models[0]])
+    config = EngineConfig(
+        zero=ZeroConfig(stage=args.stage), gradient_checkpointing=args.recompute, compile=args.compile, dtype=args.dtype
+    )
+    dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    engine = ZeroEngine(model, config, log_prob_fn=log_prob, device=device)
+    batch = random_batch(args.tokens, args.length, shape.vocab_size)
+    num_targets = batch.target_ids_K.numel()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        engine.train_mini_batch(
+            [batch] * args.micro_batches, lambda out, _: LossOutput(loss=-out.log_probs_K.sum() / num_targets)
+        )
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    engine.close()
+    estimate = estimate_memory(
+        shape.to_dict(),
+        config,
+        tokens_per_micro_batch=args.tokens,
+        targets_per_micro_batch=num_targets,
+        num_micro_batches=args.micro_batches,
+    )
+    return {
+        "model": args.models[0],
+        "stage": args.stage,
+        "recompute": args.recompute,
+        "compile": args.compile,
+        "tokens": args.tokens,
+        "micro_batches": args.micro_batches,
+        "estimate_gb": {name: round(place.device / 1e9, 3) for name, place in estimate.rows()},
+        "estimated_gb": round(estimate.device_bytes / 1e9, 3),
+        "measured_gb": None if peak is None else round(peak / 1e9, 3),
+        "ratio": None if peak is None else round(estimate.device_bytes / peak, 4),
+    }
+
+
+def run_case(options: list[str]) -> str:
+    """One case in a process of its own: its line of JSON, or what went wrong."""
+    command = [sys.executable, "-m", "benchmarks.memory_plan.measure", "--here", *options]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    return lines[-1] if lines else json.dumps({"case": options, "failed_with_exit_code": ran.returncode})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", choices=sorted(CONFIGS), nargs="+", default=list(CASES))
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--tokens", type=int, help="of a micro batch; by default as fits each model")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing; by default both are run")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of half a million parameters, few tokens")
+    parser.add_argument("--port", type=int, default=29631)
+    parser.add_argument("--out", type=Path, help="file that gets the same lines")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.here:
+        print(json.dumps(measure(args)), flush=True)
+        return
+    cases = {"qwen3-tiny": (256, 256)} if args.tiny else {name: CASES.get(name, (8192, 8192)) for name in args.models}
+    common = ["--stage", args.stage, "--length", args.length, "--micro-batches", args.micro_batches]
+    common += ["--dtype", args.dtype, "--device", args.device, "--port", args.port]
+    common += ["--compile"] if args.compile else []
+    for name, sizes in cases.items():
+        for recompute in [True] if args.recompute else [False, True]:
+            tokens = args.tokens or sizes[recompute]
+            options = ["--models", name, "--tokens", tokens, *common, *(["--recompute"] if recompute else [])]
+            line = run_case([str(option) for option in options])
+            print(line, flush=True)
+            if args.out is not None:
+                with args.out.open("a") as out:
+                    out.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

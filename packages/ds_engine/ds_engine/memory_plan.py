@@ -1,0 +1,356 @@
+"""What one rank will hold, estimated before anything is loaded: a pure function, standard library only.
+
+What DeepSpeed 0.19 allocates is read from its sources; with N trained parameters, W = dp x sp ranks, P = N / W, e bytes
+an element of the model's dtype (2 or 4), B elements a reduce bucket:
+
+                       stage 1, bf16          stage 1, others     stage 2              stage 3
+                       and fp32 accumulation
+    weights            e N                    e N                 e N                  e P + what stays or is gathered
+    optimizer          12 P                   12 P                12 P                 12 P
+    gradients          (4 + e) N              (e or 4) N          4 P, or e P          4 P, or e P
+    while stepping     -                      (e+4) P or 4 P      (2e or e)+4 P, or -  4 P
+    bucket             (4 + e) min(N, 5e8)    (e or 4) B          e B                  (e or 4) B
+
+Optimizer means fp32 weights and Adam's two moments. With the optimizer offloaded it lies in CPU memory together with a
+full fp32 gradient shard and a copy of the weight shard; fp32-accumulated gradients of stage 2 stay on the device until
+the step all the same.
+
+Activations: t = T / sp tokens of this rank, q and v the widths of queries and of keys or values, h hidden, i inner. A
+layer of the families known here keeps, per token,
+
+    2 norms       2 (4 h + e h) in fp32 and normalised, 2 e h as inputs of linear layers
+    heads' norms  (4 + e) (q + v)                                   (Qwen3)
+    attention     e (2 q + 2 v) + 4 per head; with sp > 1 e q more
+    MLP           4 e i
+
+torch.compile keeps no fp32 copies and one product less: 4 e h, e (q + v), the same for attention, 3 e i.
+With activation checkpointing a recomputed layer keeps its input e h, and one of them at a time the whole. The peak is
+the largest of four instants: the head's backward pass (all activations, the LM head's gradient e V h, the log-prob
+function's working memory), that of the top layer, that of the embedding (2 e V h, and a cast of it), and the step. In
+the only micro batch of a mini batch most gradients are not there yet at the first two: stage 2 allocates them when the
+first bucket is full, stage 1 as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .config import EngineConfig
+from .model_shape import ModelShape, Weight
+
+__all__ = ["MemoryEstimate", "Place", "estimate_memory"]
+
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_FALLBACK_BUCKET = 500_000_000
+_LIVE_ELEMENTS = 1_000_000_000
+"""DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance."""
+_SUB_GROUP = 1_000_000_000
+LOG_PROB_BYTES = 2**29
+"""Working memory of rl_core.linear_log_prob beyond the gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Bytes of one kind by where they are."""
+
+    device: int = 0
+    cpu: int = 0
+    nvme: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of one rank (the fullest) at the peak of a training step."""
+
+    num_parameters: int
+    """Of the whole model, adapters included."""
+    num_trained: int
+    num_ranks: int
+    weights: Place
+    gradients: Place
+    optimizer: Place
+    """fp32 weights and Adam's moments."""
+    buffers: Place
+    """Of communication and offload, and parameters that stage 3 has gathered."""
+    activations: Place
+    """What the forward pass keeps, and the temporaries of the fullest instant."""
+
+    @property
+    def device_bytes(self) -> int:
+        """The peak of torch's allocator on the device; the CUDA context (some 0.5 GB) is outside."""
+        return sum(place.device for _, place in self.rows())
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Offloaded, pinned."""
+        return sum(place.cpu for _, place in self.rows())
+
+    def rows(self) -> list[tuple[str, Place]]:
+        """(name, bytes) of each kind."""
+        names = ("weights", "gradients", "optimizer", "buffers", "activations")
+        return [(name, getattr(self, name)) for name in names]
+
+    def table(self) -> str:
+        """For people: GB are 1e9 bytes."""
+        lines = [
+            f"{self.num_parameters / 1e6:,.1f}M parameters, {self.num_trained / 1e6:,.1f}M trained, "
+            f"{self.num_ranks} ranks; GB a rank",
+            f"{'':12}{'device':>10}{'CPU':>10}{'NVMe':>10}",
+        ]
+        total = Place(device=self.device_bytes, cpu=self.cpu_bytes, nvme=sum(place.nvme for _, place in self.rows()))
+        for name, place in [*self.rows(), ("total", total)]:
+            lines.append(f"{name:12}" + "".join(f"{n / 1e9:10.2f}" for n in (place.device, place.cpu, place.nvme)))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """What all parts of the estimate are computed from."""
+
+    shape: ModelShape
+    config: EngineConfig
+    trained: list[Weight]
+    frozen: list[Weight]
+    ranks: int
+
+    @property
+    def e(self) -> int:
+        """Bytes an element of the model's dtype."""
+        return _BYTES[self.config.dtype]
+
+    @property
+    def accumulate(self) -> int:
+        """Bytes an element of the gradient accumulator."""
+        return 4 if self.config.zero.fp32_grad_accum else self.e
+
+    @property
+    def bucket(self) -> int:
+        """Elements of a reduce bucket, as ds_config has it."""
+        zero = self.config.zero
+        return zero.reduce_bucket_bytes // (4 if zero.fp32_reduce else self.e)
+
+    def groups(self) -> list[int]:
+        """Trained elements of each of the optimizer's parameter groups."""
+        optim = self.config.optim
+        if optim.weight_decay == 0 or optim.decay_1d:
+            return [sum(w.size for w in self.trained)]
+        sizes = [sum(w.size for w in self.trained if (len(w.shape) > 1) == matrix) for matrix in (True, False)]
+        return [size for size in sizes if size]
+
+    @property
+    def uses_bf16_class(self) -> bool:
+        """DeepSpeed runs stage 1 in bf16 with fp32 accumulation through another optimizer class."""
+        zero = self.config.zero
+        return (
+            zero.stage == 1
+            and self.config.dtype == "bf16"
+            and zero.fp32_grad_accum
+            and zero.offload.optimizer == "none"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _States:
+    """Everything but activations, and what the step needs on top."""
+
+    weights: Place
+    gradients: Place
+    optimizer: Place
+    buffers: Place
+    late: int
+    """Of the gradients, device bytes that the first micro batch has only from the middle of its backward pass on."""
+    stepping: int
+    """Device bytes that only the step has."""
+    casting: int
+    """Device bytes of the cast that reduces the largest gradient."""
+
+
+def estimate_memory(
+    model: str | Path | Mapping[str, Any],
+    config: EngineConfig,
+    *,
+    dp: int = 1,
+    tokens_per_micro_batch: int,
+    targets_per_micro_batch: int | None = None,
+    num_micro_batches: int = 2,
+    head: Literal["lm", "value"] = "lm",
+    log_prob_bytes: int = LOG_PROB_BYTES,
+) -> MemoryEstimate:
+    """The memory of one of dp x `config.sequence_parallel` ranks in training, with a fused log-prob function.
+
+    Args:
+        model: a Hugging Face config.json, its folder, or its content (llama, mistral, qwen2, qwen3).
+        tokens_per_micro_batch: packed tokens that sp ranks compute together.
+        targets_per_micro_batch: predicted tokens among them; by default all.
+        num_micro_batches: of a mini batch; 2 stands for all above.
+        log_prob_bytes: working memory of the log-prob function beyond its gradients.
+
+    Raises:
+        ValueError: a model the planner does not know, or a count below 1.
+    """
+    counts = {"dp": dp, "tokens_per_micro_batch": tokens_per_micro_batch, "num_micro_batches": num_micro_batches}
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}={count} is not allowed: 1 or more")
+    shape = ModelShape.read(model)
+    weights = shape.weights(head)
+    frozen: list[Weight] = []
+    if config.lora is not None:
+        frozen = [w for w in weights if w.name != "score"]
+        weights = shape.adapters(config.lora) + [w for w in weights if w.name == "score"]
+    case = _Case(shape=shape, config=config, trained=weights, frozen=frozen, ranks=dp * config.sequence_parallel)
+    states = _stage_3(case) if config.zero.stage == 3 else _stages_1_and_2(case)
+    tokens = -(-tokens_per_micro_batch // config.sequence_parallel)
+    targets = min(tokens, targets_per_micro_batch or tokens)
+    late = states.late if num_micro_batches == 1 else 0
+    peak = _peak(case, states, tokens, targets, log_prob_bytes if head == "lm" else 0, late)
+    inputs = tokens * shape.hidden * case.e * _recomputed(case) if config.checkpoint_to_cpu else 0
+    return MemoryEstimate(
+        num_parameters=sum(w.size for w in weights + frozen),
+        num_trained=sum(w.size for w in weights),
+        num_ranks=case.ranks,
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        buffers=states.buffers,
+        activations=Place(device=peak, cpu=inputs),
+    )
+
+
+# ---------------------------------------------------------------- model states
+
+
+def _stages_1_and_2(case: _Case) -> _States:
+    zero, e, ranks = case.config.zero, case.e, case.ranks
+    padded = [-(-size // (2 * ranks)) * 2 * ranks for size in case.groups()]
+    whole, shard = sum(padded), sum(padded) // ranks
+    largest_shard = max(padded) // ranks
+    weights = Place(device=(whole + sum(w.size for w in case.frozen)) * e)
+    offloaded = zero.offload.optimizer != "none"
+    optimizer = Place(cpu=12 * shard) if offloaded else Place(device=12 * shard)
+    if case.uses_bf16_class:
+        travelling = 0 if ranks == 1 else min(whole, _FALLBACK_BUCKET) * (4 if zero.fp32_reduce else 4 + e)
+        return _States(
+            weights=weights, gradients=Place(device=(4 + e) * whole), optimizer=optimizer, buffers=Place(),
+            late=e * whole, stepping=travelling, casting=0,
+        )  # fmt: skip
+    separate = case.accumulate != e
+    stepping = largest_shard * (e + 4 if e < 4 else 4)
+    if zero.stage == 1:
+        gradients = whole * case.accumulate
+        stepping = 4 * shard if separate else stepping
+    else:
+        gradients = 4 * shard if separate else e * shard
+        stepping = 0 if separate else stepping
+    bucket = case.bucket * (case.accumulate if zero.stage == 1 and separate else e)
+    buffers = bucket * (2 if zero.overlap_comm else 1) + (4 * case.bucket if zero.fp32_reduce and e < 4 else 0)
+    largest = max(w.size for w in case.trained)
+    on_cpu = 0
+    if offloaded:
+        buffers += largest * e
+        on_cpu = (shard + largest) * e
+        stepping = 0
+        held = Place(device=gradients if zero.stage == 1 or separate else 0, cpu=4 * shard)
+        if not separate:
+            on_cpu += e * shard
+    else:
+        held = Place(device=gradients)
+    casting = 4 * min(largest, shard) if separate and largest > case.bucket else 0
+    return _States(
+        weights=weights, gradients=held, optimizer=optimizer, buffers=Place(device=buffers, cpu=on_cpu),
+        late=held.device, stepping=stepping, casting=casting,
+    )  # fmt: skip
+
+
+def _stage_3(case: _Case) -> _States:
+    zero, e, ranks = case.config.zero, case.e, case.ranks
+    shard = sum(-(-w.size // ranks) for w in case.trained)
+    frozen_shard = sum(-(-w.size // ranks) for w in case.frozen)
+    everything = case.trained + case.frozen
+    threshold = zero.param_persistence_elements
+    persistent = sum(w.size for w in everything if w.size <= threshold)
+    gathered = 0
+    if ranks > 1:
+        # A weight stays from its forward to its backward pass when fewer elements than the reuse distance lie between.
+        cold = sum(w.size for w in everything if w.size > threshold)
+        largest = max(w.size for w in everything)
+        gathered = min(cold, _LIVE_ELEMENTS // 2 + largest + case.bucket) * e + persistent * e
+    shards = (shard + frozen_shard) * e
+    weights = _place(zero.offload.param, shards)
+    optimizer = _place(zero.offload.optimizer, 12 * shard)
+    offloaded = zero.offload.optimizer != "none"
+    flat = case.accumulate * shard
+    gradients = Place(cpu=flat + 4 * shard) if offloaded else Place(device=flat)
+    bucket = case.bucket * (4 if zero.fp32_reduce else e)
+    return _States(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        buffers=Place(device=gathered + bucket * (1 if ranks == 1 else 2)),
+        late=0,
+        stepping=0 if offloaded else 4 * min(shard, _SUB_GROUP),
+        casting=0,
+    )
+
+
+def _place(where: str, size: int) -> Place:
+    return Place(
+        device=size if where == "none" else 0, cpu=size if where == "cpu" else 0, nvme=size if where == "nvme" else 0
+    )
+
+
+# ----------------------------------------------------------------- activations
+
+
+def _recomputed(case: _Case) -> int:
+    """Layers whose activations are made again in the backward pass."""
+    config = case.config
+    return -(-case.shape.num_layers // config.checkpoint_every) if config.gradient_checkpointing else 0
+
+
+def _layer_bytes(case: _Case) -> int:
+    """What one layer keeps for each token."""
+    shape, e = case.shape, case.e
+    lora = case.config.lora
+    compiled = case.config.compile
+    fp32_copy = e if compiled else 4
+    normalised = 0 if lora is not None or compiled else e  # kept for the gradient of the norm's scale
+    q, v = shape.query_width, shape.kv_width
+    norms = 2 * (fp32_copy + normalised + e) * shape.hidden
+    head_norms = (fp32_copy + normalised) * (q + v) if shape.qk_norm else 0
+    products = (3 if compiled else 4) * e * shape.intermediate
+    attention = e * (2 * q + 2 * v) + 4 * shape.num_heads
+    if case.config.sequence_parallel > 1:
+        attention += e * q
+    adapters = 0
+    if lora is not None:
+        adapters = e * lora.rank * len(shape.adapters(lora)) // (2 * shape.num_layers)
+    return norms + head_norms + attention + products + adapters
+
+
+def _peak(case: _Case, states: _States, tokens: int, targets: int, log_prob_bytes: int, late: int) -> int:
+    """Device bytes beyond the states at the fullest instant; `late` of the states are not there at the first two."""
+    shape, e, config = case.shape, case.e, case.config
+    hidden = shape.hidden
+    layer = _layer_bytes(case) * tokens
+    recomputed = _recomputed(case)
+    kept = layer * (shape.num_layers - recomputed)
+    if not config.checkpoint_to_cpu:
+        kept += recomputed * tokens * hidden * e
+    trains_embedding = config.lora is None
+    table = shape.vocab * hidden * e if trains_embedding else 0
+    head_table = table if log_prob_bytes else 0
+    final = tokens * hidden * (4 + e) + targets * hidden * (e + 4)
+    at_head = kept + final + head_table + log_prob_bytes
+    below_head = head_table if shape.tied else 0  # a tied gradient waits for the embedding's
+    inner = tokens * (2 * e * shape.intermediate + 12 * hidden)
+    at_layer = kept + (layer if recomputed else 0) + inner + below_head
+    # When the first bucket is full and its gradients get their place, the layers that filled it have let go of theirs.
+    layer_size = sum(w.size for w in case.trained if w.name not in ("embed_tokens", "lm_head")) // shape.num_layers
+    in_bucket = min(shape.num_layers, case.bucket // max(1, layer_size))
+    at_first_bucket = kept * (shape.num_layers - in_bucket) // shape.num_layers + inner + below_head
+    at_embedding = tokens * hidden * e + table + below_head + states.casting
+    return max(at_head - late, at_layer - late, at_first_bucket, at_embedding, states.stepping)

@@ -1,0 +1,142 @@
+"""How many parameters of which shapes a dense decoder has, from its Hugging Face config.json; standard library only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .config import LoraConfig
+
+__all__ = ["ModelShape", "Weight"]
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One parameter of a model."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        size = 1
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes that memory depends on."""
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tied: bool
+    qkv_bias: bool
+    other_bias: bool
+    qk_norm: bool
+
+    @classmethod
+    def read(cls, model: str | Path | Mapping[str, Any]) -> ModelShape:
+        """From a config.json, the folder that holds it, or its content.
+
+        Raises:
+            ValueError: no such file, a family whose layers are not known here, or a size is missing.
+        """
+        config = model if isinstance(model, Mapping) else _read_json(Path(model))
+        family = config.get("model_type")
+        if family not in _FAMILIES:
+            raise ValueError(
+                f"model_type={family!r} is not allowed: only {', '.join(_FAMILIES)} are known to the planner"
+            )
+        try:
+            heads = int(config["num_attention_heads"])
+            return cls(
+                vocab=int(config["vocab_size"]),
+                hidden=int(config["hidden_size"]),
+                intermediate=int(config["intermediate_size"]),
+                num_layers=int(config["num_hidden_layers"]),
+                num_heads=heads,
+                num_kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+                tied=bool(config.get("tie_word_embeddings", False)),
+                qkv_bias=family == "qwen2" or bool(config.get("attention_bias", False)),
+                other_bias=family != "qwen2" and bool(config.get("attention_bias", False)),
+                qk_norm=family == "qwen3",
+            )
+        except KeyError as error:
+            raise ValueError(f"the model's configuration lacks {error}") from None
+
+    @property
+    def query_width(self) -> int:
+        """Features of a token's queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Features of a token's keys; values have as many."""
+        return self.num_kv_heads * self.head_dim
+
+    def linear_layers(self) -> list[Weight]:
+        """The matrices of one layer."""
+        hidden, inner = self.hidden, self.intermediate
+        shapes = {
+            "q_proj": (self.query_width, hidden),
+            "k_proj": (self.kv_width, hidden),
+            "v_proj": (self.kv_width, hidden),
+            "o_proj": (hidden, self.query_width),
+            "gate_proj": (inner, hidden),
+            "up_proj": (inner, hidden),
+            "down_proj": (hidden, inner),
+        }
+        return [Weight(name=name, shape=shape) for name, shape in shapes.items()]
+
+    def _layer(self) -> list[Weight]:
+        weights = self.linear_layers()
+        if self.qkv_bias:
+            weights += [Weight(name=f"{w.name}.bias", shape=w.shape[:1]) for w in weights[:3]]
+        if self.other_bias:
+            weights.append(Weight(name="o_proj.bias", shape=(self.hidden,)))
+        if self.qk_norm:
+            weights += [Weight(name=name, shape=(self.head_dim,)) for name in ("q_norm", "k_norm")]
+        return weights + [Weight(name=name, shape=(self.hidden,)) for name in ("input_norm", "post_norm")]
+
+    def weights(self, head: Literal["lm", "value"] = "lm") -> list[Weight]:
+        """All parameters, in no order that matters; a tied LM head is the embedding."""
+        weights = [Weight(name="embed_tokens", shape=(self.vocab, self.hidden))]
+        weights += self._layer() * self.num_layers
+        weights.append(Weight(name="norm", shape=(self.hidden,)))
+        if head == "value":
+            weights.append(Weight(name="score", shape=(1, self.hidden)))
+        elif not self.tied:
+            weights.append(Weight(name="lm_head", shape=(self.vocab, self.hidden)))
+        return weights
+
+    def adapters(self, lora: LoraConfig) -> list[Weight]:
+        """What LoRA adds: A [rank, in] and B [out, rank] for each adapted matrix of every layer."""
+        wanted = lora.target_modules
+        adapted = [w for w in self.linear_layers() if wanted == "all-linear" or w.name in wanted]
+        pairs = [
+            (Weight(name="A", shape=(lora.rank, w.shape[1])), Weight(name="B", shape=(w.shape[0], lora.rank)))
+            for w in adapted
+        ]
+        return [part for pair in pairs for part in pair] * self.num_layers
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{str(path)!r} is neither a config.json nor a folder that holds one")
+    content: Mapping[str, Any] = json.loads(file.read_text())
+    return content

@@ -1,0 +1,176 @@
+"""The memory planner against what real ranks hold, and what has to be true of any estimate."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ds_engine_testkit import RankPool, make_samples, write_tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
+from ds_engine.memory_plan import MemoryEstimate, estimate_memory
+
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+LARGEST_WEIGHT = 128 * 64
+
+
+def config(stage: int, *, dtype: str = "bf16", offload: str = "none", fp32: bool = True, **extra: Any) -> EngineConfig:
+    zero = ZeroConfig(
+        stage=stage,
+        offload=OffloadConfig(optimizer=offload),
+        fp32_grad_accum=fp32,
+        reduce_bucket_bytes=1024,
+        param_persistence_elements=0,
+    )
+    return EngineConfig(**{"zero": zero, "dtype": dtype} | extra)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        config(1),
+        config(1, dtype="fp32"),
+        config(2, optim=OptimConfig(weight_decay=0.1)),
+        config(2, fp32=False),
+        config(2, offload="cpu"),
+        config(2, lora=LoraConfig(rank=4)),
+        config(3),
+        config(3, dtype="fp32"),
+        config(3, offload="cpu"),
+    ],
+    ids=["1-bf16", "1-fp32", "2-bf16", "2-bf16-grads", "2-cpu", "2-lora", "3-bf16", "3-fp32", "3-cpu"],
+)
+def test_states_are_those_that_ranks_hold(two_ranks: RankPool, tmp_path_factory: Any, case: EngineConfig) -> None:
+    folder = write_tiny_model(tmp_path_factory.mktemp("model"), hidden=64)
+    held = two_ranks.run(
+        "held_bytes", model_path=str(folder), config=case, micro_batches=[make_samples(2, seed=s) for s in (1, 2)]
+    )
+    plan = estimate_memory(folder, case, dp=2, tokens_per_micro_batch=64)
+    sizes = {name: place.device + place.cpu for name, place in plan.rows()}
+    for rank in held:
+        assert rank["weights"] == pytest.approx(sizes["weights"], rel=0.01)
+        assert rank["optimizer"] == pytest.approx(sizes["optimizer"], rel=0.01)
+        # A weight that lies across a border between shards, and the last that was reduced, are held in whole besides.
+        most = sizes["gradients"] + plan.buffers.cpu + 2 * 4 * LARGEST_WEIGHT
+        assert 0.98 * sizes["gradients"] <= rank["rest"] <= most, sizes
+
+
+def plan(settings_: EngineConfig, **extra: Any) -> MemoryEstimate:
+    return estimate_memory(QWEN3_06B, settings_, **{"dp": 2, "tokens_per_micro_batch": 16384} | extra)
+
+
+def test_parameters_are_counted_as_published() -> None:
+    estimate = plan(config(2))
+    assert estimate.num_parameters == estimate.num_trained == 596_049_920
+    untied = estimate_memory(QWEN3_06B | {"tie_word_embeddings": False}, config(2), tokens_per_micro_batch=1)
+    assert untied.num_parameters - 596_049_920 == 151936 * 1024
+    critic = plan(config(2), head="value")
+    assert critic.num_parameters == 596_049_920 + 1024
+    adapters = plan(config(2, lora=LoraConfig(rank=8, target_modules=("q_proj", "v_proj"))))
+    assert adapters.num_trained == 28 * 8 * (1024 + 2048 + 1024 + 1024)
+    assert adapters.num_parameters == 596_049_920 + adapters.num_trained
+
+
+STAGES = st.sampled_from([1, 2, 3])
+DTYPES = st.sampled_from(["bf16", "fp16", "fp32"])
+
+
+@settings(deadline=None, derandomize=True)
+@given(stage=STAGES, dtype=DTYPES, offload=st.sampled_from(["none", "cpu"]), fp32=st.booleans(), dp=st.integers(1, 64))
+def test_more_ranks_and_higher_stages_hold_no_more(stage: int, dtype: str, offload: str, fp32: bool, dp: int) -> None:
+    def states(stage: int, dp: int, offload: str = offload) -> tuple[int, int]:
+        kinds = plan(config(stage, dtype=dtype, offload=offload, fp32=fp32), dp=dp)
+        places = (kinds.weights, kinds.gradients, kinds.optimizer)
+        return sum(p.device for p in places), sum(p.device + p.cpu for p in places)
+
+    slack = 1000 * 8  # padding
+    assert states(stage, dp + 1)[0] <= states(stage, dp)[0] + slack
+    assert states(stage, dp + 1)[1] <= states(stage, dp)[1] + slack
+    if stage < 3:
+        assert states(stage + 1, dp, "none")[0] <= states(stage, dp, "none")[0] + slack
+    assert states(stage, dp, "cpu")[0] <= states(stage, dp, "none")[0]
+
+
+@settings(deadline=None, derandomize=True)
+@given(stage=STAGES, tokens=st.integers(1, 100_000), more=st.integers(1, 50_000), every=st.integers(1, 8))
+def test_tokens_cost_and_recomputation_saves(stage: int, tokens: int, more: int, every: int) -> None:
+    def peak(settings_: EngineConfig, tokens: int = tokens) -> int:
+        return plan(settings_, tokens_per_micro_batch=tokens).device_bytes
+
+    whole = config(stage)
+    recomputed = config(stage, gradient_checkpointing=True, checkpoint_every=every)
+    on_cpu = config(stage, gradient_checkpointing=True, checkpoint_every=every, checkpoint_to_cpu=True)
+    shared = replace(whole, sequence_parallel=2)
+    for settings_ in (whole, recomputed, on_cpu):
+        assert peak(settings_) <= peak(settings_, tokens + more)
+    assert peak(on_cpu) <= peak(recomputed) <= peak(whole)
+    assert plan(shared, dp=1, tokens_per_micro_batch=tokens).device_bytes <= peak(whole)
+
+
+def test_what_the_planner_does_not_know_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model_type='gpt2'.*llama, mistral, qwen2, qwen3"):
+        estimate_memory({"model_type": "gpt2"}, config(2), tokens_per_micro_batch=1)
+    with pytest.raises(ValueError, match="lacks 'vocab_size'"):
+        estimate_memory({"model_type": "qwen3", "num_attention_heads": 2}, config(2), tokens_per_micro_batch=1)
+    with pytest.raises(ValueError, match=r"neither a config\.json nor a folder"):
+        estimate_memory(tmp_path, config(2), tokens_per_micro_batch=1)
+    with pytest.raises(ValueError, match="tokens_per_micro_batch=0"):
+        plan(config(2), tokens_per_micro_batch=0)
+
+
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "ds_engine", "plan", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_command_prints_the_table_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    done = run_cli(str(tmp_path), "--dp", "4", "--tokens", "16384", "zero.stage=3", "zero.offload.optimizer=cpu")
+    assert done.returncode == 0, done.stderr[-2000:]
+    settings_ = EngineConfig(zero=ZeroConfig(stage=3, offload=OffloadConfig(optimizer="cpu")))
+    assert done.stdout.strip() == plan(settings_, dp=4).table()
+    assert not any(line.endswith(" torch") for line in done.stderr.splitlines())
+    adapters = run_cli(str(tmp_path), "--tokens", "16384", "lora.rank=8", "gradient_checkpointing=true", "dtype=bf16")
+    assert "trained, 1 ranks" in adapters.stdout
+    for wrong, message in (
+        ("zero.stag=3", "no such key: zero.stag"),
+        ("zero.stage=4", "stage=4 is not allowed"),
+        ("zero", "is not key=value"),
+    ):
+        failed = run_cli(str(tmp_path), "--tokens", "1", wrong)
+        assert failed.returncode == 2
+        assert message in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("stage", "compiled", "tokens", "measured_gib"),
+    [(1, True, 12288, 25.5), (2, True, 12288, 23.3), (2, True, 24576, 37.8), (3, False, 12288, 34.1)],
+)
+def test_peaks_measured_on_an_h200(stage: int, compiled: bool, tokens: int, measured_gib: float) -> None:
+    """Qwen3-0.6B, one GPU, one micro batch, measured by benchmarks/engine_step."""
+    settings_ = EngineConfig(zero=ZeroConfig(stage=stage), compile=compiled)
+    estimate = plan(settings_, dp=1, tokens_per_micro_batch=tokens, num_micro_batches=1)
+    assert estimate.device_bytes / 2**30 == pytest.approx(measured_gib, rel=0.1)
