@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import ckpt.__main__
@@ -48,6 +49,7 @@ from rl_runtime.rank_worker import RankWorker
 
 CPU = torch.device("cpu")
 State = dict[str, torch.Tensor]
+LOSS_SCALE = 1024.0
 VOCABULARY = 67  # with 2, 4 and 8 ranks, sizes that do not divide
 
 
@@ -72,6 +74,7 @@ SAVED = {
     "zero2": config(2),
     "zero3": config(3),
     "lora": config(2, lora=LORA),
+    "fp16": config(2, dtype="fp16"),
 }
 #: (what is loaded, into what, what it is saved as again)
 LOADS: dict[int, list[tuple[str, EngineConfig, str]]] = {
@@ -80,6 +83,7 @@ LOADS: dict[int, list[tuple[str, EngineConfig, str]]] = {
         ("zero2", config(3), "two_of_zero2"),
         ("zero3", config(1), "two_of_zero3"),
         ("lora", config(3, lora=LORA), ""),
+        ("fp16", config(3, dtype="fp16"), ""),
     ],
     1: [
         ("two_of_zero1", config(1), ""),
@@ -148,6 +152,8 @@ def train_and_save(root: Path) -> None:
     """4 ranks: every layout trains and saves, goes on, and the same from its files through another engine."""
     for name, settings in SAVED.items():
         engine = build(root / "model", settings)
+        if settings.dtype == "fp16":
+            engine._deepspeed.optimizer.loss_scaler.cur_scale = LOSS_SCALE
         if name == "zero2":
             engine.save_checkpoint(root / "untrained", "actor")
         for step in range(2):
@@ -182,7 +188,10 @@ def load(root: Path) -> None:
         check_equal(state_of(engine._deepspeed), expected, where)
         assert engine._num_steps == 2
         assert engine._deepspeed.global_steps == 2
-        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[settings.dtype]
+        if settings.dtype == "fp16":
+            scaler = engine._deepspeed.optimizer.loss_scaler
+            assert (scaler.cur_scale, scaler.cur_iter) == (LOSS_SCALE, 2)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.dtype]
         for tensor_name, tensor in engine.export_parameters() if settings.lora is None else ():
             assert torch.equal(tensor, expected[f"{tensor_name} weight"].to(dtype)), (where, tensor_name)
         if again:
@@ -300,6 +309,8 @@ def run_ranks(size: int, jobs: list[Callable[[Path], None]], root: Path) -> None
 
 
 if __name__ == "__main__":
+    # torch computes in fp16 on any CPU, only slowly, which is why DeepSpeed asks for instructions this one may lack.
+    get_accelerator().is_fp16_supported = lambda: True
     folder = Path(sys.argv[1])
     write_model(folder / "model")
     write_model(folder / "other_model", hidden=36)
