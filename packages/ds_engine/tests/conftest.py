@@ -29,5 +29,5 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(4, tmp_path_factory.mktemp("four_ranks"), timeout_s=400) as pool:
+    with RankPool(4, tmp_path_factory.mktemp("four_ranks")) as pool:
         yield pool

@@ -161,7 +161,7 @@ def free_port() -> int:
 class RankPool:
     """Processes that joined one gloo group and run functions of ds_engine_worker.py together, one after another."""
 
-    def __init__(self, size: int, folder: Path, *, timeout_s: float = 120.0) -> None:
+    def __init__(self, size: int, folder: Path, *, timeout_s: float = 400.0) -> None:
         self.size = size
         self.timeout_s = timeout_s
         address = str(folder / "pool.sock")

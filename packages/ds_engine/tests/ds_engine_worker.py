@@ -360,7 +360,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # the pool asks for a traceback before it gives up on a rank
     torch.set_num_threads(1)
     ds_engine.init_distributed(
-        rank, size, "127.0.0.1", port, CPU, timeout_s=float(sys.argv[5]) if len(sys.argv) > 5 else 60.0
+        rank, size, "127.0.0.1", port, CPU, timeout_s=float(sys.argv[5]) if len(sys.argv) > 5 else 300.0
     )
     with Client(address) as connection:
         connection.send_bytes(pickle.dumps(rank))
