@@ -152,6 +152,24 @@ def check_checkpointing(folder: str, device: torch.device, rank: int) -> None:
             say(rank, check="checkpointing", stage=stage, options=options, grad_norm=norm, peak_mib=peak / 2**20)
 
 
+def check_sequence_parallel(folder: str, device: torch.device, rank: int, size: int) -> None:
+    """Two ranks on the same micro batch against one rank that has it alone."""
+    if size != 2:
+        return
+    samples = make_samples(6, seed=7, longest=90)
+    cases: list[dict[str, Any]] = [{"stage": stage, "dtype": "fp32", "attention": "sdpa"} for stage in (1, 2, 3)]
+    cases += [{"stage": 2}, {"stage": 3, "gradient_checkpointing": True}, {"stage": 2, "compile": True}]
+    for options in cases:
+        results = []
+        for sp in (1, 2):
+            engine = engine_for(folder, device, sequence_parallel=sp, **options)
+            batch = make_batch(samples if sp == 2 or rank == 0 else [])
+            steps = [engine.train_mini_batch([batch], weighted_loss) for _ in range(3)]
+            engine.close()
+            results.append([[stats.loss, stats.grad_norm] for stats in steps])
+        say(rank, check="sequence_parallel", options=options, alone=results[0], shared=results[1])
+
+
 def guard_overhead_and_hang(device: torch.device, rank: int) -> None:
     tensor = torch.ones(1 << 20, device=device)
 
@@ -202,6 +220,7 @@ def main() -> None:
     check_compiled(folder, device, rank)
     check_offload(folder, device, rank)
     check_checkpointing(folder, device, rank)
+    check_sequence_parallel(folder, device, rank, size)
     say(rank, check="done")
     ds_engine.shutdown_distributed()
 

@@ -64,6 +64,10 @@ def test_engine_on_cuda(tmp_path: Path) -> None:
         (freed, moved, _, _), (_, moved_all, _, _) = line["freed"]
         assert freed >= moved >= 12 * shard, line
         assert moved_all - moved >= 2 * shard, line
+    for line in by_check.get("sequence_parallel", []):
+        tolerance = 1e-4 if line["options"].get("dtype") == "fp32" else 3e-2
+        for alone, shared in zip(line["alone"], line["shared"], strict=True):
+            assert shared == pytest.approx(alone, rel=tolerance), line
     for stage in (2, 3):
         plain, on, _ = (x for x in by_check["checkpointing"] if x["stage"] == stage and x["rank"] == 0)
         assert on["peak_mib"] < plain["peak_mib"]
