@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import ExportError
-from .files import check_space, fsync_file, publish_folder, remove_folder, write_text
+from .files import check_space, fsync_file, new_folder, write_text
 from .zero_checkpoint import KINDS, ZeroCheckpoint
 
 __all__ = ["UniversalCheckpoint", "write_universal"]
@@ -55,53 +55,43 @@ def write_universal(
     Raises ShardError as `ZeroCheckpoint` does, CheckpointSpaceError for a disk without room, and ExportError when `out`
     exists and is not empty (unless `overwrite`). On an error nothing is left.
     """
-    import torch
-
     source = ZeroCheckpoint(Path(checkpoint), tag)
     source.check()
     if not source.shapes:
         raise ExportError(f"{source.folder}: no parameter was trained")
-    out = Path(out)
-    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
-        raise ExportError(
-            f"{out}: exists and is not an empty folder; choose another or overwrite it (overwrite=True, --overwrite)"
-        )
-    num_bytes = sum(4 * len(KINDS) * math.prod(shape) for shape in source.shapes.values())
-    out.parent.mkdir(parents=True, exist_ok=True)
-    check_space(out.parent, num_bytes, estimate="fp32 weights and two moments")
-    partial = out.with_name(f".{out.name}.partial")
-    if partial.exists():
-        remove_folder(partial)
-    try:
-        folder = partial / source.folder.name
-        step = torch.tensor(float(source.adam_steps))
-        for name in source.shapes:
-            for kind in KINDS:
-                # A copy: saving a view of the mapped file would save all of the file.
-                _save({"param": source.whole(name, kind).clone()}, folder / "zero" / name / _FILES[kind])
-            _save(step, folder / "zero" / name / "step.pt")
+    out, tag = Path(out), source.folder.name
+    num_bytes = _num_bytes(*source.shapes.values())
+    with new_folder(out, overwrite=overwrite) as partial:
+        check_space(partial, num_bytes, estimate="fp32 weights and two moments")
+        for name in _write_parameters(source, partial / tag / "zero"):
             if on_tensor is not None:
-                on_tensor(name, 4 * len(KINDS) * math.prod(source.shapes[name]), num_bytes)
-        _save(_optimizer_state(source, step), folder / "zero" / "optimizer_state.pt")
-        model = folder / "mp_rank_00_model_states.pt"
+                on_tensor(name, _num_bytes(source.shapes[name]), num_bytes)
+        model = partial / tag / "mp_rank_00_model_states.pt"
         _save({**source.metadata, "module": {**dict(source.frozen()), **source.buffers}}, model)
-        shutil.copyfile(model, sharded := folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+        shutil.copyfile(model, sharded := model.with_name(f"zero_pp_rank_0_{model.name}"))
         fsync_file(sharded)
-        write_text(partial / "latest_universal", folder.name)
-        if out.exists():
-            remove_folder(out)
-        publish_folder(partial, out)
-    except BaseException:
-        if partial.exists():
-            remove_folder(partial)
-        raise
+        write_text(partial / "latest_universal", tag)
     return UniversalCheckpoint(
-        path=out,
-        tag=folder.name,
-        num_parameters=len(source.shapes),
-        num_bytes=num_bytes,
-        adam_steps=source.adam_steps,
+        path=out, tag=tag, num_parameters=len(source.shapes), num_bytes=num_bytes, adam_steps=source.adam_steps
     )
+
+
+def _write_parameters(source: ZeroCheckpoint, folder: Path) -> Iterator[str]:
+    """Write what `folder` is to hold; yields the name of each parameter that is written."""
+    import torch
+
+    step = torch.tensor(float(source.adam_steps))
+    for name in source.shapes:
+        for kind in KINDS:
+            # A copy: saving a view of the mapped file would save all of the file.
+            _save({"param": source.whole(name, kind).clone()}, folder / name / _FILES[kind])
+        _save(step, folder / name / "step.pt")
+        yield name
+    _save(_optimizer_state(source, step), folder / "optimizer_state.pt")
+
+
+def _num_bytes(*shapes: tuple[int, ...]) -> int:
+    return sum(4 * len(KINDS) * math.prod(shape) for shape in shapes)
 
 
 def _optimizer_state(source: ZeroCheckpoint, step: Any) -> dict[str, Any]:
