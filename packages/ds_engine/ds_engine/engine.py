@@ -223,6 +223,11 @@ class ZeroEngine:
         """
         return self._export(whole_tensors(self.module), dtype)
 
+    def whole_tensors(self) -> list[NamedTensor]:
+        """What `export_parameters` hands out, as names, parameters and what is to be merged into them: for tools that
+        gather by themselves, such as a weight sync. Not collective."""
+        return whole_tensors(self.module)
+
     def export_adapters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The same for adapters alone (and a value head), under the names of PEFT's adapter_model.safetensors.
 

@@ -23,6 +23,11 @@ class LowRank:
     """[out, rank]"""
     scale: float
 
+    @property
+    def parts(self) -> list[nn.Parameter]:
+        """Everything that has to be whole when `merged` is called, besides the weight."""
+        return [self.a_RI, self.b_OR]
+
     def merged(self, weight_OI: Tensor) -> Tensor:
         """weight + scale * B @ A in fp32; all three whole, that is gathered at stage 3."""
         return torch.addmm(weight_OI.float(), self.b_OR.float(), self.a_RI.float(), alpha=self.scale)
@@ -39,7 +44,7 @@ class NamedTensor:
     @property
     def parts(self) -> list[nn.Parameter]:
         """Everything that has to be whole when `value` is called."""
-        return [self.parameter] + ([self.low_rank.a_RI, self.low_rank.b_OR] if self.low_rank else [])
+        return [self.parameter, *(self.low_rank.parts if self.low_rank else [])]
 
     @property
     def num_bytes(self) -> int:
