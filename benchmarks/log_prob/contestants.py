@@ -79,12 +79,6 @@ CONTESTANTS = (
         outputs=("log_prob", "entropy"),
         forward=False,
     ),
-    Contestant(
-        name="plinth, keeping none, with entropy",
-        build=lambda: _plinth_entropy(0),
-        outputs=("log_prob", "entropy"),
-        forward=False,
-    ),
     Contestant(name="torch", build=lambda: _plain),
     Contestant(name="torch.compile", build=_compiled, forward=False),
     Contestant(name="Liger", build=lambda: _liger("none"), forward=False),

@@ -61,7 +61,23 @@ def test_default_keeps_in_the_memory_of_the_weight_gradient(size: int, with_entr
     check(make_inputs(2000, size, 151936, torch.bfloat16, 2.0), with_entropy)
 
 
-@pytest.mark.parametrize("shape", [(2048, 1024, 151936), (8192, 2048, 100003), (16384, 1024, 32000)])
+@pytest.mark.parametrize("spread", [1.0, 30.0])
+def test_kept_rows_whose_first_columns_say_little(spread: float) -> None:
+    hidden, weight, targets, _ = make_inputs(1000, 1024, 5003, torch.bfloat16)
+    hidden = hidden.clone()
+    hidden[::2] = (spread * weight[targets[::2]]).to(hidden.dtype)  # nearly all probability in one token, for 30
+    check((hidden, weight, targets, None), False, 2**40, temperature=0.5)
+
+
+@pytest.mark.parametrize("rows", [30000, 70000])
+def test_groups_of_rows_add_up(rows: int) -> None:
+    check(make_inputs(rows, 4096 if rows < 50000 else 1024, 3001, torch.bfloat16, 2.0), keep_bytes=0)
+
+
+SHAPES = [(2048, 1024, 151936), (8192, 2048, 100003), (16384, 1024, 32000), (65536, 2048, 9000), (65536, 4096, 9000)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_memory_beyond_gradients(shape: tuple[int, int, int]) -> None:
     hidden, weight, targets, _ = make_inputs(*shape, torch.bfloat16)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]

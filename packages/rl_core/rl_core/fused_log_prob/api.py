@@ -3,6 +3,7 @@
 Shapes: ``T`` tokens given, ``N`` tokens that count, ``H`` hidden size, ``V`` vocabulary rows held by this rank.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -59,10 +60,11 @@ def linear_log_prob(
             ``torch.are_deterministic_algorithms_enabled()``. No path uses atomics: one process always repeats itself.
         keep_bytes: memory for speed. Up to this many bytes of probabilities stay in memory from the forward to the
             backward pass, which then recomputes only the rest; ``T * V * 2`` bytes (bf16) keep all of them and save a
-            quarter of the time. 0 keeps nothing. None (the default) keeps what costs no more memory at the peak than
-            0.5 GiB of working memory beside the gradients: all where that fits, else as much as 0.5 GiB and the memory
-            that ``weight``'s gradient will take hold together. That memory is then taken in the forward pass already:
-            pass 0 where many forward passes come before one backward pass. Used by the Triton path for bf16 and fp32.
+            quarter of the time (the backward pass then also makes a copy of ``hidden``). 0 keeps nothing. None (the
+            default) keeps what costs no more memory at the peak than 0.5 GiB of working memory beside the gradients:
+            all where that fits, else as much as 0.5 GiB and the memory that ``weight``'s gradient will take hold
+            together. That memory is then taken in the forward pass already: pass 0 where many forward passes come
+            before one backward pass. Used by the Triton path for bf16 and fp32.
         group: vocabulary-parallel process group. Every rank passes the same hidden and targets and gets the same
             results; ``hidden.grad`` is summed over the group.
 
@@ -185,14 +187,10 @@ class _LinearLogProb(torch.autograd.Function):
             return (*blank, None, None, None, None, None)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             grads = ctx.backend.backward(
-                hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, rows_N, ctx.spec, rows, needs
-            )
-        d_hidden_NH = grads.hidden_NH
-        if d_hidden_NH is not None:
-            if ctx.group is not None:
-                dist.all_reduce(d_hidden_NH, group=ctx.group)
-            d_hidden_NH = d_hidden_NH.to(hidden_NH.dtype)
-        return d_hidden_NH, grads.weight_VH, grads.bias_V, None, None, None, None, None
+                hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, rows_N, ctx.spec, rows, needs,
+                None if ctx.group is None else functools.partial(dist.all_reduce, group=ctx.group),
+            )  # fmt: skip
+        return grads.hidden_NH, grads.weight_VH, grads.bias_V, None, None, None, None, None
 
 
 def _forward_stats(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .types import KEEP_NOTHING, Gradients, Keeping, LogitSpec, Needs, RowGrads, RowStats
+from .types import KEEP_NOTHING, Gradients, Keeping, LogitSpec, Needs, Reduce, RowGrads, RowStats
 
 CHUNK_BYTES = 64 * 2**20  # size of one [N, C] block of logits in the accumulation dtype
 MIN_CHUNK = 256  # columns; narrower blocks waste the matrix product
@@ -86,6 +86,7 @@ class ChunkedBackend:
         spec: LogitSpec,
         rows: RowGrads,
         needs: Needs,
+        reduce_hidden: Reduce | None = None,
     ) -> Gradients:
         """Recompute each column block, turn it into ``da`` (types.py) and take the two products with it."""
         dtype = accumulation_dtype(hidden_NH.dtype)
@@ -106,6 +107,10 @@ class ChunkedBackend:
                 d_hidden_NH += matmul_accumulate(da_NC, weight_CH.to(factor_dtype))
             if d_weight_VH is not None:
                 d_weight_VH[start:stop] = matmul_accumulate(da_NC.T, hidden_factor_NH)
+        if d_hidden_NH is not None:
+            if reduce_hidden is not None:
+                reduce_hidden(d_hidden_NH)
+            d_hidden_NH = d_hidden_NH.to(hidden_NH.dtype)
         return Gradients(hidden_NH=d_hidden_NH, weight_VH=d_weight_VH, bias_V=d_bias_V)
 
 

@@ -8,11 +8,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from .types import LogitSpec
+from .types import LogitSpec, Share
 
-STAGES = 4  # slots of shared memory; with the backward kernel's staging 229,632 of 232,448 bytes
-LAG = 2  # slots the second consumer stays behind; two are left to prefetch into
-GROUP_M = 16  # row blocks that run side by side
+GROUP_BYTES = 12 * 2**20  # of hidden, in the row blocks that run side by side: these have to stay in the L2 cache
 TESTED_TRITON = ((3, 6), (3, 6))  # Gluon is an experimental interface: outside these the portable kernels run
 BLOCK_N = 256
 # The tensor cores cut, not round, the float32 sum after every step of 16 elements: sums come out too near to zero, by
@@ -47,18 +45,27 @@ def fits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: Logi
     )
 
 
-def _num_programs(device: torch.device, num_rows: int, num_columns: int) -> int:
-    tiles = math.ceil(num_rows / 128) * math.ceil(num_columns / BLOCK_N)
-    return min(torch.cuda.get_device_properties(device).multi_processor_count, tiles)
+def _grid(consumers: int, hidden_NH: Tensor, num_columns: int) -> tuple[int, int]:
+    """Number of programs and hopper_kernels' ``group_m``."""
+    block_rows = 64 * consumers
+    tiles = math.ceil(hidden_NH.shape[0] / block_rows) * math.ceil(num_columns / BLOCK_N)
+    programs = min(torch.cuda.get_device_properties(hidden_NH.device).multi_processor_count, tiles)
+    return programs, max(4, GROUP_BYTES // (block_rows * hidden_NH.shape[1] * hidden_NH.dtype.itemsize))
+
+
+@functools.cache
+def _box_layout(dtype: torch.dtype, block_rows: int) -> object:
+    from triton.experimental.gluon import language as gl
+
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([block_rows, 64], element)
 
 
 def _descriptor(matrix: Tensor, block_rows: int) -> object:
     """A copy-engine view in 64-column boxes with the 128-byte swizzle; it travels as a kernel argument."""
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    dtype = gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([block_rows, 64], dtype)
+    layout = _box_layout(matrix.dtype, block_rows)
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [block_rows, 64], layout)
 
 
@@ -68,16 +75,19 @@ def corrected(spec: LogitSpec, hidden_size: int) -> LogitSpec:
 
 
 def tile_stats(
-    lse: Tensor, entropy: Tensor, hidden_NH: Tensor, weight_CH: Tensor, scale: float, share_NC: Tensor | None
+    lse: Tensor, entropy: Tensor, hidden_NH: Tensor, weight_CH: Tensor, scale: float, share: Share | None
 ) -> None:
     """Fill ``[tiles, N]`` log2-sum-exp2 and entropy in bits of every 256-column tile, and ``share`` (types.Kept)."""
     from .hopper_kernels import stats_kernel
 
     (num_rows, hidden_size), num_columns = hidden_NH.shape, weight_CH.shape[0]
-    stats_kernel[(_num_programs(hidden_NH.device, num_rows, num_columns),)](
+    consumers = 3 if share is None else 2  # what is kept goes through registers that three have not
+    programs, group_m = _grid(consumers, hidden_NH, num_columns)
+    stats_kernel[(programs,)](
         _descriptor(hidden_NH, 64), _descriptor(weight_CH, 256),
-        _descriptor(hidden_NH if share_NC is None else share_NC, 64), lse, entropy, num_rows, num_columns,
-        hidden_size, scale, KEEP=share_NC is not None, LAG=LAG, STAGES=STAGES, GROUP_M=GROUP_M, num_warps=4,
+        _descriptor(hidden_NH if share is None else share.out_NC, 64), lse if share is None else share.reference_N,
+        lse, entropy, num_rows, num_columns, hidden_size, scale, group_m, KEEP=share is not None, CONSUMERS=consumers,
+        STAGES=4, num_warps=4,
     )  # fmt: skip
 
 
@@ -88,10 +98,10 @@ def tile_gradient(
     """Fill ``out`` with da (targets' own entries aside); see hopper_kernels.gradient_kernel."""
     from .hopper_kernels import gradient_kernel
 
-    num_rows, hidden_size = hidden_NH.shape
-    num_columns = weight_CH.shape[0]
-    gradient_kernel[(_num_programs(hidden_NH.device, num_rows, num_columns),)](
+    (num_rows, hidden_size), num_columns = hidden_NH.shape, weight_CH.shape[0]
+    programs, group_m = _grid(3, hidden_NH, num_columns)
+    gradient_kernel[(programs,)](
         _descriptor(hidden_NH, 64), _descriptor(weight_CH, 256), _descriptor(out_NC, 64), lse_N, alpha_N,
-        alpha_N if beta_N is None else beta_N, num_rows, num_columns, hidden_size, scale,
-        HAS_BETA=beta_N is not None, LAG=LAG, STAGES=STAGES, GROUP_M=GROUP_M, num_warps=4,
+        alpha_N if beta_N is None else beta_N, num_rows, num_columns, hidden_size, scale, group_m,
+        HAS_BETA=beta_N is not None, STAGES=3, num_warps=4,
     )  # fmt: skip

@@ -1,19 +1,20 @@
 """Warp-specialised kernels for Hopper (compute capability 9.0), bf16 and fp16, written in Gluon.
 
 Both kernels are one persistent matrix product ``raw = hidden @ weight^T`` with a different last step. A program (one
-per multiprocessor) has three roles:
+per multiprocessor) has these roles:
 
 * a producer warp keeps ``STAGES`` slots of shared memory full through the bulk tensor copy engine (TMA); a slot holds
-  128 x 64 of hidden and 256 x 64 of weight, 48 KiB;
-* two consumer warpgroups each own 64 rows x 256 columns of the 128 x 256 tile: 128 accumulator registers a thread.
-  Both read the same weight slot, so a tile costs 3/5 of the traffic of two tiles of their own.
+  64 x 64 of hidden for each consumer and 256 x 64 of weight, 48 or 56 KiB;
+* ``CONSUMERS`` (2 or 3) warpgroups each own 64 rows x 256 columns of the tile: 128 accumulator registers a thread. All
+  read the same weight slot. Such a product is bound by the power the chip may draw, and what it reads through the L2
+  cache takes a good part of that: 192 x 256 tiles read 22% less for the same arithmetic than 128 x 256. With three
+  consumers a thread has 160 registers, too few for the widest matrix instruction, so they take two of half the width.
 
-The exponentials of a tile take 10 to 20% of the time of its matrix product at ``H = 1024``. They are hidden behind the
-other consumer's product: the second consumer starts ``LAG`` slots late and stays that far behind, so that while one is
-in its last step the other has the tensor cores for itself. What the lag takes from the ``STAGES`` slots is missing for
-prefetching.
+A consumer waits for its matrix instructions before it gives a slot back; the others keep the tensor cores busy
+meanwhile. The exponentials of a tile take 10 to 20% of the time of its matrix product at ``H = 1024`` and are hidden
+the same way: consumers drift apart by themselves, as far as there are slots.
 
-Tiles go in groups of ``GROUP_M`` row blocks with rows fastest, so the programs running at one time share a few weight
+Tiles go in groups of ``group_m`` row blocks with rows fastest, so the programs running at one time share a few weight
 blocks and row blocks through the L2 cache. There are no atomics: the result does not depend on timing.
 
 Rows past ``num_tokens`` and columns past ``vocab`` are read as zeros by the copy engine; such columns are set to a
@@ -30,78 +31,74 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-BLOCK_M = gl.constexpr(128)  # rows (tokens) of a tile, half for each consumer
-HALF_M = gl.constexpr(64)
+from .types import MARGIN_BITS
+
+PART_M = gl.constexpr(64)  # rows (tokens) of a tile for each consumer
 BLOCK_N = gl.constexpr(256)  # columns (vocabulary) of a tile
 BLOCK_K = gl.constexpr(64)  # hidden elements of a slot: one 128-byte swizzle row
 STORE_N = gl.constexpr(64)  # columns of one store of the backward kernel
 NEGATIVE = gl.constexpr(-1.0e30)  # finite, so that 0 * NEGATIVE is 0 and not NaN
+MARGIN = gl.constexpr(MARGIN_BITS)
 
 
 @gluon.jit
-def _tile_position(tile, num_m, num_n, GROUP_M: gl.constexpr):
-    """Row block and column block of a tile; rows fastest inside groups of GROUP_M row blocks."""
-    per_group = GROUP_M * num_n
+def _tile_position(tile, num_m, num_n, group_m):
+    """Row block and column block of a tile; rows fastest inside groups of group_m row blocks."""
+    per_group = group_m * num_n
     group = tile // per_group
-    first_m = group * GROUP_M
-    rows = gl.minimum(num_m - first_m, GROUP_M)
+    first_m = group * group_m
+    rows = gl.minimum(num_m - first_m, group_m)
     inside = tile - group * per_group
     return first_m + inside % rows, inside // rows
 
 
 @gluon.jit
-def _producer(
-    hidden_desc, weight_desc, hidden_smem, weight_smem, full, empty, num_m, num_n, num_k, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-):  # fmt: skip
-    slot = 0
-    phase = 1  # the first pass over the slots must not wait
-    for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        block_m, block_n = _tile_position(tile, num_m, num_n, GROUP_M)
-        for k in range(num_k):
-            mbarrier.wait(empty.index(slot), phase)
-            bar = full.index(slot)
-            mbarrier.expect(bar, hidden_desc.block_type.nbytes * 2 + weight_desc.block_type.nbytes)
-            column = k * BLOCK_K
-            tma.async_copy_global_to_shared(hidden_desc, [block_m * BLOCK_M, column], bar, hidden_smem.index(2 * slot))
-            tma.async_copy_global_to_shared(weight_desc, [block_n * BLOCK_N, column], bar, weight_smem.index(slot))
-            tma.async_copy_global_to_shared(
-                hidden_desc, [block_m * BLOCK_M + HALF_M, column], bar, hidden_smem.index(2 * slot + 1)
-            )
-            slot += 1
-            wrapped = slot == STAGES
-            slot = gl.where(wrapped, 0, slot)
-            phase = gl.where(wrapped, phase ^ 1, phase)
+def _next_slot(slot, phase, STAGES: gl.constexpr):
+    wrapped = slot + 1 == STAGES
+    return gl.where(wrapped, 0, slot + 1), gl.where(wrapped, phase ^ 1, phase)
 
 
 @gluon.jit
-def _product(
-    acc, hidden_smem, weight_smem, full, empty, lag, lag_at, slot, phase, num_k, HALF: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Raw logits of one 64 x 256 half tile; one matrix instruction group stays in flight while the next slot fills.
+def _producer(pipe, sizes, hidden_desc, weight_desc, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    hidden_smem, weight_smem, full, empty = pipe
+    num_m, num_n, num_k, group_m = sizes
+    slot = 0
+    phase = 1  # the first pass over the slots must not wait
+    for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        block_m, block_n = _tile_position(tile, num_m, num_n, group_m)
+        for k in range(num_k):
+            mbarrier.wait(empty.index(slot), phase)
+            bar = full.index(slot)
+            mbarrier.expect(bar, hidden_desc.block_type.nbytes * CONSUMERS + weight_desc.block_type.nbytes)
+            column = k * BLOCK_K
+            tma.async_copy_global_to_shared(weight_desc, [block_n * BLOCK_N, column], bar, weight_smem.index(slot))
+            for part in gl.static_range(CONSUMERS):
+                row = (block_m * CONSUMERS + part) * PART_M
+                into = hidden_smem.index(CONSUMERS * slot + part)
+                tma.async_copy_global_to_shared(hidden_desc, [row, column], bar, into)
+            slot, phase = _next_slot(slot, phase, STAGES)
 
-    The first consumer releases the second after slot ``lag_at`` (-1: not in this tile).
-    """
+
+@gluon.jit
+def _product(acc, pipe, slot, phase, num_k, PART: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    """Raw logits of one consumer's 64 x 256 part of a tile."""
+    hidden_smem, weight_smem, full, empty = pipe
     for k in range(num_k):
         mbarrier.wait(full.index(slot), phase)
         acc = warpgroup_mma(
-            hidden_smem.index(2 * slot + HALF), weight_smem.index(slot).permute((1, 0)), acc, use_acc=k > 0,
+            hidden_smem.index(CONSUMERS * slot + PART), weight_smem.index(slot).permute((1, 0)), acc, use_acc=k > 0,
             is_async=True,
         )  # fmt: skip
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        # The slot before is read. (Carrying it as ``previous = slot`` fails: Triton drops a loop variable whose first
-        # value is another loop variable.)
-        mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1, pred=k > 0)
-        if HALF == 0:
-            mbarrier.arrive(lag, count=1, pred=k == lag_at)
-        slot += 1
-        wrapped = slot == STAGES
-        slot = gl.where(wrapped, 0, slot)
-        phase = gl.where(wrapped, phase ^ 1, phase)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot, phase = _next_slot(slot, phase, STAGES)
     return acc, slot, phase
+
+
+@gluon.constexpr_function
+def _accumulator_layout(consumers):
+    """64 x 256 over one warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256 if consumers == 2 else 128, 16])
 
 
 @gluon.jit
@@ -131,39 +128,31 @@ def _store_piece(piece, out_desc, staging, row, column):
 
 
 @gluon.jit
-def _store_tile(tile, out_desc, staging, row, column, HALF: gl.constexpr):
-    """A consumer's 64 x 256 half tile, already in the output's dtype, in four pieces."""
+def _store_tile(tile, out_desc, staging, row, column, PART: gl.constexpr):
+    """A consumer's 64 x 256 part of a tile, already in the output's dtype, in four pieces."""
     left, right = _halves(tile)
     piece0, piece1 = _halves(left)
     piece2, piece3 = _halves(right)
-    _store_piece(piece0, out_desc, staging.index(2 * HALF), row, column)
-    _store_piece(piece1, out_desc, staging.index(2 * HALF + 1), row, column + STORE_N)
-    _store_piece(piece2, out_desc, staging.index(2 * HALF), row, column + 2 * STORE_N)
-    _store_piece(piece3, out_desc, staging.index(2 * HALF + 1), row, column + 3 * STORE_N)
+    _store_piece(piece0, out_desc, staging.index(2 * PART), row, column)
+    _store_piece(piece1, out_desc, staging.index(2 * PART + 1), row, column + STORE_N)
+    _store_piece(piece2, out_desc, staging.index(2 * PART), row, column + 2 * STORE_N)
+    _store_piece(piece3, out_desc, staging.index(2 * PART + 1), row, column + 3 * STORE_N)
 
 
 @gluon.jit
 def _stats_consumer(
-    hidden_smem, weight_smem, staging, full, empty, lag, share_desc, lse_ptr, entropy_ptr, num_tokens, vocab,
-    num_m, num_n, num_k, scale, KEEP: gl.constexpr, HALF: gl.constexpr, LAG: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    pipe, sizes, args, KEEP: gl.constexpr, PART: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    staging, share_desc, reference_ptr, lse_ptr, entropy_ptr, num_tokens, vocab, scale = args
+    LAYOUT: gl.constexpr = _accumulator_layout(CONSUMERS)
+    num_m, num_n, num_k, group_m = sizes
     slot = 0
     phase = 0
-    lag_at = -1
-    if LAG > 0:
-        if HALF == 1:
-            mbarrier.wait(lag, 0)
-        else:
-            lag_at = gl.minimum(LAG, num_k - 1)
     for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        block_m, block_n = _tile_position(tile, num_m, num_n, GROUP_M)
-        acc = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout=LAYOUT)
-        acc, slot, phase = _product(
-            acc, hidden_smem, weight_smem, full, empty, lag, lag_at, slot, phase, num_k, HALF, STAGES
-        )
-        lag_at = -1
+        block_m, block_n = _tile_position(tile, num_m, num_n, group_m)
+        acc = gl.zeros((PART_M, BLOCK_N), gl.float32, layout=LAYOUT)
+        acc, slot, phase = _product(acc, pipe, slot, phase, num_k, PART, CONSUMERS, STAGES)
         acc = _mask_columns(acc, block_n, vocab, LAYOUT)
         # In bits: t = z * log2(e) = scale * raw. Within the tile lse = m + log2(s), entropy = log2(s) - w / s.
         peak = gl.max(acc, axis=1) * scale
@@ -172,83 +161,36 @@ def _stats_consumer(
         s = gl.sum(e, axis=1)
         w = gl.sum(e * x, axis=1)
         log_s = gl.log2(s)
-        first_row = block_m * BLOCK_M + HALF * HALF_M
-        rows = first_row + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
+        first_row = (block_m * CONSUMERS + PART) * PART_M
+        rows = first_row + gl.arange(0, PART_M, layout=gl.SliceLayout(1, LAYOUT))
         offsets = block_n.to(gl.int64) * num_tokens + rows
         gl.store(lse_ptr + offsets, peak + log_s, mask=rows < num_tokens)
         gl.store(entropy_ptr + offsets, log_s - w / s, mask=rows < num_tokens)
         if KEEP:
-            share = e * (1.0 / s)[:, None]
-            _store_tile(share.to(share_desc.dtype), share_desc, staging, first_row, block_n * BLOCK_N, HALF)
+            reference = gl.load(reference_ptr + rows, mask=rows < num_tokens, other=0.0)
+            base = gl.where(peak + log_s > reference + MARGIN, peak + log_s, reference)
+            share = e * gl.exp2(peak - base)[:, None]
+            _store_tile(share.to(share_desc.dtype), share_desc, staging, first_row, block_n * BLOCK_N, PART)
     if KEEP:
         tma.store_wait(0)
 
 
 @gluon.jit
-def stats_kernel(
-    hidden_desc, weight_desc, share_desc, lse_ptr, entropy_ptr, num_tokens, vocab, hidden_size, scale,
-    KEEP: gl.constexpr, LAG: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-):  # fmt: skip
-    """Per tile and row: log2-sum-exp2 and entropy in bits of ``t = scale * hidden @ weight^T``; ``[num_n, T]`` each.
-
-    ``scale`` is log2(e) / temperature. With KEEP the tiles also leave ``2^(t - lse)``.
-    """
-    DTYPE: gl.constexpr = hidden_desc.dtype
-    hidden_smem = gl.allocate_shared_memory(DTYPE, [2 * STAGES, HALF_M, BLOCK_K], hidden_desc.layout)
-    weight_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
-    staging = hidden_smem  # unused without KEEP
-    if KEEP:
-        staging = gl.allocate_shared_memory(DTYPE, [4, HALF_M, STORE_N], share_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    lag = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(lag, count=1)
-    num_m = gl.cdiv(num_tokens, BLOCK_M)
-    num_n = gl.cdiv(vocab, BLOCK_N)
-    num_k = gl.cdiv(hidden_size, BLOCK_K)
-    gl.warp_specialize(
-        [
-            (_stats_consumer, (hidden_smem, weight_smem, staging, full, empty, lag, share_desc, lse_ptr, entropy_ptr,
-                               num_tokens, vocab, num_m, num_n, num_k, scale, KEEP, gl.constexpr(0), LAG,
-                               STAGES, GROUP_M)),
-            (_stats_consumer, (hidden_smem, weight_smem, staging, full, empty, lag, share_desc, lse_ptr, entropy_ptr,
-                               num_tokens, vocab, num_m, num_n, num_k, scale, KEEP, gl.constexpr(1), LAG,
-                               STAGES, GROUP_M)),
-            (_producer, (hidden_desc, weight_desc, hidden_smem, weight_smem, full, empty, num_m, num_n, num_k, STAGES,
-                         GROUP_M)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
-
-
-@gluon.jit
 def _gradient_consumer(
-    hidden_smem, weight_smem, staging, full, empty, lag, out_desc, lse_ptr, alpha_ptr, beta_ptr, num_tokens, num_m,
-    num_n, num_k, scale, HAS_BETA: gl.constexpr, HALF: gl.constexpr, LAG: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    pipe, sizes, args, HAS_BETA: gl.constexpr, PART: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    staging, out_desc, lse_ptr, alpha_ptr, beta_ptr, num_tokens, scale = args
+    LAYOUT: gl.constexpr = _accumulator_layout(CONSUMERS)
+    num_m, num_n, num_k, group_m = sizes
     slot = 0
     phase = 0
-    lag_at = -1
-    if LAG > 0:
-        if HALF == 1:
-            mbarrier.wait(lag, 0)
-        else:
-            lag_at = gl.minimum(LAG, num_k - 1)
     for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        block_m, block_n = _tile_position(tile, num_m, num_n, GROUP_M)
-        first_row = block_m * BLOCK_M + HALF * HALF_M
-        rows = first_row + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, LAYOUT))
-        acc = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout=LAYOUT)
-        acc, slot, phase = _product(
-            acc, hidden_smem, weight_smem, full, empty, lag, lag_at, slot, phase, num_k, HALF, STAGES
-        )
-        lag_at = -1
+        block_m, block_n = _tile_position(tile, num_m, num_n, group_m)
+        first_row = (block_m * CONSUMERS + PART) * PART_M
+        rows = first_row + gl.arange(0, PART_M, layout=gl.SliceLayout(1, LAYOUT))
+        acc = gl.zeros((PART_M, BLOCK_N), gl.float32, layout=LAYOUT)
+        acc, slot, phase = _product(acc, pipe, slot, phase, num_k, PART, CONSUMERS, STAGES)
         lse = gl.load(lse_ptr + rows, mask=rows < num_tokens, other=0.0)
         alpha = gl.load(alpha_ptr + rows, mask=rows < num_tokens, other=0.0)
         p = gl.exp2(acc * scale - lse[:, None])
@@ -257,44 +199,83 @@ def _gradient_consumer(
             da = p * (acc * beta[:, None] + alpha[:, None])
         else:
             da = p * alpha[:, None]
-        _store_tile(da.to(out_desc.dtype), out_desc, staging, first_row, block_n * BLOCK_N, HALF)
+        _store_tile(da.to(out_desc.dtype), out_desc, staging, first_row, block_n * BLOCK_N, PART)
     tma.store_wait(0)
 
 
 @gluon.jit
+def _make_pipe(hidden_desc, weight_desc, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    """Slots of hidden and weight; the barriers "slot is full" and "slot is empty"."""
+    DTYPE: gl.constexpr = hidden_desc.dtype
+    hidden_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS * STAGES, PART_M, BLOCK_K], hidden_desc.layout)
+    weight_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return hidden_smem, weight_smem, full, empty
+
+
+@gluon.jit
+def stats_kernel(
+    hidden_desc, weight_desc, share_desc, reference_ptr, lse_ptr, entropy_ptr, num_tokens, vocab, hidden_size, scale,
+    group_m, KEEP: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Per tile and row: log2-sum-exp2 and entropy in bits of ``t = scale * hidden @ weight^T``; ``[num_n, T]`` each.
+
+    ``scale`` is log2(e) / temperature. With KEEP the tiles also leave ``2^(t - base)``, see triton_kernels.share_base.
+    """
+    pipe = _make_pipe(hidden_desc, weight_desc, CONSUMERS, STAGES)
+    staging = pipe[0]  # unused without KEEP
+    if KEEP:
+        staging = gl.allocate_shared_memory(share_desc.dtype, [2 * CONSUMERS, PART_M, STORE_N], share_desc.layout)
+    sizes = (gl.cdiv(num_tokens, CONSUMERS * PART_M), gl.cdiv(vocab, BLOCK_N), gl.cdiv(hidden_size, BLOCK_K), group_m)
+    args = (staging, share_desc, reference_ptr, lse_ptr, entropy_ptr, num_tokens, vocab, scale)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_stats_consumer, (pipe, sizes, args, KEEP, gl.constexpr(0), CONSUMERS, STAGES)),
+                (_stats_consumer, (pipe, sizes, args, KEEP, gl.constexpr(1), CONSUMERS, STAGES)),
+                (_producer, (pipe, sizes, hidden_desc, weight_desc, CONSUMERS, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_stats_consumer, (pipe, sizes, args, KEEP, gl.constexpr(0), CONSUMERS, STAGES)),
+                (_stats_consumer, (pipe, sizes, args, KEEP, gl.constexpr(1), CONSUMERS, STAGES)),
+                (_stats_consumer, (pipe, sizes, args, KEEP, gl.constexpr(2), CONSUMERS, STAGES)),
+                (_producer, (pipe, sizes, hidden_desc, weight_desc, CONSUMERS, STAGES)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
+
+
+@gluon.jit
 def gradient_kernel(
-    hidden_desc, weight_desc, out_desc, lse_ptr, alpha_ptr, beta_ptr, num_tokens, vocab, hidden_size, scale,
-    HAS_BETA: gl.constexpr, LAG: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    hidden_desc, weight_desc, out_desc, lse_ptr, alpha_ptr, beta_ptr, num_tokens, vocab, hidden_size, scale, group_m,
+    HAS_BETA: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """``out = 2^(scale * raw - lse) * (alpha + beta * raw)`` in the input dtype: da of types.py but for the target.
 
     ``lse`` is in bits; ``alpha``, ``beta`` carry the incoming gradients, the temperature and any loss scale.
     """
-    DTYPE: gl.constexpr = hidden_desc.dtype
-    hidden_smem = gl.allocate_shared_memory(DTYPE, [2 * STAGES, HALF_M, BLOCK_K], hidden_desc.layout)
-    weight_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
-    staging = gl.allocate_shared_memory(DTYPE, [4, HALF_M, STORE_N], out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    lag = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    mbarrier.init(lag, count=1)
-    num_m = gl.cdiv(num_tokens, BLOCK_M)
-    num_n = gl.cdiv(vocab, BLOCK_N)
-    num_k = gl.cdiv(hidden_size, BLOCK_K)
+    CONSUMERS: gl.constexpr = 3
+    pipe = _make_pipe(hidden_desc, weight_desc, CONSUMERS, STAGES)
+    staging = gl.allocate_shared_memory(out_desc.dtype, [2 * CONSUMERS, PART_M, STORE_N], out_desc.layout)
+    sizes = (gl.cdiv(num_tokens, CONSUMERS * PART_M), gl.cdiv(vocab, BLOCK_N), gl.cdiv(hidden_size, BLOCK_K), group_m)
+    args = (staging, out_desc, lse_ptr, alpha_ptr, beta_ptr, num_tokens, scale)
     gl.warp_specialize(
         [
-            (_gradient_consumer, (hidden_smem, weight_smem, staging, full, empty, lag, out_desc, lse_ptr, alpha_ptr,
-                                  beta_ptr, num_tokens, num_m, num_n, num_k, scale, HAS_BETA, gl.constexpr(0), LAG,
-                                  STAGES, GROUP_M)),
-            (_gradient_consumer, (hidden_smem, weight_smem, staging, full, empty, lag, out_desc, lse_ptr, alpha_ptr,
-                                  beta_ptr, num_tokens, num_m, num_n, num_k, scale, HAS_BETA, gl.constexpr(1), LAG,
-                                  STAGES, GROUP_M)),
-            (_producer, (hidden_desc, weight_desc, hidden_smem, weight_smem, full, empty, num_m, num_n, num_k, STAGES,
-                         GROUP_M)),
+            (_gradient_consumer, (pipe, sizes, args, HAS_BETA, gl.constexpr(0), CONSUMERS, STAGES)),
+            (_gradient_consumer, (pipe, sizes, args, HAS_BETA, gl.constexpr(1), CONSUMERS, STAGES)),
+            (_gradient_consumer, (pipe, sizes, args, HAS_BETA, gl.constexpr(2), CONSUMERS, STAGES)),
+            (_producer, (pipe, sizes, hidden_desc, weight_desc, CONSUMERS, STAGES)),
         ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+        [4, 4, 1],
+        [160, 160, 24],
+    )

@@ -11,9 +11,11 @@ from .types import Keeping
 EXTRA_BYTES = 2**29  # working memory of the backward pass beyond the gradients, where the inputs allow it
 BLOCK_BYTES = 264 * 2**20  # one block of da; 16384 tokens x 8448 columns in bf16
 MAX_BLOCK_ROWS = 16384
+MAX_GROUPS = 4  # parts of the rows of one backward pass, see plan_groups
 # 4224 = 33 * 128 columns: then 128 x 256 tiles of both 16384 x C and C x 1024 come in whole waves of 132 programs.
 COLUMN_STEPS = (4224, 256)
-LENT_COLUMNS = (8448, 4224, 2048)  # widths of the blocks kept in the weight gradient's memory: the first that fits
+# Widths of the blocks kept in the weight gradient's memory, whole tiles of 256: the first that fits.
+LENT_COLUMNS = (8448, 4096, 2048)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,21 +56,37 @@ def tile_configs(dtype: torch.dtype, capability: tuple[int, int] | None) -> Sequ
     return _HOPPER if capability[0] == 9 else _AMPERE
 
 
-def plan_blocks(num_rows: int, num_columns: int, hidden_size: int, itemsize: int, with_hidden: bool) -> tuple[int, int]:
-    """Rows and columns of one block of da in the backward pass.
+def plan_groups(num_rows: int, hidden_size: int) -> int:
+    """Rows whose gradient of hidden is summed in float32 at a time: all, or equal parts of at most MAX_BLOCK_ROWS.
+
+    Each part rounds what it adds to the weight's gradient, so there are at most MAX_GROUPS of them: above 4 * 16384
+    tokens of H = 4096 the sums take more than half of EXTRA_BYTES.
+    """
+    if num_rows * hidden_size * 4 <= EXTRA_BYTES // 2:
+        return num_rows
+    groups = min(MAX_GROUPS, -(-num_rows // MAX_BLOCK_ROWS))
+    return min(num_rows, -(-num_rows // (128 * groups)) * 128)
+
+
+def sum_bytes(num_rows: int, group_rows: int, hidden_size: int, itemsize: int) -> int:
+    """Memory of hidden's float32 sums beyond the gradient itself, which is made after them where one group is all."""
+    return group_rows * hidden_size * (4 if group_rows < num_rows else 4 - itemsize)
+
+
+def plan_blocks(num_rows: int, num_columns: int, itemsize: int, beside: int) -> tuple[int, int]:
+    """Rows and columns of one block of da in the backward pass, with ``beside`` bytes of other working memory.
 
     Rows: all up to MAX_BLOCK_ROWS, else equal parts of at most that. Columns: what fits the budget, in whole steps of
-    COLUMN_STEPS. The budget is EXTRA_BYTES less what the float32 accumulator of hidden's gradient takes beyond the
-    gradient itself, which is made after the block is gone; where that leaves less than half of BLOCK_BYTES the total
-    goes over EXTRA_BYTES rather than down to narrow blocks.
+    COLUMN_STEPS. The budget is what ``beside`` leaves of EXTRA_BYTES; where that is less than half of BLOCK_BYTES the
+    total goes over EXTRA_BYTES rather than down to narrow blocks.
     """
     parts = -(-num_rows // MAX_BLOCK_ROWS)
     rows = min(num_rows, -(-num_rows // (128 * parts)) * 128)
-    left = EXTRA_BYTES - 2**23 - (num_rows * hidden_size * (4 - itemsize) if with_hidden else 0)
+    left = EXTRA_BYTES - 2**23 - beside
     budget = min(BLOCK_BYTES, left) if left >= BLOCK_BYTES // 2 else BLOCK_BYTES
     fitting = budget // (rows * itemsize)
     for step in COLUMN_STEPS:
-        if fitting >= 2 * step:
+        if fitting >= step:
             return rows, min(num_columns, fitting // step * step)
     return rows, min(num_columns, max(256, fitting // 256 * 256))
 
@@ -82,11 +100,15 @@ def kept_columns(num_rows: int, num_columns: int, itemsize: int, keep_bytes: int
 
 @dataclass(frozen=True, kw_only=True)
 class KeepPlan:
-    """Columns whose probabilities are kept: ``lent_blocks`` of ``lent_width``, then ``own`` in memory of their own."""
+    """Columns whose probabilities are kept: ``lent_blocks`` of ``lent_width``, then ``own`` in memory of their own.
+
+    ``whole``: these are all, and the backward pass may take room for a copy of hidden.
+    """
 
     lent_blocks: int = 0
     lent_width: int = 0
     own: int = 0
+    whole: bool = False
 
 
 def plan_keeping(
@@ -98,19 +120,22 @@ def plan_keeping(
     backward pass, what the float32 accumulator takes beyond that gradient.
     """
     if keeping.own_bytes is not None:
-        return KeepPlan(own=kept_columns(num_rows, num_columns, itemsize, keeping.own_bytes, tile_columns))
-    statistics = 8 * num_rows * -(-num_columns // tile_columns) - num_rows * hidden_size * itemsize
+        own = kept_columns(num_rows, num_columns, itemsize, keeping.own_bytes, tile_columns)
+        return KeepPlan(own=own, whole=own == num_columns)
+    copy = num_rows * hidden_size * itemsize
+    statistics = 8 * num_rows * -(-num_columns // tile_columns) - copy
     left = EXTRA_BYTES - 2**23 - max(num_rows * hidden_size * (4 - itemsize), statistics, 0)
-    own = kept_columns(num_rows, num_columns, itemsize, max(0, left), tile_columns)
+    own = kept_columns(num_rows, num_columns, itemsize, max(0, left - copy), tile_columns)
     if own == num_columns:
-        return KeepPlan(own=own)
+        return KeepPlan(own=own, whole=True)
     if num_rows > MAX_BLOCK_ROWS or left < BLOCK_BYTES // 2:
         return KeepPlan()  # little to gain: the more tokens, the smaller the part that fits
     blocks, width = lent_columns(num_rows, num_columns, hidden_size) if keeping.lend else (0, 0)
     left -= 4 * num_rows * blocks * width // tile_columns  # the lse of their tiles
     rest = num_columns - blocks * width
     own = kept_columns(num_rows, rest, itemsize, left, tile_columns)
-    return KeepPlan(lent_blocks=blocks, lent_width=width, own=own)
+    whole = own == rest and own == kept_columns(num_rows, rest, itemsize, max(0, left - copy), tile_columns)
+    return KeepPlan(lent_blocks=blocks, lent_width=width, own=own, whole=whole)
 
 
 def lent_columns(num_rows: int, num_columns: int, hidden_size: int) -> tuple[int, int]:

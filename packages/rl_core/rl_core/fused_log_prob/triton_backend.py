@@ -8,10 +8,10 @@ import triton
 from torch import Tensor
 
 from . import hopper
-from .tiles import TileConfig, Tuner, plan_blocks, tile_configs
+from .tiles import TileConfig, Tuner, plan_blocks, plan_groups, sum_bytes, tile_configs
 from .triton_backward import backward_blocks, portable_tile_gradient, row_factors, slice_rows
 from .triton_forward import MAX_ROWS, forward_rows, portable_tile_stats, tile_buffers
-from .types import KEEP_NOTHING, Gradients, Keeping, LogitSpec, Needs, RowGrads, RowStats
+from .types import KEEP_NOTHING, Gradients, Keeping, LogitSpec, Needs, Reduce, RowGrads, RowStats
 
 # The one thing remembered between calls: tile shapes measured in this process. ``deterministic`` never looks at it.
 _TUNER = Tuner()
@@ -54,23 +54,26 @@ class TritonBackend:
         spec: LogitSpec,
         rows: RowGrads,
         needs: Needs,
+        reduce_hidden: Reduce | None = None,
     ) -> Gradients:
         with _on_device(hidden_NH):
             config = None
             if not (self.allow_hopper and hopper.fits(hidden_NH, weight_VH, bias_V, spec)):
                 config = self._gradient_tile(hidden_NH, weight_VH, bias_V, spec, rows, needs)
-            return backward_blocks(hidden_NH, weight_VH, bias_V, targets_N, spec, rows, needs, config)
+            return backward_blocks(hidden_NH, weight_VH, bias_V, targets_N, spec, rows, needs, config, reduce_hidden)
 
     def _gradient_tile(
         self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: LogitSpec, rows: RowGrads, needs: Needs
     ) -> TileConfig:
+        group_rows = plan_groups(*hidden_NH.shape)
+        beside = sum_bytes(hidden_NH.shape[0], group_rows, hidden_NH.shape[1], hidden_NH.dtype.itemsize)
         num_rows, num_columns = plan_blocks(
-            hidden_NH.shape[0], weight_VH.shape[0], hidden_NH.shape[1], hidden_NH.dtype.itemsize, needs.hidden
+            group_rows, weight_VH.shape[0], hidden_NH.dtype.itemsize, beside if needs.hidden else 0
         )
 
         def launch(config: TileConfig) -> None:
             out_NC = torch.empty(num_rows, num_columns, dtype=hidden_NH.dtype, device=hidden_NH.device)
-            factors = slice_rows(row_factors(rows, spec, hidden_NH.dtype), 0, num_rows)
+            factors = slice_rows(row_factors(rows, spec, hidden_NH.dtype), slice(0, num_rows))
             bias_C = None if bias_V is None else bias_V[:num_columns]
             portable_tile_gradient(out_NC, hidden_NH[:num_rows], weight_VH[:num_columns], bias_C, factors, spec, config)
 

@@ -2,11 +2,13 @@
 
 Per block of R rows x C columns: recompute the logits and turn them into ``da`` in the tile kernel's last step (never
 written as logits), correct the targets' entries from the saved float32 log-prob, then ``d_weight[C] = da^T @ hidden``
-(written once; through a float32 block where several row blocks add up) and, in float32,
-``d_hidden[R] += da @ weight[C]``. Columns whose probabilities were kept need no product to recompute them: one pass
-turns what was kept into ``da`` in place.
+(written once for each group of rows; through a float32 block where several row blocks of a group add up) and, in
+float32, ``d_hidden[R] += da @ weight[C]``. Columns whose probabilities were kept need no product to recompute them: one
+pass turns what was kept into ``da`` in place. Where all were kept and da is a row's factor times a probability, not
+even that: the factor goes to d_hidden at the end and, for d_weight, to a copy of hidden.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +17,10 @@ from torch import Tensor
 
 from . import hopper
 from .chunked import matmul_accumulate
-from .tiles import TileConfig, plan_blocks
+from .tiles import TileConfig, plan_blocks, plan_groups, sum_bytes
 from .triton_forward import LOG2_E, tile_arguments
-from .triton_kernels import kept_gradient_kernel, target_gradient_kernel, tile_gradient_kernel
-from .types import Gradients, Kept, LogitSpec, Needs, RowGrads
+from .triton_kernels import kept_gradient_kernel, rebase_kernel, target_gradient_kernel, tile_gradient_kernel
+from .types import MARGIN_BITS, Gradients, Kept, LogitSpec, Needs, Reduce, RowGrads
 
 FP16_PEAK = 2.0**14  # what the largest possible |da| is scaled to in fp16, whose smallest normal number is 2**-14
 
@@ -92,7 +94,7 @@ def fill_block(
         hopper.tile_gradient(out_NC, hidden_NH, weight_CH, factors.lse_bits_N, factors.alpha_N, factors.beta_N, scale)
     else:
         portable_tile_gradient(out_NC, hidden_NH, weight_CH, bias_C, factors, spec, config)
-    _write_targets(out_NC, targets_N, first_column, factors)
+    _write_targets(out_NC, targets_N, first_column, factors.target_da_N)
 
 
 def fill_kept(
@@ -100,33 +102,64 @@ def fill_kept(
 ) -> None:
     """da of one kept block of columns, in place of what was kept."""
     num_columns = share_NC.shape[1]
-    first_tile, num_tiles = first_column // kept.tile_columns, triton.cdiv(num_columns, kept.tile_columns)
-    for tile_lse, first in zip(kept.tile_lse, range(0, share_NC.shape[0], kept.rows_per_block), strict=True):
-        num_rows = tile_lse.shape[1]
-        part = slice_rows(factors, first, first + num_rows)
-        share = share_NC[first : first + num_rows]
-        kept_gradient_kernel[(triton.cdiv(num_rows, 16), num_tiles)](
-            share, tile_lse[first_tile:], part.lse_bits_N, part.alpha_N,
-            part.alpha_N if part.beta_N is None else part.beta_N, num_rows, num_columns, share.stride(0),
+    for rows, tile_lse in _kept_rows(kept, share_NC, first_column):
+        part, share_RC = slice_rows(factors, rows), share_NC[rows]
+        kept_gradient_kernel[(triton.cdiv(share_RC.shape[0], 16), triton.cdiv(num_columns, kept.tile_columns))](
+            share_RC, tile_lse, kept.reference_N[rows], part.lse_bits_N, part.alpha_N,
+            part.alpha_N if part.beta_N is None else part.beta_N, share_RC.shape[0], num_columns, share_RC.stride(0),
             spec.temperature / LOG2_E, spec.soft_cap or 1.0, HAS_BETA=part.beta_N is not None,
             HAS_CAP=spec.soft_cap is not None, BLOCK_T=16, BLOCK_N=kept.tile_columns, num_warps=4,
         )  # fmt: skip
-    _write_targets(share_NC, targets_N, first_column, factors)
+    _write_targets(share_NC, targets_N, first_column, factors.target_da_N)
 
 
-def _write_targets(out_NC: Tensor, targets_N: Tensor, first_column: int, factors: RowFactors) -> None:
+def _kept_rows(kept: Kept, share_NC: Tensor, first_column: int) -> Iterator[tuple[slice, Tensor]]:
+    """Row blocks of a kept block of columns with the lse of their tiles."""
+    first_tile = first_column // kept.tile_columns
+    for tile_lse, first in zip(kept.tile_lse, range(0, share_NC.shape[0], kept.rows_per_block), strict=True):
+        yield slice(first, first + tile_lse.shape[1]), tile_lse[first_tile:]
+
+
+def split_kept(kept: Kept, factors: RowFactors) -> tuple[Tensor, Tensor]:
+    """Factors ``[N]`` that make da of kept numbers, and the targets' own da divided by them. See finish_kept.
+
+    A factor is changed by what rounds its target's number, at most one part in 512 for bf16: the target's da comes out
+    exact that way, and every other number of the row is rounded as much anyway.
+    """
+    offset_N = kept.reference_N - factors.lse_bits_N
+    scale_N = factors.alpha_N * torch.exp2(torch.where(offset_N < -MARGIN_BITS, 0.0, offset_N))
+    share_N = torch.where(scale_N == 0, 0.0, factors.target_da_N / scale_N).to(kept.shares[0].dtype).float()
+    return torch.where(share_N == 0, scale_N, factors.target_da_N / share_N), share_N
+
+
+def finish_kept(
+    share_NC: Tensor, first_column: int, kept: Kept, targets_N: Tensor, factors: RowFactors, target_share_N: Tensor
+) -> None:
+    """What is left to do with a kept block of which da is a row's factor (split_kept) times what was kept."""
+    num_columns = share_NC.shape[1]
+    num_tiles = triton.cdiv(num_columns, kept.tile_columns)
+    for rows, tile_lse in _kept_rows(kept, share_NC, first_column):
+        share_RC = share_NC[rows]
+        rebase_kernel[(triton.cdiv(share_RC.shape[0], 16), triton.cdiv(num_tiles, 64))](
+            share_RC, tile_lse, kept.reference_N[rows], factors.lse_bits_N[rows], share_RC.shape[0], num_columns,
+            num_tiles, share_RC.stride(0), BLOCK_T=16, BLOCK_N=kept.tile_columns, TILES=64, num_warps=4,
+        )  # fmt: skip
+    _write_targets(share_NC, targets_N, first_column, target_share_N)
+
+
+def _write_targets(out_NC: Tensor, targets_N: Tensor, first_column: int, values_N: Tensor) -> None:
     num_rows, num_columns = out_NC.shape
     target_gradient_kernel[(triton.cdiv(num_rows, 1024),)](
-        out_NC, targets_N, factors.target_da_N, num_rows, first_column, num_columns, out_NC.stride(0), BLOCK=1024
+        out_NC, targets_N, values_N, num_rows, first_column, num_columns, out_NC.stride(0), BLOCK=1024
     )
 
 
-def slice_rows(factors: RowFactors, start: int, stop: int) -> RowFactors:
+def slice_rows(factors: RowFactors, rows: slice) -> RowFactors:
     return RowFactors(
-        lse_bits_N=factors.lse_bits_N[start:stop],
-        alpha_N=factors.alpha_N[start:stop],
-        beta_N=None if factors.beta_N is None else factors.beta_N[start:stop],
-        target_da_N=factors.target_da_N[start:stop],
+        lse_bits_N=factors.lse_bits_N[rows],
+        alpha_N=factors.alpha_N[rows],
+        beta_N=None if factors.beta_N is None else factors.beta_N[rows],
+        target_da_N=factors.target_da_N[rows],
         loss_scale=factors.loss_scale,
     )
 
@@ -143,67 +176,108 @@ def product_into(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None
         out.copy_(matmul_accumulate(left, right))
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Sums:
-    """Where the gradients gather: hidden and bias in float32, weight in its own dtype."""
+    """Where the gradients of a group of rows gather: hidden and bias in float32, weight in its own dtype.
+
+    ``add``: weight and bias hold what earlier groups gave.
+    """
 
     hidden_NH: Tensor | None
     weight_VH: Tensor | None
     bias_V: Tensor | None
+    add: bool
 
     def add_columns(self, da_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor, start: int) -> None:
-        """Everything a block of columns of all rows gives; it is the only one for its rows of the weight."""
+        """Everything that a block of columns of all rows of the group gives."""
         columns = slice(start, start + da_NC.shape[1])
         if self.hidden_NH is not None:
             product_into(self.hidden_NH, da_NC, weight_CH, add=start > 0)
         if self.weight_VH is not None:
-            product_into(self.weight_VH[columns], da_NC.T, hidden_NH, add=False)
+            product_into(self.weight_VH[columns], da_NC.T, hidden_NH, add=self.add)
+        self.add_bias(da_NC, start)
+
+    def add_bias(self, da_NC: Tensor, start: int) -> None:
         if self.bias_V is not None:
-            self.bias_V[columns] = da_NC.sum(0, dtype=torch.float32)
+            self.bias_V[start : start + da_NC.shape[1]] += da_NC.sum(0, dtype=torch.float32)
 
 
 def backward_blocks(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec, rows: RowGrads,
-    needs: Needs, config: TileConfig | None,
+    needs: Needs, config: TileConfig | None, reduce_hidden: Reduce | None,
 ) -> Gradients:  # fmt: skip
-    """All gradients asked for: from what was kept, then the rest one block of columns after another."""
+    """All gradients asked for, one group of rows after another (all at once where probabilities were kept)."""
     if config is None:
         spec = hopper.corrected(spec, hidden_NH.shape[1])
+    (num_rows, hidden_size), kept = hidden_NH.shape, rows.kept
+    if kept is not None and not kept.shares:
+        kept = None
     factors = row_factors(rows, spec, hidden_NH.dtype)
     d_weight_VH = None
     if needs.weight:
-        lent_VH = None if rows.kept is None else rows.kept.lent_VH
-        d_weight_VH = torch.empty_like(weight_VH) if lent_VH is None else lent_VH
-    sums = _Sums(
-        hidden_NH=torch.empty_like(hidden_NH, dtype=torch.float32) if needs.hidden else None,
-        weight_VH=d_weight_VH,
-        bias_V=weight_VH.new_zeros(weight_VH.shape[0], dtype=torch.float32) if needs.bias else None,
-    )
+        d_weight_VH = torch.empty_like(weight_VH) if kept is None or kept.lent_VH is None else kept.lent_VH
+    d_bias_V = weight_VH.new_zeros(weight_VH.shape[0], dtype=torch.float32) if needs.bias else None
+    group_rows = num_rows if kept is not None or not needs.hidden else plan_groups(num_rows, hidden_size)
+    d_hidden_NH = torch.empty_like(hidden_NH) if needs.hidden and group_rows < num_rows else None
+    sum_RH = hidden_NH.new_empty(group_rows, hidden_size, dtype=torch.float32) if needs.hidden else None
+    unscale = factors.lse_bits_N.new_ones(()) if factors.loss_scale is None else factors.loss_scale.reciprocal()
+    for start in range(0, num_rows, group_rows):
+        group = slice(start, min(start + group_rows, num_rows))
+        sum_NH = None if sum_RH is None else sum_RH[: group.stop - start]
+        sums = _Sums(hidden_NH=sum_NH, weight_VH=d_weight_VH, bias_V=d_bias_V, add=start > 0)
+        some = slice_rows(factors, group)
+        first, scale = 0, unscale
+        if kept is not None:
+            first, scale = _take_kept(sums, kept, hidden_NH, weight_VH, targets_N, spec, some)
+        if first < weight_VH.shape[0]:
+            beside = sum_bytes(num_rows, group_rows, hidden_size, hidden_NH.dtype.itemsize) if needs.hidden else 0
+            recompute_columns(
+                sums, first, hidden_NH[group], weight_VH, bias_V, targets_N[group], spec, some, config, beside
+            )
+        if sum_NH is not None:
+            if reduce_hidden is not None:
+                reduce_hidden(sum_NH.mul_(scale))
+                scale = torch.ones_like(scale)
+            if d_hidden_NH is None:
+                d_hidden_NH = torch.empty_like(hidden_NH)
+            torch.mul(sum_NH, scale, out=d_hidden_NH[group])
+    if d_bias_V is not None and factors.loss_scale is not None:
+        d_bias_V.div_(factors.loss_scale)
+    bias_grad = None if d_bias_V is None or bias_V is None else d_bias_V.to(bias_V.dtype)
+    return Gradients(hidden_NH=d_hidden_NH, weight_VH=d_weight_VH, bias_V=bias_grad)
+
+
+def _take_kept(
+    sums: _Sums, kept: Kept, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, spec: LogitSpec,
+    factors: RowFactors,
+) -> tuple[int, Tensor]:  # fmt: skip
+    """What kept columns give: how many they are, and what hidden's sum is still to be multiplied by."""
+    scale, target_share_N, factor_NH = factors.lse_bits_N.new_ones(()), None, hidden_NH
+    if kept.whole and factors.beta_N is None and spec.soft_cap is None and sums.bias_V is None:
+        scale_N, target_share_N = split_kept(kept, factors)
+        scale = scale_N[:, None]
+        if sums.weight_VH is not None:
+            factor_NH = torch.mul(hidden_NH, scale, out=torch.empty_like(hidden_NH))
     first = 0
-    while rows.kept is not None and rows.kept.shares:
-        da_NC = rows.kept.shares.pop(0)
-        fill_kept(da_NC, first, rows.kept, targets_N, factors, spec)
-        sums.add_columns(da_NC, hidden_NH, weight_VH[first : first + da_NC.shape[1]], first)
-        first += da_NC.shape[1]
-        del da_NC  # its memory goes to the blocks below
-    if first < weight_VH.shape[0]:
-        recompute_columns(sums, first, hidden_NH, weight_VH, bias_V, targets_N, spec, factors, config)
-    if factors.loss_scale is not None:
-        for total in (sums.hidden_NH, sums.bias_V):
-            if total is not None:
-                total.div_(factors.loss_scale)
-    bias_grad = None if sums.bias_V is None or bias_V is None else sums.bias_V.to(bias_V.dtype)
-    return Gradients(hidden_NH=sums.hidden_NH, weight_VH=sums.weight_VH, bias_V=bias_grad)
+    while kept.shares:
+        share_NC = kept.shares.pop(0)
+        if target_share_N is None:
+            fill_kept(share_NC, first, kept, targets_N, factors, spec)
+        else:
+            finish_kept(share_NC, first, kept, targets_N, factors, target_share_N)
+        sums.add_columns(share_NC, factor_NH, weight_VH[first : first + share_NC.shape[1]], first)
+        first += share_NC.shape[1]
+        del share_NC  # its memory goes to the blocks that are recomputed
+    return first, scale
 
 
 def recompute_columns(
     sums: _Sums, first_column: int, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor,
-    spec: LogitSpec, factors: RowFactors, config: TileConfig | None,
+    spec: LogitSpec, factors: RowFactors, config: TileConfig | None, beside: int,
 ) -> None:  # fmt: skip
-    """Columns outside, rows inside, so that each piece of the weight's gradient is finished in one go."""
-    (num_rows, hidden_size), vocab, dtype = hidden_NH.shape, weight_VH.shape[0], hidden_NH.dtype
-    with_hidden = sums.hidden_NH is not None
-    block_rows, block_columns = plan_blocks(num_rows, vocab - first_column, hidden_size, dtype.itemsize, with_hidden)
+    """Columns outside, rows inside, so that the group's part of the weight's gradient is added in one go."""
+    num_rows, vocab, dtype = hidden_NH.shape[0], weight_VH.shape[0], hidden_NH.dtype
+    block_rows, block_columns = plan_blocks(num_rows, vocab - first_column, dtype.itemsize, beside)
     # Row stride a multiple of 16 bytes whatever the vocabulary: the copy engine and the products want it.
     block = torch.empty(block_rows, -(-block_columns // 8) * 8, dtype=dtype, device=hidden_NH.device)
     in_parts = block_rows < num_rows or factors.loss_scale is not None
@@ -215,9 +289,10 @@ def recompute_columns(
             sum_CH = torch.empty_like(weight_CH, dtype=torch.float32)
         for first in range(0, num_rows, block_rows):
             part = slice(first, min(first + block_rows, num_rows))
-            da_RC = block[: part.stop - first, : stop - start]
-            rows_RH, some = hidden_NH[part], slice_rows(factors, first, part.stop)
-            fill_block(da_RC, rows_RH, weight_CH, bias_C, targets_N[part], start, some, spec, config)
+            da_RC, rows_RH = block[: part.stop - first, : stop - start], hidden_NH[part]
+            fill_block(
+                da_RC, rows_RH, weight_CH, bias_C, targets_N[part], start, slice_rows(factors, part), spec, config
+            )
             if not in_parts:
                 sums.add_columns(da_RC, rows_RH, weight_CH, start)
                 continue
@@ -225,7 +300,10 @@ def recompute_columns(
                 product_into(sums.hidden_NH[part], da_RC, weight_CH, add=start > 0)
             if sum_CH is not None:
                 product_into(sum_CH, da_RC.T, rows_RH, add=first > 0)
-            if sums.bias_V is not None:
-                sums.bias_V[start:stop] += da_RC.sum(0, dtype=torch.float32)
+            sums.add_bias(da_RC, start)
         if sum_CH is not None and sums.weight_VH is not None:
-            sums.weight_VH[start:stop] = sum_CH if factors.loss_scale is None else sum_CH.div_(factors.loss_scale)
+            if factors.loss_scale is not None:
+                sum_CH.div_(factors.loss_scale)
+            if sums.add:
+                sum_CH += sums.weight_VH[start:stop]
+            sums.weight_VH[start:stop] = sum_CH

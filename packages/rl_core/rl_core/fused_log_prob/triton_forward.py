@@ -9,24 +9,25 @@ from torch import Tensor
 from . import hopper
 from .tiles import KeepPlan, TileConfig, plan_keeping
 from .triton_kernels import combine_kernel, target_kernel, tile_stats_kernel
-from .types import Keeping, Kept, LogitSpec, RowStats
+from .types import Keeping, Kept, LogitSpec, RowStats, Share
 
 LOG2_E = math.log2(math.e)
 MAX_ROWS = 16384  # rows of one launch: bounds the partial statistics, 78 MB at 151,936 columns
 GROUP_M = 8
+REFERENCE_COLUMNS = 64  # enough that the largest of them lies within MARGIN_BITS of lse in nearly all rows
 
 
 def portable_tile_stats(
     lse: Tensor, entropy: Tensor, hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, spec: LogitSpec,
-    config: TileConfig, share_NC: Tensor | None,
+    config: TileConfig, share: Share | None,
 ) -> None:  # fmt: skip
     """Fill ``[tiles, N]`` log2-sum-exp2 and entropy in bits per ``config.block_n`` columns, and ``share`` (Kept)."""
     (num_rows, hidden_size), num_columns = hidden_NH.shape, weight_CH.shape[0]
     tile_stats_kernel[(triton.cdiv(num_rows, config.block_m) * triton.cdiv(num_columns, config.block_n),)](
-        hidden_NH, weight_CH, weight_CH if bias_C is None else bias_C, lse, entropy,
-        lse if share_NC is None else share_NC, num_rows, num_columns, hidden_size,
-        0 if share_NC is None else share_NC.stride(0), LOG2_E / spec.temperature, spec.soft_cap or 1.0,
-        KEEP=share_NC is not None, **tile_arguments(hidden_NH, bias_C, spec, config),
+        hidden_NH, weight_CH, weight_CH if bias_C is None else bias_C, lse if share is None else share.reference_N, lse,
+        entropy, lse if share is None else share.out_NC, num_rows, num_columns, hidden_size,
+        0 if share is None else share.out_NC.stride(0), LOG2_E / spec.temperature, spec.soft_cap or 1.0,
+        KEEP=share is not None, **tile_arguments(hidden_NH, bias_C, spec, config),
     )  # fmt: skip
 
 
@@ -80,6 +81,17 @@ def tile_buffers(num_rows: int, num_columns: int, tile_columns: int, device: tor
     return lse, entropy
 
 
+def row_references(hidden_NH: Tensor, weight_VH: Tensor, spec: LogitSpec) -> Tensor:
+    """Kept.reference_N of a row: the largest of some of its logits, in bits. About right is good enough."""
+    logits_NC = hidden_NH @ weight_VH[:REFERENCE_COLUMNS].T
+    return logits_NC.amax(1).float() * (LOG2_E / spec.temperature)
+
+
+def tile_bases(hidden_NH: Tensor) -> Tensor:
+    """Kept.reference_N so low that every tile is its own base."""
+    return hidden_NH.new_full((hidden_NH.shape[0],), -1.0e30, dtype=torch.float32)
+
+
 def forward_rows(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec,
     config: TileConfig | None, keeping: Keeping,
@@ -93,18 +105,20 @@ def forward_rows(
     if dtype != torch.float16:  # small shares would vanish in fp16
         plan = plan_keeping(num_rows, vocab, hidden_size, dtype.itemsize, tile_columns, keeping)
     shares, lent_VH = _kept_blocks(plan, hidden_NH, weight_VH)
-    kept_tiles = triton.cdiv(sum(share.shape[1] for share in shares), tile_columns)
+    kept_tiles = triton.cdiv(sum(share_NC.shape[1] for share_NC in shares), tile_columns)
+    whole = plan.whole and bias_V is None and spec.soft_cap is None
+    reference_N = row_references(hidden_NH, weight_VH, spec) if whole else tile_bases(hidden_NH)
     pieces: list[tuple[Tensor, Tensor]] = []
     tile_lse: list[Tensor] = []
     for start in range(0, num_rows, MAX_ROWS):
         rows = slice(start, start + MAX_ROWS)
         tiles = tile_buffers(hidden_NH[rows].shape[0], vocab, tile_columns, hidden_NH.device)
         first = 0
-        for share in (*shares, None):
-            columns = slice(first, vocab if share is None else first + share.shape[1])
+        for share_NC in (*shares, None):
+            columns = slice(first, vocab if share_NC is None else first + share_NC.shape[1])
             if columns.stop > first:
-                share_NC = None if share is None else share[rows]
-                _column_stats(tiles, hidden_NH[rows], weight_VH, bias_V, columns, spec, config, share_NC)
+                share = None if share_NC is None else Share(out_NC=share_NC[rows], reference_N=reference_N[rows])
+                _column_stats(tiles, hidden_NH[rows], weight_VH, bias_V, columns, spec, config, share)
             first = columns.stop
         pieces.append(row_stats(*tiles))
         if shares:
@@ -114,8 +128,9 @@ def forward_rows(
     kept = None
     if shares:
         kept = Kept(
-            shares=shares, tile_lse=tuple(tile_lse), tile_columns=tile_columns, rows_per_block=MAX_ROWS, lent_VH=lent_VH
-        )
+            shares=shares, tile_lse=tuple(tile_lse), tile_columns=tile_columns, rows_per_block=MAX_ROWS,
+            reference_N=reference_N, whole=whole, lent_VH=lent_VH,
+        )  # fmt: skip
     return RowStats(lse_N=lse_N, mean_z_N=mean_z_N, target_z_N=target_z_N, kept=kept)
 
 
@@ -136,13 +151,13 @@ def _kept_blocks(plan: KeepPlan, hidden_NH: Tensor, weight_VH: Tensor) -> tuple[
 
 def _column_stats(
     tiles: tuple[Tensor, Tensor], hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, columns: slice,
-    spec: LogitSpec, config: TileConfig | None, share_NC: Tensor | None,
+    spec: LogitSpec, config: TileConfig | None, share: Share | None,
 ) -> None:  # fmt: skip
     """The part of ``tiles`` that belongs to some columns, which start at a tile."""
     tile_columns = hopper.BLOCK_N if config is None else config.block_n
     lse, entropy = (part[columns.start // tile_columns : triton.cdiv(columns.stop, tile_columns)] for part in tiles)
     weight_CH, bias_C = weight_VH[columns], None if bias_V is None else bias_V[columns]
     if config is None:
-        hopper.tile_stats(lse, entropy, hidden_NH, weight_CH, LOG2_E / spec.temperature, share_NC)
+        hopper.tile_stats(lse, entropy, hidden_NH, weight_CH, LOG2_E / spec.temperature, share)
     else:
-        portable_tile_stats(lse, entropy, hidden_NH, weight_CH, bias_C, spec, config, share_NC)
+        portable_tile_stats(lse, entropy, hidden_NH, weight_CH, bias_C, spec, config, share)

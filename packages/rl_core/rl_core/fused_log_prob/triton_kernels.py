@@ -9,9 +9,12 @@ Everything exponential is in bits (base 2), because the hardware's exponential i
 import triton
 import triton.language as tl
 
+from .types import MARGIN_BITS
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 NEGATIVE = tl.constexpr(-1.0e30)  # finite, so that 0 * NEGATIVE is 0 and not NaN
+MARGIN = tl.constexpr(MARGIN_BITS)
 
 
 @triton.jit
@@ -67,9 +70,15 @@ def _capped_tile(
 
 
 @triton.jit
+def share_base(tile_lse, reference):
+    """What kept numbers of a tile are relative to: its row's reference, or its own lse where that is far above."""
+    return tl.where(tile_lse > reference + MARGIN, tile_lse, reference)
+
+
+@triton.jit
 def tile_stats_kernel(
-    hidden_ptr, weight_ptr, bias_ptr, lse_ptr, entropy_ptr, share_ptr, num_tokens, vocab, hidden_size, share_stride,
-    scale, soft_cap, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
+    hidden_ptr, weight_ptr, bias_ptr, reference_ptr, lse_ptr, entropy_ptr, share_ptr, num_tokens, vocab, hidden_size,
+    share_stride, scale, soft_cap, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
     EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +86,7 @@ def tile_stats_kernel(
 
     Within a tile with maximum ``m``, ``s = sum 2^(t - m)`` and ``w = sum 2^(t - m) (t - m)``:
     ``lse = m + log2 s`` and ``entropy = log2 s - w / s``. ``scale`` is log2(e) / temperature. With KEEP the tiles
-    also leave ``2^(t - lse)``.
+    also leave ``2^(t - base)``, see share_base.
     """
     num_m = tl.cdiv(num_tokens, BLOCK_M)
     num_n = tl.cdiv(vocab, BLOCK_N)
@@ -98,7 +107,8 @@ def tile_stats_kernel(
     tl.store(lse_ptr + offsets, peak + log_s, mask=rows < num_tokens)
     tl.store(entropy_ptr + offsets, log_s - w / s, mask=rows < num_tokens)
     if KEEP:
-        share = e * (1.0 / s)[:, None]
+        reference = tl.load(reference_ptr + rows, mask=rows < num_tokens, other=0.0)
+        share = e * tl.exp2(peak - share_base(peak + log_s, reference))[:, None]
         offsets = rows.to(tl.int64)[:, None] * share_stride + columns[None, :]
         inside = (rows < num_tokens)[:, None] & (columns < vocab)[None, :]
         tl.store(share_ptr + offsets, share.to(share_ptr.dtype.element_ty), mask=inside)
@@ -211,10 +221,11 @@ def tile_gradient_kernel(
 
 @triton.jit
 def kept_gradient_kernel(
-    share_ptr, tile_lse_ptr, lse_ptr, alpha_ptr, beta_ptr, num_tokens, num_columns, stride, inverse_scale, soft_cap,
-    HAS_BETA: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    share_ptr, tile_lse_ptr, reference_ptr, lse_ptr, alpha_ptr, beta_ptr, num_tokens, num_columns, stride,
+    inverse_scale, soft_cap, HAS_BETA: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What tile_gradient_kernel computes, in place, from kept shares ``2^(t - lse of the tile)`` of one tile."""
+    """What tile_gradient_kernel computes, in place, from the kept numbers ``2^(t - base)`` of one tile."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     tile = tl.program_id(1)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -223,17 +234,38 @@ def kept_gradient_kernel(
     offsets = rows.to(tl.int64)[:, None] * stride + columns[None, :]
     share = tl.load(share_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     tile_lse = tl.load(tile_lse_ptr + tile.to(tl.int64) * num_tokens + rows, mask=held, other=0.0)
-    lse = tl.load(lse_ptr + rows, mask=held, other=0.0)
-    weight = tl.exp2(tile_lse - lse)
+    base = share_base(tile_lse, tl.load(reference_ptr + rows, mask=held, other=0.0))
+    weight = tl.exp2(base - tl.load(lse_ptr + rows, mask=held, other=0.0))
     factor = (weight * tl.load(alpha_ptr + rows, mask=held, other=0.0))[:, None]
     if HAS_BETA or HAS_CAP:
         # A share this small contributes nothing whatever u is; u must only be finite.
-        u = (tl.log2(tl.maximum(share, 1.0e-30)) + tile_lse[:, None]) * inverse_scale
+        u = (tl.log2(tl.maximum(share, 1.0e-30)) + base[:, None]) * inverse_scale
         if HAS_BETA:
             factor = factor + (weight * tl.load(beta_ptr + rows, mask=held, other=0.0))[:, None] * u
         if HAS_CAP:
             factor = factor * (1.0 - (u / soft_cap) * (u / soft_cap))
     tl.store(share_ptr + offsets, (share * factor).to(share_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rebase_kernel(
+    share_ptr, tile_lse_ptr, reference_ptr, lse_ptr, num_tokens, num_columns, num_tiles, stride, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Kept numbers ``2^(t - base)`` to probabilities, in place, in rows whose lse is far above their reference."""
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    reference = tl.load(reference_ptr + rows, mask=rows < num_tokens, other=0.0)
+    lse = tl.load(lse_ptr + rows, mask=rows < num_tokens, other=0.0)
+    far = lse > reference + MARGIN
+    if tl.max(far.to(tl.int32), axis=0) > 0:
+        for tile in range(tl.program_id(1) * TILES, tl.minimum((tl.program_id(1) + 1) * TILES, num_tiles)):
+            columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            inside = far[:, None] & (columns < num_columns)[None, :]
+            offsets = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+            share = tl.load(share_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+            tile_lse = tl.load(tile_lse_ptr + tl.cast(tile, tl.int64) * num_tokens + rows, mask=far, other=0.0)
+            share *= tl.exp2(share_base(tile_lse, reference) - lse)[:, None]
+            tl.store(share_ptr + offsets, share.to(share_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -18,10 +18,14 @@ Only ``lse``, ``mean`` and the target's ``z`` survive the forward pass. With ``g
     d_hidden = da @ weight,   d_weight = da^T @ hidden,   d_bias = sum_t da_t
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+# Bits an lse may lie above its row's reference: 2^MARGIN_BITS, and what is as far below 1, fit float32 and bf16.
+MARGIN_BITS = 64.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +40,14 @@ class LogitSpec:
 class Kept:
     """Probabilities that the forward pass left for the backward pass, for the first columns of ``V``.
 
-    ``shares`` are blocks ``[N, C]``, one after another in columns, of ``exp(z - lse of its tile)`` in the input dtype,
-    whose relative precision does not depend on how small a probability is; ``tile_lse`` the lse of each row and tile of
-    ``tile_columns`` columns in bits, one ``[tiles, rows]`` block for every ``rows_per_block`` rows. The backward pass
-    overwrites the blocks and drops each when it is done with it.
+    ``shares`` are blocks ``[N, C]``, one after another in columns, of ``2^(t - base)`` with ``t = z log2(e)`` in the
+    input dtype, whose relative precision does not depend on how small a number is. ``base`` is the row's
+    ``reference_N`` or, where that is more than MARGIN_BITS above it, the lse of the tile in bits (``tile_lse``: of each
+    row and tile of ``tile_columns`` columns, one ``[tiles, rows]`` block for every ``rows_per_block`` rows). The
+    backward pass overwrites the blocks and drops each when it is done with it.
+
+    With ``whole`` every column is kept and a reference is the largest logit of some of the row's columns in bits, so
+    that nearly always it is the base of the whole row; without, references are so low that every tile is its own base.
 
     ``lent_VH`` is memory for the weight's gradient in which some of ``shares`` lie: filling it from row 0 on, in the
     order of the blocks, overwrites no block before its turn is over.
@@ -49,7 +57,17 @@ class Kept:
     tile_lse: tuple[Tensor, ...]
     tile_columns: int
     rows_per_block: int
+    reference_N: Tensor
+    whole: bool
     lent_VH: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Where a forward kernel leaves a block of Kept.shares, and the references of its rows."""
+
+    out_NC: Tensor
+    reference_N: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +111,7 @@ class RowGrads:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Gradients asked for (None where not). ``hidden_NH`` is in the accumulation dtype, the others in the inputs'."""
+    """Gradients asked for (None where not), in the inputs' dtype."""
 
     hidden_NH: Tensor | None
     weight_VH: Tensor | None
@@ -110,13 +128,15 @@ class Needs:
 
 
 KEEP_NOTHING = Keeping()
+Reduce = Callable[[Tensor], object]  # sums a tensor over the ranks of a group, in place
 
 
 class Backend(Protocol):
     """One way to compute the row statistics and the gradients without holding ``[N, V]``.
 
     ``targets_N`` holds row numbers of ``weight_VH``, or -1 for a target that is not held here. ``keeping`` is what the
-    forward pass may leave behind in ``RowStats.kept``; a backend may leave nothing.
+    forward pass may leave behind in ``RowStats.kept``; a backend may leave nothing. ``reduce_hidden`` is called on
+    hidden's gradient in the accumulation dtype, all of it or some rows after others, before it is rounded.
     """
 
     def forward(
@@ -138,4 +158,5 @@ class Backend(Protocol):
         spec: LogitSpec,
         rows: RowGrads,
         needs: Needs,
+        reduce_hidden: Reduce | None = None,
     ) -> Gradients: ...
