@@ -1,6 +1,6 @@
 """What a checkpoint costs: a save against the disk's own speed, and how long a background save holds the loop up.
 
-    python benchmarks/ckpt/save.py [--folder DIR] [--gib 1.0] [--repeats 5] [--device cpu|cuda]
+    python benchmarks/ckpt/save.py [--folder DIR] [--gib 1.0] [--repeats 5] [--device cpu|cuda] [--deepspeed]
 
 Each round writes as many bytes three times into the same folder: plainly (one file, write and fsync), with a save
 (prepare, safetensors, SHA-256 of every byte, fsync, publish), and with a background save. Rounds are interleaved so
@@ -9,6 +9,9 @@ that another user of the disk meets all three. Prints one line a round and the m
     save_over_raw       seconds of a save / seconds of the plain write       (1.0 is the disk's own speed)
     background_over_raw  the same for a background save, waited for to its end
     stall_over_save     seconds the background save holds the loop up / seconds of a save
+
+With --deepspeed the bytes go the way of DeepSpeed's checkpoint, through DeepSpeedState (torch.save into a file that is
+hashed meanwhile; DeepSpeed itself is not needed), and a save in the foreground is a background save waited for.
 """
 
 import argparse
@@ -18,10 +21,11 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ckpt import AsyncSaver, CheckpointManager, save_state_dict
+from ckpt import AsyncSaver, CheckpointManager, DeepSpeedState, save_state_dict
 
 _CHUNK_BYTES = 64 << 20
 
@@ -50,6 +54,22 @@ def write_plainly(path: Path, state: dict[str, torch.Tensor]) -> float:
     return time.perf_counter() - started
 
 
+class Engine:
+    """As much of a DeepSpeed engine as DeepSpeedState asks: it saves one state dict."""
+
+    checkpoint_engine: Any = None
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self._state = state
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        return False
+
+    def save_checkpoint(self, folder: str) -> None:
+        self.checkpoint_engine.makedirs(f"{folder}/actor")
+        self.checkpoint_engine.save({"state": self._state}, f"{folder}/actor/model_states.pt")
+
+
 def save(manager: CheckpointManager, step: int, state: dict[str, torch.Tensor], num_bytes: int) -> float:
     """Seconds of a save in the foreground."""
     started = time.perf_counter()
@@ -65,9 +85,12 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--deepspeed", action="store_true", help="write as DeepSpeed's checkpoints are written")
     options = parser.parse_args()
     num_bytes = int(options.gib * 2**30) // 64 * 64
     state = make_state(num_bytes, options.device)
+    engine = Engine(state)
+    states: dict[str, Any] = {"model": DeepSpeedState(engine, engine.save_checkpoint) if options.deepspeed else state}
     print(
         "round\traw_s\traw_mb_per_s\tsave_s\tsave_over_raw\tstall_s\tbackground_s\tbackground_over_raw\tstall_over_save"
     )
@@ -77,16 +100,22 @@ def main() -> None:
         manager = CheckpointManager(root / "checkpoints")
         with AsyncSaver(manager) as saver:
             # Untimed: the first copy pays for the host memory, which later ones reuse.
-            saver.save(0, {"model": state})
+            saver.save(0, states)
             saver.wait()
             for index in range(1, options.repeats + 1):
                 shutil.rmtree(manager.root / f"step_{index - 1:08d}")
                 raw_s = write_plainly(root / "raw", state)
                 (root / "raw").unlink()
-                save_s = save(manager, index, state, num_bytes)
+                if options.deepspeed:
+                    started = time.perf_counter()
+                    saver.save(index, states)
+                    saver.wait()
+                    save_s = time.perf_counter() - started
+                else:
+                    save_s = save(manager, index, state, num_bytes)
                 shutil.rmtree(manager.root / f"step_{index:08d}")
                 started = time.perf_counter()
-                stall_s = saver.save(index, {"model": state})
+                stall_s = saver.save(index, states)
                 saver.wait()
                 background_s = time.perf_counter() - started
                 rounds.append((save_s / raw_s, background_s / raw_s, stall_s / save_s))

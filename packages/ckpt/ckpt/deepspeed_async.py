@@ -11,14 +11,17 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from .capture import Capture
 from .errors import CheckpointSpaceError, CheckpointUsageError
 from .files import is_disk_full
-from .manifest import FileEntry, describe_files
+from .hashed_file import HashedFile
+from .manifest import FileEntry
 
 __all__ = ["DeepSpeedState"]
 
@@ -74,22 +77,23 @@ class DeepSpeedState(Capture):
         self._copies = {name: self._copies[name] for name in recorder.names}
 
     def write(self, folder: Path, name: str) -> Mapping[str, FileEntry]:
-        """Write the files below `folder`/`name`; hash them out of memory on all cores."""
+        """Write the files below `folder`/`name`, hashed on all cores meanwhile."""
         import torch
 
-        paths: dict[str, Path] = {}
+        entries: dict[str, FileEntry] = {}
         try:
-            for relative, content in self._small_files.items():
-                paths[f"{name}/{relative}"] = path = folder / name / relative
+            for relative in (*self._small_files, *self._copies):
+                path = folder / name / relative
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-            for relative, one in self._copies.items():
-                paths[f"{name}/{relative}"] = path = folder / name / relative
-                path.parent.mkdir(parents=True, exist_ok=True)
-                # Not by name: torch's own writer of files does not say why one could not be written.
-                with path.open("wb") as file:
-                    torch.save(one.tree, file)
-            return describe_files(paths)
+                with HashedFile(path) as file:
+                    if relative in self._small_files:
+                        file.write(self._small_files[relative])
+                    else:
+                        with _without_crc32():
+                            torch.save(self._copies[relative].tree, cast("IO[bytes]", file))
+                assert file.entry is not None, "it is closed"
+                entries[f"{name}/{relative}"] = file.entry
+            return entries
         except (OSError, RuntimeError) as error:
             cause: BaseException | None = error
             while cause is not None and not (isinstance(cause, OSError) and is_disk_full(cause)):
@@ -99,6 +103,35 @@ class DeepSpeedState(Capture):
             raise CheckpointSpaceError(
                 f"{path}: {cause.strerror} while the {self.num_bytes:,} bytes of {name!r} were written"
             ) from error
+
+
+_crc32_guard = threading.Lock()
+_num_without_crc32 = 0
+_crc32_before = True
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Inside, torch.save leaves out the check sums of its own, on one core, that nobody reads: the manifest has better.
+
+    The switch is the process's; torch.load does not look at them.
+    """
+    import torch
+
+    global _num_without_crc32, _crc32_before
+    options = torch.serialization
+    with _crc32_guard:
+        if not _num_without_crc32:
+            _crc32_before = options.get_crc32_options()
+        _num_without_crc32 += 1
+        options.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        with _crc32_guard:
+            _num_without_crc32 -= 1
+            if not _num_without_crc32:
+                options.set_crc32_options(_crc32_before)
 
 
 class _Recorder:

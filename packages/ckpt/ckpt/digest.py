@@ -17,19 +17,29 @@ from pathlib import Path
 
 from .threads import Pool, num_cores
 
-__all__ = ["CHUNK_BYTES", "hash_files", "write_hashed"]
+__all__ = [
+    "CHUNK_BYTES",
+    "FLUSH_BYTES",
+    "combine",
+    "hash_files",
+    "hash_views",
+    "num_threads",
+    "write_hashed",
+    "write_views",
+]
 
 CHUNK_BYTES = 16 << 20
 #: Read at a time by one thread: fits a core's cache, so that hashing does not wait for memory.
 _READ_BYTES = 1 << 20
 #: Written between two requests to the disk to begin. Left alone, Linux begins when a tenth of the memory waits.
-_FLUSH_BYTES = 256 << 20
+FLUSH_BYTES = 256 << 20
 _MAX_THREADS = 16
 #: Buffers of one writev; Linux allows 1024.
 _MAX_BUFFERS = 512
 
 
-def _num_threads() -> int:
+def num_threads() -> int:
+    """How many hash side by side."""
     # More than the cores, for some wait for the disk.
     return min(_MAX_THREADS, num_cores() + 2)
 
@@ -60,7 +70,7 @@ def hash_files(
             on_read(end - start)
         return found
 
-    with Pool(_num_threads()) as pool:
+    with Pool(num_threads()) as pool:
         futures = [
             [pool.submit(digest, path, start, end) for start, end in _ranges(num_bytes, chunk_bytes)]
             for path, num_bytes in files
@@ -105,8 +115,8 @@ def write_hashed(path: Path, views: Iterable[memoryview], num_bytes: int, *, chu
     try:
         if num_bytes <= chunk_bytes:  # no work for threads
             (chunk,) = list(_chunks(views, chunk_bytes)) or [[]]
-            digest = _hash_views(chunk)
-            _write_views(descriptor, chunk)
+            digest = hash_views(chunk)
+            write_views(descriptor, chunk)
             os.fsync(descriptor)
             return digest.hex()
         return _write_in_threads(descriptor, _chunks(views, chunk_bytes))
@@ -119,19 +129,19 @@ def _write_in_threads(descriptor: int, chunks: Iterable[list[memoryview]]) -> st
     waiting: deque[tuple[Future[bytes], Future[None]]] = deque()
     flushed: Future[None] | None = None
     num_begun = 0
-    num_threads = _num_threads()
+    count = num_threads()
     # One thread writes: the kernel lets one in at a time, and the order keeps the file in one piece on the disk.
-    with Pool(num_threads) as hashers, Pool(1) as writer, Pool(1) as flusher:
+    with Pool(count) as hashers, Pool(1) as writer, Pool(1) as flusher:
         for chunk in chunks:
-            digests.append(hashers.submit(_hash_views, chunk))
-            waiting.append((digests[-1], writer.submit(_write_views, descriptor, chunk)))
+            digests.append(hashers.submit(hash_views, chunk))
+            waiting.append((digests[-1], writer.submit(write_views, descriptor, chunk)))
             num_begun += sum(view.nbytes for view in chunk)
             del chunk
-            while len(waiting) > 2 * num_threads:
+            while len(waiting) > 2 * count:
                 hashed, written = waiting.popleft()
                 hashed.result()
                 written.result()
-            if num_begun >= _FLUSH_BYTES and (flushed is None or flushed.done()):
+            if num_begun >= FLUSH_BYTES and (flushed is None or flushed.done()):
                 if flushed is not None:
                     flushed.result()
                 flushed = flusher.submit(os.fdatasync, descriptor)
@@ -161,14 +171,16 @@ def _chunks(views: Iterable[memoryview], chunk_bytes: int) -> Iterator[list[memo
         yield chunk
 
 
-def _hash_views(views: list[memoryview]) -> bytes:
+def hash_views(views: list[memoryview]) -> bytes:
+    """SHA-256 of views laid end to end."""
     digest = hashlib.sha256()
     for view in views:
         digest.update(view)
     return digest.digest()
 
 
-def _write_views(descriptor: int, views: list[memoryview]) -> None:
+def write_views(descriptor: int, views: list[memoryview]) -> None:
+    """Write all of them at the file's position."""
     rest = list(views)
     while rest:
         count = os.writev(descriptor, rest[:_MAX_BUFFERS])

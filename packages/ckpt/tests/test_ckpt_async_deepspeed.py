@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import ArchitectureMismatchError, CheckpointDamagedError, CheckpointManager, check_model
+from ckpt import ArchitectureMismatchError, CheckpointDamagedError, CheckpointManager, ZeroCheckpoint, check_model
 from ckpt.deepspeed_export import iterate_deepspeed_weights
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def test_background_checkpoints_are_deepspeeds_own(saved: Path, stage: int) -> N
     checkpoint = manager.load(2)
     assert [path.name for path in manager.root.iterdir() if path.name.startswith(".")] == [".lock"]
     ours, plain = (
-        dict(iterate_deepspeed_weights(folder))
+        dict(iterate_deepspeed_weights(ZeroCheckpoint(folder)))
         for folder in (checkpoint.path / "actor" / "actor", saved / f"plain{stage}" / "actor")
     )
     assert ours.keys() == plain.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}

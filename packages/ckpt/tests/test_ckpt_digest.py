@@ -6,11 +6,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt import CheckpointDamagedError, CheckpointManager
+from ckpt import CheckpointDamagedError, CheckpointManager, FileEntry, hashed_file
 from ckpt.digest import CHUNK_BYTES, hash_files, write_hashed
+from ckpt.hashed_file import HashedFile
 from ckpt.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from ckpt.threads import Pool
 
@@ -39,6 +41,35 @@ def test_written_and_read_alike(pieces: list[bytes], chunk_bytes: int) -> None:
         assert [written] * 2 == found == [expected(content, chunk_bytes)] * 2
         assert sum(read) == 2 * len(content)
         assert hash_files([(path, len(content))], chunk_bytes=None) == [hashlib.sha256(content).hexdigest()]
+
+
+@PROPERTY
+@given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 50), st.sampled_from([1, 1 << 20]))
+def test_a_file_written_by_others_is_hashed_meanwhile(pieces: list[bytes], chunk_bytes: int, inline_bytes: int) -> None:
+    content = b"".join(pieces)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hashed_file, "_INLINE_BYTES", inline_bytes)
+        patched.setattr(hashed_file, "FLUSH_BYTES", 60)
+        path = Path(folder) / "file"
+        with HashedFile(path, chunk_bytes=chunk_bytes) as file:
+            for piece in pieces:
+                buffer = bytearray(piece)
+                assert file.write(buffer) == len(piece)
+                buffer[:] = bytes(len(piece))  # the writer may reuse it
+        assert path.read_bytes() == content
+        assert file.entry == FileEntry(num_bytes=len(content), sha256=expected(content, chunk_bytes))
+
+
+def test_torch_saves_into_a_hashed_file(tmp_path: Path) -> None:
+    tree = {"a": torch.randn(5_000_000), "b": [torch.arange(7), "text"]}
+    with HashedFile(tmp_path / "file.pt") as file:
+        torch.save(tree, file)
+    size = (tmp_path / "file.pt").stat().st_size
+    assert file.entry == FileEntry(num_bytes=size, sha256=str(hash_files([(tmp_path / "file.pt", size)])[0]))
+    loaded = torch.load(tmp_path / "file.pt", weights_only=True, mmap=True)
+    assert torch.equal(loaded["a"], tree["a"])
+    with pytest.raises(OSError, match="No space"), HashedFile(Path("/dev/full")) as full:
+        full.write(b"x")
 
 
 def test_a_file_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
