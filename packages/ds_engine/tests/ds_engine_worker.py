@@ -18,7 +18,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from ds_engine_testkit import Sample, make_batch, token_loss
+from ds_engine_reshape_check import MemorySource, hand_over, state_of
+from ds_engine_testkit import Sample, make_batch, make_samples, token_loss
 
 import ds_engine
 from ds_engine import EngineConfig, LossOutput, OptimConfig, TokenOutputs, ZeroConfig, ZeroEngine, dense_log_prob
@@ -323,6 +324,42 @@ def frozen_log_probs(
     num_exported = len(list(engine.export_parameters()))
     engine.close()
     return outputs, refused, num_exported
+
+
+def train_steps(engine: ZeroEngine, steps: range) -> list[list[float]]:
+    """(loss, norm) of each step on samples of this rank's own."""
+    stats = [
+        engine.train_mini_batch([make_batch(make_samples(3, seed=10 * step + dist.get_rank()))], weighted_loss)
+        for step in steps
+    ]
+    return [[each.loss, each.grad_norm] for each in stats]
+
+
+def hand_over_state(model_path: str, first: EngineConfig, second: EngineConfig) -> dict[str, Any]:
+    return hand_over(lambda: build(model_path, first), lambda: build(model_path, second), train_steps)
+
+
+def refuse_state(model_path: str, config: EngineConfig) -> dict[str, Any]:
+    engine = build(model_path, config)
+    train_steps(engine, range(1))
+    before = state_of(engine)
+    source = MemorySource(state=before, adam_steps=7, client_state={"num_steps": 7})
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    if dist.get_rank() == 1:
+        source.check = fail
+    error = None
+    try:
+        engine.load_state(source)
+    except ds_engine.CheckpointError as raised:
+        error = raised
+    after = state_of(engine)
+    unchanged = all(torch.equal(after[n][kind], t) for n, kinds in before.items() for kind, t in kinds.items())
+    unchanged = unchanged and engine._num_steps == 1
+    engine.close()
+    return {"error": error, "unchanged": unchanged}
 
 
 def offload_cycle(model_path: str, config: EngineConfig) -> Any:

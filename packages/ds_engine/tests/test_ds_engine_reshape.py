@@ -1,0 +1,39 @@
+"""Two ranks: an engine continues from another's state, handed over in memory. With files: tests/test_reshape.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ds_engine_testkit import RankPool
+
+from ds_engine import CheckpointError, EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
+
+pytestmark = pytest.mark.slow
+
+
+def config(stage: int, *, optimizer: str = "none", weight_decay: float = 0.01) -> EngineConfig:
+    return EngineConfig(
+        zero=ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=optimizer), param_persistence_elements=40),
+        optim=OptimConfig(lr=3e-3, eps=1e-4, weight_decay=weight_decay),
+        dtype="fp32",
+    )
+
+
+def test_state_goes_from_layout_to_layout(two_ranks: RankPool, tiny_model: Path) -> None:
+    pairs = [(config(1), config(3)), (config(3, optimizer="cpu"), config(2)), (config(2, weight_decay=0), config(1))]
+    for first, second in pairs:
+        results = two_ranks.run("hand_over_state", model_path=str(tiny_model), first=first, second=second)
+        for result in results:
+            assert result["differing"] == []
+            assert result["num_steps"] == 3
+            (expected,), (found,) = result["expected"], result["found"]
+            assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_cannot_be_read_is_refused_on_every_rank(two_ranks: RankPool, tiny_model: Path) -> None:
+    """Rank 1 alone fails to read: rank 0 hears of it instead of waiting, and nothing is changed."""
+    for result in two_ranks.run("refuse_state", model_path=str(tiny_model), config=config(2)):
+        assert isinstance(result["error"], CheckpointError)
+        assert "rank 1 of 2): OSError: the disk is gone. Nothing was changed" in str(result["error"])
+        assert result["unchanged"]
