@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
+from ds_engine_reshape_check import hand_over
 from ds_engine_testkit import make_batch, make_samples, token_loss
 
 import ds_engine
@@ -170,6 +171,19 @@ def check_sequence_parallel(folder: str, device: torch.device, rank: int, size: 
         say(rank, check="sequence_parallel", options=options, alone=results[0], shared=results[1])
 
 
+def check_reshape(folder: str, device: torch.device, rank: int) -> None:
+    """State from one layout to the next: to the bit, and the next step goes on from there."""
+    on_cpu = {"offload": OffloadConfig(optimizer="cpu")}
+    layouts: list[dict[str, Any]] = [{"stage": 1}, {"stage": 3}, {"stage": 2, **on_cpu}, {"stage": 3, **on_cpu}]
+    for first, second in zip(layouts, [*layouts[1:], layouts[0]], strict=True):
+        result = hand_over(
+            lambda options=first: engine_for(folder, device, dtype="fp32", **options),
+            lambda options=second: engine_for(folder, device, dtype="fp32", **options),
+            lambda engine, steps: train(engine, rank, steps),
+        )
+        say(rank, check="reshape", first=first["stage"], second=second["stage"], **result)
+
+
 def guard_overhead_and_hang(device: torch.device, rank: int) -> None:
     tensor = torch.ones(1 << 20, device=device)
 
@@ -221,6 +235,7 @@ def main() -> None:
     check_offload(folder, device, rank)
     check_checkpointing(folder, device, rank)
     check_sequence_parallel(folder, device, rank, size)
+    check_reshape(folder, device, rank)
     say(rank, check="done")
     ds_engine.shutdown_distributed()
 
