@@ -185,7 +185,7 @@ class TrainingLoop:
         for name, part in self._state.items():
             part.load_state_dict(self._resumed.state["parts"][name])
         num_ranks = self._resumed.state["num_ranks"]
-        reshaped = f", which {num_ranks} ranks wrote" if num_ranks != self._trainer.num_ranks else ""
+        reshaped = f", saved with trainer.num_ranks={num_ranks}" if num_ranks != self._trainer.num_ranks else ""
         self._tracker.info(f"resumed after step {self._resumed.step} from {self._resumed.path}{reshaped}")
         return self._resumed.step
 
