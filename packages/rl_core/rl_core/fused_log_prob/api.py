@@ -42,6 +42,8 @@ def linear_log_prob(
     ``entropy = logsumexp(z) - sum(softmax(z) * z)``. Both outputs are differentiable with respect to ``hidden``,
     ``weight`` and ``bias``; no gradient is filtered or dropped. The forward pass keeps three numbers a token; the
     backward pass recomputes logits one block of vocabulary at a time.
+    Source: the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867; recomputed blocks as in Wijmans et al.
+    2024, "Cut your losses in large-vocabulary language models", arXiv:2411.09009.
 
     Args:
         hidden: ``[T, H]``, bf16, fp16, fp32 or fp64.

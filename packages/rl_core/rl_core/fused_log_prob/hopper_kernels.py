@@ -141,8 +141,7 @@ def _store_tile(tile, out_desc, staging, row, column, PART: gl.constexpr):
 
 @gluon.jit
 def _stats_consumer(
-    pipe, sizes, args, KEEP: gl.constexpr, PART: gl.constexpr, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
+    pipe, sizes, args, KEEP: gl.constexpr, PART: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     staging, share_desc, reference_ptr, lse_ptr, entropy_ptr, num_tokens, vocab, scale = args
     LAYOUT: gl.constexpr = _accumulator_layout(CONSUMERS)
@@ -177,8 +176,7 @@ def _stats_consumer(
 
 @gluon.jit
 def _gradient_consumer(
-    pipe, sizes, args, HAS_BETA: gl.constexpr, PART: gl.constexpr, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
+    pipe, sizes, args, HAS_BETA: gl.constexpr, PART: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     staging, out_desc, lse_ptr, alpha_ptr, beta_ptr, num_tokens, scale = args
     LAYOUT: gl.constexpr = _accumulator_layout(CONSUMERS)
