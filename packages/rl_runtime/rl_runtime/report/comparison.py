@@ -92,7 +92,9 @@ def _section_of(metric: str) -> str:
 
 
 def _overview(tables: Mapping[str, MetricsTable]) -> str:
-    known = [entry for entry in _OVERVIEW if any(table.series(entry[0])[1] for table in tables.values())]
+    # Memory of GPUs is 0 on the CPU; any other 0 is a result.
+    found = {entry: [v for table in tables.values() for v in table.series(entry[0])[1]] for entry in _OVERVIEW}
+    known = [entry for entry, values in found.items() if (any(values) if entry[0] in _PEAKS else values)]
     rows = []
     for label, table in tables.items():
         cells = [str(max((step for step in table.steps if step > 0), default=0))]

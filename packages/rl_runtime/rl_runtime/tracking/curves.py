@@ -16,6 +16,7 @@ COLOURS = (
     *("#332288", "#882255", "#44aa99", "#999933"),
 )
 _NUM_COLUMNS = 3
+_SCORE = "critic/score/mean"
 
 
 def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | None:
@@ -31,8 +32,15 @@ def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | 
 def write_compared_curves(tables: Mapping[str, MetricsTable], path: Path, *, title: str = "") -> Path | None:
     """The same for several runs by their names: a plot for each main metric, a line for each run."""
     columns = list(dict.fromkeys(name for table in tables.values() for name in table.columns))
-    panels = [p for p in single_panels(columns)[:12] if any(table.series(p.metrics[0])[0] for table in tables.values())]
-    return _write_grid(panels, path, title, lambda axes, panel: _draw_runs(axes, tables, panel))
+
+    def measured(panel: Panel) -> bool:  # memory of GPUs is 0 on the CPU
+        return any(value != 0 for table in tables.values() for value in table.series(panel.metrics[0])[1])
+
+    main = {panel.title for panel in single_panels(columns, each=1)} | {"perf/max_memory_reserved_gb"}
+    panels = [p for p in single_panels(columns) if p.title in main and (measured(p) or p.title == _SCORE)]
+    return _write_grid(
+        panels, path, title, lambda axes, panel: _draw_runs(axes, tables, panel, legend=panel is panels[0])
+    )
 
 
 def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[[Any, Panel], None]) -> Path | None:
@@ -91,12 +99,13 @@ def _draw_panel(axes: Any, table: MetricsTable, panel: Panel) -> None:
         _draw_lines(axes, table, panel)
 
 
-def _draw_runs(axes: Any, tables: Mapping[str, MetricsTable], panel: Panel) -> None:
+def _draw_runs(axes: Any, tables: Mapping[str, MetricsTable], panel: Panel, *, legend: bool) -> None:
     for (label, table), colour in zip(tables.items(), itertools.cycle(COLOURS), strict=False):
         steps, values = table.series(panel.metrics[0])
         marker = "o" if len(values) <= 10 else None
         axes.plot(steps, values, color=colour, linewidth=1.4, marker=marker, markersize=3.5, label=label)
-    axes.legend(fontsize=6.5, frameon=False, loc="best")
+    if legend:
+        axes.legend(fontsize=6.5, frameon=False, loc="best")
 
 
 def _draw_lines(axes: Any, table: MetricsTable, panel: Panel) -> None:

@@ -47,7 +47,12 @@ _WISHES = (
         unit="tokens",
         patterns=("response_length/mean", "response_length/max", "response_length/min"),
     ),
-    _Wish(title="Memory", unit="GiB", patterns=("memory/*_gib", "perf/*memory*_gb"), limit=5),
+    _Wish(
+        title="Memory",
+        unit="GiB",
+        patterns=("memory/host_peak_gib", "perf/max_memory_reserved_gb", "memory/*_gib", "perf/*memory*_gb"),
+        limit=5,
+    ),
     _Wish(title="Entropy", unit="nats", patterns=("actor/entropy*",), limit=1),
     _Wish(title="KL", unit="nats", patterns=("actor/*kl*", "critic/*kl*"), limit=3),
     _Wish(title="Clipped share", unit="", patterns=("actor/*clip*", "response_length/clip_ratio"), limit=3),
@@ -66,11 +71,15 @@ def choose_panels(columns: Sequence[str], *, limit: int = 12) -> list[Panel]:
     return panels[:limit]
 
 
-def single_panels(columns: Sequence[str], *, limit: int = 24) -> list[Panel]:
-    """The same with a panel for each metric, as pictures that compare runs need; step times are one, the whole."""
+def single_panels(columns: Sequence[str], *, each: int | None = None) -> list[Panel]:
+    """The same with a panel for each metric, as pictures that compare runs need; step times are one, the whole.
+
+    Args:
+        each: at most so many of a panel's metrics; None takes all.
+    """
     found = []
-    for panel in choose_panels(columns, limit=limit):
-        for name in ("timing_s/step",) if panel.kind == "stack" else panel.metrics:
+    for panel in choose_panels(columns, limit=24):
+        for name in ("timing_s/step",) if panel.kind == "stack" else panel.metrics[:each]:
             unit = "GB" if name.endswith("_gb") else panel.unit
             found.append(Panel(title=name, unit=unit, metrics=(name,)))
     return found
