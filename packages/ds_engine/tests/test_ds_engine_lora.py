@@ -137,7 +137,7 @@ def test_stages_agree_in_bf16(two_ranks: RankPool, untied_model: Path) -> None:
             config=config(stage, dtype="bf16", rslora=True, target_modules=("q_proj", "mlp.up_proj")),
             samples=STEPS[0],
         )[0]
-        for stage in (1, 2, 3)
+        for stage in (1, 3)
     ]
     for run in runs:
         assert run["adapters"].keys() == {

@@ -42,7 +42,6 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     [
         ("fp16", 1, "none"),
         ("fp16", 1, "cpu"),
-        ("fp16", 2, "none"),
         ("fp16", 2, "cpu"),
         ("fp16", 3, "none"),
         ("fp16", 3, "cpu"),

@@ -31,16 +31,19 @@ def biased_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(stage: int, optimizer: str = "none") -> EngineConfig:
+    optim = OptimConfig(lr=LR, eps=EPS, weight_decay=DECAY, grad_clip=None)
     zero = ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=optimizer), param_persistence_elements=0)
-    return EngineConfig(zero=zero, optim=OptimConfig(lr=LR, eps=EPS, weight_decay=DECAY), dtype="fp32")
+    return EngineConfig(zero=zero, optim=optim, dtype="fp32")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "optimizer"), [(s, o) for s in (1, 2, 3) for o in ("none", "cpu")])
+@pytest.mark.parametrize(("stage", "optimizer"), [(1, "none"), (2, "cpu"), (3, "none"), (3, "cpu")])
 def test_three_steps_with_a_resume_equal_one_process(
     two_ranks: RankPool, biased_model: Path, tmp_path: Path, stage: int, optimizer: str
 ) -> None:
-    expected, losses, norms = reference_training(biased_model, STEPS, lr=LR, eps=EPS, weight_decay=DECAY)
+    """Without clipping, which other tests have on."""
+    options = {"lr": LR, "eps": EPS, "grad_clip": None}
+    expected, losses, norms = reference_training(biased_model, STEPS, weight_decay=DECAY, **options)
     ranks = [[[samples[rank::4], samples[rank + 2 :: 4]] for samples in STEPS] for rank in range(2)]
     common = {"model_path": str(biased_model), "config": config(stage, optimizer)}
     first = two_ranks.run("train", [{"steps": steps[:2]} for steps in ranks], save_to=str(tmp_path), **common)[0]
@@ -51,7 +54,7 @@ def test_three_steps_with_a_resume_equal_one_process(
     for name, weight in last["weights"].items():
         assert float((weight - expected[name]).norm() / expected[name].norm()) < 1e-5, name
     # Decay is of a size these bounds would show: without it the matrices end elsewhere.
-    plain, _, _ = reference_training(biased_model, STEPS, lr=LR, eps=EPS)
+    plain, _, _ = reference_training(biased_model, STEPS, **options)
     moved = expected["model.layers.0.mlp.up_proj.weight"] - plain["model.layers.0.mlp.up_proj.weight"]
     assert float(moved.norm() / plain["model.layers.0.mlp.up_proj.weight"].norm()) > 1e-3
 
