@@ -45,9 +45,9 @@ class App:
         self.output += rest
         return self.process.returncode
 
-    def survivors(self) -> list[str]:
+    def survivors(self, grace_s: float = 30) -> list[str]:
         """Processes of this run still alive, after a moment's grace for the kernel to reap them."""
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + grace_s
         while found := [" ".join(p.cmdline())[:200] for p in psutil.process_iter() if self._is_ours(p)]:
             if time.monotonic() > deadline:
                 return found

@@ -41,6 +41,15 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["rollout.device=cuda"], "rollout.device"),
         (["sync.transport=nccl"], "sync.transport"),
         (["trainer.device=cuda"], "GPUs"),
+        (
+            [
+                "trainer.save_freq=1",
+                "actor.zero.stage=3",
+                "actor.zero.offload.optimizer=nvme",
+                "actor.zero.offload.nvme_path=/mnt",
+            ],
+            "whose files no checkpoint holds",
+        ),
         (["trainer.keep_every=-1"], "keep_every"),
         (["trainer.keep_best=-1"], "keep_best"),
         (["trainer.resume=auto", "trainer.resume_from=nowhere"], "no run folder"),

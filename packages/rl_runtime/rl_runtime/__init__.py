@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoints import Stateful
     from .checks import (
         check_engine,
         check_lengths,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from .inputs import Inputs, load_inputs
     from .job import Algorithm, Job, check_job, job_layout, run_job
     from .job_config import JobConfig
-    from .loop import LoopResult, Phase, Stateful, TrainingLoop
+    from .loop import LoopResult, Phase, TrainingLoop
     from .memory import MemorySampler, TreeMemory, process_tree_memory
     from .metrics import mismatch, rollout_metrics, throughput, update_metrics
     from .placement import Placement, plan_placement
@@ -87,7 +88,7 @@ _EXPORTS = {
     "JobConfig": ".job_config",
     "LoopResult": ".loop",
     "Phase": ".loop",
-    "Stateful": ".loop",
+    "Stateful": ".checkpoints",
     "TrainingLoop": ".loop",
     "MemorySampler": ".memory",
     "TreeMemory": ".memory",

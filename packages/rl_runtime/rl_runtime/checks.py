@@ -59,8 +59,8 @@ def check_supervised(model: ModelConfig, data: DataConfig, supervised: Supervise
     check_schedule(supervised.optim, supervised.steps)
 
 
-def check_engine(engine: EngineConfig, *, section: str, num_updates: int) -> None:
-    """The engine's schedule over the run's `num_updates` optimizer steps.
+def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_saved: bool = False) -> None:
+    """The engine's schedule over the run's `num_updates` optimizer steps, and that it can be saved if it is to be.
 
     Raises:
         InputError, ds_engine.EngineConfigError
@@ -69,6 +69,11 @@ def check_engine(engine: EngineConfig, *, section: str, num_updates: int) -> Non
         raise InputError(
             f"{section}.optim.total_steps is {engine.optim.total_steps}, but the run decides it ({num_updates}); "
             "leave it out"
+        )
+    if is_saved and engine.zero.offload.optimizer == "nvme":
+        raise InputError(
+            f"{section}.zero.offload.optimizer is nvme, whose files no checkpoint holds; "
+            "use cpu, or trainer.save_freq=0"
         )
     check_schedule(engine.optim, num_updates)
 

@@ -68,6 +68,8 @@ class TrainerConfig(RanksConfig):
     """Validate every so many steps; -1 for never in between."""
     save_freq: int = 0
     """Write a checkpoint every so many steps; 0 for none."""
+    background_save: bool = True
+    """Write checkpoints beside training: a step pays for a copy to host memory. False waits for the disk."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints stay."""
     keep_every: int = 0
@@ -77,7 +79,8 @@ class TrainerConfig(RanksConfig):
     best_metric: str = "critic/score/mean"
     """Metric of the step that `keep_best` goes by."""
     resume: Literal["never", "auto"] = "never"
-    """`auto` goes on from the newest good checkpoint of `resume_from`, or starts at step 1 when there is none."""
+    """`auto` goes on from the newest good checkpoint of `resume_from`, or starts at step 1 when there is none. The
+    number of ranks, ZeRO stage and offload may differ from the checkpoint's."""
     resume_from: str | None = None
     """The run folder to go on from; null for the newest one of this experiment in `output_dir` with a checkpoint."""
     export_model: bool = True

@@ -15,6 +15,7 @@ from ds_engine import EngineConfig, Head
 from rl_core import BatchLayout, batch_layout
 from rl_data import PromptSampler
 
+from .checkpoints import Stateful
 from .checks import (
     check_engine,
     check_lengths,
@@ -27,7 +28,7 @@ from .checks import (
 from .environment import prepare_driver
 from .inputs import Inputs, load_inputs
 from .job_config import JobConfig
-from .loop import Learn, LoopResult, Stateful, TrainingLoop
+from .loop import Learn, LoopResult, TrainingLoop
 from .memory import MemorySampler
 from .placement import Placement
 from .profiling import StepProfiler
@@ -131,7 +132,7 @@ def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]
     check_prompt_files(config.model, config.data)
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
-        check_engine(engine, section=section, num_updates=num_updates)
+        check_engine(engine, section=section, num_updates=num_updates, is_saved=config.trainer.save_freq > 0)
     validates = config.data.val or not config.data.train
     samplings = [config.sampling, config.validation] if validates else [config.sampling]
     check_lengths(config.rollout, config.data, samplings)

@@ -3,17 +3,17 @@
 What is learned is the app's: it hands in `learn`, a function from the step's samples to metrics.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ckpt import Checkpoint, CheckpointManager, Retention, capture_rng, restore_rng
+from ckpt import Checkpoint
 from rl_data import PromptSampler
 from rollout_vllm import SamplingConfig
 
+from .checkpoints import RunCheckpoints, Stateful
 from .config import TrainerConfig
 from .errors import RankError, RolloutFailed
 from .experience import ExperienceBatch, PromptLike
@@ -29,13 +29,6 @@ from .tracking import Tracker
 Phase = Callable[[str], AbstractContextManager[Any]]
 Learn = Callable[[int, ExperienceBatch, Phase], dict[str, float]]
 """(step, scored samples, phase timer) -> metrics."""
-
-
-class Stateful(Protocol):
-    """What a checkpoint keeps besides the engines; states are JSON-able."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +69,9 @@ class TrainingLoop:
         self._session, self._roles, self._rollout, self._tracker = session, roles, rollout, tracker
         self._memory, self._profiler = memory, profiler
         self._resumed = resumed
-        self._state = {"sampler": sampler, **state}
-        keep = Retention(
-            keep_last=trainer.keep_checkpoints,
-            keep_every=trainer.keep_every or None,
-            keep_best=trainer.keep_best or None,
-            metric=trainer.best_metric if trainer.keep_best else None,
+        self._checkpoints = RunCheckpoints(
+            checkpoint_dir, trainer, session.ranks, roles=roles, parts={"sampler": sampler, **state}
         )
-        self._checkpoints = CheckpointManager(checkpoint_dir, retention=keep)
 
     def run(self, learn: Learn) -> LoopResult:
         """All steps from where the checkpoint, if any, left off.
@@ -92,7 +80,8 @@ class TrainingLoop:
             rollout_vllm.ServerDiedError: a server died; whatever failed because of it is its context.
         """
         try:
-            return self._run(learn)
+            with self._checkpoints:
+                return self._run(learn)
         except (RankError, RolloutFailed):
             self._session.servers.check()
             raise
@@ -141,9 +130,9 @@ class TrainingLoop:
             metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
             with timer.phase("sync"):
                 metrics |= self.sync(version=step)
-            if self._trainer.save_freq and step % self._trainer.save_freq == 0:
+            if self._checkpoints.is_due(step):
                 with timer.phase("checkpoint"):
-                    self._save(step, metrics)
+                    self._checkpoints.save(step, metrics)
         times = timer.metrics()
         metrics |= times
         metrics["perf/total_num_tokens"] = float(collected.batch.num_tokens)
@@ -158,32 +147,11 @@ class TrainingLoop:
         ranks = self._session.ranks.call("memory_gb")
         return {f"perf/{name}": max(rank[name] for rank in ranks) for name in ranks[0]}
 
-    def _save(self, step: int, metrics: Mapping[str, float]) -> None:
-        folder = self._checkpoints.prepare(step)
-        for name, role in self._roles.items():
-            role.save(str(folder / name))
-        self._session.ranks.call("save_rng", str(folder))
-        state = {
-            "step": step,
-            "policy_version": step,
-            "num_ranks": self._trainer.num_ranks,
-            "seed": self._trainer.seed,
-            "rng": capture_rng(),
-            "parts": {name: part.state_dict() for name, part in self._state.items()},
-        }
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._checkpoints.publish(step, state=state, metrics=finite)
-
     def _resume(self) -> int:
         """Loads the checkpoint that was found before the start; the step it was written after."""
         if self._resumed is None:
             return 0
-        for name, role in self._roles.items():
-            role.load(str(self._resumed.path / name))
-        self._session.ranks.call("load_rng", str(self._resumed.path))
-        restore_rng(self._resumed.state["rng"])
-        for name, part in self._state.items():
-            part.load_state_dict(self._resumed.state["parts"][name])
+        self._checkpoints.load(self._resumed)
         num_ranks = self._resumed.state["num_ranks"]
         reshaped = f", saved with trainer.num_ranks={num_ranks}" if num_ranks != self._trainer.num_ranks else ""
         self._tracker.info(f"resumed after step {self._resumed.step} from {self._resumed.path}{reshaped}")

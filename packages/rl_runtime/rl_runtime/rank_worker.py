@@ -4,21 +4,35 @@ A plain class, so that tests can drive it without Ray; `RankGroup` runs it as a 
 """
 
 import gc
-import json
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from ckpt import ZeroCheckpoint, capture_rng, restore_rng, save_hf_folder
+from ckpt import (
+    AsyncSaver,
+    CheckpointManager,
+    DeepSpeedState,
+    Ranks,
+    ZeroCheckpoint,
+    capture_rng,
+    load_state_dict,
+    loading_without_pickle,
+    rank_file,
+    restore_rng,
+    save_hf_folder,
+)
 from ds_engine import EngineConfig, Head, LossFn, StepStats, TokenBatch, TokenOutputs, ZeroEngine, init_distributed
 from rl_core import linear_log_prob
 from weight_sync import SyncConfig, SyncReport, WeightPusher, ZeroSource
 
 from .profiling import RankProfiler
+
+_RNG = "rng"
 
 
 class RankWorker:
@@ -30,6 +44,8 @@ class RankWorker:
         # A rank sees one GPU, its own.
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self._engines: dict[str, ZeroEngine] = {}
+        self._saver: AsyncSaver | None = None
+        self._captures: dict[str, DeepSpeedState] = {}
         self._pusher: WeightPusher | None = None
         self._pushed_role = ""
         self._profiler = RankProfiler()
@@ -65,6 +81,7 @@ class RankWorker:
     def drop(self, role: str) -> None:
         """Frees the engine of `role`, if there is one."""
         engine = self._engines.pop(role, None)
+        self._captures.pop(role, None)
         if engine is None:
             return
         if self._pusher is not None and self._pushed_role == role:
@@ -115,28 +132,42 @@ class RankWorker:
             for _ in parameters:
                 pass
 
-    def save(self, role: str, folder: str) -> None:
-        """Writes this rank's part of the DeepSpeed checkpoint of `role`."""
-        self._engines[role].save_checkpoint(folder, tag=role)
+    def open_saver(self, folder: str, run_id: str) -> None:
+        """Prepares `save` into the checkpoints of `folder`, which the driver publishes; `run_id` is the run's."""
+        ranks = Ranks(num_ranks=self.world_size, rank=self.rank, run_id=run_id, publisher=None)
+        self._saver = AsyncSaver(CheckpointManager(Path(folder)), ranks=ranks)
+
+    def save(self, step: int, roles: Sequence[str]) -> None:
+        """Copies this rank's part of the engines' checkpoints and its random generators; writes beside training."""
+        assert self._saver is not None, "open_saver comes first"
+        for role in roles:
+            if role not in self._captures:
+                engine = self._engines[role]
+                self._captures[role] = DeepSpeedState(engine.deepspeed, partial(engine.save_checkpoint, tag=role))
+        self._saver.save(step, {**{role: self._captures[role] for role in roles}, _RNG: capture_rng()})
+
+    def close_saver(self) -> None:
+        """Waits for the save in flight."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
 
     def load(self, role: str, folder: str) -> None:
         """Reads what `save` wrote, with any number of ranks, stage and offload; the engine of `role` has been built."""
         engine = self._engines[role]
         source = ZeroCheckpoint(Path(folder), tag=role)
         if engine.has_layout(source):
-            engine.load_checkpoint(folder, tag=role)
+            with loading_without_pickle(engine.deepspeed):
+                engine.load_checkpoint(folder, tag=role)
         else:
             engine.load_state(source)
 
-    def save_rng(self, folder: str) -> None:
-        """Writes the state of this rank's random generators."""
-        (Path(folder) / _rng_file(self.rank)).write_text(json.dumps(capture_rng()))
-
     def load_rng(self, folder: str) -> None:
-        """Reads what `save_rng` wrote; a rank that was not there then starts with its own."""
-        file = Path(folder) / _rng_file(self.rank)
-        if file.exists():
-            restore_rng(json.loads(file.read_text()))
+        """Reads the state of this rank's random generators; a rank that was not there then starts with its own."""
+        names = [rank_file(_RNG, self.rank), *([f"{_RNG}.safetensors"] if self.rank == 0 else [])]
+        for path in (Path(folder) / name for name in names):
+            if path.exists():
+                restore_rng(load_state_dict(path))
 
     def start_profile(self) -> None:
         """Begins to trace rank 0; the other ranks have nothing to do."""
@@ -165,7 +196,3 @@ def log_prob(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fused op as ds_engine asks for it; `head` is `bias` and `soft_cap` for the models that have them."""
     return linear_log_prob(hidden_KH, weight_VH, targets_K, temperature=temperature, **head)
-
-
-def _rng_file(rank: int) -> str:
-    return f"rng_rank{rank}.json"

@@ -66,12 +66,8 @@ class Role:
         """Writes a Hugging Face folder with the current weights."""
         self._ranks.call("export", self.name, folder, model_files_from)
 
-    def save(self, folder: str) -> None:
-        """Writes the DeepSpeed checkpoint of every rank into `folder`."""
-        self._ranks.call("save", self.name, folder)
-
     def load(self, folder: str) -> None:
-        """Reads what `save` wrote."""
+        """Reads the engine's part of a checkpoint, whatever ranks, stage and offload wrote it."""
         self._ranks.call("load", self.name, folder)
 
     def connect_servers(self, endpoints: Sequence[Any], config: Any) -> None:

@@ -1,0 +1,98 @@
+"""The run's checkpoints: ranks write them beside training, the driver publishes; loaded before the first step."""
+
+import math
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from ckpt import AsyncSaver, Checkpoint, CheckpointManager, Ranks, Retention, capture_rng, restore_rng
+
+from .config import TrainerConfig
+from .rank_group import RankGroup
+from .role import Role
+
+
+class Stateful(Protocol):
+    """What a checkpoint keeps besides the engines; states are JSON-able."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class RunCheckpoints:
+    """Saves and loads engines, random generators and `parts` of a run together.
+
+    A save costs a step the copy to host memory. To be used as a context: leaving it waits for the save in flight.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        trainer: TrainerConfig,
+        ranks: RankGroup,
+        *,
+        roles: Mapping[str, Role],
+        parts: Mapping[str, Stateful],
+    ) -> None:
+        self._folder, self._trainer, self._ranks = folder, trainer, ranks
+        self._roles, self._parts = roles, parts
+        self._saver: AsyncSaver | None = None
+
+    def __enter__(self) -> "RunCheckpoints":
+        if self._trainer.save_freq:
+            trainer, run_id = self._trainer, uuid.uuid4().hex
+            keep = Retention(
+                keep_last=trainer.keep_checkpoints,
+                keep_every=trainer.keep_every or None,
+                keep_best=trainer.keep_best or None,
+                metric=trainer.best_metric if trainer.keep_best else None,
+            )
+            ranks = Ranks(num_ranks=trainer.num_ranks, rank=None, run_id=run_id, publisher=None)
+            self._saver = AsyncSaver(CheckpointManager(self._folder, retention=keep), ranks=ranks)
+            self._ranks.call("open_saver", str(self._folder), run_id)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._saver is None:
+            return
+        if error is None:
+            self._ranks.call("close_saver")
+        self._saver.__exit__(kind, error, trace)
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is to be saved."""
+        return self._trainer.save_freq > 0 and step % self._trainer.save_freq == 0
+
+    def save(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Everything as it is after `step`.
+
+        Raises:
+            ckpt.CheckpointError: an earlier save failed, on whichever rank.
+        """
+        assert self._saver is not None, "a context to be entered"
+        self._ranks.call("save", step, list(self._roles))
+        state = {
+            "step": step,
+            "policy_version": step,
+            "num_ranks": self._trainer.num_ranks,
+            "seed": self._trainer.seed,
+            "rng": capture_rng(),
+            "parts": {name: part.state_dict() for name, part in self._parts.items()},
+        }
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._saver.save(step, {}, state=state, metrics=finite)
+        if not self._trainer.background_save:
+            self._saver.wait()
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Brings everything back to where it was when `checkpoint` was saved."""
+        for name, role in self._roles.items():
+            role.load(str(checkpoint.path / name))
+        self._ranks.call("load_rng", str(checkpoint.path))
+        restore_rng(checkpoint.state["rng"])
+        for name, part in self._parts.items():
+            part.load_state_dict(checkpoint.state["parts"][name])
