@@ -44,7 +44,13 @@ GSM8K = {
 DOCUMENTED: dict[tuple[str, str], dict[str, Any]] = {
     ("ppo", "gsm8k"): GSM8K,
     ("ppo", "minimal"): {**GSM8K, "trainer.total_training_steps": 20, "actor.zero.stage": 2, "critic.zero.stage": 2},
-    ("ppo", "lora"): {**GSM8K, "actor.lora.rank": 8, "actor.lora.alpha": 16, "critic.lora": None},
+    ("ppo", "lora"): {
+        **GSM8K,
+        "actor.lora.rank": 8,
+        "actor.lora.alpha": 16,
+        "actor.lora.target_modules": "all-linear",
+        "critic.lora": None,
+    },
     ("ppo", "dp2_sp2"): {
         **GSM8K,
         "batch.train_batch_size": 1024,

@@ -23,6 +23,7 @@ from .config_schema import (
     field_default,
     field_hints,
     item_hint,
+    literals,
     nearest_paths,
     section_class,
     value_hint,
@@ -268,6 +269,8 @@ def _normalise(value: Any, hint: Any) -> Any:
         hints = field_hints(nested)
         return {key: _normalise(item, hints[key]) for key, item in value.items()}
     if (item := item_hint(hint)) is not None:
+        if isinstance(value, str) and value in literals(hint):  # a word that stands for a whole list, such as "all"
+            return value
         if isinstance(value, list):
             return [_normalise(inner, item_hint(hint, index)) for index, inner in enumerate(value)]
         return value if value is None or isinstance(value, dict) else [_normalise(value, item)]

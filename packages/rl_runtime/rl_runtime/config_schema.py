@@ -68,6 +68,11 @@ def section_class(hint: Any) -> type | None:
     return nested[0] if len(members) == len(nested) == 1 else None
 
 
+def literals(hint: Any) -> tuple[Any, ...]:
+    """The values that the Literal members of a type list."""
+    return tuple(value for m in alternatives(hint)[0] if get_origin(m) is Literal for value in get_args(m))
+
+
 def item_hint(hint: Any, index: int = 0) -> Any | None:
     """Type of the items of a sequence hint (of the item at `index` in a fixed tuple); None if it is no sequence."""
     for member in alternatives(hint)[0]:

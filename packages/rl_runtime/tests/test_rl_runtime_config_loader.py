@@ -3,7 +3,7 @@ import pickle
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -212,6 +212,27 @@ def test_a_required_key_is_reported_and_can_be_given() -> None:
     with pytest.raises(ConfigError, match=r"needs.path: missing; it has no default; allowed: text"):
         load_config(Outer)
     assert load_config(Outer, overrides=["needs.path=x"]) == Outer(needs=Needs(path="x"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    names: tuple[str, ...] | Literal["all", "none"] = "all"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "all"),
+        (["names=none"], "none"),
+        (["names=q_proj"], ("q_proj",)),
+        (["names=[all]"], ("all",)),
+        (["names=[a, b]"], ("a", "b")),
+    ],
+)
+def test_a_word_may_stand_for_a_list(overrides: list[str], expected: object, tmp_path: Path) -> None:
+    config = load_config(Layers, overrides=overrides)
+    assert config.names == expected
+    assert load_config(Layers, presets=[yaml_file(tmp_path, to_yaml(config))]) == config
 
 
 def test_errors_pickle() -> None:
