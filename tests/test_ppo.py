@@ -57,7 +57,7 @@ def test_an_adaptive_coefficient_goes_on_after_a_resume() -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_two_steps_train_actor_and_critic(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+def test_two_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callable[..., Any]) -> None:
     app = start_app(
         tmp_path,
         "trainer.total_training_steps=2",
@@ -65,6 +65,7 @@ def test_two_steps_train_actor_and_critic(tmp_path: Path, start_app: Callable[..
         "algorithm.kl_coef=0.05",
         "algorithm.kl_target=0.01",
         "critic.zero.stage=3",
+        "actor.lora.rank=4",
         "warm_start.steps=20",
         "task.num_val=32",
         "batch.train_batch_size=8",

@@ -30,6 +30,7 @@ from ds_engine import EngineConfig, Head, LossFn, StepStats, TokenBatch, TokenOu
 from rl_core import linear_log_prob
 from weight_sync import SyncConfig, SyncReport, WeightPusher, ZeroSource
 
+from .merged_source import MergedSource
 from .profiling import RankProfiler
 
 _RNG = "rng"
@@ -113,9 +114,9 @@ class RankWorker:
         if self._pusher is not None:
             self._pusher.close()
         self._pushed_role = role
-        self._pusher = WeightPusher(
-            ZeroSource(self._engines[role].module), endpoints, config, rank=self.rank, device=self.device
-        )
+        engine = self._engines[role]
+        source = ZeroSource(engine.module) if engine.config.lora is None else MergedSource(engine.whole_tensors())
+        self._pusher = WeightPusher(source, endpoints, config, rank=self.rank, device=self.device)
 
     def push_weights(self, version: int) -> SyncReport:
         """Sends the current weights to every server and publishes them as policy `version`."""
