@@ -1,7 +1,8 @@
 """What the servers are sent when an engine trains adapters: each weight with its adapter merged in."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,9 +45,10 @@ class MergedSource:
                         slot_view(out, slot).copy_(tensor.value())
 
 
-def _whole(tensor: NamedTensor):  # type: ignore[no-untyped-def]
+def _whole(tensor: NamedTensor) -> AbstractContextManager[Any]:
+    """Inside, every part of the tensor is whole on this rank; a collective at stage 3."""
     if not any(hasattr(part, "ds_tensor") for part in tensor.parts):
         return nullcontext()
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters(tensor.parts)
+    return cast("AbstractContextManager[Any]", deepspeed.zero.GatheredParameters(tensor.parts))
