@@ -92,3 +92,4 @@ def test_two_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callable
     assert float(second["actor/kl_coef"]) < float(first["actor/kl_coef"]) == 0.05
     (checkpoint,) = (run / "checkpoints").glob("*2")
     assert {"actor", "critic"} <= {path.name for path in checkpoint.iterdir()}
+    assert "critic_warmup_steps: 1" in (checkpoint / "state.json").read_text()

@@ -35,9 +35,11 @@ class RunCheckpoints:
         *,
         roles: Mapping[str, Role],
         parts: Mapping[str, Stateful],
+        config: str,
     ) -> None:
+        """`config` is kept for whoever finds a checkpoint without its run folder: YAML, without secrets."""
         self._folder, self._trainer, self._ranks = folder, trainer, ranks
-        self._roles, self._parts = roles, parts
+        self._roles, self._parts, self._config = roles, parts, config
         self._saver: AsyncSaver | None = None
 
     def __enter__(self) -> "RunCheckpoints":
@@ -81,6 +83,7 @@ class RunCheckpoints:
             "num_ranks": self._trainer.num_ranks,
             "seed": self._trainer.seed,
             "rng": capture_rng(),
+            "config": self._config,
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}

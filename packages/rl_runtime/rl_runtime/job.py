@@ -15,7 +15,7 @@ from ds_engine import EngineConfig, Head
 from rl_core import BatchLayout, batch_layout
 from rl_data import PromptSampler
 
-from .checkpoints import Stateful
+from .checkpoints import RunCheckpoints, Stateful
 from .checks import (
     check_engine,
     check_lengths,
@@ -25,6 +25,7 @@ from .checks import (
     check_supervised,
     find_checkpoint,
 )
+from .config_loader import to_yaml
 from .environment import prepare_driver
 from .inputs import Inputs, load_inputs
 from .job_config import JobConfig
@@ -178,6 +179,15 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
     actor = algorithm.roles["actor"]
     session.servers.wait_ready()
     actor.connect_servers(session.servers.endpoints, config.sync)
+    sampler = PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle)
+    checkpoints = RunCheckpoints(
+        job.folder / "checkpoints",
+        config.trainer,
+        session.ranks,
+        roles=algorithm.roles,
+        parts={"sampler": sampler, **algorithm.state},
+        config=to_yaml(replace(config, rollout=replace(config.rollout, api_key=None))),
+    )
     loop = TrainingLoop(
         trainer=config.trainer,
         sampling=config.sampling,
@@ -185,15 +195,14 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
         train_batch_size=config.batch.train_batch_size,
         train_prompts=inputs.train_prompts,
         val_prompts=inputs.val_prompts,
-        sampler=PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle),
+        sampler=sampler,
         session=session,
         roles=algorithm.roles,
-        state=algorithm.state,
         rollout=RolloutPhase(session.client, inputs.tokenizer, reward=config.reward, seed=config.trainer.seed),
         tracker=job.tracker,
         memory=memory,
         profiler=StepProfiler(session.ranks, job.folder / "profile", config.trainer.profile_steps),
-        checkpoint_dir=job.folder / "checkpoints",
+        checkpoints=checkpoints,
         resumed=job.resumed,
     )
     result = loop.run(algorithm.learn)

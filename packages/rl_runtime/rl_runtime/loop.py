@@ -6,14 +6,13 @@ What is learned is the app's: it hands in `learn`, a function from the step's sa
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckpt import Checkpoint
 from rl_data import PromptSampler
 from rollout_vllm import SamplingConfig
 
-from .checkpoints import RunCheckpoints, Stateful
+from .checkpoints import RunCheckpoints
 from .config import TrainerConfig
 from .errors import RankError, RolloutFailed
 from .experience import ExperienceBatch, PromptLike
@@ -55,12 +54,11 @@ class TrainingLoop:
         sampler: PromptSampler,
         session: Session,
         roles: Mapping[str, Role],
-        state: Mapping[str, Stateful],
         rollout: RolloutPhase,
         tracker: Tracker,
         memory: MemorySampler,
         profiler: StepProfiler,
-        checkpoint_dir: Path,
+        checkpoints: RunCheckpoints,
         resumed: Checkpoint | None = None,
     ) -> None:
         self._trainer, self._sampling, self._validation = trainer, sampling, validation
@@ -69,9 +67,7 @@ class TrainingLoop:
         self._session, self._roles, self._rollout, self._tracker = session, roles, rollout, tracker
         self._memory, self._profiler = memory, profiler
         self._resumed = resumed
-        self._checkpoints = RunCheckpoints(
-            checkpoint_dir, trainer, session.ranks, roles=roles, parts={"sampler": sampler, **state}
-        )
+        self._checkpoints = checkpoints
 
     def run(self, learn: Learn) -> LoopResult:
         """All steps from where the checkpoint, if any, left off.

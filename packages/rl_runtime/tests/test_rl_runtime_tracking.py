@@ -498,3 +498,24 @@ def test_tracking_a_run_needs_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_what_ended_a_run_is_not_hidden_by_a_record_that_cannot_be_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Tracker) -> None:
+        raise ImportError("partially initialized module")
+
+    monkeypatch.setattr(Tracker, "draw_curves", broken)
+
+    def run(error: BaseException | None) -> None:
+        with Tracker(RunFolder.create(tmp_path, "run"), TrackingConfig(tensorboard=False), num_steps=2) as tracker:
+            tracker.log(1, {"critic/score/mean": 0.5})
+            if error is not None:
+                raise error
+
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        run(KeyboardInterrupt())
+    assert "partially initialized" in interrupted.value.__notes__[0]
+    with pytest.raises(ImportError):
+        run(None)

@@ -216,5 +216,11 @@ class Tracker:
     ) -> None:
         try:
             self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            # What ended the run is what its exit code has to tell; a Ctrl-C in the middle of an import, for one, leaves
+            # that module unusable for the last picture.
+            error.add_note(f"The run's record could not be finished as well: {failed!r}")
         finally:
             self.run.__exit__(kind, error, trace)
