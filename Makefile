@@ -7,7 +7,7 @@ WORKERS ?= -n 2 --dist loadgroup
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint format pants clean distclean
+.PHONY: help setup demo test test-all test-fast lint format pants clean distclean
 
 help: ## This list
 	@echo "Plinth. Targets:"
@@ -20,11 +20,14 @@ setup: ## .venv with the pinned CPU stack and the packages (3 minutes once, then
 demo: setup ## GRPO end to end on this machine: built-in model and task, 2 DeepSpeed ranks, a vLLM server
 	$(PYTHON) -m apps.grpo.main $(ARGS)
 
-test: setup ## Everything: units, properties, real processes, a short run end to end
+test: setup ## Units, properties, real processes, a short run end to end
+	$(PYTHON) -m pytest $(WORKERS) -m "not thorough" $(ARGS)
+
+test-all: setup ## The same and what takes minutes: kill and resume, reshape, bench, compiled layers, the planner's bytes
 	$(PYTHON) -m pytest $(WORKERS) $(ARGS)
 
 test-fast: setup ## Units and properties only
-	$(PYTHON) -m pytest $(WORKERS) -m "not slow and not e2e" $(ARGS)
+	$(PYTHON) -m pytest $(WORKERS) -m "not slow and not e2e and not thorough" $(ARGS)
 
 lint: setup ## ruff check, ruff format, mypy --strict
 	$(PYTHON) -m ruff check .

@@ -327,6 +327,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.e2e
 def test_a_case_on_the_real_stack(tmp_path: Path) -> None:
     done = command(

@@ -1,6 +1,6 @@
 """A run killed at a random instant and resumed ends with the bits of one that was left alone.
 
-CI runs one case; PLINTH_RESUME_MATRIX=1 runs every ZeRO stage with and without offload.
+One case; PLINTH_RESUME_MATRIX=1 runs every ZeRO stage with and without offload.
 """
 
 import csv
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 MATRIX = {
     "zero1": ["actor.zero.stage=1"],

@@ -44,6 +44,7 @@ def run(folder: Path, *, compiled: bool) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_compiled_graphs_compute_the_same(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, layers=3)
     plain, _ = run(folder, compiled=False)
@@ -55,6 +56,7 @@ def test_compiled_graphs_compute_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(not os.environ.get("PLINTH_TEST_COMPILE"), reason="minutes of a C++ compiler")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_compiled_engine_takes_the_same_steps(two_ranks: RankPool, tiny_model: Path, stage: int) -> None:

@@ -43,6 +43,7 @@ def config(stage: int, *, dtype: str = "bf16", offload: str = "none", fp32: bool
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [
