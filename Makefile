@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 TYPED := $(patsubst %/py.typed,%,$(wildcard packages/*/*/py.typed))
 # Starting processes is mostly waiting on one core. Tests that start some stay together by folder (conftest.py).
-WORKERS ?= -n 2 --dist loadgroup
+WORKERS ?= -n 3 --dist loadgroup
 # Two ranks and a server share the cores: one compute thread each is faster than a crowd.
 export OMP_NUM_THREADS ?= 1
 

@@ -72,12 +72,6 @@ class Plain:
         self.engine.destroy()
 
 
-def log_prob(
-    hidden_KH: torch.Tensor, weight_VH: torch.Tensor, targets_K: torch.Tensor, temperature: float, **head: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return linear_log_prob(hidden_KH, weight_VH, targets_K, temperature=temperature, **head)
-
-
 class Ours:
     """ds_engine on one packed micro batch, rl_core's fused op."""
 
@@ -88,7 +82,7 @@ class Ours:
             gradient_checkpointing=recompute,
             compile=stage < 3,
         )
-        self.engine = ZeroEngine.from_pretrained(folder, config, log_prob_fn=log_prob, device=device)
+        self.engine = ZeroEngine.from_pretrained(folder, config, log_prob_fn=linear_log_prob, device=device)
         self.batch = SimpleBatch.pack([(row[:1], row[1:]) for row in ids_SL.tolist()])
         self.share = 1 / (dist.get_world_size() * self.batch.target_ids_K.numel())
 

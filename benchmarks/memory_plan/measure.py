@@ -25,12 +25,6 @@ from rl_core import linear_log_prob
 CASES = {"qwen3-0.6b": (16384, 32768), "qwen3-1.7b": (12288, 32768), "qwen3-4b": (6144, 24576)}
 
 
-def log_prob(
-    hidden_KH: torch.Tensor, weight_VH: torch.Tensor, targets_K: torch.Tensor, temperature: float, **head: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return linear_log_prob(hidden_KH, weight_VH, targets_K, temperature=temperature, **head)
-
-
 def random_batch(num_tokens: int, length: int, vocab: int) -> SimpleBatch:
     """Sequences of `length` tokens, the first of each given."""
     ids = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -52,7 +46,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    engine = ZeroEngine(model, config, log_prob_fn=log_prob, device=device)
+    engine = ZeroEngine(model, config, log_prob_fn=linear_log_prob, device=device)
     batch = random_batch(args.tokens, args.length, shape.vocab_size)
     num_targets = batch.target_ids_K.numel()
     if device.type == "cuda":

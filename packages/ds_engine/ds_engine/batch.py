@@ -86,18 +86,12 @@ class LossOutput:
     """0-d shares, summed over micro batches and ranks."""
 
 
-class LogProbFn(Protocol):
-    """log-probs and entropies of targets from hidden states and the LM head's weight, without keeping logits.
+LogProbFn = Callable[..., "tuple[Tensor, Tensor]"]
+"""(hidden_KH, weight_VH, targets_K, temperature) -> (log_probs_K, entropy_K), both fp32 and differentiable.
 
-    (hidden_KH, weight_VH, targets_K, temperature) -> (log_probs_K, entropy_K), both fp32 and differentiable.
-    For models whose head has a bias or caps its logits, `bias=` ([V]) and `soft_cap=` (float) are passed as well; a
-    function that does not take them serves all other models.
-    """
-
-    def __call__(
-        self, hidden_KH: Tensor, weight_VH: Tensor, targets_K: Tensor, temperature: float, **head: Any
-    ) -> tuple[Tensor, Tensor]: ...
-
+Log-probs and entropies of targets from hidden states and the LM head's weight, without keeping logits. The four
+arguments are passed by position. For models whose head has a bias or caps its logits, `bias=` ([V]) and `soft_cap=`
+(float) are passed as well; a function that does not take them serves all other models."""
 
 LossFn = Callable[[Any, Any], LossOutput]
 """(TokenOutputs or, with a value head, ValueOutputs; the micro batch on the device) -> LossOutput.

@@ -36,6 +36,12 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        # PyYAML prints U+0085 as it stands, where every reader takes it for the end of a line. Quotes escape it.
+        return self.represent_scalar(_TAG + "str", text, style='"' if "\x85" in text else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 for _name, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, _Dumper):

@@ -72,7 +72,7 @@ class RankWorker:
         self._engines[role] = ZeroEngine.from_pretrained(
             model_path,
             config,
-            log_prob_fn=log_prob,
+            log_prob_fn=linear_log_prob,
             device=self.device,
             total_steps=total_steps,
             trainable=total_steps is not None,
@@ -190,10 +190,3 @@ class RankWorker:
         }
         torch.cuda.reset_peak_memory_stats()
         return peaks
-
-
-def log_prob(
-    hidden_KH: torch.Tensor, weight_VH: torch.Tensor, targets_K: torch.Tensor, temperature: float, **head: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fused op as ds_engine asks for it; `head` is `bias` and `soft_cap` for the models that have them."""
-    return linear_log_prob(hidden_KH, weight_VH, targets_K, temperature=temperature, **head)

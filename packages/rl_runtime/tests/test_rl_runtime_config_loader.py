@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl_runtime.config_docs import class_doc, field_doc, source_docs
@@ -277,6 +277,7 @@ EXAMPLES = st.builds(
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(EXAMPLES)
+@example(Example(experiment="\x85", data=Data(system_prompt="two\x85lines")))
 def test_written_yaml_loads_to_an_equal_config(tmp_path_factory: pytest.TempPathFactory, config: Example) -> None:
     path = tmp_path_factory.getbasetemp() / "roundtrip.yaml"
     path.write_text(to_yaml(config), encoding="utf-8", newline="")
