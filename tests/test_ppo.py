@@ -29,6 +29,9 @@ def load(*overrides: str) -> PpoConfig:
         (["algorithm.kl_target=0.1"], "kl_coef"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_target=0"], "kl_target"),
         (["algorithm.kl_horizon=0"], "kl_horizon"),
+        (["trainer.num_critic_ranks=-1"], "num_critic_ranks"),
+        (["trainer.num_critic_ranks=3"], "mini_batch_size"),
+        (["critic.sequence_parallel=2", "trainer.num_critic_ranks=1"], "critic.sequence_parallel"),
         (["critic.optim.total_steps=3"], "critic.optim.total_steps"),
         (["critic.optim.schedule=cosine", "critic.optim.warmup_steps=40"], "warmup_steps"),
         (["critic.zero.stage=2", "critic.zero.offload.param=cpu"], "offload.param"),
@@ -93,3 +96,47 @@ def test_two_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callable
     (checkpoint,) = (run / "checkpoints").glob("*2")
     assert {"actor", "critic"} <= {path.name for path in checkpoint.iterdir()}
     assert "critic_warmup_steps: 1" in (checkpoint / "state.json").read_text()
+
+
+@pytest.mark.e2e
+@pytest.mark.thorough
+def test_a_critic_on_ranks_of_its_own_computes_the_same_and_resumes(
+    tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    """The same three steps: the critic beside the actor, on ranks of its own, and there with a resume in between."""
+
+    def run(name: str, *overrides: str) -> list[dict[str, str]]:
+        app = start_app(
+            tmp_path / name,
+            "trainer.num_ranks=1",
+            "trainer.total_training_steps=3",
+            "rollout.deterministic=true",
+            "warm_start.steps=20",
+            "task.num_val=32",
+            "batch.train_batch_size=8",
+            "batch.mini_batch_size=4",
+            "sampling.n=2",
+            "reward.method=flexible",
+            "reward.format_score=0.5",
+            *overrides,
+            app="ppo",
+        )
+        assert app.finish() == 0, app.output
+        assert not app.survivors()
+        newest = max((tmp_path / name).iterdir())
+        with (newest / "metrics.tsv").open() as file:
+            measured = ("timing", "perf", "sync", "rollout/tokens", "server")
+            return [
+                {key: value for key, value in row.items() if not key.startswith(measured)}
+                for row in csv.DictReader(file, delimiter="\t")
+            ]
+
+    shared = run("shared")
+    own = run("own", "trainer.num_critic_ranks=2", "critic.zero.stage=1", "trainer.save_freq=2")
+    for key in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "critic/values/mean", "critic/score/mean"):
+        for ours, theirs in zip(own[1:], shared[1:], strict=True):
+            assert float(ours[key]) == pytest.approx(float(theirs[key]), rel=1e-4, abs=1e-6), key
+    resumed = run(
+        "own", "trainer.num_critic_ranks=2", "critic.zero.stage=1", "trainer.save_freq=2", "trainer.resume=auto"
+    )
+    assert resumed[-1] == own[-1]

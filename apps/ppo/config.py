@@ -49,12 +49,28 @@ class AlgorithmConfig(PolicyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PpoTrainerConfig(TrainerConfig):
+    """The loop, with a place for the critic."""
+
+    experiment: str = "ppo"
+    """Name of the run; its folder is `<output_dir>/<experiment>_<timestamp>`."""
+    num_critic_ranks: int = 0
+    """Ranks of the critic alone, on CUDA one GPU each after the actor's: both then compute at the same time. 0: the
+    critic lives on the actor's ranks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_critic_ranks < 0:
+            raise ValueError(f"num_critic_ranks is {self.num_critic_ranks}; allowed: 0 (the actor's ranks) or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PpoConfig(JobConfig):
     """The PPO app."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: EngineConfig = field(default_factory=EngineConfig)
-    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(experiment="ppo"))
+    trainer: PpoTrainerConfig = field(default_factory=PpoTrainerConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

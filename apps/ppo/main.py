@@ -99,14 +99,15 @@ def learn(
 ) -> dict[str, float]:
     """One PPO step on scored samples; the metrics of its updates."""
     algorithm, kl_coef = config.algorithm, kl.value
-    with phase("old_log_prob"):
-        old = actor.log_probs(batch)
-        batch = batch.with_column("old_log_probs", old.log_probs)
+    old, values = rl_runtime.together(
+        phase,
+        ("old_log_prob", actor, lambda: actor.log_probs(batch).log_probs),
+        ("values", critic, lambda: critic.values(batch)),
+    )
+    batch = batch.with_column("old_log_probs", old).with_column("values", values)
     if ref is not None:
         with phase("ref_log_prob"):
             batch = batch.with_column("ref_log_probs", ref.log_probs(batch).log_probs)
-    with phase("values"):
-        batch = batch.with_column("values", critic.values(batch))
     with phase("adv"):
         batch, metrics = advantages(batch, algorithm, kl_coef=kl_coef)
 
@@ -118,17 +119,18 @@ def learn(
     for _ in range(algorithm.num_epochs):
         for mini in batch.mini_batches(config.batch.mini_batch_size):
             mini = rl_runtime.with_loss_weights(mini, algorithm, max_tokens=config.sampling.max_tokens)
-            with phase("update_critic"):
-                critic_updates.append(critic.update(mini, value_loss))
+            updates = [("update_critic", critic, partial(critic.update, mini, value_loss))]
             if step > algorithm.critic_warmup_steps:
-                with phase("update_actor"):
-                    actor_updates.append(actor.update(mini, actor_loss))
+                updates.append(("update_actor", actor, partial(actor.update, mini, actor_loss)))
+            of_critic, *of_actor = rl_runtime.together(phase, *updates)
+            critic_updates.append(of_critic)
+            actor_updates += of_actor
     if ref is not None:
         metrics["actor/kl_coef"] = kl_coef
         kl.update(metrics["actor/ref_kl"], len(batch.items))
     metrics |= rl_runtime.update_metrics("critic", critic_updates)
     metrics |= rl_runtime.update_metrics("actor", actor_updates) if actor_updates else {}
-    return metrics | {"rollout/log_prob_mismatch": rl_runtime.mismatch(batch, old.log_probs)}
+    return metrics | {"rollout/log_prob_mismatch": rl_runtime.mismatch(batch, old)}
 
 
 def num_updates(config: PpoConfig) -> tuple[int, int]:
@@ -141,7 +143,9 @@ def num_updates(config: PpoConfig) -> tuple[int, int]:
 def check(config: PpoConfig) -> "rl_runtime.Placement":
     """Refuses what cannot work before any process starts; which process runs on which device."""
     of_actor, of_critic = num_updates(config)
-    return rl_runtime.check_job(config, {"actor": (config.actor, of_actor), "critic": (config.critic, of_critic)})
+    own = {"critic": config.trainer.num_critic_ranks} if config.trainer.num_critic_ranks else {}
+    engines = {"actor": (config.actor, of_actor), "critic": (config.critic, of_critic)}
+    return rl_runtime.check_job(config, engines, own_ranks=own)
 
 
 def compose(job: "rl_runtime.Job", config: PpoConfig) -> "rl_runtime.Algorithm":

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .policy import PolicyConfig, policy_loss, with_loss_weights
     from .rank_group import RankGroup
     from .report import write_comparison, write_report
-    from .role import Role
+    from .role import Role, together
     from .rollout_phase import RolloutPhase, Validation
     from .session import Session, open_ranks, open_session, plan_ranks, plan_session
     from .supervised import supervised_step, train_supervised
@@ -106,6 +106,7 @@ _EXPORTS = {
     "write_comparison": ".report",
     "write_report": ".report",
     "Role": ".role",
+    "together": ".role",
     "RolloutPhase": ".rollout_phase",
     "Validation": ".rollout_phase",
     "Session": ".session",
@@ -189,6 +190,7 @@ __all__ = [
     "supervised_step",
     "throughput",
     "to_yaml",
+    "together",
     "train_supervised",
     "update_metrics",
     "with_loss_weights",

@@ -2,7 +2,7 @@
 
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -31,14 +31,14 @@ class RunCheckpoints:
         self,
         folder: Path,
         trainer: TrainerConfig,
-        ranks: RankGroup,
+        rank_groups: Sequence[RankGroup],
         *,
         roles: Mapping[str, Role],
         parts: Mapping[str, Stateful],
         config: str,
     ) -> None:
         """`config` is kept for whoever finds a checkpoint without its run folder: YAML, without secrets."""
-        self._folder, self._trainer, self._ranks = folder, trainer, ranks
+        self._folder, self._trainer, self._groups = folder, trainer, rank_groups
         self._roles, self._parts, self._config = roles, parts, config
         self._saver: AsyncSaver | None = None
 
@@ -51,9 +51,11 @@ class RunCheckpoints:
                 keep_best=trainer.keep_best or None,
                 metric=trainer.best_metric if trainer.keep_best else None,
             )
-            ranks = Ranks(num_ranks=trainer.num_ranks, rank=None, run_id=run_id, publisher=None)
+            num_ranks = sum(group.world_size for group in self._groups)
+            ranks = Ranks(num_ranks=num_ranks, rank=None, run_id=run_id, publisher=None)
             self._saver = AsyncSaver(CheckpointManager(self._folder, retention=keep), ranks=ranks)
-            self._ranks.call("open_saver", str(self._folder), run_id)
+            for group, first in self._numbered_groups():
+                group.call("open_saver", str(self._folder), run_id, first, num_ranks)
         return self
 
     def __exit__(
@@ -62,7 +64,8 @@ class RunCheckpoints:
         if self._saver is None:
             return
         if error is None:
-            self._ranks.call("close_saver")
+            for group in self._groups:
+                group.call("close_saver")
         self._saver.__exit__(kind, error, trace)
 
     def is_due(self, step: int) -> bool:
@@ -76,7 +79,8 @@ class RunCheckpoints:
             ckpt.CheckpointError: an earlier save failed, on whichever rank.
         """
         assert self._saver is not None, "a context to be entered"
-        self._ranks.call("save", step, list(self._roles))
+        for group in self._groups:
+            group.call("save", step, [name for name, role in self._roles.items() if role.ranks is group])
         state = {
             "step": step,
             "policy_version": step,
@@ -95,7 +99,15 @@ class RunCheckpoints:
         """Brings everything back to where it was when `checkpoint` was saved."""
         for name, role in self._roles.items():
             role.load(str(checkpoint.path / name))
-        self._ranks.call("load_rng", str(checkpoint.path))
+        for group, first in self._numbered_groups():
+            group.call("load_rng", str(checkpoint.path), first)
         restore_rng(checkpoint.state["rng"])
         for name, part in self._parts.items():
             part.load_state_dict(checkpoint.state["parts"][name])
+
+    def _numbered_groups(self) -> Iterator[tuple[RankGroup, int]]:
+        """Every group and the number that its first rank has in a checkpoint."""
+        first = 0
+        for group in self._groups:
+            yield group, first
+            first += group.world_size

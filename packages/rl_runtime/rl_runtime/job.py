@@ -74,7 +74,7 @@ class Job:
             earlier = self.resumed.path.parent.parent / warm.name
             shutil.copytree(earlier, warm)
             return str(warm)
-        model = Role(self.session.ranks, "actor", self.config.batch)
+        model = Role(self.session.ranks_of("actor"), "actor", self.config.batch)
         model.build(
             str(self.inputs.model_path),
             replace(self.config.actor, optim=warm_start.optim),
@@ -92,44 +92,52 @@ class Job:
 
     def trained(self, name: str, engine: EngineConfig, *, num_updates: int, head: Head = "lm") -> Role:
         """The engine `name` with an optimizer, on every rank."""
-        role = Role(self.session.ranks, name, self.config.batch, temperature=self.config.sampling.temperature)
+        role = Role(self.session.ranks_of(name), name, self.config.batch, temperature=self.config.sampling.temperature)
         role.build(self.model_path, engine, total_steps=num_updates, head=head)
         return role
 
     def frozen(self, name: str, engine: EngineConfig) -> Role:
         """The engine `name` without one: a reference model."""
-        role = Role(self.session.ranks, name, self.config.batch, temperature=self.config.sampling.temperature)
+        role = Role(self.session.ranks_of(name), name, self.config.batch, temperature=self.config.sampling.temperature)
         role.build_frozen(self.model_path, engine)
         return role
 
 
-def job_layout(config: JobConfig, *, section: str = "actor", engine: EngineConfig | None = None) -> BatchLayout:
+def job_layout(
+    config: JobConfig, *, section: str = "actor", engine: EngineConfig | None = None, num_ranks: int | None = None
+) -> BatchLayout:
     """How the batch divides over mini batches and the ranks of `engine` (by default the actor's), dp x sp of them.
 
     Args:
         section: where `engine` stands in the configuration.
+        num_ranks: how many ranks the engine lives on; by default the actor's.
 
     Raises:
         rl_core.BatchError: it does not; names sizes that would.
         InputError: the ranks do not divide by sequence_parallel.
     """
     engine = engine or config.actor
-    check_sequence_parallel(engine, section=section, num_ranks=config.trainer.num_ranks)
+    num_ranks = num_ranks or config.trainer.num_ranks
+    check_sequence_parallel(engine, section=section, num_ranks=num_ranks)
     sp = engine.sequence_parallel
-    return batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=config.trainer.num_ranks // sp, sp=sp)
+    return batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=num_ranks // sp, sp=sp)
 
 
-def check_job(config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]]) -> Placement:
+def check_job(
+    config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]], *, own_ranks: Mapping[str, int] | None = None
+) -> Placement:
     """Refuses what cannot work before any process starts; which process runs on which device.
 
     Args:
         engines: configuration section -> (trained engine, its optimizer steps over the whole run).
+        own_ranks: section -> how many ranks compute for that engine alone.
     """
+    own_ranks = own_ranks or {}
     prepare_driver(config.trainer.device)
     for section, (engine, _) in engines.items():
-        job_layout(config, section=section, engine=engine)
+        job_layout(config, section=section, engine=engine, num_ranks=own_ranks.get(section))
     check_tracking(config.tracking)
-    placement = plan_session(config.trainer, config.rollout)
+    placement = plan_session(config.trainer, config.rollout, own_ranks)
     check_prompt_files(config.model, config.data)
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
@@ -183,7 +191,7 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
     checkpoints = RunCheckpoints(
         job.folder / "checkpoints",
         config.trainer,
-        session.ranks,
+        session.rank_groups,
         roles=algorithm.roles,
         parts={"sampler": sampler, **algorithm.state},
         config=to_yaml(replace(config, rollout=replace(config.rollout, api_key=None))),

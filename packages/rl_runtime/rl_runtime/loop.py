@@ -140,7 +140,7 @@ class TrainingLoop:
         self._tracker.log_rollouts(step, [rollout_record(item) for item in collected.batch.items])
 
     def _device_memory(self) -> dict[str, float]:
-        ranks = self._session.ranks.call("memory_gb")
+        ranks = [rank for group in self._session.rank_groups for rank in group.call("memory_gb")]
         return {f"perf/{name}": max(rank[name] for rank in ranks) for name in ranks[0]}
 
     def _resume(self) -> int:

@@ -9,17 +9,19 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from .environment import rank_env
 from .errors import RankError
-from .placement import Placement
 from .rank_worker import RankWorker
 
 
 class RankGroup:
     """`world_size` ranks. `call` runs one method on all of them, each with its own arguments where given."""
 
-    def __init__(self, placement: Placement, *, num_threads: int, timeout_s: float) -> None:
-        self.world_size = len(placement.rank_gpus)
-        self._timeout_s = timeout_s
-        device = "cuda" if placement.on_gpu else "cpu"
+    def __init__(
+        self, rank_gpus: Sequence[tuple[int, ...]], *, num_threads: int, timeout_s: float, name: str = ""
+    ) -> None:
+        """`rank_gpus`: the GPU of every rank, or () for the CPU. `name`: what errors call the group."""
+        self.world_size = len(rank_gpus)
+        self._timeout_s, self._name = timeout_s, f"{name} " if name else ""
+        device = "cuda" if rank_gpus[0] else "cpu"
         actor = ray.remote(RankWorker)
         self._actors = [
             actor.options(
@@ -27,7 +29,7 @@ class RankGroup:
                 max_restarts=0,
                 runtime_env={"env_vars": rank_env(gpus, num_threads)},
             ).remote(rank, self.world_size, device=device, num_threads=num_threads)
-            for rank, gpus in enumerate(placement.rank_gpus)
+            for rank, gpus in enumerate(rank_gpus)
         ]
 
     def connect(self) -> None:
@@ -65,13 +67,17 @@ class RankGroup:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 ranks = sorted(rank_of[ref] for ref in pending)
-                raise RankError(f"ranks {ranks} of {len(refs)} did not finish {method!r} in {self._timeout_s:.0f} s")
+                raise RankError(
+                    f"{self._name}ranks {ranks} of {len(refs)} did not finish {method!r} in {self._timeout_s:.0f} s"
+                )
             for ref in done:
                 try:
                     results[rank_of[ref]] = ray.get(ref)
                 except RayTaskError as error:
-                    text = f"rank {rank_of[ref]} of {len(refs)} failed in {method!r}:\n{error}"
+                    text = f"{self._name}rank {rank_of[ref]} of {len(refs)} failed in {method!r}:\n{error}"
                     raise RankError(text, error.cause) from error
                 except RayActorError as error:
-                    raise RankError(f"rank {rank_of[ref]} of {len(refs)} died in {method!r}: {error}") from error
+                    raise RankError(
+                        f"{self._name}rank {rank_of[ref]} of {len(refs)} died in {method!r}: {error}"
+                    ) from error
         return results

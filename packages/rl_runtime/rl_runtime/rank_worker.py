@@ -133,9 +133,12 @@ class RankWorker:
             for _ in parameters:
                 pass
 
-    def open_saver(self, folder: str, run_id: str) -> None:
-        """Prepares `save` into the checkpoints of `folder`, which the driver publishes; `run_id` is the run's."""
-        ranks = Ranks(num_ranks=self.world_size, rank=self.rank, run_id=run_id, publisher=None)
+    def open_saver(self, folder: str, run_id: str, first: int, num_ranks: int) -> None:
+        """Prepares `save` into the checkpoints of `folder`, which the driver publishes; `run_id` is the run's.
+
+        `num_ranks` of all groups write there; those of this one are counted from `first`.
+        """
+        ranks = Ranks(num_ranks=num_ranks, rank=first + self.rank, run_id=run_id, publisher=None)
         self._saver = AsyncSaver(CheckpointManager(Path(folder)), ranks=ranks)
 
     def save(self, step: int, roles: Sequence[str]) -> None:
@@ -163,9 +166,13 @@ class RankWorker:
         else:
             engine.load_state(source)
 
-    def load_rng(self, folder: str) -> None:
-        """Reads the state of this rank's random generators; a rank that was not there then starts with its own."""
-        names = [rank_file(_RNG, self.rank), *([f"{_RNG}.safetensors"] if self.rank == 0 else [])]
+    def load_rng(self, folder: str, first: int) -> None:
+        """Reads the state of this rank's random generators; a rank that was not there then starts with its own.
+
+        `first` is the number of this group's first rank in a checkpoint.
+        """
+        rank = first + self.rank
+        names = [rank_file(_RNG, rank), *([f"{_RNG}.safetensors"] if rank == 0 else [])]
         for path in (Path(folder) / name for name in names):
             if path.exists():
                 restore_rng(load_state_dict(path))

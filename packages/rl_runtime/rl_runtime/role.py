@@ -1,8 +1,10 @@
 """A trained or frozen model as the algorithm sees it: batches in, log-probs or an optimizer step out."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -11,6 +13,8 @@ from rl_core import BatchConfig, MicroBatchPlan, PackedBatch, plan_micro_batches
 
 from .experience import ExperienceBatch, Float32Array
 from .rank_group import RankGroup
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +29,18 @@ class Role:
     """The engine called `name` ("actor", "ref", "critic") on all ranks, with the batch math between."""
 
     def __init__(self, ranks: RankGroup, name: str, batch: BatchConfig, *, temperature: float = 1.0) -> None:
-        self._ranks, self.name, self._batch, self._temperature = ranks, name, batch, temperature
+        self.ranks, self.name, self._batch, self._temperature = ranks, name, batch, temperature
         self._sp = 1
 
     def build(self, model_path: str, config: EngineConfig, *, total_steps: int, head: Head = "lm") -> None:
         """Makes the engine on every rank from a Hugging Face folder, with a fresh optimizer."""
         self._sp = config.sequence_parallel
-        self._ranks.call("build", self.name, model_path, config, total_steps, head)
+        self.ranks.call("build", self.name, model_path, config, total_steps, head)
 
     def build_frozen(self, model_path: str, config: EngineConfig) -> None:
         """Makes an engine that is never trained (a reference model): no gradients, no optimizer states."""
         self._sp = config.sequence_parallel
-        self._ranks.call("build", self.name, model_path, replace(config, optim=OptimConfig()), None)
+        self.ranks.call("build", self.name, model_path, replace(config, optim=OptimConfig()), None)
 
     def log_probs(self, batch: ExperienceBatch) -> TokenColumns:
         """Log-probs of the response tokens at the rollout's temperature, and entropies, without gradients."""
@@ -56,7 +60,7 @@ class Role:
 
     def update_packed(self, packed: Sequence[Sequence[PackedBatch]], loss_fn: LossFn) -> StepStats:
         """One optimizer step on micro batches already packed for every replica: sp consecutive ranks get the same."""
-        stats = self._ranks.call_each(
+        stats = self.ranks.call_each(
             "train", lambda rank: (self.name, packed[rank // self._sp], loss_fn, self._temperature)
         )
         result: StepStats = stats[0]
@@ -64,19 +68,19 @@ class Role:
 
     def export(self, folder: str, model_files_from: str) -> None:
         """Writes a Hugging Face folder with the current weights."""
-        self._ranks.call("export", self.name, folder, model_files_from)
+        self.ranks.call("export", self.name, folder, model_files_from)
 
     def load(self, folder: str) -> None:
         """Reads the engine's part of a checkpoint, whatever ranks, stage and offload wrote it."""
-        self._ranks.call("load", self.name, folder)
+        self.ranks.call("load", self.name, folder)
 
     def connect_servers(self, endpoints: Sequence[Any], config: Any) -> None:
         """Prepares pushing this role's weights into the rollout servers."""
-        self._ranks.call("connect_servers", self.name, tuple(endpoints), config)
+        self.ranks.call("connect_servers", self.name, tuple(endpoints), config)
 
     def push_weights(self, version: int) -> Any:
         """Sends the weights to every server; rank 0's report."""
-        return self._ranks.call("push_weights", version)[0]
+        return self.ranks.call("push_weights", version)[0]
 
     def _per_token(
         self, batch: ExperienceBatch, method: str, *args: Any, columns: Callable[[Any], tuple[Float32Array, ...]]
@@ -84,7 +88,7 @@ class Role:
         """Per-token results of the ranks' `method` in the order of the batch; `columns` reads a micro batch's."""
         plan = self.plan([item.num_tokens for item in batch.items])
         packed = batch.packed(plan)
-        outputs = self._ranks.call_each(method, lambda rank: (self.name, packed[rank // self._sp], *args))
+        outputs = self.ranks.call_each(method, lambda rank: (self.name, packed[rank // self._sp], *args))
         # [replica][micro batch][sample] -> columns, then back in the order of the batch
         split = [
             [_per_sample(batch, micro, columns(output)) for micro, output in zip(micros, replica, strict=True)]
@@ -100,10 +104,33 @@ class Role:
         size, budget = self._batch.micro_batch_size, self._batch.token_budget
         return plan_micro_batches(
             lengths,
-            num_ranks=self._ranks.world_size // self._sp,
+            num_ranks=self.ranks.world_size // self._sp,
             token_budget=None if size else budget * self._sp,
             micro_batch_size=size * self._sp if size else None,
         )
+
+
+def together(phase: Callable[[str], AbstractContextManager[Any]], *calls: tuple[str, Role, Callable[[], T]]) -> list[T]:
+    """Each call under the phase named before it, in order; at the same time where no two roles share ranks.
+
+    A phase's time is then what the loop waited for the call after the calls before it were done. Roles on the same
+    ranks must take turns: their collectives would meet in a different order on every rank.
+
+    Args:
+        calls: (phase, the role whose ranks compute, what to call).
+    """
+    results: list[T] = []
+    if len({id(role.ranks) for _, role, _ in calls}) < len(calls):
+        for name, _, call in calls:
+            with phase(name):
+                results.append(call())
+        return results
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for _, _, call in calls]
+        for (name, _, _), future in zip(calls, futures, strict=True):
+            with phase(name):
+                results.append(future.result())
+    return results
 
 
 def _per_sample(

@@ -6,9 +6,9 @@ Closing happens on success, error and Ctrl-C alike, and leaves no process behind
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +32,7 @@ def open_ranks(trainer: RanksConfig, placement: Placement) -> Iterator[RankGroup
     Raises:
         RankError: a rank could not start.
     """
-    with _local_ray(trainer.num_ranks), _ranks(trainer, placement) as ranks:
+    with _local_ray(placement.num_ranks), _ranks(trainer, placement.rank_gpus) as ranks:
         yield ranks
 
 
@@ -42,8 +42,20 @@ class Session:
 
     placement: Placement
     ranks: RankGroup
+    """Of the actor and of every role without ranks of its own."""
     servers: ServerGroup
     client: RolloutClient
+    own_ranks: Mapping[str, RankGroup] = field(default_factory=dict)
+    """Role -> the ranks that compute for it alone."""
+
+    def ranks_of(self, role: str) -> RankGroup:
+        """The ranks that the engine of `role` lives on."""
+        return self.own_ranks.get(role, self.ranks)
+
+    @property
+    def rank_groups(self) -> tuple[RankGroup, ...]:
+        """All of them, the actor's first."""
+        return (self.ranks, *self.own_ranks.values())
 
 
 @contextmanager
@@ -65,7 +77,7 @@ def open_session(
     rollout = replace(rollout, device=device)
     with ExitStack() as stack:
         # Before the servers: Ray gives its own processes half a minute to start, and vLLM's start takes every core.
-        stack.enter_context(_local_ray(trainer.num_ranks))
+        stack.enter_context(_local_ray(placement.num_ranks))
         servers = stack.enter_context(
             ServerGroup.launch(
                 model_path,
@@ -76,14 +88,20 @@ def open_session(
                 gpu_ids_per_server=placement.server_gpus if placement.server_gpus and placement.on_gpu else None,
             )
         )
-        ranks = stack.enter_context(_ranks(trainer, placement))
+        ranks = stack.enter_context(_ranks(trainer, placement.rank_gpus))
+        own_ranks = {
+            role: stack.enter_context(_ranks(trainer, gpus, name=role))
+            for role, gpus in placement.own_rank_gpus.items()
+        }
         client = RolloutClient(servers.endpoints, rollout)
         stack.callback(client.close)
-        yield Session(placement=placement, ranks=ranks, servers=servers, client=client)
+        yield Session(placement=placement, ranks=ranks, own_ranks=own_ranks, servers=servers, client=client)
 
 
-def plan_session(trainer: TrainerConfig, rollout: RolloutConfig) -> Placement:
-    """The placement of a run's ranks and servers on this host.
+def plan_session(
+    trainer: TrainerConfig, rollout: RolloutConfig, own_ranks: Mapping[str, int] | None = None
+) -> Placement:
+    """The placement of a run's ranks and servers on this host; `own_ranks`: role -> ranks for it alone.
 
     Raises:
         PlacementError: more GPUs asked for than there are.
@@ -95,6 +113,7 @@ def plan_session(trainer: TrainerConfig, rollout: RolloutConfig) -> Placement:
         num_servers=0 if rollout.urls else rollout.num_servers,
         tensor_parallel_size=rollout.tensor_parallel_size,
         colocate=trainer.colocate,
+        own_ranks=own_ranks,
     )
 
 
@@ -111,8 +130,8 @@ def plan_ranks(trainer: RanksConfig) -> Placement:
 
 
 @contextmanager
-def _ranks(trainer: RanksConfig, placement: Placement) -> Iterator[RankGroup]:
-    ranks = RankGroup(placement, num_threads=trainer.cpu_threads_per_rank, timeout_s=trainer.step_timeout_s)
+def _ranks(trainer: RanksConfig, rank_gpus: Sequence[tuple[int, ...]], *, name: str = "") -> Iterator[RankGroup]:
+    ranks = RankGroup(rank_gpus, num_threads=trainer.cpu_threads_per_rank, timeout_s=trainer.step_timeout_s, name=name)
     try:
         ranks.connect()
         yield ranks

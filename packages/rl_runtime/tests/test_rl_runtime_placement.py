@@ -12,11 +12,14 @@ from rl_runtime.placement import plan_placement
     num_servers=st.integers(0, 4),
     tp=st.integers(1, 4),
     colocate=st.booleans(),
+    num_critic_ranks=st.integers(0, 3),
 )
 def test_every_process_has_its_gpus_and_none_is_given_twice(
-    num_gpus: int, num_ranks: int, num_servers: int, tp: int, colocate: bool
+    num_gpus: int, num_ranks: int, num_servers: int, tp: int, colocate: bool, num_critic_ranks: int
 ) -> None:
-    needed = max(num_ranks, num_servers * tp) if colocate else num_ranks + num_servers * tp
+    own_ranks = {"critic": num_critic_ranks} if num_critic_ranks else {}
+    all_ranks = num_ranks + num_critic_ranks
+    needed = max(all_ranks, num_servers * tp) if colocate else all_ranks + num_servers * tp
 
     def plan():  # type: ignore[no-untyped-def]
         return plan_placement(
@@ -26,6 +29,7 @@ def test_every_process_has_its_gpus_and_none_is_given_twice(
             num_servers=num_servers,
             tensor_parallel_size=tp,
             colocate=colocate,
+            own_ranks=own_ranks,
         )
 
     if needed > num_gpus:
@@ -33,9 +37,12 @@ def test_every_process_has_its_gpus_and_none_is_given_twice(
             plan()
         return
     placement = plan()
-    rank_gpus = [gpu for gpus in placement.rank_gpus for gpu in gpus]
+    critic_gpus = placement.own_rank_gpus.get("critic", ())
+    rank_gpus = [gpu for gpus in (*placement.rank_gpus, *critic_gpus) for gpu in gpus]
     server_gpus = [gpu for gpus in placement.server_gpus for gpu in gpus]
-    assert len(rank_gpus) == len(set(rank_gpus)) == num_ranks
+    assert len(rank_gpus) == len(set(rank_gpus)) == all_ranks == placement.num_ranks
+    assert len(critic_gpus) == num_critic_ranks
+    assert placement.num_gpus == len(set(rank_gpus + server_gpus))
     assert len(server_gpus) == len(set(server_gpus)) == num_servers * tp
     assert colocate or not set(rank_gpus) & set(server_gpus)
     assert set(rank_gpus + server_gpus) <= set(range(num_gpus))

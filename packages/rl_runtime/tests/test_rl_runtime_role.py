@@ -1,6 +1,8 @@
 """What a role hands to the ranks of dp x sp and how it reads their answers, with ranks that live in this process."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from rl_runtime.errors import InputError
 from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.job import job_layout
 from rl_runtime.job_config import JobConfig
-from rl_runtime.role import Role
+from rl_runtime.role import Role, together
 
 
 class EchoRanks:
@@ -91,3 +93,44 @@ def test_the_batch_has_to_divide_by_dp_and_sp() -> None:
         job_layout(config(4, 1, 8), section="critic", engine=EngineConfig(sequence_parallel=8))
     with pytest.raises(BatchError, match="dp=8 x sp=8"):
         job_layout(config(64, 8, 4))
+
+
+def test_roles_on_ranks_of_their_own_compute_at_the_same_time() -> None:
+    meeting = threading.Barrier(2, timeout=30)
+    actor, critic = (Role(object(), name, BatchConfig()) for name in ("actor", "critic"))  # type: ignore[arg-type]
+    phases: list[str] = []
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        phases.append(name)
+        yield
+
+    assert together(phase, ("a", actor, meeting.wait), ("b", critic, lambda: meeting.wait() + 10)) in ([0, 11], [1, 10])
+    assert phases == ["a", "b"]
+
+
+def test_roles_on_the_same_ranks_take_turns() -> None:
+    ranks = object()
+    actor, critic = (Role(ranks, name, BatchConfig()) for name in ("actor", "critic"))  # type: ignore[arg-type]
+    order: list[str] = []
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        order.append(f"{name} begins")
+        yield
+        order.append(f"{name} ends")
+
+    together(phase, ("a", actor, lambda: order.append("a")), ("b", critic, lambda: order.append("b")))
+    assert order == ["a begins", "a", "a ends", "b begins", "b", "b ends"]
+
+
+def test_a_failure_on_one_roles_ranks_is_raised_when_the_others_are_done() -> None:
+    actor, critic = (Role(object(), name, BatchConfig()) for name in ("actor", "critic"))  # type: ignore[arg-type]
+    finished: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        together(lambda _: nullcontext(), ("a", actor, fail), ("b", critic, lambda: finished.append("b")))
+    assert finished == ["b"]
