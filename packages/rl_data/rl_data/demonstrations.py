@@ -1,10 +1,15 @@
-"""Demonstrations for a supervised warm start: a question and the full text of its answer."""
+"""Demonstrations for a supervised warm start: a question and the whole response to it.
+
+The response is text, or a list of texts by turns written by the model and given to it (a tool's result), the model's
+first. Parts are tokenised one by one, as they are when the model generates them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .config import DataConfig
 from .errors import DataError
@@ -14,31 +19,43 @@ from .tokenizer import TokenizerLike
 
 __all__ = ["Demonstration", "check_demonstrations", "load_demonstrations"]
 
-_HELP = "Demonstrations need the text columns `question` and `answer` (the whole response); rename the columns."
+_HELP = "Demonstrations need the columns `question` and `answer` (the whole response); rename the columns."
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One training example; `response_ids` ends with the end-of-sequence token."""
+    """One training example; `response_ids` ends with the end-of-sequence token where the model wrote the last part."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
+    response_mask: tuple[bool, ...] | None = None
+    """False where a response token was given to the model; None: it wrote all of them."""
 
 
-def _rows(file: str | Path) -> list[tuple[Row, str]]:
+def _parts(answer: Any) -> list[str] | None:
+    """The texts of an answer; None when it is something else or begins without one."""
+    parts = answer if isinstance(answer, list) else [answer]
+    if not parts or not all(isinstance(part, str) for part in parts) or not parts[0].strip():
+        return None
+    return parts
+
+
+def _rows(file: str | Path) -> list[tuple[Row, list[str]]]:
     parquet = open_parquet(file)
     require_columns(parquet, file, ("question", "answer"), _HELP)
     rows = []
     for index, row in enumerate(parquet.read(columns=["question", "answer"]).to_pylist()):
-        for column in ("question", "answer"):
-            if not isinstance(row[column], str) or not row[column].strip():
-                raise DataError(
-                    f"{file}: row {index} (counted from 0), column {column!r}: no text. Fill it in or drop the row.",
-                    file=str(file),
-                    row=index,
-                    column=column,
-                )
-        message = {"role": "user", "content": row["question"]}
+        question, parts = row["question"], _parts(row["answer"])
+        has_question = isinstance(question, str) and bool(question.strip())
+        if not has_question or parts is None:
+            column = "answer" if has_question else "question"
+            raise DataError(
+                f"{file}: row {index} (counted from 0), column {column!r}: no text. Fill it in or drop the row.",
+                file=str(file),
+                row=index,
+                column=column,
+            )
+        message = {"role": "user", "content": question}
         described = Row(
             file=str(file),
             row=index,
@@ -47,7 +64,7 @@ def _rows(file: str | Path) -> list[tuple[Row, str]]:
             data_source=GSM8K_DATA_SOURCE,
             is_question=True,
         )
-        rows.append((described, row["answer"]))
+        rows.append((described, parts))
     return rows
 
 
@@ -76,11 +93,21 @@ def load_demonstrations(
         rows = _rows(file)
         texts = [render(conversation(row, config), tokenizer, with_template) for row, _ in rows]
         prompts = encode(texts, tokenizer, not with_template)
-        responses = encode([answer for _, answer in rows], tokenizer, False)
-        for (row, _), prompt_ids, response_ids in zip(rows, prompts, responses, strict=True):
+        encoded = iter(encode([part for _, parts in rows for part in parts], tokenizer, False))
+        for (row, parts), prompt_ids in zip(rows, prompts, strict=True):
+            response = [next(encoded) for _ in parts]
             if too_long(row, len(prompt_ids), config):
                 num_filtered += 1
                 continue
-            demonstrations.append(Demonstration(prompt_ids, (*response_ids, end)))
+            demonstrations.append(_demonstration(prompt_ids, response, end))
     report_filtered(num_filtered, len(demonstrations), files, config)
     return demonstrations
+
+
+def _demonstration(prompt_ids: tuple[int, ...], parts: Sequence[tuple[int, ...]], end: int) -> Demonstration:
+    """Parts joined; the model writes every second one, beginning with the first."""
+    ids = [token for part in parts for token in part]
+    mask = [index % 2 == 0 for index, part in enumerate(parts) for _ in part]
+    if len(parts) % 2:
+        ids, mask = [*ids, end], [*mask, True]
+    return Demonstration(prompt_ids, tuple(ids), None if all(mask) else tuple(mask))

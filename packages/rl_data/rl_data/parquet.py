@@ -197,18 +197,19 @@ def iter_rows(file: str | Path) -> Iterator[Row]:
             index += 1
 
 
-def check_files(files: Sequence[str | Path]) -> int:
+def check_files(files: Sequence[str | Path], *, any_source: bool = False) -> int:
     """Read every file once, without tokenizer or torch, and return the number of rows.
 
     Meant to run before any process starts. Raises DataError for a file that is missing, empty or not parquet, for a
     missing column (naming those found), for the first row without a question or an answer, and for the first whose
-    `data_source` has no reward.
+    `data_source` has no reward (`any_source`: the caller has one for all).
     """
     num_rows = 0
     for file in files:
         for row in iter_rows(file):
             try:
-                reward_for(row.data_source)
+                if not any_source:
+                    reward_for(row.data_source)
             except UnknownDataSourceError as error:
                 raise DataError(
                     f"{file}: row {row.row} (counted from 0): {error}",

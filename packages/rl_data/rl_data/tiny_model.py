@@ -1,6 +1,6 @@
 """A Qwen3-architecture causal LM of 0.4M parameters with a word-level tokenizer, as a Hugging Face folder.
 
-It exists so that a whole training stack can run on two CPU cores. It knows only the words of the arithmetic task
+It exists so that a whole training stack can run on two CPU cores. It knows only the words of the built-in tasks
 (`rl_data.arithmetic`). transformers and vLLM load it like any other model.
 """
 

@@ -4,7 +4,17 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from rl_data import RewardConfig, build_tiny_model, check_files, gsm8k_score, load_tokenizer, write_task
+from rl_data import (
+    DataConfig,
+    RewardConfig,
+    build_tiny_model,
+    check_demonstrations,
+    check_files,
+    gsm8k_score,
+    load_demonstrations,
+    load_tokenizer,
+    write_task,
+)
 from rl_data.arithmetic import WORKING_SHARE, WRONG_SHARE, ArithmeticTask, working
 
 
@@ -87,6 +97,30 @@ def test_texts_round_trip(task: ArithmeticTask, model_folder: Path) -> None:
     ids = tokenizer("#### 72").input_ids
     assert tokenizer.convert_ids_to_tokens(ids) == ["####", "7", "2"]
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "#### 72"
+
+
+def test_calculator_demonstrations_mask_what_the_tool_wrote(tmp_path: Path, model_folder: Path) -> None:
+    task = write_task(tmp_path, kind="calculator", num_train=50, num_val=20, num_demonstrations=200, seed=3)
+    assert check_files([task.train, task.val]) == 70
+    assert check_demonstrations([task.demonstrations]) == 200
+    tokenizer = load_tokenizer(model_folder)
+    demonstrations = load_demonstrations([task.demonstrations], tokenizer, DataConfig(max_prompt_length=64))
+    with_tool = 0
+    for row, demonstration in zip(_rows(task.demonstrations), demonstrations, strict=True):
+        ids, mask = demonstration.response_ids, demonstration.response_mask
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.unk_token_id not in ids
+        if len(row["answer"]) == 1:
+            assert mask is None
+            continue
+        with_tool += 1
+        assert mask is not None
+        x, y = _pair(row["question"])
+        given = [token for token, own in zip(ids, mask, strict=True) if not own]
+        assert tokenizer.decode(given) == f"{x + y}\n"
+        assert tokenizer.convert_ids_to_tokens(ids[mask.index(False) - 1]) == "<result>"
+        assert f"#### {x + y}" in tokenizer.decode(ids)
+    assert with_tool / 200 == pytest.approx(WORKING_SHARE, abs=0.1)
 
 
 def test_every_id_decodes_and_encodes_back(model_folder: Path) -> None:
