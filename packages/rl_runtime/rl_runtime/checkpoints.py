@@ -3,13 +3,15 @@
 import math
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from ckpt import AsyncSaver, Checkpoint, CheckpointManager, Ranks, Retention, capture_rng, restore_rng
+from ckpt import AsyncSaver, Checkpoint, CheckpointManager, Ranks, Retention, capture_rng, check_model, restore_rng
 
 from .config import TrainerConfig
+from .errors import InputError
 from .rank_group import RankGroup
 from .role import Role
 
@@ -91,12 +93,23 @@ class RunCheckpoints:
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._saver.save(step, {}, state=state, metrics=finite)
+        self._saver.save(step, {}, state=state, metrics=finite, models=self._models)
         if not self._trainer.background_save:
             self._saver.wait()
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Brings everything back to where it was when `checkpoint` was saved."""
+        """Brings everything back to where it was when `checkpoint` was saved.
+
+        Raises, before anything is touched:
+            InputError: the run it is of trained other engines.
+            ckpt.ArchitectureMismatchError: or other models, or other adapters.
+        """
+        for name, model in self._models.items():
+            if not (checkpoint.path / name).is_dir():
+                raise InputError(
+                    f"{checkpoint.path} holds no {name!r}; resume with the app that wrote it. Nothing was loaded"
+                )
+            check_model(checkpoint, name, model)
         for name, role in self._roles.items():
             role.load(str(checkpoint.path / name))
         for group, first in self._numbered_groups():
@@ -104,6 +117,11 @@ class RunCheckpoints:
         restore_rng(checkpoint.state["rng"])
         for name, part in self._parts.items():
             part.load_state_dict(checkpoint.state["parts"][name])
+
+    @cached_property
+    def _models(self) -> dict[str, dict[str, Any]]:
+        """Names and shapes of every engine's parameters."""
+        return {name: role.describe() for name, role in self._roles.items()}
 
     def _numbered_groups(self) -> Iterator[tuple[RankGroup, int]]:
         """Every group and the number that its first rank has in a checkpoint."""

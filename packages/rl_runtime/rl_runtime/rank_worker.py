@@ -20,6 +20,7 @@ from ckpt import (
     Ranks,
     ZeroCheckpoint,
     capture_rng,
+    describe_model,
     load_state_dict,
     loading_without_pickle,
     rank_file,
@@ -155,6 +156,10 @@ class RankWorker:
         if self._saver is not None:
             self._saver.close()
             self._saver = None
+
+    def describe(self, role: str) -> dict[str, Any]:
+        """Names, whole shapes and dtypes of the parameters of `role`, JSON-able; nothing is gathered."""
+        return describe_model(self._engines[role].module)
 
     def load(self, role: str, folder: str) -> None:
         """Reads what `save` wrote, with any number of ranks, stage and offload; the engine of `role` has been built."""

@@ -70,6 +70,11 @@ class Role:
         """Writes a Hugging Face folder with the current weights."""
         self.ranks.call("export", self.name, folder, model_files_from)
 
+    def describe(self) -> dict[str, Any]:
+        """Names, shapes and dtypes of the model's parameters, JSON-able."""
+        described: dict[str, Any] = self.ranks.call("describe", self.name)[0]
+        return described
+
     def load(self, folder: str) -> None:
         """Reads the engine's part of a checkpoint, whatever ranks, stage and offload wrote it."""
         self.ranks.call("load", self.name, folder)
@@ -139,5 +144,5 @@ def _per_sample(
     """The [K] columns of a micro batch cut at its samples' borders."""
     if not micro:
         return []
-    borders = np.cumsum([len(batch.items[i].response_ids) for i in micro])[:-1]
+    borders = np.cumsum([batch.items[i].num_generated for i in micro])[:-1]
     return list(zip(*(np.split(column, borders) for column in columns), strict=True))

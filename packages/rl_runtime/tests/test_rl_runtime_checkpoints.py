@@ -1,0 +1,66 @@
+"""What a run refuses to go on from, before any engine is touched. Real saves and loads are in the tests of the apps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt import ArchitectureMismatchError, Checkpoint, CheckpointManager, capture_rng
+from rl_runtime.checkpoints import RunCheckpoints
+from rl_runtime.config import TrainerConfig
+from rl_runtime.errors import InputError
+
+MODEL = {"w": {"shape": [2, 3], "dtype": "bfloat16"}}
+
+
+class Loads:
+    """A role and a part of the run that note what is asked of them."""
+
+    def __init__(self, model: dict[str, Any]) -> None:
+        self.model, self.loaded = model, []
+
+    def describe(self) -> dict[str, Any]:
+        return self.model
+
+    def load(self, folder: str) -> None:
+        self.loaded.append(folder)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded.append(state)
+
+
+def save(folder: Path, *names: str) -> Checkpoint:
+    manager = CheckpointManager(folder)
+    partial = manager.prepare(1)
+    for name in names:
+        (partial / name).mkdir()
+        (partial / name / "shard").write_bytes(b"weights")
+    state = {"rng": capture_rng(), "parts": {"sampler": {"at": 3}}}
+    return manager.publish(1, state=state, models=dict.fromkeys(names, MODEL))
+
+
+def checkpoints(roles: dict[str, Loads], sampler: Loads) -> RunCheckpoints:
+    return RunCheckpoints(Path(), TrainerConfig(), [], roles=roles, parts={"sampler": sampler}, config="")
+
+
+def test_other_models_and_other_engines_are_refused_with_nothing_loaded(tmp_path: Path) -> None:
+    saved = save(tmp_path, "actor")
+    wider = {"w": {"shape": [2, 4], "dtype": "bfloat16"}}
+    adapters = MODEL | {"w.lora_A": {"shape": [1, 3], "dtype": "float32"}}
+    for roles, error, message in (
+        ({"actor": Loads(wider)}, ArchitectureMismatchError, r"another 'actor'.*w \[2, 3\] there, \[2, 4\] here"),
+        ({"actor": Loads(adapters)}, ArchitectureMismatchError, "only here: w.lora_A"),
+        ({"actor": Loads(MODEL), "critic": Loads(MODEL)}, InputError, "holds no 'critic'"),
+    ):
+        sampler = Loads({})
+        with pytest.raises(error, match=message):
+            checkpoints(roles, sampler).load(saved)
+        assert [one.loaded for one in (*roles.values(), sampler)] == [[]] * (len(roles) + 1)
+
+
+def test_the_same_model_in_another_dtype_is_loaded(tmp_path: Path) -> None:
+    saved = save(tmp_path, "actor", "critic")
+    actor, sampler = Loads({"w": {"shape": [2, 3], "dtype": "float32"}}), Loads({})
+    checkpoints({"actor": actor}, sampler).load(saved)
+    assert actor.loaded == [str(saved.path / "actor")]
+    assert sampler.loaded == [{"at": 3}]
