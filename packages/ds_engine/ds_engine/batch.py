@@ -123,3 +123,5 @@ class StepStats:
     step counts all the same, so the learning rate goes on by the run's plan."""
     loss_scale: float = 1.0
     """What this step's loss was multiplied by; other than 1 in fp16 only, where an overflow halves it for the next."""
+    num_guarded_collectives: int = 0
+    """Collectives of this step that the collective guard compared between ranks; 0 where it is off."""

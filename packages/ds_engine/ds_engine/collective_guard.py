@@ -59,6 +59,11 @@ def mark(label: str) -> None:
         _active.label = label
 
 
+def num_guarded() -> int:
+    """Collectives that the active guard has seen this rank issue; 0 without one."""
+    return 0 if _active is None else sum(log.count for log in list(_active._logs.values()))
+
+
 @contextmanager
 def _patched(before: Callable[[Any, str, tuple[Any, ...]], None]) -> Iterator[None]:
     """Calls `before(group, method, args)` ahead of every collective of every group of this process."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .agreement import agree_on_plan, sum_over_ranks
 from .attention import choose_kernel
 from .batch import Head, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
-from .collective_guard import start_guard
+from .collective_guard import num_guarded, start_guard
 from .ds_config import deepspeed_config
 from .errors import EngineError
 from .export import NamedTensor, export_tensors
@@ -187,6 +187,7 @@ class ZeroEngine:
             EngineError: the engine was built with trainable=False.
         """
         optimizer = self._require_optimizer("train_mini_batch")
+        guarded_before = num_guarded()
         num_empty = agree_on_plan("train_mini_batch", micro_batches, self.device, sp=self._sp)
         self.module.train()
         lr = learning_rate(self._num_steps, self.config.optim, self._total_steps)
@@ -207,6 +208,7 @@ class ZeroEngine:
             num_empty_micro_batches=num_empty,
             step_applied=bool(self._deepspeed.was_step_applied()),
             loss_scale=loss_scale,
+            num_guarded_collectives=num_guarded() - guarded_before,
         )
 
     # ------------------------------------------------------- state in and out

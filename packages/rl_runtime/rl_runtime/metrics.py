@@ -11,7 +11,7 @@ from .rollout_phase import Collected
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float]:
-    """Scores, lengths and failures of the samples of a step."""
+    """Scores, lengths and failures of the samples of a step, and what the servers did for them."""
     batch = collected.batch
     scores, response_lens = batch.scores_N.numpy(), batch.response_lens_N.numpy()
     prompt_lens = np.array([len(item.prompt.token_ids) for item in batch.items])
@@ -28,6 +28,8 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "prompt_length/max": float(prompt_lens.max()),
         "rollout/num_samples": float(len(batch.items)),
         "rollout/num_failed": float(collected.num_failed),
+        "rollout/num_turns": float(np.mean([item.num_turns for item in batch.items])),
+        **collected.metrics,
     }
 
 
@@ -47,6 +49,7 @@ def update_metrics(prefix: str, stats: Sequence[StepStats]) -> dict[str, float]:
         f"{prefix}/lr": stats[-1].lr,
         f"{prefix}/num_updates": float(len(stats)),
         f"{prefix}/num_micro_batches": float(sum(s.num_micro_batches for s in stats)),
+        f"{prefix}/guarded_collectives": float(sum(s.num_guarded_collectives for s in stats)),
         f"{prefix}/skipped_inactive_micro": float(sum(s.num_skipped_micro_batches for s in stats)),
         **{f"{prefix}/{name}": float(np.mean([s.metrics[name] for s in stats])) for name in names},
     }
