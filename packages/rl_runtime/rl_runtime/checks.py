@@ -16,14 +16,28 @@ from rollout_vllm import RolloutConfig, SamplingConfig, check_launch
 from rollout_vllm.checks import check_request_length
 from weight_sync import SyncConfig
 
-from .config import ModelConfig, SupervisedConfig, TrainerConfig
+from .config import EpisodeConfig, ModelConfig, ScoringConfig, SupervisedConfig, TrainerConfig
 from .errors import InputError
 from .inputs import BUILTIN_MODEL
 from .placement import Placement
+from .rollout_phase import load_rollout
+from .scoring import load_reward
 
 
-def check_prompt_files(model: ModelConfig, data: DataConfig) -> None:
-    """The model folder and every row of the prompt files.
+def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
+    """The user's own functions can be imported and called.
+
+    Raises:
+        InputError: one cannot.
+    """
+    if episode.function is not None:
+        load_rollout(episode.function)
+    if reward.function is not None:
+        load_reward(reward.function)
+
+
+def check_prompt_files(model: ModelConfig, data: DataConfig, *, any_source: bool = False) -> None:
+    """The model folder and every row of the prompt files; `any_source`: one reward serves every data source.
 
     Raises:
         InputError, rl_data.DataError: with the file or folder and what to do.
@@ -35,7 +49,7 @@ def check_prompt_files(model: ModelConfig, data: DataConfig) -> None:
             f"model.path is {BUILTIN_MODEL}, whose vocabulary knows the built-in task only; "
             "give model.path=<Hugging Face folder> with data.train and data.val"
         )
-    check_files([*data.train, *data.val])
+    check_files([*data.train, *data.val], any_source=any_source)
 
 
 def check_supervised(model: ModelConfig, data: DataConfig, supervised: SupervisedConfig, *, section: str) -> None:

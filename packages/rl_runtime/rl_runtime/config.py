@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ds_engine import OptimConfig
+from rl_data import RewardConfig
 
 EXPERIMENT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
 """What a run may be called: the name becomes a folder's."""
@@ -64,6 +65,9 @@ class TrainerConfig(RanksConfig):
     """Validate once before the first step."""
     val_after_train: bool = True
     """Validate once after the last step."""
+    max_server_restarts: int = 3
+    """How often each rollout server is started again when it died or hangs; it gets the current weights before it
+    serves. 0 ends the run then. Servers given by `rollout.urls` are never started again."""
     test_freq: int = -1
     """Validate every so many steps; -1 for never in between."""
     save_freq: int = 0
@@ -98,7 +102,7 @@ class TrainerConfig(RanksConfig):
             raise ValueError(f"keep_checkpoints is {self.keep_checkpoints}; allowed: 1 or more")
         if self.test_freq == 0 or self.test_freq < -1:
             raise ValueError(f"test_freq is {self.test_freq}; allowed: -1 (never) or 1 and more")
-        for name in ("keep_every", "keep_best"):
+        for name in ("keep_every", "keep_best", "max_server_restarts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 (none) or more")
         if any(not 1 <= step <= self.total_training_steps for step in self.profile_steps):
@@ -106,6 +110,41 @@ class TrainerConfig(RanksConfig):
                 f"profile_steps is {list(self.profile_steps)}; allowed: steps from 1 to total_training_steps "
                 f"({self.total_training_steps})"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeConfig:
+    """Responses of several turns, driven by a function of the user's (tools, environments)."""
+
+    function: str | None = None
+    """`package.module:function`, a coroutine function called as `function(episode, prompt, tokenizer)` for each sample;
+    null: the model answers once. `sampling.max_tokens` bounds the whole response, context included."""
+    timeout_s: float | None = None
+    """Seconds after which an episode is given up and left out of the batch; null for no limit."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise ValueError(f"timeout_s is {self.timeout_s}; allowed: above 0 seconds, or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringConfig(RewardConfig):
+    """How responses are scored, in processes beside the rollout."""
+
+    function: str | None = None
+    """`package.module:function`, called as `function(response_text, prompt) -> float` instead of the rule that the
+    prompt's data source has. A sample whose call raises, or gives no finite number, is left out of the batch."""
+    num_workers: int = 1
+    """Processes that score."""
+    timeout_s: float = 30.0
+    """Seconds for one sample; one that takes longer is left out of the batch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_workers < 1:
+            raise ValueError(f"num_workers is {self.num_workers}; allowed: 1 or more")
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout_s is {self.timeout_s}; allowed: above 0 seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,14 +169,16 @@ class SupervisedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSize:
-    """How many problems of the built-in arithmetic task are written."""
+    """Which built-in task, and how many problems of it are written."""
 
+    kind: Literal["arithmetic", "calculator"] = "arithmetic"
+    """Additions whose working is shown, or larger ones with a calculator to call."""
     num_train: int = 2000
     """Training problems."""
     num_val: int = 256
     """Held-out problems, of operand pairs that no training problem has."""
     num_demonstrations: int = 4000
-    """Demonstrations for the warm start, four in ten of them with working shown."""
+    """Demonstrations for the warm start, four in ten of them with working shown or the calculator called."""
 
     def __post_init__(self) -> None:
         for name in ("num_train", "num_val", "num_demonstrations"):

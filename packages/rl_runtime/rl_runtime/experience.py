@@ -1,6 +1,7 @@
 """What one rollout step brought: sequences with their scores and per-token columns, ready to be packed for the ranks.
 
-Shapes: `N` samples; every column is a list of N arrays, one value a response token.
+Shapes: `N` samples; every column is a list of N arrays, one value a generated token. Generated tokens are those of the
+response that the policy wrote: all of them, but for what tools and other turns put between (`response_mask`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from rl_core import MicroBatchPlan, PackedBatch, SequenceData, pack
 
 Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 
 
 class PromptLike(Protocol):
@@ -40,15 +42,38 @@ class Experience:
     sample_index: int
     response_ids: tuple[int, ...]
     response_text: str
+    response_mask: BoolArray | None = None
+    """False where a response token is context, given to the policy and masked out of the loss; None: nowhere."""
     rollout_log_probs: Float32Array
+    """One value a generated token."""
     finish_reason: str
-    policy_version: int
+    version_spans: tuple[tuple[int, int], ...]
+    """(policy version, how many generated tokens in a row it drew), in order."""
+    num_turns: int = 1
     score: float
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens."""
+        """Prompt and response tokens, context among them."""
         return len(self.prompt.token_ids) + len(self.response_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Response tokens that the policy wrote."""
+        return len(self.response_ids) if self.response_mask is None else int(self.response_mask.sum())
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version that drew a token."""
+        return min(version for version, _ in self.version_spans)
+
+    def over_response(self, column: Float32Array) -> Float32Array:
+        """A column with zeros put in where the response is context: one value a response token."""
+        if self.response_mask is None:
+            return column
+        spread = np.zeros(len(self.response_ids), dtype=np.float32)
+        spread[self.response_mask] = column
+        return spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +95,8 @@ class ExperienceBatch:
 
     @property
     def response_lens_N(self) -> torch.Tensor:
-        """[N] int64, response tokens."""
-        return torch.tensor([len(item.response_ids) for item in self.items], dtype=torch.int64)
+        """[N] int64, generated tokens."""
+        return torch.tensor([item.num_generated for item in self.items], dtype=torch.int64)
 
     @property
     def num_tokens(self) -> int:
@@ -79,16 +104,16 @@ class ExperienceBatch:
         return sum(item.num_tokens for item in self.items)
 
     def with_column(self, name: str, values: Sequence[Float32Array]) -> "ExperienceBatch":
-        """Adds or replaces a per-token column: N arrays, each as long as its response."""
+        """Adds or replaces a per-token column: N arrays, one value a generated token."""
         arrays = tuple(np.asarray(value, dtype=np.float32) for value in values)
-        if [len(a) for a in arrays] != [len(item.response_ids) for item in self.items]:
-            raise ValueError(f"column {name!r} does not have one value a response token")
+        if [len(a) for a in arrays] != [item.num_generated for item in self.items]:
+            raise ValueError(f"column {name!r} does not have one value a generated token")
         return replace(self, columns={**self.columns, name: arrays})
 
     def with_constant(self, name: str, values_N: torch.Tensor) -> "ExperienceBatch":
-        """Adds a column that repeats one value a sequence over its response tokens (advantages, loss weights)."""
+        """Adds a column that repeats one value a sequence over its generated tokens (advantages, loss weights)."""
         pairs = zip(values_N.tolist(), self.items, strict=True)
-        return self.with_column(name, [np.full(len(item.response_ids), v, dtype=np.float32) for v, item in pairs])
+        return self.with_column(name, [np.full(item.num_generated, v, dtype=np.float32) for v, item in pairs])
 
     def flat(self, name: str) -> torch.Tensor:
         """Column `name` of all samples one after another: [K] float32, K the sum of `response_lens_N`."""
@@ -119,7 +144,8 @@ class ExperienceBatch:
         return SequenceData(
             prompt_ids=item.prompt.token_ids,
             response_ids=item.response_ids,
-            columns={name: column[index] for name, column in self.columns.items()},
+            response_mask=item.response_mask,
+            columns={name: item.over_response(column[index]) for name, column in self.columns.items()},
         )
 
     def packed(self, plan: MicroBatchPlan) -> list[list[PackedBatch]]:

@@ -49,6 +49,7 @@ def load_inputs(
         model_path = build_tiny_model(folder / "initial_model", seed=seed)
         written = write_task(
             folder / "task",
+            kind=task.kind,
             num_train=task.num_train,
             num_val=task.num_val,
             num_demonstrations=task.num_demonstrations,

@@ -18,6 +18,7 @@ from rl_data import PromptSampler
 from .checkpoints import RunCheckpoints, Stateful
 from .checks import (
     check_engine,
+    check_functions,
     check_lengths,
     check_prompt_files,
     check_sequence_parallel,
@@ -28,13 +29,15 @@ from .checks import (
 from .config_loader import to_yaml
 from .environment import prepare_driver
 from .inputs import Inputs, load_inputs
-from .job_config import JobConfig
+from .job_config import JobConfig, without_secrets
 from .loop import Learn, LoopResult, TrainingLoop
 from .memory import MemorySampler
 from .placement import Placement
 from .profiling import StepProfiler
 from .role import Role
 from .rollout_phase import RolloutPhase
+from .rollout_servers import RolloutServers
+from .scoring import Scorer
 from .session import Session, open_session, plan_session
 from .supervised import train_supervised
 from .tracking import RunFolder, Tracker, check_tracking
@@ -138,7 +141,8 @@ def check_job(
         job_layout(config, section=section, engine=engine, num_ranks=own_ranks.get(section))
     check_tracking(config.tracking)
     placement = plan_session(config.trainer, config.rollout, own_ranks)
-    check_prompt_files(config.model, config.data)
+    check_functions(config.episode, config.reward)
+    check_prompt_files(config.model, config.data, any_source=config.reward.function is not None)
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
         check_engine(engine, section=section, num_updates=num_updates, is_saved=config.trainer.save_freq > 0)
@@ -155,7 +159,7 @@ def run_job(config: JobConfig, placement: Placement, compose: Callable[[Job], Al
     run = RunFolder.create(config.trainer.output_dir, config.trainer.experiment)
     with (
         MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
-        Tracker(run, config, num_steps=config.trainer.total_training_steps) as tracker,
+        Tracker(run, without_secrets(config), num_steps=config.trainer.total_training_steps) as tracker,
     ):
         tracker.info(f"run folder {run.path}; starting {config.trainer.num_ranks} ranks and the servers")
         inputs = load_inputs(
@@ -186,7 +190,6 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
     config, session, inputs = job.config, job.session, job.inputs
     actor = algorithm.roles["actor"]
     session.servers.wait_ready()
-    actor.connect_servers(session.servers.endpoints, config.sync)
     sampler = PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle)
     checkpoints = RunCheckpoints(
         job.folder / "checkpoints",
@@ -194,26 +197,40 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
         session.rank_groups,
         roles=algorithm.roles,
         parts={"sampler": sampler, **algorithm.state},
-        config=to_yaml(replace(config, rollout=replace(config.rollout, api_key=None))),
+        config=to_yaml(without_secrets(config)),
     )
-    loop = TrainingLoop(
-        trainer=config.trainer,
-        sampling=config.sampling,
-        validation=config.validation,
-        train_batch_size=config.batch.train_batch_size,
-        train_prompts=inputs.train_prompts,
-        val_prompts=inputs.val_prompts,
-        sampler=sampler,
-        session=session,
-        roles=algorithm.roles,
-        rollout=RolloutPhase(session.client, inputs.tokenizer, reward=config.reward, seed=config.trainer.seed),
-        tracker=job.tracker,
-        memory=memory,
-        profiler=StepProfiler(session.ranks, job.folder / "profile", config.trainer.profile_steps),
-        checkpoints=checkpoints,
-        resumed=job.resumed,
-    )
-    result = loop.run(algorithm.learn)
+    with (
+        Scorer(config.reward) as scorer,
+        RolloutPhase(
+            session.client, inputs.tokenizer, scorer=scorer, seed=config.trainer.seed, episode=config.episode
+        ) as rollout,
+        RolloutServers(
+            session.servers,
+            session.client,
+            actor,
+            config.sync,
+            max_restarts=config.trainer.max_server_restarts,
+            report=job.tracker.info,
+        ) as servers,
+    ):
+        loop = TrainingLoop(
+            trainer=config.trainer,
+            sampling=config.sampling,
+            validation=config.validation,
+            train_batch_size=config.batch.train_batch_size,
+            train_prompts=inputs.train_prompts,
+            val_prompts=inputs.val_prompts,
+            sampler=sampler,
+            session=session,
+            servers=servers,
+            rollout=rollout,
+            tracker=job.tracker,
+            memory=memory,
+            profiler=StepProfiler(session.ranks, job.folder / "profile", config.trainer.profile_steps),
+            checkpoints=checkpoints,
+            resumed=job.resumed,
+        )
+        result = loop.run(algorithm.learn)
     if config.trainer.export_model:
         actor.export(str(job.folder / "model"), job.model_path)
     return result

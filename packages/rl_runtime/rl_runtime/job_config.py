@@ -1,14 +1,15 @@
 """The sections that every reinforcement-learning app has; an app adds its algorithm's."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from ds_engine import EngineConfig
 from rl_core import BatchConfig
-from rl_data import DataConfig, RewardConfig
+from rl_data import DataConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
 from weight_sync import SyncConfig
 
-from .config import ModelConfig, SupervisedConfig, TaskSize, TrainerConfig
+from .config import EpisodeConfig, ModelConfig, ScoringConfig, SupervisedConfig, TaskSize, TrainerConfig
 from .tracking import TrackingConfig
 
 
@@ -19,10 +20,11 @@ class JobConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskSize = field(default_factory=TaskSize)
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    reward: ScoringConfig = field(default_factory=ScoringConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     actor: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     validation: SamplingConfig = field(default_factory=lambda: SamplingConfig(n=1))
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -33,3 +35,11 @@ class JobConfig:
     def __post_init__(self) -> None:
         if self.sampling.temperature <= 0:
             raise ValueError(f"sampling.temperature is {self.sampling.temperature}; allowed: above 0")
+
+
+JobConfigT = TypeVar("JobConfigT", bound=JobConfig)
+
+
+def without_secrets(config: JobConfigT) -> JobConfigT:
+    """The configuration as it may be written down."""
+    return replace(config, rollout=replace(config.rollout, api_key=None))

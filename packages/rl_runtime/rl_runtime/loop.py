@@ -3,7 +3,7 @@
 What is learned is the app's: it hands in `learn`, a function from the step's samples to metrics.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,8 @@ from .experience import ExperienceBatch, PromptLike
 from .memory import MemorySampler
 from .metrics import rollout_metrics, throughput
 from .profiling import StepProfiler
-from .role import Role
 from .rollout_phase import RolloutPhase
+from .rollout_servers import RolloutServers
 from .session import Session
 from .timing import PhaseTimer
 from .tracking import Tracker
@@ -40,7 +40,7 @@ class LoopResult:
 
 
 class TrainingLoop:
-    """Runs the steps of `trainer`, drawing `train_batch_size` prompts each, pushing `roles["actor"]` to the servers."""
+    """Runs the steps of `trainer`, drawing `train_batch_size` prompts each; `servers` get the actor's weights."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TrainingLoop:
         val_prompts: Sequence[PromptLike],
         sampler: PromptSampler,
         session: Session,
-        roles: Mapping[str, Role],
+        servers: RolloutServers,
         rollout: RolloutPhase,
         tracker: Tracker,
         memory: MemorySampler,
@@ -64,7 +64,7 @@ class TrainingLoop:
         self._trainer, self._sampling, self._validation = trainer, sampling, validation
         self._train_batch_size, self._sampler = train_batch_size, sampler
         self._train_prompts, self._val_prompts = train_prompts, val_prompts
-        self._session, self._roles, self._rollout, self._tracker = session, roles, rollout, tracker
+        self._session, self._servers, self._rollout, self._tracker = session, servers, rollout, tracker
         self._memory, self._profiler = memory, profiler
         self._resumed = resumed
         self._checkpoints = checkpoints
@@ -79,7 +79,7 @@ class TrainingLoop:
             with self._checkpoints:
                 return self._run(learn)
         except (RankError, RolloutFailed):
-            self._session.servers.check()
+            self._servers.check()
             raise
 
     def _run(self, learn: Learn) -> LoopResult:
@@ -96,9 +96,10 @@ class TrainingLoop:
         return LoopResult(accuracy_before=before, accuracy_after=after, num_steps=trainer.total_training_steps - first)
 
     def sync(self, version: int) -> dict[str, float]:
-        """Pushes the actor's weights into every server as policy `version`."""
-        report = self._roles["actor"].push_weights(version)
-        self._session.client.set_policy_version(version)
+        """Pushes the actor's weights into the servers as policy `version`."""
+        report = self._servers.push(version)
+        if report is None:  # no server is up; it gets them before it serves again
+            return {"sync/total_s": 0.0, "sync/num_bytes": 0.0}
         return {"sync/total_s": report.total_s, "sync/num_bytes": float(report.num_bytes)}
 
     def validate(self, step: int) -> float | None:
@@ -120,21 +121,25 @@ class TrainingLoop:
     def _step(self, step: int, learn: Learn) -> None:
         timer = PhaseTimer()
         with self._profiler.step(step, timer), timer.step():
-            self._session.servers.check()
+            self._servers.check()
             prompts = [self._train_prompts[i] for i in self._sampler.next(self._train_batch_size)]
             collected = self._rollout.collect(prompts, self._sampling, step=step, phase=timer.phase)
-            metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
-            with timer.phase("sync"):
-                metrics |= self.sync(version=step)
-            if self._checkpoints.is_due(step):
-                with timer.phase("checkpoint"):
-                    self._checkpoints.save(step, metrics)
+            if collected.reason:
+                self._tracker.info(f"step {step}: {collected.num_failed} samples left out: {collected.reason}")
+            with self._servers.changing_weights():
+                metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
+                with timer.phase("sync"):
+                    metrics |= self.sync(version=step)
+                if self._checkpoints.is_due(step):
+                    with timer.phase("checkpoint"):
+                        self._checkpoints.save(step, metrics)
         times = timer.metrics()
         metrics |= times
         metrics["perf/total_num_tokens"] = float(collected.batch.num_tokens)
         metrics["perf/throughput"] = throughput(
             collected.batch.num_tokens, times["timing_s/step"], self._session.placement.num_gpus
         )
+        metrics["rollout/num_restarts"] = float(self._servers.num_restarts)
         metrics |= self._memory.metrics() | self._device_memory()
         self._tracker.log(step, metrics)
         self._tracker.log_rollouts(step, [rollout_record(item) for item in collected.batch.items])
@@ -164,5 +169,8 @@ def rollout_record(item: Any) -> dict[str, Any]:
         "group": item.group_id,
         "finish_reason": item.finish_reason,
         "policy_version": item.policy_version,
-        "num_response_tokens": len(item.response_ids),
+        "version_spans": item.version_spans,
+        "num_turns": item.num_turns,
+        "num_response_tokens": item.num_generated,
+        "num_context_tokens": len(item.response_ids) - item.num_generated,
     }

@@ -20,6 +20,8 @@ class DemonstrationLike(Protocol):
     def prompt_ids(self) -> Sequence[int]: ...
     @property
     def response_ids(self) -> Sequence[int]: ...
+    @property
+    def response_mask(self) -> Sequence[bool] | None: ...
 
 
 def nll_loss(outputs: TokenOutputs, batch: TokenBatch) -> LossOutput:
@@ -47,13 +49,14 @@ def train_supervised(
 
 
 def supervised_step(role: Role, batch: Sequence[DemonstrationLike]) -> StepStats:
-    """One optimizer step on the token mean over all response tokens of `batch`."""
-    response_lens_N = torch.tensor([len(item.response_ids) for item in batch])
+    """One optimizer step on the token mean over the response tokens of `batch` that are not masked out."""
+    response_lens_N = torch.tensor([sum(item.response_mask or [True] * len(item.response_ids)) for item in batch])
     weights = token_weights("token_mean", response_lens_N).tolist()
     sequences = [
         SequenceData(
             prompt_ids=item.prompt_ids,
             response_ids=item.response_ids,
+            response_mask=item.response_mask,
             columns={"weights": np.full(len(item.response_ids), weight, dtype=np.float32)},
         )
         for item, weight in zip(batch, weights, strict=True)

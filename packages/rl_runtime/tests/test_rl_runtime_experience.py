@@ -1,13 +1,14 @@
 """The train batch: columns stay with their samples through selection, mini batches, packing and back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core import plan_micro_batches
+from rl_core import gae, plan_micro_batches, token_rewards
 from rl_runtime.experience import Experience, ExperienceBatch
 
 
@@ -36,7 +37,7 @@ def make_batch(groups: list[list[int]]) -> ExperienceBatch:
                     response_text="",
                     rollout_log_probs=np.full(length, -number, np.float32),
                     finish_reason="stop",
-                    policy_version=0,
+                    version_spans=((0, length),),
                     score=float(number),
                 )
             )
@@ -88,3 +89,45 @@ def test_a_constant_is_repeated_over_its_response() -> None:
     (first, second) = batch.with_constant("c", batch.scores_N + 5).columns["c"]
     assert first.tolist() == [5, 5, 5]
     assert second.tolist() == [6, 6]
+
+
+def with_context(batch: ExperienceBatch, masks: list[list[bool]]) -> ExperienceBatch:
+    """The same samples, with tokens of theirs turned into context; the column goes with the others."""
+    items = [
+        replace(item, response_mask=np.array(mask), rollout_log_probs=item.rollout_log_probs[np.array(mask)])
+        for item, mask in zip(batch.items, masks, strict=True)
+    ]
+    columns = [column[np.array(mask)] for column, mask in zip(batch.columns["tag"], masks, strict=True)]
+    return ExperienceBatch(items=tuple(items)).with_column("tag", columns)
+
+
+@given(groups=groups_of_lengths, data=st.data())
+def test_context_is_read_and_never_predicted(groups: list[list[int]], data: st.DataObject) -> None:
+    whole = make_batch(groups)
+    lengths = [len(item.response_ids) for item in whole.items]
+    masks = [data.draw(st.lists(st.booleans(), min_size=n, max_size=n)) for n in lengths]
+    batch = with_context(whole, masks)
+    assert batch.response_lens_N.tolist() == [sum(mask) for mask in masks]
+    assert batch.num_tokens == whole.num_tokens
+    plan = plan_micro_batches([item.num_tokens for item in batch.items], num_ranks=2, token_budget=32)
+    seen: list[int] = []
+    for micro, packed in zip(
+        (m for rank in plan.assignment for m in rank), (m for rank in batch.packed(plan) for m in rank), strict=True
+    ):
+        assert packed.num_tokens == sum(batch.items[i].num_tokens for i in micro)
+        if packed.num_targets:
+            assert packed.columns["tag"].long().tolist() == packed.target_ids_K.tolist()
+            assert packed.input_ids_T[packed.target_index_K + 1].tolist() == packed.target_ids_K.tolist()
+        assert packed.response_lens_S.tolist() == [batch.items[i].num_generated for i in micro]
+        seen += packed.target_ids_K.tolist()
+    generated = [token for item in batch.items for token in np.array(item.response_ids)[item.response_mask].tolist()]
+    assert sorted(seen) == sorted(generated)
+
+
+def test_advantages_step_over_context() -> None:
+    """A tool's result earns nothing: the value after a call is that of the first token written after it."""
+    batch = with_context(make_batch([[4]]), [[True, False, False, True]])
+    rewards_K = token_rewards(torch.tensor([1.0]), batch.response_lens_N)
+    advantages_K, returns_K = gae(rewards_K, torch.tensor([0.2, 0.6]), batch.response_lens_N, gamma=1.0, lam=0.0)
+    assert advantages_K.tolist() == pytest.approx([0.4, 0.4])
+    assert returns_K.tolist() == pytest.approx([0.6, 1.0])

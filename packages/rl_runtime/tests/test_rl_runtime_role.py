@@ -50,7 +50,7 @@ def make_batch(lengths: list[int]) -> ExperienceBatch:
             response_text="",
             rollout_log_probs=np.zeros(length, np.float32),
             finish_reason="stop",
-            policy_version=0,
+            version_spans=((0, length),),
             score=0.0,
         )
         for number, length in enumerate(lengths)

@@ -1,0 +1,42 @@
+"""Functions that a configuration names: `package.module:function`."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from .errors import InputError
+
+
+def load_function(name: str, *, key: str, arguments: tuple[str, ...], is_coroutine: bool = False) -> Callable[..., Any]:
+    """The function that the configuration's `key` names; it can be called with `arguments` by position.
+
+    Raises:
+        InputError: there is no such function, or it cannot be called so; says what can.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise InputError(f"{key} is {name!r}; allowed: package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise InputError(
+            f"{key} is {name!r}, but {module_name} cannot be imported ({error}); run where the module is, or put its "
+            "folder on PYTHONPATH"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise InputError(f"{key} is {name!r}, but {module_name} has no function {attribute!r}")
+    if inspect.iscoroutinefunction(function) != is_coroutine:
+        raise InputError(
+            f"{key} is {name!r}, which is {'no' if is_coroutine else 'a'} coroutine function; write "
+            f"`{'async def' if is_coroutine else 'def'} {attribute}({', '.join(arguments)})`"
+        )
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise InputError(
+            f"{key} is {name!r}, which cannot be called as {attribute}({', '.join(arguments)}): {error}"
+        ) from error
+    loaded: Callable[..., Any] = function
+    return loaded

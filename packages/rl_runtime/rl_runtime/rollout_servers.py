@@ -1,0 +1,145 @@
+"""The rollout servers as the loop sees them: all that serve hold the current weights, and one that dies comes back.
+
+Weights move under a lock. The loop holds it while they change (`changing_weights`: updates, sync, checkpoint); a server
+that was started again waits for it and is brought up to date while the loop generates, when all ranks are idle and the
+weights are those of the published version. So the ranks never see two pushes, or a push within an update.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rollout_vllm import Endpoint, RolloutClient, ServerGroup, ServerWatch
+from weight_sync import SyncConfig, SyncReport
+
+from .errors import RankError, RlRuntimeError
+from .role import Role
+
+_NOTICE_S = 20.0
+"""How long a server's supervisor may take to see that the server is gone."""
+
+
+class RolloutServers:
+    """Pushes the weights of `actor` into the servers; starts each of them again up to `max_restarts` times.
+
+    To be used as a context once the servers are ready. `report` gets a line for whatever happens to a server.
+    """
+
+    def __init__(
+        self,
+        servers: ServerGroup,
+        client: RolloutClient,
+        actor: Role,
+        sync: SyncConfig,
+        *,
+        max_restarts: int,
+        report: Callable[[str], None],
+    ) -> None:
+        self._servers, self._client, self._actor, self._sync = servers, client, actor, sync
+        self._report = report
+        self._weights = threading.RLock()
+        self._connected: list[int] = []
+        self._num_synced = [0] * len(servers.endpoints)
+        self._num_reported = 0
+        self._is_closing = False
+        self._watch: ServerWatch | None = None
+        if servers.servers and max_restarts:
+            self._watch = ServerWatch(servers, client, on_restart=self._bring_up_to_date, max_restarts=max_restarts)
+
+    def __enter__(self) -> "RolloutServers":
+        if self._watch is not None:
+            self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closing = True
+        if self._watch is not None:
+            self._watch.stop()
+
+    @contextmanager
+    def changing_weights(self) -> Iterator[None]:
+        """Inside, the weights are the caller's to change, and to push."""
+        with self._weights:
+            yield
+
+    def push(self, version: int) -> SyncReport | None:
+        """The actor's weights into every server that is up, as policy `version`; None when none is up.
+
+        The others get them before they serve again.
+        """
+        with self._weights:
+            report = self._push_to_serving(version)
+            self._client.set_policy_version(version)
+            return report
+
+    def check(self) -> None:
+        """Reports what happened to the servers since the last call.
+
+        Raises:
+            rollout_vllm.ServerDiedError: no server is left, or one died that is not to be started again.
+        """
+        if self._watch is None:
+            self._servers.check()
+            return
+        events = list(self._watch.events)
+        for event in events[self._num_reported :]:
+            self._report(f"rollout server {event.server} {event.what.replace('_', ' ')}: {event.detail}")
+        self._num_reported = len(events)
+        self._watch.check()
+
+    @property
+    def num_restarts(self) -> int:
+        """Restarts that brought a server back."""
+        return sum(self._num_synced)
+
+    def _push_to_serving(self, version: int) -> SyncReport | None:
+        while serving := self._serving():
+            try:
+                if serving != self._connected:
+                    self._connect([self._servers.endpoints[index] for index in serving])
+                    self._connected = serving
+                report: SyncReport = self._actor.push_weights(version)
+                return report
+            except RankError:
+                self._connected = []
+                if self._watch is None or not self._changes(serving):
+                    raise
+        return None
+
+    def _bring_up_to_date(self, index: int, endpoint: Endpoint) -> int:
+        """The watch's hook: the current weights for a server that was started again."""
+        with self._weights:
+            if self._is_closing:
+                raise RlRuntimeError("the run is over")
+            version = self._client.policy_version
+            self._connected = []
+            self._connect([endpoint])
+            self._actor.push_weights(version)
+            self._num_synced[index] += 1
+            return version
+
+    def _connect(self, endpoints: list[Endpoint]) -> None:
+        self._actor.connect_servers(endpoints, self._sync)
+
+    def _serving(self) -> list[int]:
+        """The servers that run and have missed no push."""
+        if self._watch is None:
+            return list(range(len(self._servers.endpoints)))
+        failed = [0] * len(self._servers.servers)
+        for event in list(self._watch.events):
+            failed[event.server] += event.what in ("died", "hung")
+        return [
+            index
+            for index, server in enumerate(self._servers.servers)
+            if server.alive and failed[index] == self._num_synced[index]
+        ]
+
+    def _changes(self, serving: list[int]) -> bool:
+        """Whether one of these turns out to be gone: a moment passes before that is known."""
+        deadline = time.monotonic() + _NOTICE_S
+        while self._serving() == serving:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
