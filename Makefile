@@ -1,8 +1,9 @@
 # `make demo` and `make test` work on a bare machine with Python 3.11, a C compiler and a package index.
 PYTHON := .venv/bin/python
 TYPED := $(patsubst %/py.typed,%,$(wildcard packages/*/*/py.typed))
-# Starting processes is mostly waiting on one core. Tests that start some stay together by folder (conftest.py).
-WORKERS ?= -n 3 --dist loadgroup
+# Starting processes is mostly waiting on one core. Tests that start some stay together by folder and come first
+# (conftest.py); xdist's own order, by the number of tests in a group, would leave the longest for the end.
+WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 # Two ranks and a server share the cores: one compute thread each is faster than a crowd.
 export OMP_NUM_THREADS ?= 1
 

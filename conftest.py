@@ -23,8 +23,12 @@ if _heavy_stack and _handed_on in os.environ:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With pytest-xdist, a folder's tests that start processes stay on one worker: they share servers and worlds."""
+    """With pytest-xdist, a folder's tests that start processes stay on one worker: they share servers and worlds.
+
+    They come first, whole applications before all others: no worker is left with a long group when the rest is done.
+    """
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             if item.get_closest_marker("slow") or item.get_closest_marker("e2e"):
                 item.add_marker(pytest.mark.xdist_group(str(item.path.parent.relative_to(config.rootpath))))
+        items.sort(key=lambda item: (item.get_closest_marker("e2e") is None, item.get_closest_marker("slow") is None))

@@ -198,7 +198,13 @@ def start_app(tmp_path: Path) -> tuple["subprocess.Popen[str]", Path]:
     script = tmp_path / "app.py"
     script.write_text(textwrap.dedent(APP.format(here=str(HERE), out=str(out))))
     process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell starts what it puts in the background deaf to Ctrl-C, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
