@@ -20,8 +20,20 @@ if TYPE_CHECKING:
         ServerDiedError,
         ServerStartError,
     )
+    from .partial import token_versions
+    from .remote_rewards import RemoteReward, classification_reward, http_reward, judge_reward, pooling_reward
     from .rewards import RewardOutcome, RewardPool
-    from .samples import Endpoint, Failure, GroupResult, Request, Sample, request_seed
+    from .samples import (
+        Endpoint,
+        Failure,
+        FirstGroups,
+        GroupResult,
+        PartialGroup,
+        Request,
+        Sample,
+        VersionSpan,
+        request_seed,
+    )
     from .server import ServerGroup, check_launch
     from .watch import ServerWatch, WatchEvent
 
@@ -32,12 +44,15 @@ __all__ = [
     "EpisodeGroup",
     "EpisodeResult",
     "Failure",
+    "FirstGroups",
     "GroupResult",
     "KVCacheTooSmallError",
     "LoraAdapters",
     "ModelFolderError",
     "NoServerError",
+    "PartialGroup",
     "PortInUseError",
+    "RemoteReward",
     "Request",
     "RequestTooLongError",
     "RewardOutcome",
@@ -53,10 +68,16 @@ __all__ = [
     "ServerStartError",
     "ServerWatch",
     "TurnFailedError",
+    "VersionSpan",
     "WatchEvent",
     "check_launch",
+    "classification_reward",
+    "http_reward",
+    "judge_reward",
+    "pooling_reward",
     "request_seed",
     "run_episodes",
+    "token_versions",
 ]
 
 _EXPORTS = {
@@ -66,12 +87,15 @@ _EXPORTS = {
     "EpisodeGroup": ".episodes",
     "EpisodeResult": ".episodes",
     "Failure": ".samples",
+    "FirstGroups": ".samples",
     "GroupResult": ".samples",
     "KVCacheTooSmallError": ".errors",
     "LoraAdapters": ".control",
     "ModelFolderError": ".errors",
     "NoServerError": ".errors",
+    "PartialGroup": ".samples",
     "PortInUseError": ".errors",
+    "RemoteReward": ".remote_rewards",
     "Request": ".samples",
     "RequestTooLongError": ".errors",
     "RewardOutcome": ".rewards",
@@ -87,10 +111,16 @@ _EXPORTS = {
     "ServerStartError": ".errors",
     "ServerWatch": ".watch",
     "TurnFailedError": ".episodes",
+    "VersionSpan": ".samples",
     "WatchEvent": ".watch",
     "check_launch": ".server",
+    "classification_reward": ".remote_rewards",
+    "http_reward": ".remote_rewards",
+    "judge_reward": ".remote_rewards",
+    "pooling_reward": ".remote_rewards",
     "request_seed": ".samples",
     "run_episodes": ".episodes",
+    "token_versions": ".partial",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -27,23 +28,32 @@ class LoopThread:
                 self._thread.start()
             return self._loop
 
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin to run it; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._ensure())
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run to the end and return the result. An interrupt of the caller (Ctrl-C) cancels the coroutine and waits."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._ensure())
+        future = self.submit(coroutine)
         try:
             return future.result()
         except BaseException:
             if not future.done():
                 future.cancel()
-                self._drain()
+                self.settle(cancel=False)
             raise
 
-    def _drain(self) -> None:
-        """Let cancelled tasks finish their clean-up (closing connections is what aborts requests on the server)."""
+    def settle(self, *, cancel: bool) -> None:
+        """Let cancelled tasks finish their clean-up (closing connections is what aborts requests on the server).
+
+        cancel: cancel everything that runs in this loop first.
+        """
         assert self._loop is not None
 
         async def settle() -> None:
             others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+            for task in others if cancel else ():
+                task.cancel()
             await asyncio.wait(others, timeout=5.0) if others else None
 
         asyncio.run_coroutine_threadsafe(settle(), self._loop).result(timeout=10.0)

@@ -4,46 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
-import random
-import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import aiohttp
 
 from ._loop import LoopThread
+from .attempts import Asker
 from .config import RolloutConfig, SamplingConfig
 from .dispatch import Dispatcher
-from .errors import NoServerError
-from .metrics import ClientCounters, combine, server_metrics
-from .protocol import Choice, MalformedAnswerError, completion_body, error_message, parse_completion
-from .retry import ABORTED, CONNECTION_LOST, MALFORMED, TIMED_OUT, Verdict, backoff_s, judge_status
-from .samples import Endpoint, Failure, FailureKind, GroupResult, Request, Sample
+from .errors import ControlError, NoServerError
+from .group_run import GroupRun
+from .metrics import ClientCounters, Rates, combine, server_metrics
+from .partial import fresh_group
+from .samples import Endpoint, FirstGroups, GroupResult, PartialGroup, Request
 from .transport import Transport
 
+T = TypeVar("T")
 OnGroup = Callable[[GroupResult], Awaitable[None] | None]
 
 _METRICS_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class _Setback:
-    """An attempt that brought no samples."""
-
-    verdict: Verdict
-    message: str
-    retry_after_s: float | None = None
-    maybe_stale: bool = False  # the server may only have closed an idle connection: try again at once
+_CUT_POLL_S = 0.02
+_CUT_TIMEOUT_S = 30.0
 
 
 class RolloutClient:
     """Asks servers for groups of samples.
 
-    Use `generate` from a coroutine or `generate_blocking` from ordinary code. Thread-safe; connections are kept per
-    event loop. Close it with `close` (or `aclose` inside the loop that used `generate`).
+    Use `generate` from a coroutine; from ordinary code `generate_blocking`, or `run` and `start` for any coroutine of
+    this client. Thread-safe; connections are kept per event loop. Close it with `close` (or `aclose` inside the loop
+    that used `generate`).
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig | None = None) -> None:
@@ -51,27 +44,24 @@ class RolloutClient:
             raise NoServerError("no endpoints: launch a ServerGroup or give rollout.urls")
         self.endpoints = tuple(endpoints)
         self.config = config or RolloutConfig()
-        self.counters = ClientCounters()
         self._dispatcher = Dispatcher(len(self.endpoints), max_in_flight=self.config.max_samples_in_flight)
-        self._policy_version = 0
-        self._model_override: str | None = None
         self._transport = Transport(self.endpoints, self.config)
-        self._lock = threading.Lock()  # guards the counters between loops
+        self._asker = Asker(self.config, self._transport, self._dispatcher)
+        self._urls = [endpoint.url for endpoint in self.endpoints]
+        self._rates = Rates()
         self._background = LoopThread("rollout-client")
-        self._random = random.Random()
         self._num_running, self._running_since = 0, 0.0
-        self._report_suspect: Callable[[int], None] | None = None
 
     # ---- generating ----------------------------------------------------------------------------------------------
     async def generate(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[Request | PartialGroup],
         sampling: SamplingConfig,
         *,
         on_group: OnGroup | None = None,
         deadline_s: float | None = None,
     ) -> list[GroupResult]:
-        """`sampling.n` samples for each request; results in request order.
+        """`sampling.n` samples for each request; results in request order. A PartialGroup is gone on with.
 
         on_group: called (and awaited) with each group as soon as it is complete, in order of completion. If it
         raises, the rest is cancelled and the exception is raised here.
@@ -81,28 +71,54 @@ class RolloutClient:
         Cancelling this coroutine closes its connections, which aborts its requests on the servers.
         """
         end = None if deadline_s is None else time.monotonic() + deadline_s
+        runs = [self._run_of(request, sampling) for request in requests]
         self._enter()
-        tasks = [asyncio.ensure_future(self._group(r, sampling, end, on_group)) for r in requests]
+
+        async def one(run: GroupRun) -> GroupResult:
+            return await self._deliver(await self._group(run, end), on_group)
+
+        tasks = [asyncio.ensure_future(one(run)) for run in runs]
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancel(tasks)
             raise
         finally:
             self._leave()
 
-    def generate_blocking(
+    async def generate_first(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[Request | PartialGroup],
         sampling: SamplingConfig,
         *,
+        num_groups: int,
+        keep_rest: bool = True,
         on_group: OnGroup | None = None,
         deadline_s: float | None = None,
-    ) -> list[GroupResult]:
-        """`generate` for callers without an event loop. on_group runs in the client's own thread."""
-        return self._background.run(self.generate(requests, sampling, on_group=on_group, deadline_s=deadline_s))
+    ) -> FirstGroups:
+        """Return as soon as `num_groups` groups are complete, so that the longest responses hold nobody up.
+
+        keep_rest: cut the others short and hand them back with all tokens so far, for a later call to go on with
+        (the servers need `RolloutConfig(control_routes=True)`, else ControlError); False: give them up.
+        Which groups come first is no chance: short ones do. Kept ones come back later, given-up ones never.
+        on_group and deadline_s: as in `generate`; on_group hears of the returned groups alone.
+        """
+        if not 1 <= num_groups <= len(requests):
+            raise ValueError(f"num_groups={num_groups}: allowed is 1..{len(requests)}, the number of requests")
+        end = None if deadline_s is None else time.monotonic() + deadline_s
+        runs = [self._run_of(request, sampling) for request in requests]
+        self._enter()
+        tasks = {asyncio.ensure_future(self._group(run, end)): place for place, run in enumerate(runs)}
+        try:
+            taken = await self._take_first(tasks, num_groups, on_group)
+            others = [run for place, run in enumerate(runs) if place not in taken]
+            if keep_rest:
+                await self._cut_short(others)
+        finally:
+            await _cancel(list(tasks))
+            self._leave()
+        rest = [run.partial() for run in others] if keep_rest else []
+        return FirstGroups(groups=[taken[place] for place in sorted(taken)], rest=rest)
 
     async def sample(
         self, request: Request, sampling: SamplingConfig, *, deadline_s: float | None = None
@@ -110,109 +126,98 @@ class RolloutClient:
         """One group: the building stone of multi-turn rollouts."""
         return (await self.generate([request], sampling, deadline_s=deadline_s))[0]
 
-    async def _group(
-        self, request: Request, sampling: SamplingConfig, end: float | None, on_group: OnGroup | None
-    ) -> GroupResult:
+    def generate_blocking(
+        self,
+        requests: Sequence[Request | PartialGroup],
+        sampling: SamplingConfig,
+        *,
+        on_group: OnGroup | None = None,
+        deadline_s: float | None = None,
+    ) -> list[GroupResult]:
+        """`generate` for callers without an event loop. on_group runs in the client's own thread."""
+        return self.run(self.generate(requests, sampling, on_group=on_group, deadline_s=deadline_s))
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of this client from code without an event loop: `client.run(client.pause())`."""
+        return self._background.run(coroutine)
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin to run it beside the caller: generation while the trainer works. Cancelling the future cancels it."""
+        return self._background.submit(coroutine)
+
+    def _run_of(self, request: Request | PartialGroup, sampling: SamplingConfig) -> GroupRun:
+        start = fresh_group(request, sampling.n) if isinstance(request, Request) else request
+        if len(start.samples) != sampling.n:
+            raise ValueError(f"n={sampling.n}: the partial group {start.prompt_id} has {len(start.samples)} samples")
+        return GroupRun(start, sampling, self._asker, self._urls, self.config.max_model_len)
+
+    async def _group(self, run: GroupRun, end: float | None) -> GroupResult:
         try:
             async with asyncio.timeout(None if end is None else max(0.0, end - time.monotonic())):
-                result = await self._attempts(request, sampling)
+                await run.run()
         except TimeoutError:
-            result = _failed(request, sampling.n, "deadline", "not finished before the deadline", 1)
-        self._count(result)
+            run.fail_unfinished("deadline", "not finished before the deadline")
+        return run.result()
+
+    async def _deliver(self, result: GroupResult, on_group: OnGroup | None) -> GroupResult:
+        with self._asker.lock:
+            self.counters.count_group(result)
         if on_group is not None:
             answer = on_group(result)
             if inspect.isawaitable(answer):
                 await answer
         return result
 
-    async def _attempts(self, request: Request, sampling: SamplingConfig) -> GroupResult:
-        limit, wanted = self.config.max_model_len, len(request.prompt_ids) + sampling.max_tokens
-        if limit is not None and wanted > limit:
-            message = f"prompt of {len(request.prompt_ids)} + max_tokens {sampling.max_tokens} > max_model_len {limit}"
-            return _failed(request, sampling.n, "too_long", message, 0)
-        started, avoid = time.monotonic(), set[int]()
-        for attempt in range(1, self.config.max_retries + 2):
-            server = await self._dispatcher.acquire(request.prompt_id, sampling.n, avoid)
-            if server is None:
-                return _failed(request, sampling.n, "connection", "no server is left", attempt)
-            version = self._policy_version
-            try:
-                outcome = await self._attempt(server, request, sampling)
-            finally:
-                self._dispatcher.release(server, sampling.n)
-            if not isinstance(outcome, _Setback):
-                return self._succeed(request, outcome, server, version, attempt, time.monotonic() - started)
-            last = attempt == self.config.max_retries + 1
-            if last or not outcome.verdict.retry:
-                return _failed(request, sampling.n, outcome.verdict.kind, outcome.message, attempt)
-            avoid = {server} if outcome.verdict.blame_server else set()
-            await self._pause(server, outcome, attempt)
-        raise AssertionError("unreachable")
+    async def _take_first(
+        self, tasks: Mapping[asyncio.Task[GroupResult], int], num_groups: int, on_group: OnGroup | None
+    ) -> dict[int, GroupResult]:
+        """Groups as they end, until `num_groups` of them are complete."""
+        ended: asyncio.Queue[asyncio.Task[GroupResult]] = asyncio.Queue()
+        for task in tasks:
+            task.add_done_callback(ended.put_nowait)
+        taken: dict[int, GroupResult] = {}
+        num_complete = 0
+        while num_complete < num_groups and len(taken) < len(tasks):
+            task = await ended.get()
+            result = taken[tasks[task]] = await self._deliver(task.result(), on_group)
+            num_complete += result.complete
+        return taken
 
-    def _succeed(
-        self, request: Request, choices: list[Choice], server: int, version: int, attempt: int, duration_s: float
-    ) -> GroupResult:
-        self._dispatcher.succeeded(server)
-        samples = tuple(
-            Sample(
-                prompt_id=request.prompt_id,
-                sample_index=index,
-                response_ids=choice.response_ids,
-                log_probs=choice.log_probs,
-                finish_reason=choice.finish_reason,
-                policy_version=version,
-                last_policy_version=self._policy_version,
-                server_url=self.endpoints[server].url,
-                num_attempts=attempt,
-                duration_s=duration_s,
-            )
-            for index, choice in enumerate(choices)
-        )
-        return GroupResult(prompt_id=request.prompt_id, samples=samples)
+    async def _cut_short(self, runs: Sequence[GroupRun]) -> None:
+        """Have all that is under way come back with what it has."""
+        for run in runs:
+            run.stopping = True
+        end = time.monotonic() + _CUT_TIMEOUT_S
+        while self._asker.has_flights(runs) and time.monotonic() < end:
+            await self._asker.cut_short(runs)
+            await asyncio.sleep(_CUT_POLL_S)
 
-    async def _pause(self, server: int, setback: _Setback, attempt: int) -> None:
-        with self._lock:
-            self.counters.num_retries += 1
-        if setback.maybe_stale and attempt == 1:
-            return  # nobody is to blame
-        if setback.verdict.blame_server:
-            self._dispatcher.failed(server)
-        report = self._report_suspect
-        if report is not None and setback.verdict in (CONNECTION_LOST, TIMED_OUT):
-            report(server)
-        delay = backoff_s(
-            attempt,
-            base_s=self.config.retry_base_s,
-            max_s=self.config.retry_max_s,
-            jitter=self._random.random(),
-            retry_after_s=setback.retry_after_s,
-        )
-        await asyncio.sleep(delay)
+    # ---- partial rollout -----------------------------------------------------------------------------------------
+    async def pause(self, *, timeout_s: float = 60.0) -> None:
+        """Stop generating and keep what there is; returns when no request of this client is under way.
 
-    # ---- one HTTP exchange ---------------------------------------------------------------------------------------
-    async def _attempt(self, server: int, request: Request, sampling: SamplingConfig) -> list[Choice] | _Setback:
+        Running `generate` calls wait until `resume` and then go on where they stopped. In between the weights may be
+        replaced: the servers are idle, and neither paused nor resumed by this.
+        Raises ControlError, everything going on as before: a server has no route for it
+        (`RolloutConfig(control_routes=True)`), or did not answer within timeout_s.
+        """
+        self._dispatcher.pause()
+        end = time.monotonic() + timeout_s
         try:
-            model = self._model_override or await self._transport.model_of(server)
-            body = completion_body(request.prompt_ids, sampling, model=model, seed=request.seed)
-            status, headers, raw = await self._transport.exchange(server, "POST", "/v1/completions", body)
-        except TimeoutError:
-            return _Setback(TIMED_OUT, f"no answer within {self.config.request_timeout_s:g} s")
-        except aiohttp.ServerDisconnectedError as error:
-            return _Setback(CONNECTION_LOST, f"connection lost: {error}", maybe_stale=True)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            return _Setback(CONNECTION_LOST, f"connection lost: {type(error).__name__}: {error}")
-        except (MalformedAnswerError, aiohttp.ClientResponseError) as error:
-            return _Setback(MALFORMED, f"malformed answer: {error}")
-        if status != 200:
-            message = error_message(status, raw.decode("utf-8", "replace"))
-            return _Setback(judge_status(status, message), message, _seconds(headers.get("Retry-After")))
-        try:
-            choices = parse_completion(json.loads(raw), sampling.n)
-        except ValueError as error:  # MalformedAnswerError, or no JSON at all
-            return _Setback(MALFORMED, f"malformed answer: {error}")
-        if any(choice.finish_reason == "abort" for choice in choices):
-            return _Setback(ABORTED, "the server aborted the request")
-        return choices
+            while self._dispatcher.samples_in_flight:
+                if time.monotonic() > end:
+                    raise ControlError(f"pause: requests are still under way after {timeout_s:g} s")
+                await self._asker.cut_short()
+                await asyncio.sleep(_CUT_POLL_S)
+        except BaseException:
+            self._dispatcher.resume()
+            raise
+
+    def resume(self, policy_version: int | None = None) -> None:
+        """Go on generating; policy_version: of the weights that all servers have now, None: the same as before."""
+        if policy_version is not None:
+            self.set_policy_version(policy_version)
+        self._dispatcher.resume()
 
     # ---- servers out of service ----------------------------------------------------------------------------------
     def block(self, server: int) -> None:
@@ -228,63 +233,67 @@ class RolloutClient:
 
     def report_suspects_to(self, report: Callable[[int], None] | None) -> None:
         """Call `report(server)` whenever a server could not be reached or did not answer (see ServerWatch)."""
-        self._report_suspect = report
+        self._asker.report_suspect = report
 
     # ---- versions, figures, end ----------------------------------------------------------------------------------
     @property
+    def counters(self) -> ClientCounters:
+        return self._asker.counters
+
+    @property
     def policy_version(self) -> int:
-        return self._policy_version
+        return self._asker.policy_version
 
     def set_policy_version(self, version: int) -> None:
         """To be called when all servers have taken the weights of `version`."""
-        self._policy_version = version
+        self._asker.policy_version = version
 
     def set_model(self, model: str | None) -> None:
         """Ask for another model name from now on: a LoRA adapter's; None: each endpoint's own."""
-        self._model_override = model
+        self._asker.model = model
 
     async def fetch_metrics(self) -> dict[str, float]:
-        """The client's counters ("client/...") and the servers' own figures, summed and per server.
+        """The client's counters ("client/...") and the servers' own figures, summed and per server ("server_0/...").
 
-        A server that does not answer is left out.
+        Tokens a second are those since the call before. A server that does not answer is left out.
         """
 
         async def one(server: int) -> dict[str, float]:
             with suppress(TimeoutError, aiohttp.ClientError):
                 status, _, raw = await self._transport.exchange(server, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
                 if status == 200:
-                    return server_metrics(raw.decode("utf-8", "replace"))
+                    figures = server_metrics(raw.decode("utf-8", "replace"))
+                    return figures | self._rates.of(server, figures, time.monotonic())
             return {}
 
         per_server = await asyncio.gather(*(one(server) for server in range(len(self.endpoints))))
-        with self._lock:
+        load = self._dispatcher.load
+        with self._asker.lock:
             own = self.counters.as_dict()
-        own["client/samples_in_flight"] = float(self._dispatcher.samples_in_flight)
+            retries = [self.counters.retries_by_server.get(server, 0) for server in range(len(load))]
+        own["client/samples_in_flight"] = float(sum(load))
         own["client/groups_waiting"] = float(self._dispatcher.num_waiting)
-        return own | combine(per_server)
+        totals = combine(
+            [
+                f | {"client_retries": float(r), "client_samples_in_flight": float(n)}
+                for f, r, n in zip(per_server, retries, load, strict=True)
+            ]
+        )
+        own["queue_depth"] = self._dispatcher.samples_waiting + totals.get("num_waiting", 0.0)
+        return own | totals
 
     def metrics(self) -> dict[str, float]:
         """`fetch_metrics` for callers without an event loop."""
-        return self._background.run(self.fetch_metrics())
-
-    def _count(self, result: GroupResult) -> None:
-        with self._lock:
-            self.counters.num_groups += 1
-            self.counters.num_samples += len(result.samples)
-            self.counters.num_failures += len(result.failures)
-            self.counters.response_tokens += sum(len(s.response_ids) for s in result.samples)
-            for failure in result.failures:
-                kinds = self.counters.failures_by_kind
-                kinds[failure.kind] = kinds.get(failure.kind, 0) + 1
+        return self.run(self.fetch_metrics())
 
     def _enter(self) -> None:
-        with self._lock:
+        with self._asker.lock:
             if self._num_running == 0:
                 self._running_since = time.monotonic()
             self._num_running += 1
 
     def _leave(self) -> None:
-        with self._lock:
+        with self._asker.lock:
             self._num_running -= 1
             if self._num_running == 0:
                 self.counters.busy_s += time.monotonic() - self._running_since
@@ -294,8 +303,9 @@ class RolloutClient:
         await self._transport.aclose()
 
     def close(self) -> None:
-        """Close what `generate_blocking` opened. Idempotent."""
+        """Cancel what `start` began and close what it and the blocking calls opened. Idempotent."""
         if self._background.running:
+            self._background.settle(cancel=True)
             self._background.run(self.aclose())
             self._background.close()
 
@@ -306,16 +316,7 @@ class RolloutClient:
         self.close()
 
 
-def _failed(request: Request, n: int, kind: FailureKind, message: str, attempts: int) -> GroupResult:
-    failures = tuple(
-        Failure(prompt_id=request.prompt_id, sample_index=i, kind=kind, message=message, num_attempts=attempts)
-        for i in range(n)
-    )
-    return GroupResult(prompt_id=request.prompt_id, samples=(), failures=failures)
-
-
-def _seconds(header: str | None) -> float | None:
-    try:
-        return None if header is None else max(0.0, float(header))
-    except ValueError:
-        return None  # an HTTP date: our own backoff will do
+async def _cancel(tasks: Sequence[asyncio.Task[GroupResult]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

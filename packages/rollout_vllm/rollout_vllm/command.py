@@ -20,6 +20,7 @@ _DROPPED_VARIABLES = (
     "VLLM_CPU_KVCACHE_SPACE",  # would override --kv-cache-memory-bytes
     "VLLM_PORT",
     "VLLM_API_KEY",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION",  # pickle
     "MASTER_ADDR",
     "MASTER_PORT",
     "RANK",
@@ -119,8 +120,8 @@ def server_environment(
         # FlashInfer's sampler is compiled at the first start: two minutes. vLLM's own is there at once.
         "VLLM_USE_FLASHINFER_SAMPLER": base.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
     }
-    if config.sleep_mode:
-        env["VLLM_SERVER_DEV_MODE"] = "1"  # the sleep routes are part of it; the API key guards them too
+    if config.sleep_mode or config.control_routes:
+        env["VLLM_SERVER_DEV_MODE"] = "1"  # these routes are part of it; the API key guards them too
     if config.max_lora_rank is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if device == "cpu":

@@ -42,6 +42,7 @@ class RolloutConfig:
     prefix_caching: bool = True
     chunked_prefill: bool | None = None  # None: off on CPU (a per-request seed would kill that engine), on elsewhere
     sleep_mode: bool = False  # servers that can give their GPU memory back between rollouts (control.sleep); GPU only
+    control_routes: bool = False  # routes to cut requests short, pause and update weights (behind the API key as all)
     max_lora_rank: int | None = None  # LoRA adapters up to this rank can be loaded (control.LoraAdapters); None: none
     load_format: str = "auto"  # vLLM's --load-format; "dummy": random weights, for those that push weights anyway
     deterministic: bool = False  # same seeds, same tokens, whatever the batching; slower

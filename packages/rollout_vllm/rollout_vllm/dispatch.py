@@ -17,7 +17,8 @@ class Dispatcher:
     def __init__(self, num_servers: int, *, max_in_flight: int) -> None:
         self._router = Router(num_servers, max_in_flight=max_in_flight)
         self._lock = threading.Lock()
-        self._waiters: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._waiters: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None], int]] = deque()
+        self._paused = False
 
     async def acquire(self, group: str, cost: int, avoid: Collection[int] = ()) -> int | None:
         """A server with room for `cost` samples, counted from now on until `release`. None: all are retired."""
@@ -26,10 +27,12 @@ class Dispatcher:
             with self._lock:
                 if self._router.all_retired:
                     return None
-                server = self._router.pick(group, cost, time.monotonic(), avoid=avoid)
+                server = None
+                if not self._paused:
+                    server = self._router.pick(group, cost, time.monotonic(), avoid=avoid)
                 if server is None:
                     waiter: asyncio.Future[None] = loop.create_future()
-                    self._waiters.append((loop, waiter))
+                    self._waiters.append((loop, waiter, cost))
             if server is not None:
                 self._wake_one()  # there may be room for another one
                 return server
@@ -54,6 +57,16 @@ class Dispatcher:
         with self._lock:
             self._router.failed(server, time.monotonic())
 
+    def pause(self) -> None:
+        """Let nobody send until `resume`."""
+        with self._lock:
+            self._paused = True
+
+    def resume(self) -> None:
+        with self._lock:
+            self._paused = False
+        self._wake_one()
+
     def block(self, server: int) -> None:
         with self._lock:
             self._router.block(server)
@@ -76,15 +89,29 @@ class Dispatcher:
             return sum(self._router.load)
 
     @property
-    def num_waiting(self) -> int:
-        """Groups that wait for room: the client's own queue."""
+    def load(self) -> list[int]:
+        """Samples in flight per server."""
         with self._lock:
-            return len(self._waiters)
+            return list(self._router.load)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for room: the client's own queue."""
+        with self._lock:
+            return sum(not waiter.done() for _, waiter, _ in self._waiters)
+
+    @property
+    def samples_waiting(self) -> int:
+        """The samples those requests ask for."""
+        with self._lock:
+            return sum(cost for _, waiter, cost in self._waiters if not waiter.done())
 
     def _wake_one(self) -> None:
         with self._lock:
+            if self._paused and not self._router.all_retired:
+                return  # they keep their places
             while self._waiters:
-                loop, waiter = self._waiters.popleft()
+                loop, waiter, _ = self._waiters.popleft()
                 if not waiter.done() and not loop.is_closed():
                     loop.call_soon_threadsafe(_resolve, waiter)
                     return

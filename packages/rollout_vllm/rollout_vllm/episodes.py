@@ -25,7 +25,8 @@ from typing import Any
 from .client import RolloutClient
 from .config import SamplingConfig
 from .errors import RolloutError
-from .samples import Failure, FailureKind, FinishReason, Request, Sample, request_seed
+from .partial import merge_spans
+from .samples import Failure, FailureKind, FinishReason, Request, Sample, VersionSpan, request_seed
 
 
 class TurnFailedError(RolloutError):
@@ -45,7 +46,9 @@ class EpisodeResult:
 
     response_ids: everything after the prompt, turns and context, in order; log_probs (0.0 on context) and
     response_mask (True: sampled by the policy, False: given to it, e.g. a tool's result) have the same length.
-    policy_versions: of every turn. data: what the rollout function left in `episode.data`.
+    policy_versions: of every turn's first token. version_spans: which version drew which tokens, as in `Sample`;
+    context counts to the version before it, so that num_tokens add up to the response. data: what the rollout
+    function left in `episode.data`.
     """
 
     prompt_id: str
@@ -55,6 +58,7 @@ class EpisodeResult:
     response_mask: list[bool]
     finish_reason: FinishReason  # of the last turn
     policy_versions: tuple[int, ...]
+    version_spans: tuple[VersionSpan, ...]
     num_turns: int
     duration_s: float
     data: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +84,7 @@ class Episode:
         self.log_probs: list[float] = []
         self.response_mask: list[bool] = []
         self.turns: list[Sample] = []
+        self._version_spans: list[VersionSpan] = []
         self.data: dict[str, Any] = {}  # yours: it is handed on with the result
         self._client, self._sampling, self._seed = client, dataclasses.replace(sampling, n=1), request.seed
 
@@ -119,11 +124,16 @@ class Episode:
             raise TurnFailedError(group.failures[0])
         turn = group.samples[0]
         self.turns.append(turn)
+        if not self._version_spans and self.response_ids:  # context that came before any turn
+            self._version_spans.append(VersionSpan(turn.policy_version, len(self.response_ids)))
+        self._version_spans += turn.version_spans
         self._append(turn.response_ids, turn.log_probs, True)
         return turn
 
     def add_context(self, token_ids: Sequence[int]) -> None:
         """Append tokens the policy did not produce: a tool's result, the next user message. Masked out of the loss."""
+        if self._version_spans:
+            self._version_spans.append(VersionSpan(self._version_spans[-1].policy_version, len(token_ids)))
         self._append(list(token_ids), [0.0] * len(token_ids), False)
 
     def _append(self, ids: list[int], log_probs: list[float], sampled: bool) -> None:
@@ -142,6 +152,7 @@ class Episode:
             response_mask=self.response_mask,
             finish_reason=self.turns[-1].finish_reason,
             policy_versions=tuple(turn.policy_version for turn in self.turns),
+            version_spans=merge_spans(self._version_spans),
             num_turns=len(self.turns),
             duration_s=duration_s,
             data=self.data,

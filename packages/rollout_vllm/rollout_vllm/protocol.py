@@ -64,6 +64,11 @@ def completion_body(
     return body
 
 
+def engine_request_id(request_id: str) -> str:
+    """What vLLM calls a completion request that came with the header X-Request-Id."""
+    return f"cmpl-{request_id}-0"
+
+
 def parse_completion(answer: Any, n: int) -> list[Choice]:
     """The n choices in index order.
 

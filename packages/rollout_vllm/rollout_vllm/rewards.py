@@ -29,10 +29,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class RewardOutcome:
-    """score: the reward, None unless kind is "ok". kind: how it went. message: one line, empty when ok."""
+    """score: the reward, None unless kind is "ok". kind: how it went. message: one line, empty when ok.
+
+    Kinds of trouble: the function raised, or the service answered with an error or no number (exception); no reward in
+    time (timeout); the worker process died (crash); the service could not be reached (connection).
+    """
 
     score: float | None
-    kind: Literal["ok", "exception", "timeout", "crash"]
+    kind: Literal["ok", "exception", "timeout", "crash", "connection"]
     message: str = ""
     duration_s: float = 0.0
 

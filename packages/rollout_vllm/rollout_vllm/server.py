@@ -24,7 +24,7 @@ from .checks import (
 from .command import SERVED_MODEL_NAME, Device, detect_device, server_arguments, server_environment
 from .config import RolloutConfig
 from .errors import RolloutConfigError, ServerStartError
-from .process import ServerProcess, try_generation
+from .process import Server, ServerProcess, try_generation
 from .samples import Endpoint
 
 
@@ -54,15 +54,38 @@ def _free_memory() -> int | None:
         return None
 
 
+def build_server(
+    index: int,
+    model_path: str | Path,
+    config: RolloutConfig,
+    *,
+    device: Device,
+    api_key: str,
+    log_dir: Path,
+    extra_args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    gpu_ids: Sequence[int] | None = None,
+) -> ServerProcess:
+    """Server `index` of a group on this host, its port held, not started yet. Raises PortInUseError."""
+    held = reserve_port(config.host, None if config.port is None else config.port + index)
+    port = held.getsockname()[1]
+    variables = server_environment(
+        os.environ, config, device=device, api_key=api_key, num_cores=_num_cores(), gpu_ids=gpu_ids, extra=env
+    )
+    arguments = server_arguments(config, str(model_path), port=port, device=device, extra_args=extra_args)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    endpoint = Endpoint(f"http://{host}:{port}", api_key, SERVED_MODEL_NAME)
+    log_path = Path(log_dir) / f"server_{index}.log"
+    return ServerProcess(index, endpoint, arguments, variables, log_path, held, stop_grace_s=config.stop_grace_s)
+
+
 class ServerGroup:
     """N servers of one model. Use `launch`, then `wait_ready`; a context manager stops them at its end.
 
     Whatever ends the launching process, SIGKILL included, ends the servers: each has a supervisor that watches it.
     """
 
-    def __init__(
-        self, endpoints: Sequence[Endpoint], servers: Sequence[ServerProcess], startup_timeout_s: float
-    ) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], servers: Sequence[Server], startup_timeout_s: float) -> None:
         self.endpoints = tuple(endpoints)
         self.servers = tuple(servers)
         self.startup_timeout_s = startup_timeout_s
@@ -96,21 +119,20 @@ class ServerGroup:
                 f"gpu_ids_per_server has {len(gpu_ids_per_server)} entries for num_servers={config.num_servers}"
             )
         api_key = config.api_key or secrets.token_urlsafe(32)
-        servers: list[ServerProcess] = []
-        for index in range(config.num_servers):
-            held = reserve_port(config.host, None if config.port is None else config.port + index)
-            port = held.getsockname()[1]
-            gpu_ids = gpu_ids_per_server[index] if gpu_ids_per_server is not None else None
-            variables = server_environment(
-                os.environ, config, device=device, api_key=api_key, num_cores=_num_cores(), gpu_ids=gpu_ids, extra=env
+        servers = [
+            build_server(
+                index,
+                model_path,
+                config,
+                device=device,
+                api_key=api_key,
+                log_dir=log_dir,
+                extra_args=extra_args,
+                env=env,
+                gpu_ids=gpu_ids_per_server[index] if gpu_ids_per_server is not None else None,
             )
-            arguments = server_arguments(config, str(model_path), port=port, device=device, extra_args=extra_args)
-            host = f"[{config.host}]" if ":" in config.host else config.host
-            endpoint = Endpoint(f"http://{host}:{port}", api_key, SERVED_MODEL_NAME)
-            log_path = Path(log_dir) / f"server_{index}.log"
-            servers.append(
-                ServerProcess(index, endpoint, arguments, variables, log_path, held, stop_grace_s=config.stop_grace_s)
-            )
+            for index in range(config.num_servers)
+        ]
         group = cls([server.endpoint for server in servers], servers, config.startup_timeout_s)
         try:
             for server in servers:

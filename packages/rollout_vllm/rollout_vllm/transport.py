@@ -28,11 +28,20 @@ class Transport:
         self._sessions = weakref.WeakKeyDictionary()
 
     async def exchange(
-        self, server: int, method: str, path: str, body: Any = None, *, timeout_s: float | None = None
+        self,
+        server: int,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
     ) -> tuple[int, Mapping[str, str], bytes]:
         """(status, headers, body). Raises TimeoutError or an aiohttp.ClientError."""
         endpoint = self._endpoints[server]
         headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+        if request_id is not None:
+            headers["X-Request-Id"] = request_id
         timeout = aiohttp.ClientTimeout(
             total=timeout_s or self._config.request_timeout_s, sock_connect=self._config.connect_timeout_s
         )

@@ -11,7 +11,7 @@ from typing import Literal
 
 from .client import RolloutClient
 from .errors import RolloutConfigError, ServerDiedError, ServerStartError
-from .process import ServerProcess, call
+from .process import Server, call
 from .samples import Endpoint
 from .server import ServerGroup
 
@@ -100,13 +100,13 @@ class ServerWatch:
         self._client.block(server)
         self._suspects[server].set()
 
-    def _run(self, index: int, server: ServerProcess) -> None:
+    def _run(self, index: int, server: Server) -> None:
         try:
             self._watch(index, server)
         except Exception as error:  # without its watch a blocked server would stay blocked, and its requests wait
             self._give_up(index, f"the watch failed: {type(error).__name__}: {error}")
 
-    def _watch(self, index: int, server: ServerProcess) -> None:
+    def _watch(self, index: int, server: Server) -> None:
         restarts, next_health = 0, time.monotonic() + self._health_every_s
         suspect = self._suspects[index]
         while not self._stopping.wait(_POLL_S):
@@ -126,7 +126,7 @@ class ServerWatch:
                 return
             next_health = time.monotonic() + self._health_every_s
 
-    def _healthy(self, server: ServerProcess) -> bool:
+    def _healthy(self, server: Server) -> bool:
         """False once it has exited or not answered for hang_timeout_s."""
         end = time.monotonic() + self._hang_timeout_s
         while server.alive and not self._stopping.is_set():
@@ -142,7 +142,7 @@ class ServerWatch:
             return status == 200
         return False
 
-    def _revive(self, index: int, server: ServerProcess, restarts: int) -> bool:
+    def _revive(self, index: int, server: Server, restarts: int) -> bool:
         self._client.block(index)
         hung = server.alive
         self._note(index, "hung" if hung else "died", server.reason())

@@ -33,8 +33,8 @@ model.save_pretrained(sys.argv[1])
 vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 64)}
 tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
 tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>",
-    unk_token="<unk>").save_pretrained(sys.argv[1])
+PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>",
+    chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}").save_pretrained(sys.argv[1])
 from peft import LoraConfig, get_peft_model
 adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 for name, parameter in adapted.named_parameters():
@@ -70,9 +70,8 @@ def adapter_folder(built: Path) -> Path:
 @pytest.fixture(scope="session")
 def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerGroup]:
     """Two servers. A test that kills one has it restarted."""
-    config = config_for_tests(num_servers=2, max_lora_rank=8)
-    log_dir, env = tmp_path_factory.mktemp("logs"), {"VLLM_SERVER_DEV_MODE": "1"}  # the control routes, as in a job
-    with ServerGroup.launch(model_folder, config, log_dir=log_dir, env=env) as group:
+    config = config_for_tests(num_servers=2, max_lora_rank=8, control_routes=True)
+    with ServerGroup.launch(model_folder, config, log_dir=tmp_path_factory.mktemp("logs")) as group:
         group.wait_ready()
         yield group
 

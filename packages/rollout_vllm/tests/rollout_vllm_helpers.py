@@ -62,6 +62,7 @@ class HarmfulProxy:
         self.plan: deque[str | int] = deque()
         self.num_requests = 0
         self.retry_after: str | None = None
+        self.without_control_routes = False
         self.release_hang = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -91,6 +92,8 @@ class HarmfulProxy:
         if request.path == "/v1/completions":
             self.num_requests += 1
             harm = self.plan.popleft() if self.plan else "pass"
+        if self.without_control_routes and not request.path.startswith("/v1/"):
+            return web.json_response({"detail": "Not Found"}, status=404)
         assert request.transport is not None
         if harm == "hang":
             await asyncio.sleep(3600)

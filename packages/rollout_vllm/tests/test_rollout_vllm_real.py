@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import json
+import pickle
 import socket
 import subprocess
 import sys
@@ -33,9 +35,11 @@ from rollout_vllm import (
     ServerGroup,
     ServerStartError,
     control,
+    judge_reward,
     request_seed,
     run_episodes,
 )
+from rollout_vllm.command import server_environment
 from rollout_vllm.process import call
 
 pytestmark = pytest.mark.slow
@@ -61,7 +65,15 @@ def test_groups_of_samples(client: RolloutClient) -> None:
     assert figures["client/num_samples"] == 96
     assert figures["client/tokens_per_s"] > 0
     assert figures["generation_tokens"] >= sum(len(s.response_ids) for s in samples)
-    assert figures["server_1/num_running"] == 0
+    for server in ("", "server_0/", "server_1/"):
+        for name in ("num_running", "num_waiting", "num_preemptions", "prefix_cache_hits", "kv_cache_usage"):
+            assert figures[server + name] >= 0
+    assert figures["server_1/client_samples_in_flight"] == figures["server_0/client_retries"] == 0
+    client.generate_blocking(requests, sampling)
+    later = client.metrics()
+    assert later["generation_tokens_per_s"] > 0
+    assert later["server_0/generation_tokens_per_s"] > 0
+    assert later["prefix_cache_queries"] > figures["prefix_cache_queries"]
 
 
 def test_seeds_repeat_and_differ(client: RolloutClient) -> None:
@@ -136,20 +148,73 @@ def test_a_request_too_long_is_a_failure_of_its_own(pair: ServerGroup, knows_lim
 
 
 def test_every_route_wants_the_key(pair: ServerGroup) -> None:
-    url = pair.endpoints[0].url
+    """Every route the server says it has, those that change weights among them, and one that it has not."""
+    endpoint = pair.endpoints[0]
+    schema = json.loads(call(endpoint, "GET", "/openapi.json")[1])["paths"]
+    routes = [(method.upper(), path) for path, methods in schema.items() for method in methods]
+    assert {
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/pause"),
+        ("POST", "/abort_requests"),
+        ("POST", "/init_weight_transfer_engine"),
+        ("POST", "/start_weight_update"),
+        ("POST", "/update_weights"),
+        ("POST", "/finish_weight_update"),
+        ("POST", "/update_weight_version"),
+        ("POST", "/collective_rpc"),
+        ("POST", "/sleep"),
+        ("POST", "/wake_up"),
+        ("POST", "/reset_prefix_cache"),
+    } <= set(routes)
+    routes += [("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/nothing"), ("OPTIONS", "/v1/completions")]
+    before = call(endpoint, "GET", "/weight_info")[1]
     for key in (None, "wrong"):
-        for method, path in [
-            ("GET", "/health"),
-            ("GET", "/metrics"),
-            ("GET", "/v1/models"),
-            ("POST", "/v1/completions"),
-            ("POST", "/v1/load_lora_adapter"),
-            ("POST", "/pause"),
-            ("GET", "/nothing"),
-            ("OPTIONS", "/v1/completions"),
-        ]:
-            assert call(Endpoint(url, key), method, path, {})[0] == 401, path
+        for method, path in routes:
+            assert call(Endpoint(endpoint.url, key), method, path, {})[0] == 401, (method, path)
+    assert call(endpoint, "GET", "/health")[0] == 200
+    assert call(endpoint, "GET", "/weight_info")[1] == before
+
+
+def test_no_pickle_is_taken_over_http(pair: ServerGroup, tmp_path: Path) -> None:
+    """Not even from who has the key: the worker's methods are called by name, with JSON for arguments."""
+    marker = tmp_path / "run"
+    payload = pickle.dumps(_Touches(str(marker)))
+    for body in (
+        {"method": base64.b64encode(payload).decode()},
+        {"method": {"pickle": base64.b64encode(payload).decode()}},
+        {"method": "check_health", "args": [base64.b64encode(payload).decode()]},
+    ):
+        call(pair.endpoints[0], "POST", "/collective_rpc", body, timeout_s=60)
+    assert not marker.exists()
+    env = server_environment(
+        {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}, RolloutConfig(), device="cpu", api_key="k", num_cores=1
+    )
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in env
     assert call(pair.endpoints[0], "GET", "/health")[0] == 200
+
+
+class _Touches:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (self.path, "w")
+
+
+def test_a_served_model_judges(pair: ServerGroup) -> None:
+    """A model reward from a real server: the last number in what it says."""
+    with judge_reward(pair.endpoints[0], prompt="w5 w6 {answer}", pattern=r"w(\d+)", max_tokens=8) as reward:
+        futures = [reward.submit({"answer": f"w{10 + i}"}) for i in range(6)]
+        outcomes = [future.result(300) for future in futures]
+        again = reward.submit({"answer": "w10"}).result(300)
+    assert {o.kind for o in outcomes} == {"ok"}, outcomes
+    assert all(3 <= (o.score or 0) < 64 for o in outcomes)
+    assert again.score == outcomes[0].score
+    with judge_reward(Endpoint(pair.endpoints[0].url, "wrong"), prompt="{answer}") as reward:
+        assert reward.submit({"answer": "w1"}).result(300).kind in ("exception", "connection")
 
 
 def test_running_servers_by_url(pair: ServerGroup, tmp_path: Path) -> None:
@@ -266,9 +331,16 @@ def test_lora_adapters_on_all_servers_or_on_none(
         assert generated() != base
     names = [json.loads(call(e, "GET", "/v1/models")[1])["data"] for e in pair.endpoints]
     assert [[m["id"] for m in server] for server in names] == [["policy", "adapter-v3"]] * 2
+    stranger = Endpoint(pair.endpoints[1].url, "wrong", "policy")
+    half = LoraAdapters([pair.endpoints[0], stranger], name="half")
+    with pytest.raises(ControlError, match=f"{stranger.url}: HTTP 401"):
+        half.load(adapter_folder, 1)
+    assert half.current is None
     adapters.unload()
     client.set_model(None)
     assert generated() == base
+    served = [m["id"] for m in json.loads(call(pair.endpoints[0], "GET", "/v1/models")[1])["data"]]
+    assert served == ["policy"]  # where it had been loaded it was taken back
 
 
 # ---- starts that fail, ends that are not asked for -----------------------------------------------------------------

@@ -1,0 +1,207 @@
+"""Rewards asked for over HTTP: a service of yours, or a model behind a vLLM or other OpenAI-compatible server.
+
+    with classification_reward(Endpoint("http://10.0.0.7:8000", key), label=1) as reward:
+        outcome = await reward.score(text)
+
+Each sample's trouble is its own, as in `RewardPool`, and the outcome has the same type.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import re
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import aiohttp
+
+from ._loop import LoopThread
+from .config import RolloutConfig
+from .protocol import MalformedAnswerError, error_message
+from .retry import backoff_s, judge_status
+from .rewards import RewardOutcome
+from .samples import Endpoint
+from .transport import Transport
+
+_RETRY_BASE_S, _RETRY_MAX_S = 0.2, 5.0
+
+
+class RemoteReward:
+    """POSTs `body(*args)` as JSON to `path` of the endpoint; `read(answer)` is the reward.
+
+    timeout_s: of one score with its retries, from when it is sent. max_retries: after lost connections, 429 and 5xx.
+    max_in_flight: more wait here. with_model: put the served model's name into the body.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        path: str,
+        *,
+        body: Callable[..., Mapping[str, Any]],
+        read: Callable[[Any], float],
+        timeout_s: float = 30.0,
+        max_retries: int = 2,
+        max_in_flight: int = 64,
+        with_model: bool = False,
+    ) -> None:
+        for name, value, least in (("timeout_s", timeout_s, 0), ("max_in_flight", max_in_flight, 0)):
+            if not value > least:
+                raise ValueError(f"{name}={value}: allowed is a number above {least}")
+        if max_retries < 0:
+            raise ValueError(f"max_retries={max_retries}: allowed is 0 or more")
+        self._path, self._body, self._read, self._with_model = path, body, read, with_model
+        self._timeout_s, self._max_retries, self._max_in_flight = timeout_s, max_retries, max_in_flight
+        self._transport = Transport([endpoint], RolloutConfig(request_timeout_s=timeout_s))
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._turns = weakref.WeakKeyDictionary()
+        self._background = LoopThread("remote-reward")
+
+    async def score(self, *args: Any) -> RewardOutcome:
+        """Ask for one reward. Raises nothing of what went wrong: see RewardOutcome.kind."""
+        turn = self._turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_in_flight))
+        async with turn:
+            begin = time.monotonic()
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    outcome = await self._ask(args)
+            except TimeoutError:
+                outcome = RewardOutcome(None, "timeout", f"no reward within {self._timeout_s:g} s")
+            return RewardOutcome(outcome.score, outcome.kind, outcome.message, time.monotonic() - begin)
+
+    def submit(self, *args: Any) -> Future[RewardOutcome]:
+        """`score` for callers without an event loop."""
+        return self._background.submit(self.score(*args))
+
+    async def _ask(self, args: Sequence[Any]) -> RewardOutcome:
+        try:
+            body = dict(self._body(*args))
+        except Exception as error:
+            return _trouble(error, "the request could not be built")
+        for attempt in range(1, self._max_retries + 2):
+            try:
+                if self._with_model:
+                    body["model"] = await self._transport.model_of(0)
+                status, _, raw = await self._transport.exchange(0, "POST", self._path, body)
+            except (aiohttp.ClientError, MalformedAnswerError) as error:
+                outcome, again = RewardOutcome(None, "connection", f"{type(error).__name__}: {error}"), True
+            except (TypeError, ValueError) as error:
+                return _trouble(error, "the request is no JSON")
+            else:
+                if status == 200:
+                    return self._read_answer(raw)
+                message = error_message(status, raw.decode("utf-8", "replace"))
+                outcome, again = RewardOutcome(None, "exception", message), judge_status(status, message).retry
+            if not again or attempt > self._max_retries:
+                return outcome
+            await asyncio.sleep(backoff_s(attempt, base_s=_RETRY_BASE_S, max_s=_RETRY_MAX_S, jitter=random.random()))
+        raise AssertionError("unreachable")
+
+    def _read_answer(self, raw: bytes) -> RewardOutcome:
+        try:
+            score = float(self._read(json.loads(raw)))
+        except Exception as error:
+            return _trouble(error, "the answer holds no reward")
+        if not math.isfinite(score):
+            return RewardOutcome(None, "exception", f"the reward is {score}, not a finite number")
+        return RewardOutcome(score, "ok")
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop."""
+        await self._transport.aclose()
+
+    def close(self) -> None:
+        """Cancel what `submit` began and close its connections. Idempotent."""
+        if self._background.running:
+            self._background.settle(cancel=True)
+            self._background.run(self.aclose())
+            self._background.close()
+
+    def __enter__(self) -> RemoteReward:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _trouble(error: Exception, what: str) -> RewardOutcome:
+    text = " ".join(str(error).split())[:300]
+    return RewardOutcome(None, "exception", f"{what}: {type(error).__name__}: {text}")
+
+
+def http_reward(url: str, *, api_key: str | None = None, **settings: Any) -> RemoteReward:
+    """A service of yours: `score(fields)` POSTs that mapping as JSON to `url` and expects {"score": number}.
+
+    settings: of `RemoteReward`, here and below.
+    """
+    base, _, path = url.partition("://")[2].partition("/")
+    endpoint = Endpoint(f"{url.partition('://')[0]}://{base}", api_key)
+    return RemoteReward(endpoint, f"/{path}", body=lambda fields: fields, read=lambda a: a["score"], **settings)
+
+
+def classification_reward(
+    endpoint: Endpoint, *, label: int = 0, use_activation: bool | None = None, **settings: Any
+) -> RemoteReward:
+    """A classifier behind vLLM's /classify: `score(text_or_token_ids)` is class `label`'s probability.
+
+    use_activation=False: its logit instead, as a reward model with one output wants; None: the model's own choice.
+    """
+    extra = {} if use_activation is None else {"use_activation": use_activation}
+    return RemoteReward(
+        endpoint,
+        "/classify",
+        body=lambda item: {"input": item, **extra},
+        read=lambda answer: answer["data"][0]["probs"][label],
+        with_model=True,
+        **settings,
+    )
+
+
+def pooling_reward(endpoint: Endpoint, **settings: Any) -> RemoteReward:
+    """A reward model behind vLLM's /pooling: `score(text_or_token_ids)` is the last number of what it returns.
+
+    That is the only one of a sequence reward, and the last token's of a token-wise one.
+    """
+
+    def last(answer: Any) -> float:
+        data = answer["data"][0]["data"]
+        while isinstance(data, list):
+            data = data[-1]
+        return float(data)
+
+    return RemoteReward(endpoint, "/pooling", body=lambda item: {"input": item}, read=last, with_model=True, **settings)
+
+
+def judge_reward(
+    endpoint: Endpoint,
+    *,
+    prompt: str,
+    pattern: str = r"(-?\d+(?:\.\d+)?)",
+    max_tokens: int = 512,
+    **settings: Any,
+) -> RemoteReward:
+    """A chat model as judge, behind /v1/chat/completions of any server.
+
+    `score(fields)`: `prompt.format(**fields)` is asked at temperature 0; the reward is the first group of the last
+    match of `pattern` in the answer.
+    """
+    compiled = re.compile(pattern)
+
+    def verdict(answer: Any) -> float:
+        text = answer["choices"][0]["message"]["content"] or ""
+        found = list(compiled.finditer(text))
+        if not found:
+            raise ValueError(f"the judge's answer does not match {pattern!r}: {text[-200:]!r}")
+        return float(found[-1][1])
+
+    def body(fields: Mapping[str, Any]) -> dict[str, Any]:
+        messages = [{"role": "user", "content": prompt.format(**fields)}]
+        return {"messages": messages, "temperature": 0.0, "max_tokens": max_tokens}
+
+    return RemoteReward(endpoint, "/v1/chat/completions", body=body, read=verdict, with_model=True, **settings)

@@ -1,0 +1,255 @@
+"""Responses that are cut off and gone on with: spans, log-probs, seeds, and the client's bookkeeping. No servers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import pickle
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_vllm import (
+    Episode,
+    GroupResult,
+    PartialGroup,
+    Request,
+    RolloutClient,
+    RolloutConfig,
+    Sample,
+    SamplingConfig,
+    VersionSpan,
+    run_episodes,
+)
+from rollout_vllm.attempts import Answer, Call, GivenUp
+from rollout_vllm.dispatch import Dispatcher
+from rollout_vllm.group_run import GroupRun
+from rollout_vllm.partial import extend, fresh_group, merge_spans, remaining, seed_of, token_versions
+from rollout_vllm.protocol import Choice
+from rollout_vllm.samples import Endpoint, PartialSample
+
+QUICK = settings(deadline=None, derandomize=True)
+PROMPT = [7, 8, 9]
+
+
+@QUICK
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4))))
+def test_merged_spans_name_every_token_once(spans: list[tuple[int, int]]) -> None:
+    merged = merge_spans(spans)
+    assert token_versions(merged) == [version for version, count in spans for _ in range(count)]
+    assert all(span.num_tokens > 0 for span in merged)
+    assert all(a.policy_version != b.policy_version for a, b in itertools.pairwise(merged))
+    assert merge_spans(merged) == merged
+
+
+def test_a_sample_without_cuts_has_one_span() -> None:
+    sample = Sample(
+        prompt_id="a",
+        sample_index=0,
+        response_ids=[1, 2],
+        log_probs=[-1.0, -2.0],
+        finish_reason="stop",
+        policy_version=4,
+        last_policy_version=5,
+    )
+    assert sample.version_spans == (VersionSpan(4, 2),)
+    assert pickle.loads(pickle.dumps(sample)) == sample
+
+
+class FakeServers:
+    """Draws token 1000 * version + place, log-prob -(place + 1) / 8 - version, and cuts answers where it likes.
+
+    `place` counts from the response's start, so a response shows whether any token was lost, doubled or moved.
+    lengths: at which the responses end.
+    """
+
+    def __init__(self, seed: int, lengths: list[int], *, cut_rate: float, fail_rate: float) -> None:
+        self.policy_version = 0
+        self.calls: list[Call] = []
+        self._random = random.Random(seed)
+        self._lengths, self._cut_rate, self._fail_rate = lengths, cut_rate, fail_rate
+
+    async def ask(self, call: Call) -> Answer | GivenUp | None:
+        await asyncio.sleep(0)
+        if call.owner.stopping:
+            return None
+        self.calls.append(call)
+        if self._random.random() < self._fail_rate:
+            return GivenUp(kind="connection", message="gone", num_attempts=3)
+        version = self.policy_version
+        if self._random.random() < 0.5:
+            self.policy_version += 1  # an update comes while it is under way
+        choices = [self._choice(call, index, version) for index in range(call.sampling.n)]
+        return Answer(choices=choices, server=0, version=version, num_attempts=1)
+
+    def _choice(self, call: Call, index: int, version: int) -> Choice:
+        done = len(call.prompt_ids) - len(PROMPT)
+        left = call.sampling.max_tokens
+        wanted = min(left, max(1, self._lengths[index % len(self._lengths)] - done))
+        stops = wanted < left or done + wanted >= self._lengths[index % len(self._lengths)]
+        cut = self._random.random() < self._cut_rate
+        count = self._random.randint(0, wanted) if cut else wanted
+        places = range(done, done + count)
+        return Choice(
+            [1000 * version + place for place in places],
+            [-(place + 1) / 8 - version for place in places],
+            "abort" if cut else ("stop" if stops else "length"),
+        )
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(
+    st.integers(0, 10**6),
+    st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.3, 0.8]),
+    st.sampled_from([0.0, 0.1]),
+)
+def test_no_token_is_lost_doubled_or_moved(
+    seed: int, lengths: list[int], n: int, cut_rate: float, fail_rate: float
+) -> None:
+    sampling = SamplingConfig(n=n, max_tokens=10, min_tokens=2)
+    servers = FakeServers(seed, lengths, cut_rate=cut_rate, fail_rate=fail_rate)
+    request = Request(prompt_id="a", prompt_ids=PROMPT, seed=40)
+    run = GroupRun(fresh_group(request, n), sampling, servers, ["http://a"], None)  # type: ignore[arg-type]
+    asyncio.run(run.run())
+    result = run.result()
+    indices = [s.sample_index for s in result.samples] + [f.sample_index for f in result.failures]
+    assert sorted(indices) == list(range(n))
+    for sample in result.samples:
+        versions = token_versions(sample.version_spans)
+        expected = [1000 * version + place for place, version in enumerate(versions)]
+        assert sample.response_ids == expected
+        assert sample.log_probs == [-(place + 1) / 8 - version for place, version in enumerate(versions)]
+        assert 1 <= len(sample.response_ids) <= 10
+        assert sample.policy_version <= sample.last_policy_version
+        if versions:
+            assert sample.policy_version == versions[0]
+    for call in servers.calls:
+        done = len(call.prompt_ids) - len(PROMPT)
+        assert call.sampling.max_tokens + done == 10
+        assert call.sampling.min_tokens == max(0, 2 - done)
+    seeds = [call.seed for call in servers.calls if call.sampling.n == 1 and len(call.prompt_ids) > len(PROMPT)]
+    assert not set(seeds) & set(range(40, 40 + n)), "random numbers of the beginning were used again"
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(1, 4))
+def test_a_stopped_group_is_gone_on_with(seed: int, n: int) -> None:
+    """Stopped after any request, pickled, and handed to another run: the same rules hold."""
+    sampling = SamplingConfig(n=n, max_tokens=10)
+    servers = FakeServers(seed, [9, 4], cut_rate=0.6, fail_rate=0.0)
+    start: PartialGroup = fresh_group(Request(prompt_id="a", prompt_ids=PROMPT), n)
+    for _ in range(100):
+        run = GroupRun(start, sampling, servers, ["http://a"], None)  # type: ignore[arg-type]
+
+        async def stopped(run: GroupRun = run) -> None:
+            task = asyncio.ensure_future(run.run())
+            for _ in range(3):
+                await asyncio.sleep(0)
+            run.stopping = True
+            await task
+
+        asyncio.run(stopped())
+        start = pickle.loads(pickle.dumps(run.partial()))
+        if all(part.finish_reason for part in start.samples):
+            break
+    result = run.result()
+    assert result.complete
+    for sample in result.samples:
+        assert [i % 1000 for i in sample.response_ids] == list(range(len(sample.response_ids)))
+        assert token_versions(sample.version_spans) == [i // 1000 for i in sample.response_ids]
+
+
+def test_extend_and_what_remains() -> None:
+    sampling = SamplingConfig(n=4, max_tokens=5, min_tokens=3)
+    part = PartialSample(sample_index=2)
+    request = Request(prompt_id="a", prompt_ids=PROMPT, seed=10)
+    assert seed_of(request, part) == 12  # as vLLM seeds the third choice of one request
+    part = extend(part, Choice([5, 6], [-1.0, -2.0], "abort"), sampling, version=0, last_version=1)
+    assert part.finish_reason is None
+    assert (remaining(part, sampling).max_tokens, remaining(part, sampling).min_tokens) == (3, 1)
+    assert seed_of(request, part) not in (None, 12)
+    assert seed_of(dataclasses.replace(request, seed=None), part) is None
+    part = extend(part, Choice([7, 8, 9], [-1.0] * 3, "abort"), sampling, version=1, last_version=1)
+    assert part.finish_reason == "length"  # cut off behind its last token
+    assert part.version_spans == (VersionSpan(0, 2), VersionSpan(1, 3))
+
+
+def test_a_paused_dispatcher_keeps_the_line() -> None:
+    async def main() -> None:
+        dispatcher = Dispatcher(1, max_in_flight=2)
+        order: list[int] = []
+
+        async def one(number: int) -> None:
+            server = await dispatcher.acquire(f"g{number}", 2)
+            assert server == 0
+            order.append(number)
+            dispatcher.release(server, 2)
+
+        dispatcher.pause()
+        tasks = [asyncio.ensure_future(one(number)) for number in range(5)]
+        await asyncio.sleep(0.01)
+        assert (order, dispatcher.num_waiting, dispatcher.samples_waiting) == ([], 5, 10)
+        tasks[1].cancel()
+        await asyncio.sleep(0)
+        assert dispatcher.samples_waiting == 8
+        dispatcher.resume()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert order == [0, 2, 3, 4]
+        dispatcher.pause()
+        late = asyncio.ensure_future(dispatcher.acquire("late", 1))
+        await asyncio.sleep(0)
+        dispatcher.retire(0)
+        assert await late is None  # nobody will ever come: a pause holds nobody back then
+
+    asyncio.run(main())
+
+
+def test_wrong_sizes_are_refused() -> None:
+    client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
+    partial = fresh_group(Request(prompt_id="a", prompt_ids=PROMPT), 3)
+    with pytest.raises(ValueError, match="n=2"):
+        client.generate_blocking([partial], SamplingConfig(n=2))
+    with pytest.raises(ValueError, match="num_groups=2"):
+        client.run(client.generate_first([partial], SamplingConfig(n=3), num_groups=2))
+    client.close()
+
+
+def test_an_episodes_spans_cover_its_context_too() -> None:
+    client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
+    versions = iter([(VersionSpan(0, 2),), (VersionSpan(0, 1), VersionSpan(1, 2)), (VersionSpan(1, 1),)])
+
+    async def sample(request: Request, sampling: SamplingConfig) -> GroupResult:
+        spans = next(versions)
+        count = sum(span.num_tokens for span in spans)
+        one = Sample(
+            prompt_id=request.prompt_id,
+            sample_index=0,
+            response_ids=[5] * count,
+            log_probs=[-1.0] * count,
+            finish_reason="stop",
+            policy_version=spans[0].policy_version,
+            last_policy_version=spans[-1].policy_version,
+            version_spans=spans,
+        )
+        return GroupResult(prompt_id=request.prompt_id, samples=(one,))
+
+    client.sample = sample  # type: ignore[assignment,method-assign]
+
+    async def function(episode: Episode) -> None:
+        episode.add_context([9])
+        for _ in range(3):
+            await episode.generate()
+            episode.add_context([8, 8])
+
+    [group] = asyncio.run(
+        run_episodes(client, [Request(prompt_id="a", prompt_ids=PROMPT)], function, SamplingConfig(n=1))
+    )
+    [result] = group.results
+    assert token_versions(result.version_spans) == [0] * 6 + [1] * 7
+    assert sum(span.num_tokens for span in result.version_spans) == len(result.response_ids) == 13
+    assert result.policy_versions == (0, 0, 1)

@@ -1,0 +1,154 @@
+"""Rewards over HTTP, against a small service in this process; the served models are in the tests with real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollout_vllm import Endpoint, RemoteReward, classification_reward, http_reward, judge_reward, pooling_reward
+
+
+class Service:
+    """Answers as the text asks it to; counts what it saw."""
+
+    def __init__(self) -> None:
+        self.num_calls: dict[str, int] = {}
+        self.in_flight = self.max_in_flight = 0
+        self.last: Any = None
+        self.key: str | None = None
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(20)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._start())
+        self._ready.set()
+        self._loop.run_forever()
+
+    async def _start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/rewards/score", self._score)
+        app.router.add_get("/v1/models", _fixed({"data": [{"id": "judge"}]}))
+        app.router.add_post("/classify", _fixed({"data": [{"probs": [0.25, 0.75]}]}))
+        app.router.add_post("/pooling", _fixed({"data": [{"data": [[0.5], [1.5]]}]}))
+        app.router.add_post("/v1/chat/completions", self._chat)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+
+    async def _score(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        what, self.key = body["text"], request.headers.get("Authorization")
+        count = self.num_calls[what] = self.num_calls.get(what, 0) + 1
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
+        try:
+            await asyncio.sleep(60 if what == "hang" else 0.02)
+        finally:
+            self.in_flight -= 1
+        if what == "drop":
+            assert request.transport is not None
+            request.transport.abort()
+        if what in ("busy", "busy once") and (what == "busy" or count == 1):
+            return web.json_response({"error": "busy"}, status=503)
+        if what == "refuse":
+            return web.json_response({"error": {"message": "bad text"}}, status=422)
+        answers = {"nan": '{"score": NaN}', "word": '{"score": "good"}', "none": "{}", "html": "<html>"}
+        return web.Response(text=answers.get(what, f'{{"score": {len(what)}}}'), content_type="application/json")
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        self.last = await request.json()
+        text = self.last["messages"][0]["content"]
+        return web.json_response({"choices": [{"message": {"content": f"{text}. Score: 2, no, 7.5"}}]})
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(20)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(20)
+
+
+def _fixed(data: Any) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response(data)
+
+    return handler
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    made.close()
+
+
+def test_each_trouble_is_its_samples_own(service: Service) -> None:
+    words = ["abc", "hang", "refuse", "busy", "nan", "word", "none", "html", "drop", "busy once", "abcd"]
+
+    async def main() -> list[Any]:
+        reward = http_reward(f"{service.url}/rewards/score", api_key="k", timeout_s=3.0, max_retries=1)
+        outcomes = await asyncio.gather(*(reward.score({"text": word}) for word in words), reward.score({"text": {1}}))
+        await reward.aclose()
+        return list(outcomes)
+
+    outcomes = dict(zip([*words, "set"], asyncio.run(main()), strict=True))
+    assert {word: o.score for word, o in outcomes.items() if o.kind == "ok"} == {"abc": 3, "abcd": 4, "busy once": 9}
+    assert {o.kind for word, o in outcomes.items() if word in ("refuse", "busy", "nan", "word", "none", "html")} == {
+        "exception"
+    }
+    assert outcomes["hang"].kind == "timeout"
+    assert 2.9 < outcomes["hang"].duration_s < 10
+    assert outcomes["drop"].kind == "connection"
+    assert "bad text" in outcomes["refuse"].message
+    assert outcomes["set"].kind == "exception"
+    assert all(o.score is None and o.message for o in outcomes.values() if o.kind != "ok")
+    assert [service.num_calls[w] for w in ("refuse", "busy", "busy once", "drop", "abc")] == [1, 2, 2, 2, 1]
+    assert service.key == "Bearer k"
+
+
+def test_no_service_at_all() -> None:
+    with http_reward("http://127.0.0.1:9/score", max_retries=0) as reward:
+        assert reward.submit({"text": "a"}).result(30).kind == "connection"
+
+
+def test_back_pressure_and_callers_without_a_loop(service: Service) -> None:
+    service.max_in_flight = 0
+    with http_reward(f"{service.url}/rewards/score", max_in_flight=3) as reward:
+        futures = [reward.submit({"text": "a" * (i + 1)}) for i in range(20)]
+        assert [future.result(30).score for future in futures] == [i + 1 for i in range(20)]
+        assert service.max_in_flight == 3
+        waiting = reward.submit({"text": "hang"})
+    with contextlib.suppress(BaseException):
+        assert waiting.result(10).kind == "ok"
+    assert waiting.cancelled()
+
+
+def test_models_of_every_kind(service: Service) -> None:
+    endpoint = Endpoint(service.url)
+    with classification_reward(endpoint, label=1, use_activation=False) as reward:
+        assert reward.submit([1, 2]).result(30).score == 0.75
+    with pooling_reward(endpoint) as reward:
+        assert reward.submit("text").result(30).score == 1.5
+    with judge_reward(endpoint, prompt="Rate {answer}") as reward:
+        assert reward.submit({"answer": "x 9"}).result(30).score == 7.5
+        assert service.last["model"] == "judge"
+        assert service.last["messages"] == [{"role": "user", "content": "Rate x 9"}]
+        assert reward.submit({"question": "x"}).result(30).kind == "exception"
+    with judge_reward(endpoint, prompt="{a}", pattern=r"Verdict: (\d)") as reward:
+        assert "does not match" in reward.submit({"a": "x"}).result(30).message
+
+
+@pytest.mark.parametrize("settings", [{"timeout_s": 0.0}, {"max_in_flight": 0}, {"max_retries": -1}])
+def test_settings_are_checked(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        RemoteReward(Endpoint("http://a:1"), "/", body=dict, read=float, **settings)
