@@ -1,6 +1,6 @@
-"""Run on every rank by test_ckpt_async_deepspeed: DeepSpeed's checkpoint written beside training.
+"""Run by test_ckpt_async_deepspeed: DeepSpeed's checkpoint written beside training, by two ranks.
 
-    ckpt_async_saver.py RANK WORLD_SIZE STORE OUT STAGE...
+    ckpt_async_saver.py OUT STAGE...
 
 For each stage saves step 2 in the background while training goes on to step 4, and the same step 2 with DeepSpeed's own
 save_checkpoint; compares the files; goes back to step 2 with loading_without_pickle, trains again, and compares. Writes
@@ -8,25 +8,17 @@ what it measured to OUT/rank<r>.json.
 """
 
 import json
-import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-os.environ |= {
-    "RANK": str(rank),
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": str(world_size),
-    "DS_ACCELERATOR": "cpu",
-    "MASTER_ADDR": "127.0.0.1",
-}
+import deepspeed
+import torch
+from ckpt_ranks import build, compare, run_ranks
 
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
-
-from ckpt import (  # noqa: E402
+from ckpt import (
     AsyncSaver,
     CheckpointManager,
     DeepSpeedState,
@@ -39,23 +31,8 @@ from ckpt import (  # noqa: E402
 )
 
 
-def build(stage: int) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-    }
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(33, 65), torch.nn.Tanh(), torch.nn.Linear(65, 7)]
-    model = torch.nn.Sequential(*layers).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
-
-
 def train(engine: Any, step: int) -> None:
-    generator = torch.Generator().manual_seed(10 * step + rank)
+    generator = torch.Generator().manual_seed(10 * step + torch.distributed.get_rank())
     engine.backward(engine(torch.randn(1, 33, generator=generator).bfloat16()).float().square().mean())
     engine.step()
 
@@ -66,29 +43,11 @@ def weights(engine: Any) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in parameters]
 
 
-def compare(one: Any, other: Any, where: str) -> None:
-    assert type(one) is type(other), (where, type(one), type(other))
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype, where
-        assert torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert list(one) == list(other), where
-        for key in one:
-            compare(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for index, (left, right) in enumerate(zip(one, other, strict=True)):
-            compare(left, right, f"{where}.{index}")
-    elif not hasattr(one, "__dict__"):
-        assert one == other, where
-    else:
-        compare(vars(one), vars(other), where)
-
-
-def run(stage: int, out: Path) -> dict[str, float]:
-    engine = build(stage)
+def run(rank: int, stage: int, out: Path) -> dict[str, float]:
+    torch.manual_seed(0)
+    engine = build(stage, [torch.nn.Linear(33, 65), torch.nn.Tanh(), torch.nn.Linear(65, 7)])
     manager = CheckpointManager(out / f"zero{stage}")
-    ranks = Ranks(num_ranks=world_size, rank=rank, run_id=f"stage{stage}")
+    ranks = Ranks(num_ranks=2, rank=rank, run_id=f"stage{stage}")
     actor = DeepSpeedState(
         engine, lambda folder: engine.save_checkpoint(folder, tag="actor", client_state={"num_steps": 2})
     )
@@ -130,14 +89,11 @@ def run(stage: int, out: Path) -> dict[str, float]:
     return {"stall_s": stall_s, "plain_s": plain_s}
 
 
+def run_stages(out: Path, stages: list[int], rank: int) -> None:
+    report = {stage: run(rank, stage, out) for stage in stages}
+    (out / f"rank{rank}.json").write_text(json.dumps(report))
+
+
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(sys.argv[3], world_size)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    # Not needed, and a compiler that is killed half-way leaves a lock that every later process waits for without end.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    report = {stage: run(int(stage), Path(sys.argv[4])) for stage in sys.argv[5:]}
-    (Path(sys.argv[4]) / f"rank{rank}.json").write_text(json.dumps(report))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    folder = Path(sys.argv[1])
+    run_ranks(partial(run_stages, folder, list(map(int, sys.argv[2:]))), folder)

@@ -1,31 +1,23 @@
-"""Run on every rank by test_ckpt_deepspeed: trains a tiny tied Qwen3 under DeepSpeed and saves checkpoints.
+"""Run by test_ckpt_deepspeed: two ranks train a tiny tied Qwen3 under DeepSpeed and save checkpoints.
 
-    ckpt_deepspeed_saver.py RANK WORLD_SIZE STORE MODEL OUT STAGE...
+    ckpt_deepspeed_saver.py MODEL OUT STAGE...
 
 For each stage writes OUT/zero<stage>/actor, as DeepSpeed's save_checkpoint does, and OUT/zero<stage>.expected.pt: the
 weights that DeepSpeed itself consolidates out of it.
 """
 
-import os
 import sys
+from functools import partial
 from pathlib import Path
 
-rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-os.environ |= {
-    "RANK": str(rank),
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": str(world_size),
-    "DS_ACCELERATOR": "cpu",
-    "MASTER_ADDR": "127.0.0.1",
-}
-
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from transformers.integrations import HfDeepSpeedConfig  # noqa: E402
+import deepspeed
+import torch
+import transformers
+from ckpt_ranks import run_ranks
+from transformers.integrations import HfDeepSpeedConfig
 
 
-def save(stage: int, model_path: str, out: Path) -> None:
+def save(rank: int, stage: int, model_path: str, out: Path) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -58,13 +50,11 @@ def save(stage: int, model_path: str, out: Path) -> None:
     torch.distributed.barrier()
 
 
+def save_stages(model_path: str, out: Path, stages: list[int], rank: int) -> None:
+    for stage in stages:
+        save(rank, stage, model_path, out)
+
+
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(sys.argv[3], world_size)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    # Not needed, and a compiler that is killed half-way leaves a lock that every later process waits for without end.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    for stage in map(int, sys.argv[6:]):
-        save(stage, sys.argv[4], Path(sys.argv[5]))
-    torch.distributed.destroy_process_group()
+    folder = Path(sys.argv[2])
+    run_ranks(partial(save_stages, sys.argv[1], folder, list(map(int, sys.argv[3:]))), folder)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ckpt_ranks import CPU_ENVIRONMENT, run_script
 
 from ckpt import ArchitectureMismatchError, CheckpointDamagedError, CheckpointManager, ZeroCheckpoint, check_model
 from ckpt.deepspeed_export import iterate_deepspeed_weights
@@ -21,20 +22,7 @@ pytestmark = pytest.mark.slow
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`zero<stage>/`, folders of checkpoints of the three stages; each rank has compared and resumed already."""
     root = tmp_path_factory.mktemp("async")
-    script = Path(__file__).with_name("ckpt_async_saver.py")
-    processes = []
-    for rank in range(2):
-        arguments = [rank, 2, root / "store", root, 1, 2, 3]
-        with (root / f"rank{rank}.log").open("w") as log:
-            command = [sys.executable, str(script), *map(str, arguments)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
-    try:
-        codes = [process.wait(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0], (root / "rank0.log").read_text()[-3000:] + (root / "rank1.log").read_text()[-3000:]
+    run_script("ckpt_async_saver.py", root, 1, 2, 3)
     return root
 
 
@@ -57,6 +45,23 @@ def test_background_checkpoints_are_deepspeeds_own(saved: Path, stage: int) -> N
     assert check_model(checkpoint, "actor", torch.nn.Sequential(*there))
     with pytest.raises(ArchitectureMismatchError, match="another shape"):
         check_model(checkpoint, "actor", torch.nn.Sequential(*there[:2], torch.nn.Linear(65, 8)))
+
+
+def test_the_script_that_deepspeed_puts_beside_them_reads_them(saved: Path, tmp_path: Path) -> None:
+    """Run as a user does, from the checkpoint's own folder; for the other stages its function, which is the same."""
+    for stage in (1, 2, 3):
+        folder = CheckpointManager(saved / f"zero{stage}").load(2).path / "actor"
+        if stage == 2:
+            command = [sys.executable, str(folder / "zero_to_fp32.py"), str(folder), str(tmp_path / "out")]
+            subprocess.run(command, check=True, timeout=300, capture_output=True, env={**os.environ, **CPU_ENVIRONMENT})
+            found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+        else:
+            from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+            found = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+        expected = dict(iterate_deepspeed_weights(ZeroCheckpoint(folder)))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found), stage
 
 
 def test_a_missing_rank_file_is_named(saved: Path, tmp_path: Path) -> None:

@@ -2,12 +2,11 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ckpt_ranks import run_script
 from safetensors.torch import load_file
 
 from ckpt import ShardError, ZeroCheckpoint, export_deepspeed
@@ -34,20 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
     )
     Qwen3ForCausalLM(config).save_pretrained(root / "model")
-    script = Path(__file__).with_name("ckpt_deepspeed_saver.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank in range(2):
-        arguments = [rank, 2, root / "store", root / "model", root, 1, 2, 3]
-        with (root / f"rank{rank}.log").open("w") as log:
-            command = [sys.executable, str(script), *map(str, arguments)]
-            processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
-    try:
-        codes = [process.wait(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0], (root / "rank0.log").read_text()[-3000:] + (root / "rank1.log").read_text()[-3000:]
+    run_script("ckpt_deepspeed_saver.py", root / "model", root, 1, 2, 3)
     return root
 
 
