@@ -84,8 +84,9 @@ class TrainingLoop:
 
     def _run(self, learn: Learn) -> LoopResult:
         trainer = self._trainer
-        first = self._resume()
-        self.sync(version=first)
+        with self._servers.changing_weights():
+            first = self._resume()
+            self.sync(version=first)
         before = self.validate(first) if trainer.val_before_train else None
         after = None
         for step in range(first + 1, trainer.total_training_steps + 1):

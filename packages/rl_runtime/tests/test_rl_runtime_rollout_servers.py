@@ -1,0 +1,196 @@
+"""Who is pushed to when servers die, with servers and ranks that are scripted; tests/ has the real ones."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rl_runtime import rollout_servers
+from rl_runtime.errors import RankError, RlRuntimeError
+from rl_runtime.rollout_servers import RolloutServers
+from rollout_vllm import Endpoint, ServerDiedError, WatchEvent
+from weight_sync import SyncConfig
+
+
+@dataclass
+class Server:
+    alive: bool = True
+
+
+@dataclass
+class Servers:
+    servers: list[Server]
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        return [Endpoint(f"http://{index}") for index in range(len(self.servers))]
+
+    def check(self) -> None:
+        if not all(server.alive for server in self.servers):
+            raise ServerDiedError("killed", 0, None)
+
+
+@dataclass
+class Watch:
+    """A watch that somebody else drives."""
+
+    events: list[WatchEvent] = field(default_factory=list)
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def check(self) -> None: ...
+
+
+@dataclass
+class Client:
+    policy_version: int = -1
+
+    def set_policy_version(self, version: int) -> None:
+        self.policy_version = version
+
+
+@dataclass
+class Actor:
+    """Keeps (urls, version) of every push; `on_push` may raise before it counts."""
+
+    pushes: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
+    on_push: Any = None
+    num_connects: int = 0
+    _urls: tuple[str, ...] = ()
+
+    def connect_servers(self, endpoints: list[Endpoint], config: SyncConfig) -> None:
+        self.num_connects += 1
+        self._urls = tuple(endpoint.url for endpoint in endpoints)
+
+    def push_weights(self, version: int) -> str:
+        if self.on_push is not None:
+            self.on_push()
+        self.pushes.append((self._urls, version))
+        return "report"
+
+
+@dataclass
+class Setting:
+    fleet: RolloutServers
+    servers: list[Server]
+    watch: Watch
+    actor: Actor
+    client: Client
+    lines: list[str]
+
+    def note(self, server: int, what: Any) -> None:
+        self.watch.events.append(WatchEvent(server, what, "it was killed", 0.0))
+
+
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
+    monkeypatch.setattr(rollout_servers, "_NOTICE_S", 0.5)
+    watch = Watch()
+    monkeypatch.setattr(rollout_servers, "ServerWatch", lambda *args, **kwargs: watch)
+    servers, actor, client, lines = [Server(), Server()], Actor(), Client(), list[str]()
+    fleet = RolloutServers(
+        Servers(servers),  # type: ignore[arg-type]
+        client,  # type: ignore[arg-type]
+        actor,  # type: ignore[arg-type]
+        SyncConfig(),
+        max_restarts=2,
+        report=lines.append,
+    )
+    return Setting(fleet, servers, watch, actor, client, lines)
+
+
+BOTH, FIRST, SECOND = ("http://0", "http://1"), ("http://0",), ("http://1",)
+
+
+def test_all_are_pushed_to_over_one_connection(setting: Setting) -> None:
+    for version in (0, 1, 2):
+        assert setting.fleet.push(version) == "report"
+    assert setting.actor.pushes == [(BOTH, 0), (BOTH, 1), (BOTH, 2)]
+    assert setting.actor.num_connects == 1
+    assert setting.client.policy_version == 2
+
+
+def test_a_dead_server_misses_pushes_until_it_was_brought_up_to_date(setting: Setting) -> None:
+    setting.fleet.push(0)
+    setting.servers[1].alive = False  # not noticed by the watch yet
+    setting.fleet.push(1)
+    setting.note(1, "died")
+    setting.servers[1].alive = True  # started again; it holds the model folder's weights
+    setting.fleet.push(2)
+    assert setting.fleet._bring_up_to_date(1, Endpoint("http://1")) == 2
+    setting.fleet.push(3)
+    assert setting.actor.pushes == [(BOTH, 0), (FIRST, 1), (FIRST, 2), (SECOND, 2), (BOTH, 3)]
+    assert setting.fleet.num_restarts == 1
+
+
+def test_with_no_server_up_the_version_moves_on(setting: Setting) -> None:
+    for server in setting.servers:
+        server.alive = False
+    assert setting.fleet.push(1) is None
+    assert setting.client.policy_version == 1
+    assert setting.actor.pushes == []
+
+
+def test_a_server_that_dies_in_a_push_is_left_out_of_the_next_attempt(setting: Setting) -> None:
+    def die() -> None:
+        setting.actor.on_push = None
+        threading.Timer(0.2, lambda: setattr(setting.servers[0], "alive", False)).start()
+        raise RankError("connection lost")
+
+    setting.actor.on_push = die
+    assert setting.fleet.push(4) == "report"
+    assert setting.actor.pushes == [(SECOND, 4)]
+
+
+def test_a_push_that_fails_with_all_servers_alive_is_an_error(setting: Setting) -> None:
+    def fail() -> None:
+        raise RankError("checksum")
+
+    setting.actor.on_push = fail
+    with pytest.raises(RankError, match="checksum"):
+        setting.fleet.push(4)
+    assert setting.client.policy_version == -1
+
+
+def test_a_restarted_server_waits_while_weights_change(setting: Setting) -> None:
+    setting.fleet.push(0)
+    setting.note(0, "died")
+    with setting.fleet.changing_weights():
+        thread = threading.Thread(target=setting.fleet._bring_up_to_date, args=(0, Endpoint("http://0")))
+        thread.start()
+        time.sleep(0.2)
+        assert len(setting.actor.pushes) == 1, "a push went out between two updates of one step"
+        setting.fleet.push(1)
+    thread.join(5)
+    assert setting.actor.pushes == [(BOTH, 0), (SECOND, 1), (FIRST, 1)]
+
+
+def test_no_server_is_brought_back_once_the_run_is_over(setting: Setting) -> None:
+    with setting.fleet:
+        setting.fleet.push(0)
+    with pytest.raises(RlRuntimeError, match="over"):
+        setting.fleet._bring_up_to_date(0, Endpoint("http://0"))
+
+
+def test_what_happens_is_told_once(setting: Setting) -> None:
+    setting.note(1, "died")
+    setting.fleet.check()
+    setting.note(1, "given_up")
+    setting.fleet.check()
+    setting.fleet.check()
+    assert setting.lines == ["rollout server 1 died: it was killed", "rollout server 1 given up: it was killed"]
+
+
+def test_without_restarts_a_dead_server_ends_the_run(setting: Setting) -> None:
+    fleet = RolloutServers(
+        Servers([Server(), Server(alive=False)]),  # type: ignore[arg-type]
+        Client(),  # type: ignore[arg-type]
+        Actor(),  # type: ignore[arg-type]
+        SyncConfig(),
+        max_restarts=0,
+        report=print,
+    )
+    with fleet, pytest.raises(ServerDiedError):
+        fleet.check()
