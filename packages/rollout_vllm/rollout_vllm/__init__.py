@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ServerStartError,
     )
     from .partial import token_versions
+    from .ray_servers import launch_on_ray
     from .remote_rewards import RemoteReward, classification_reward, http_reward, judge_reward, pooling_reward
     from .rewards import RewardOutcome, RewardPool
     from .samples import (
@@ -74,6 +75,7 @@ __all__ = [
     "classification_reward",
     "http_reward",
     "judge_reward",
+    "launch_on_ray",
     "pooling_reward",
     "request_seed",
     "run_episodes",
@@ -117,6 +119,7 @@ _EXPORTS = {
     "classification_reward": ".remote_rewards",
     "http_reward": ".remote_rewards",
     "judge_reward": ".remote_rewards",
+    "launch_on_ray": ".ray_servers",
     "pooling_reward": ".remote_rewards",
     "request_seed": ".samples",
     "run_episodes": ".episodes",

@@ -53,7 +53,7 @@ QWEN = {
 def test_import_is_cheap_and_exports_exist() -> None:
     code = (
         "import sys, rollout_vllm; from rollout_vllm import RolloutConfig, SamplingConfig, ServerGroup;"
-        "bad = [m for m in ('torch', 'vllm', 'transformers', 'aiohttp', 'numpy') if m in sys.modules];"
+        "bad = [m for m in ('torch', 'vllm', 'transformers', 'aiohttp', 'numpy', 'ray') if m in sys.modules];"
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

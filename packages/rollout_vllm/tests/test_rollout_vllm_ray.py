@@ -1,0 +1,115 @@
+"""A server that is an actor of a real Ray: one node, with resources of its own for servers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from rollout_vllm_helpers import assert_complete, config_for_tests, make_requests, wait_until
+
+from rollout_vllm import (
+    Endpoint,
+    ModelFolderError,
+    RolloutClient,
+    RolloutConfig,
+    RolloutConfigError,
+    SamplingConfig,
+    ServerDiedError,
+    ServerStartError,
+    launch_on_ray,
+)
+from rollout_vllm.process import call
+
+pytestmark = pytest.mark.slow
+ray: Any = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGTERM)
+    for attempt in range(3):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=2,
+                resources={"rollout_node": 1},
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=128 << 20,
+                _system_config={"worker_niceness": 0},
+            )
+            break
+        except Exception:  # its processes were not up in half a minute, as on a busy machine
+            ray.shutdown()
+            if attempt == 2:
+                raise
+    signal.signal(signal.SIGTERM, handler)
+    yield
+    ray.shutdown()
+
+
+def test_what_no_cluster_can_give_is_refused_at_once(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RolloutConfigError, match="not initialised"):
+        launch_on_ray(model_folder, config_for_tests(), log_dir=tmp_path)
+    with pytest.raises(RolloutConfigError, match="urls"):
+        launch_on_ray(model_folder, RolloutConfig(urls=("http://a:1",)), log_dir=tmp_path)
+
+
+def processes_of(log_path: Path) -> list[int]:
+    """Every process that writes to this log: the supervisor and all below it."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(Path(os.readlink(fd)) == log_path for fd in (folder / "fd").iterdir()):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_server_on_a_ray_node(cluster: None, model_folder: Path, tmp_path: Path) -> None:
+    config = config_for_tests(startup_timeout_s=400.0)
+    wanted = {"CPU": 1, "rollout_node": 1}
+    with pytest.raises(RolloutConfigError, match="rollout_node each make 2, the Ray cluster has 1"):
+        launch_on_ray(model_folder, config_for_tests(num_servers=2), log_dir=tmp_path, resources_per_server=wanted)
+    with pytest.raises(ModelFolderError, match="no folder"):
+        launch_on_ray(tmp_path / "nowhere", config, log_dir=tmp_path)
+    with launch_on_ray(model_folder, config, log_dir=tmp_path, resources_per_server=wanted) as group:
+        [server], [endpoint] = group.servers, group.endpoints
+        assert ray.available_resources().get("rollout_node", 0) == 0  # one server a node, as asked for
+        group.wait_ready()
+        address = urlsplit(endpoint.url).hostname
+        assert address == ray.util.get_node_ip_address()
+        with pytest.raises(ConnectionRefusedError):  # the job's interface alone
+            call(Endpoint(endpoint.url.replace(str(address), "127.0.0.2")), "GET", "/health")
+        assert call(Endpoint(endpoint.url, "wrong"), "POST", "/v1/completions", {})[0] == 401
+        requests = make_requests(6)
+        with RolloutClient(group.endpoints, config) as client:
+            groups = client.generate_blocking(requests, SamplingConfig(n=2, max_tokens=6))
+        assert_complete(requests, groups, 2)
+        assert all(g.complete for g in groups)
+        group.check()
+
+        server.stop()
+        assert not server.alive
+        wait_until(lambda: not processes_of(server.log_path), timeout_s=60)
+        with pytest.raises(ServerDiedError, match="stopped"):
+            group.check()
+        server.start()  # as a ServerWatch does, on its node and port
+        assert server.alive
+        wait_until(lambda: len(processes_of(server.log_path)) > 1)
+        ray.kill(server._actor)  # type: ignore[attr-defined]  # its node, or its process, is lost
+        wait_until(lambda: not server.alive)
+        assert "actor is gone" in server.reason()
+        with pytest.raises(ServerStartError, match="actor is gone"):
+            server.start()
+        with pytest.raises(ServerStartError, match="actor is gone"):
+            group.wait_ready()
+        wait_until(lambda: not processes_of(server.log_path), timeout_s=60)
