@@ -44,10 +44,8 @@ def learn(
             for mini in batch.mini_batches(config.batch.mini_batch_size):
                 mini = rl_runtime.with_loss_weights(mini, algorithm, max_tokens=config.sampling.max_tokens)
                 updates.append(actor.update(mini, loss_fn))
-    return rl_runtime.update_metrics("actor", updates) | {
-        "rollout/log_prob_mismatch": rl_runtime.mismatch(batch, old.log_probs),
-        "actor/advantage_std": float(advantages_N.std(correction=0)),
-    }
+    metrics = rl_runtime.update_metrics("actor", updates) | rl_runtime.mismatch(batch, old.log_probs)
+    return metrics | {"actor/advantage_std": float(advantages_N.std(correction=0))}
 
 
 def num_updates(config: GrpoConfig) -> int:

@@ -130,7 +130,7 @@ def learn(
         kl.update(metrics["actor/ref_kl"], len(batch.items))
     metrics |= rl_runtime.update_metrics("critic", critic_updates)
     metrics |= rl_runtime.update_metrics("actor", actor_updates) if actor_updates else {}
-    return metrics | {"rollout/log_prob_mismatch": rl_runtime.mismatch(batch, old)}
+    return metrics | rl_runtime.mismatch(batch, old)
 
 
 def num_updates(config: PpoConfig) -> tuple[int, int]:

@@ -128,19 +128,57 @@ class EpisodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OversamplingConfig:
+    """Steps that do not wait for the longest responses. Such a run does not repeat bit for bit."""
+
+    extra_prompts: int = 0
+    """Prompts asked beyond `batch.train_batch_size`; a step goes on when so many groups as that are complete. 0: all
+    are waited for. Short responses come first, so keep the others."""
+    keep_unfinished: bool = True
+    """The next step goes on with the others where they stopped; their tokens keep the policy version that drew them.
+    False gives them up."""
+
+    def __post_init__(self) -> None:
+        if self.extra_prompts < 0:
+            raise ValueError(f"extra_prompts is {self.extra_prompts}; allowed: 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoringConfig(RewardConfig):
     """How responses are scored, in processes beside the rollout."""
 
     function: str | None = None
     """`package.module:function`, called as `function(response_text, prompt) -> float` instead of the rule that the
     prompt's data source has. A sample whose call raises, or gives no finite number, is left out of the batch."""
+    url: str | None = None
+    """A service that scores instead of a function: `http://host:port/path`, or a server's `http://host:port` for the
+    other kinds of `service`. A sample that it gives no number for is left out of the batch."""
+    service: Literal["http", "classification", "pooling", "judge"] = "http"
+    """What `url` is: a service of yours that is sent prompt, response, ground_truth and data_source as JSON and answers
+    `{"score": number}`; a classifier or reward model behind vLLM's /classify or /pooling, which reads prompt and
+    response; a chat model that judges."""
+    judge_prompt: str | None = None
+    """What a judge is asked, with `{prompt}`, `{response}` and `{ground_truth}`; its last number is the score."""
+    api_key: str | None = None
+    """Bearer token of the service."""
     num_workers: int = 1
-    """Processes that score."""
+    """Processes that score, where no service does."""
     timeout_s: float = 30.0
     """Seconds for one sample; one that takes longer is left out of the batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.url is not None:
+            if not self.url.startswith(("http://", "https://")):
+                raise ValueError(f"url is {self.url!r}; allowed: http://host:port/path or https://…")
+            if self.function is not None:
+                raise ValueError(
+                    f"url is {self.url!r}; allowed: null with a function ({self.function}), or no function"
+                )
+        if self.service == "judge" and self.judge_prompt is None:
+            raise ValueError("judge_prompt is null; allowed with service=judge: what the judge is asked")
+        if self.service != "http" and self.url is None:
+            raise ValueError(f"service is {self.service!r}; allowed: http where url is null")
         if self.num_workers < 1:
             raise ValueError(f"num_workers is {self.num_workers}; allowed: 1 or more")
         if self.timeout_s <= 0:

@@ -142,7 +142,7 @@ def check_job(
     check_tracking(config.tracking)
     placement = plan_session(config.trainer, config.rollout, own_ranks)
     check_functions(config.episode, config.reward)
-    check_prompt_files(config.model, config.data, any_source=config.reward.function is not None)
+    check_prompt_files(config.model, config.data, any_source=bool(config.reward.function or config.reward.url))
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
         check_engine(engine, section=section, num_updates=num_updates, is_saved=config.trainer.save_freq > 0)
@@ -168,7 +168,7 @@ def run_job(config: JobConfig, placement: Placement, compose: Callable[[Job], Al
         with open_session(
             placement,
             trainer=config.trainer,
-            rollout=config.rollout,
+            rollout=replace(config.rollout, control_routes=True) if _cuts_short(config) else config.rollout,
             model_path=str(inputs.model_path),
             log_dir=run.path / "servers",
             sync=config.sync,
@@ -185,25 +185,18 @@ def run_job(config: JobConfig, placement: Placement, compose: Callable[[Job], Al
         tracker.summary(result)
 
 
+def _cuts_short(config: JobConfig) -> bool:
+    """Whether the servers must be able to hand back responses that are not finished."""
+    return config.oversampling.extra_prompts > 0 and config.oversampling.keep_unfinished
+
+
 def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
     """The steps, then the export."""
     config, session, inputs = job.config, job.session, job.inputs
     actor = algorithm.roles["actor"]
     session.servers.wait_ready()
-    sampler = PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle)
-    checkpoints = RunCheckpoints(
-        job.folder / "checkpoints",
-        config.trainer,
-        session.rank_groups,
-        roles=algorithm.roles,
-        parts={"sampler": sampler, **algorithm.state},
-        config=to_yaml(without_secrets(config)),
-    )
     with (
         Scorer(config.reward) as scorer,
-        RolloutPhase(
-            session.client, inputs.tokenizer, scorer=scorer, seed=config.trainer.seed, episode=config.episode
-        ) as rollout,
         RolloutServers(
             session.servers,
             session.client,
@@ -213,6 +206,24 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
             report=job.tracker.info,
         ) as servers,
     ):
+        sampler = PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle)
+        rollout = RolloutPhase(
+            session.client,
+            inputs.tokenizer,
+            scorer=scorer,
+            seed=config.trainer.seed,
+            episode=config.episode,
+            oversampling=config.oversampling,
+        )
+        carried: dict[str, Stateful] = {"rollout": rollout} if config.oversampling.extra_prompts else {}
+        checkpoints = RunCheckpoints(
+            job.folder / "checkpoints",
+            config.trainer,
+            session.rank_groups,
+            roles=algorithm.roles,
+            parts={"sampler": sampler, **carried, **algorithm.state},
+            config=to_yaml(without_secrets(config)),
+        )
         loop = TrainingLoop(
             trainer=config.trainer,
             sampling=config.sampling,

@@ -9,7 +9,15 @@ from rl_data import DataConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
 from weight_sync import SyncConfig
 
-from .config import EpisodeConfig, ModelConfig, ScoringConfig, SupervisedConfig, TaskSize, TrainerConfig
+from .config import (
+    EpisodeConfig,
+    ModelConfig,
+    OversamplingConfig,
+    ScoringConfig,
+    SupervisedConfig,
+    TaskSize,
+    TrainerConfig,
+)
 from .tracking import TrackingConfig
 
 
@@ -25,6 +33,7 @@ class JobConfig:
     actor: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    oversampling: OversamplingConfig = field(default_factory=OversamplingConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     validation: SamplingConfig = field(default_factory=lambda: SamplingConfig(n=1))
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -35,6 +44,11 @@ class JobConfig:
     def __post_init__(self) -> None:
         if self.sampling.temperature <= 0:
             raise ValueError(f"sampling.temperature is {self.sampling.temperature}; allowed: above 0")
+        if self.oversampling.extra_prompts and self.episode.function is not None:
+            raise ValueError(
+                f"oversampling.extra_prompts is {self.oversampling.extra_prompts}; allowed: 0 with episode.function, "
+                "whose episodes are waited for"
+            )
 
 
 JobConfigT = TypeVar("JobConfigT", bound=JobConfig)
@@ -42,4 +56,4 @@ JobConfigT = TypeVar("JobConfigT", bound=JobConfig)
 
 def without_secrets(config: JobConfigT) -> JobConfigT:
     """The configuration as it may be written down."""
-    return replace(config, rollout=replace(config.rollout, api_key=None))
+    return replace(config, rollout=replace(config.rollout, api_key=None), reward=replace(config.reward, api_key=None))

@@ -123,7 +123,8 @@ class TrainingLoop:
         timer = PhaseTimer()
         with self._profiler.step(step, timer), timer.step():
             self._servers.check()
-            prompts = [self._train_prompts[i] for i in self._sampler.next(self._train_batch_size)]
+            num_prompts = self._rollout.num_prompts(self._train_batch_size)
+            prompts = [self._train_prompts[i] for i in self._sampler.next(num_prompts)]
             collected = self._rollout.collect(prompts, self._sampling, step=step, phase=timer.phase)
             if collected.reason:
                 self._tracker.info(f"step {step}: {collected.num_failed} samples left out: {collected.reason}")

@@ -33,11 +33,21 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
     }
 
 
-def mismatch(batch: ExperienceBatch, log_probs: tuple[np.ndarray, ...]) -> float:
-    """Mean absolute difference between the trainer's and the rollout's log-probs of the same response tokens."""
-    trainer = np.concatenate(log_probs)
-    rollout = np.concatenate([item.rollout_log_probs for item in batch.items])
-    return float(np.abs(trainer - rollout).mean())
+def mismatch(batch: ExperienceBatch, log_probs: tuple[np.ndarray, ...]) -> dict[str, float]:
+    """Mean absolute difference between the trainer's and the rollout's log-probs of the same generated tokens.
+
+    Tokens that an older policy version drew differ for a reason and are counted apart.
+    """
+    versions = np.concatenate(
+        [np.repeat([v for v, _ in item.version_spans], [n for _, n in item.version_spans]) for item in batch.items]
+    )
+    difference = np.abs(np.concatenate(log_probs) - np.concatenate([item.rollout_log_probs for item in batch.items]))
+    stale = versions < versions.max()
+    metrics = {
+        "rollout/log_prob_mismatch": float(difference[~stale].mean()),
+        "rollout/stale_token_share": float(stale.mean()),
+    }
+    return metrics | ({"rollout/log_prob_mismatch_stale": float(difference[stale].mean())} if stale.any() else {})
 
 
 def update_metrics(prefix: str, stats: Sequence[StepStats]) -> dict[str, float]:

@@ -1,14 +1,14 @@
 """From prompts to scored samples: asks the servers, rewards what comes while the rest is generated, keeps what counts.
 
-The phase runs an event loop of its own in the caller's thread, so that generation, the user's rollout function and
-scoring go on side by side.
+Generation, the user's rollout function and scoring go on side by side in the client's event loop.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,15 +18,18 @@ from rollout_vllm import (
     EpisodeGroup,
     EpisodeResult,
     GroupResult,
+    PartialGroup,
     Request,
     RolloutClient,
     Sample,
     SamplingConfig,
     request_seed,
     run_episodes,
+    token_versions,
 )
 
-from .config import EpisodeConfig
+from .carried import Carried
+from .config import EpisodeConfig, OversamplingConfig
 from .errors import RolloutFailed
 from .experience import Experience, ExperienceBatch, PromptLike
 from .functions import load_function
@@ -70,38 +73,56 @@ class _Scored:
 class RolloutPhase:
     """Generation and scoring of one step. `seed`, the step and the prompt's place decide every request's seed.
 
-    To be closed, or used as a context.
-
     Raises:
         InputError: `episode.function` is no such function.
     """
 
     def __init__(
-        self, client: RolloutClient, tokenizer: Any, *, scorer: Scorer, seed: int, episode: EpisodeConfig | None = None
+        self,
+        client: RolloutClient,
+        tokenizer: Any,
+        *,
+        scorer: Scorer,
+        seed: int,
+        episode: EpisodeConfig | None = None,
+        oversampling: OversamplingConfig | None = None,
     ) -> None:
         self._client, self._tokenizer, self._scorer, self._seed = client, tokenizer, scorer, seed
-        self._episode = episode or EpisodeConfig()
+        self._episode, self._oversampling = episode or EpisodeConfig(), oversampling or OversamplingConfig()
         self._function = load_rollout(self._episode.function) if self._episode.function is not None else None
         self._meter = RolloutMeter(client)
-        self._runner = asyncio.Runner()
+        self._carried: list[Carried] = []
+
+    def num_prompts(self, train_batch_size: int) -> int:
+        """How many prompts the next step wants, so that it can be done with the first `train_batch_size` groups."""
+        return train_batch_size + self._oversampling.extra_prompts - len(self._carried)
 
     def collect(
-        self, prompts: Sequence[PromptLike], sampling: SamplingConfig, *, step: int, phase: Phase | None = None
+        self,
+        prompts: Sequence[PromptLike],
+        sampling: SamplingConfig,
+        *,
+        step: int,
+        phase: Phase | None = None,
     ) -> Collected:
         """Generates and scores `sampling.n` samples of every prompt.
 
         A sample that could not be generated or scored is left out, never scored as zero; a prompt left with fewer than
         two samples (when more were asked for) is left out whole, since its group has nothing to compare.
 
+        With over-sampling, groups that earlier steps did not wait for come before `prompts`, and the last
+        `extra_prompts` groups of them all are not waited for.
+
         Raises:
             RolloutFailed: nothing was left to train on; gives the first reason.
         """
         phase = phase or (lambda _: nullcontext())
         with phase("gen"):
-            scoring, metrics = self._runner.run(self._generate(prompts, sampling, step))
+            num_groups = max(1, len(prompts) + len(self._carried) - self._oversampling.extra_prompts)
+            scoring, metrics = self._client.run(self._generate(prompts, sampling, step, num_groups))
         with phase("reward"):  # what generation did not hide
-            items, reasons = self._runner.run(_finish(scoring, min_samples=min(2, sampling.n)))
-        num_failed = len(prompts) * sampling.n - len(items)
+            items, reasons = self._client.run(_finish(scoring, min_samples=min(2, sampling.n), at_most=num_groups))
+        num_failed = len(scoring) * sampling.n - len(items)
         if not items:
             raise RolloutFailed(f"step {step}: none of {num_failed} samples could be had: {reasons[0]}")
         reason = reasons[0] if reasons else ""
@@ -111,8 +132,8 @@ class RolloutPhase:
 
     def validate(self, prompts: Sequence[PromptLike], sampling: SamplingConfig, *, step: int) -> Validation:
         """Scores held-out prompts; accuracy is the share of samples with the full score."""
-        scoring, _ = self._runner.run(self._generate(prompts, sampling, -1 - step))
-        items, reasons = self._runner.run(_finish(scoring, min_samples=1))
+        scoring, _ = self._client.run(self._generate(prompts, sampling, -1 - step, None))
+        items, reasons = self._client.run(_finish(scoring, min_samples=1, at_most=len(prompts)))
         if not items:
             raise RolloutFailed(f"validation after step {step}: no sample could be had: {reasons[0]}")
         scores = np.array([item.score for item in items])
@@ -123,50 +144,79 @@ class RolloutPhase:
             num_failed=len(prompts) * sampling.n - len(items),
         )
 
-    def close(self) -> None:
-        """Gives up what is still asked for and closes the connections."""
-        self._runner.run(self._end())
-        self._runner.close()
+    def state_dict(self) -> dict[str, Any]:
+        """The groups that the next step goes on with; JSON-able."""
+        return {"carried": [carried.to_state() for carried in self._carried]}
 
-    def __enter__(self) -> "RolloutPhase":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what `state_dict` gave."""
+        self._carried = [Carried.from_state(carried) for carried in state["carried"]]
 
     async def _generate(
-        self, prompts: Sequence[PromptLike], sampling: SamplingConfig, step: int
+        self, prompts: Sequence[PromptLike], sampling: SamplingConfig, step: int, num_groups: int | None
     ) -> tuple[list[asyncio.Task[_Scored]], dict[str, float]]:
-        """The scoring of every group, begun when the group was complete, and the meter's reading."""
-        requests = [
-            Request(
-                prompt_id=f"{place}:{prompt.id}",
+        """The scoring of every group, begun when the group was complete, and the meter's reading.
+
+        `num_groups`: how many complete groups a training step waits for; None for held-out prompts.
+        """
+        started = time.perf_counter()
+        asked = self._ask(prompts, step, carried=self._carried if num_groups is not None else [])
+        prompt_of = {group.prompt_id: (place, prompt) for place, (prompt, group) in enumerate(asked)}
+        scoring: dict[str, asyncio.Task[_Scored]] = {}
+
+        def on_group(group: GroupResult | EpisodeGroup) -> None:
+            scoring[group.prompt_id] = asyncio.create_task(self._score(*prompt_of[group.prompt_id], group))
+
+        requests = [group for _, group in asked]
+        if self._function is not None:
+            await self._run_episodes(requests, sampling, prompt_of, on_group)
+        elif num_groups is not None and num_groups < len(requests):
+            keep = self._oversampling.keep_unfinished
+            first = await self._client.generate_first(
+                requests, sampling, num_groups=num_groups, keep_rest=keep, on_group=on_group
+            )
+            self._carried = [Carried(prompt=prompt_of[rest.prompt_id][1], group=rest) for rest in first.rest]
+        else:
+            await self._client.generate(requests, sampling, on_group=on_group)
+        metrics = await self._meter.read(time.perf_counter() - started)
+        if self._oversampling.extra_prompts:
+            metrics["rollout/num_carried_groups"] = float(len(self._carried))
+            metrics["rollout/num_carried_tokens"] = float(sum(carried.num_tokens for carried in self._carried))
+        return [scoring[prompt_id] for prompt_id in prompt_of if prompt_id in scoring], metrics
+
+    def _ask(
+        self, prompts: Sequence[PromptLike], step: int, *, carried: Sequence[Carried]
+    ) -> list[tuple[PromptLike, Request | PartialGroup]]:
+        """What is asked for: unfinished groups first, so that none of them waits for ever."""
+        asked: list[tuple[PromptLike, Request | PartialGroup]] = [(item.prompt, item.group) for item in carried]
+        for place, prompt in enumerate(prompts):
+            request = Request(
+                prompt_id=f"{step}/{place}:{prompt.id}",
                 prompt_ids=list(prompt.token_ids),
                 seed=request_seed(self._seed, step, f"{place}:{prompt.id}"),
             )
-            for place, prompt in enumerate(prompts)
-        ]
-        place_of = {request.prompt_id: place for place, request in enumerate(requests)}
-        scoring: dict[int, asyncio.Task[_Scored]] = {}
+            asked.append((prompt, request))
+        return asked
 
-        def on_group(group: GroupResult | EpisodeGroup) -> None:
-            place = place_of[group.prompt_id]
-            scoring[place] = asyncio.create_task(self._score(place, prompts[place], group))
+    async def _run_episodes(
+        self,
+        requests: Sequence[Request | PartialGroup],
+        sampling: SamplingConfig,
+        prompt_of: Mapping[str, tuple[int, PromptLike]],
+        on_group: Callable[[EpisodeGroup], None],
+    ) -> None:
+        async def run(episode: Episode) -> None:
+            assert self._function is not None
+            await self._function(episode, prompt_of[episode.prompt_id][1], self._tokenizer)
 
-        started = time.perf_counter()
-        if self._function is None:
-            await self._client.generate(requests, sampling, on_group=on_group)
-        else:
-            function = self._function
-
-            async def run(episode: Episode) -> None:
-                await function(episode, prompts[place_of[episode.prompt_id]], self._tokenizer)
-
-            await run_episodes(
-                self._client, requests, run, sampling, on_group=on_group, episode_timeout_s=self._episode.timeout_s
-            )
-        metrics = await self._meter.read(time.perf_counter() - started)
-        return [scoring[place] for place in range(len(prompts))], metrics
+        await run_episodes(
+            self._client,
+            [request for request in requests if isinstance(request, Request)],
+            run,
+            sampling,
+            on_group=on_group,
+            episode_timeout_s=self._episode.timeout_s,
+        )
 
     async def _score(self, place: int, prompt: PromptLike, group: GroupResult | EpisodeGroup) -> _Scored:
         samples = group.samples if isinstance(group, GroupResult) else group.results
@@ -191,17 +241,10 @@ class RolloutPhase:
             response_mask=None if mask is None or mask.all() else mask,
             rollout_log_probs=log_probs if mask is None else log_probs[mask],
             finish_reason=sample.finish_reason,
-            version_spans=_version_spans(sample),
+            version_spans=_generated_spans(sample),
             num_turns=sample.num_turns if isinstance(sample, EpisodeResult) else 1,
             score=float("nan"),
         )
-
-    async def _end(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self._client.aclose()
 
 
 def load_rollout(name: str) -> RolloutFunction:
@@ -213,15 +256,20 @@ def load_rollout(name: str) -> RolloutFunction:
     return load_function(name, key="episode.function", arguments=("episode", "prompt", "tokenizer"), is_coroutine=True)
 
 
-async def _finish(scoring: Sequence[asyncio.Task[_Scored]], *, min_samples: int) -> tuple[list[Experience], list[str]]:
-    """The scored samples of all groups that kept enough of them, and why others are missing."""
+async def _finish(
+    scoring: Sequence[asyncio.Task[_Scored]], *, min_samples: int, at_most: int
+) -> tuple[list[Experience], list[str]]:
+    """The scored samples of `at_most` groups that kept enough of them, the fullest, and why others are missing."""
     groups = await asyncio.gather(*scoring)
-    items = [item for group in groups if len(group.items) >= min_samples for item in group.items]
-    return items, [reason for group in groups for reason in group.reasons]
+    reasons = [reason for group in groups for reason in group.reasons]
+    enough = [group.items for group in groups if len(group.items) >= min_samples]
+    fullest = sorted(sorted(range(len(enough)), key=lambda i: -len(enough[i]))[:at_most])
+    return [item for i in fullest for item in enough[i]], reasons
 
 
-def _version_spans(sample: Sample | EpisodeResult) -> tuple[tuple[int, int], ...]:
+def _generated_spans(sample: Sample | EpisodeResult) -> tuple[tuple[int, int], ...]:
     """(policy version, number of tokens) over the generated tokens."""
-    if isinstance(sample, Sample):
-        return ((sample.policy_version, len(sample.response_ids)),)
-    return ((min(sample.policy_versions), sum(sample.response_mask)),)
+    versions = token_versions(sample.version_spans)
+    if isinstance(sample, EpisodeResult):
+        versions = [version for version, own in zip(versions, sample.response_mask, strict=True) if own]
+    return tuple((version, len(list(run))) for version, run in groupby(versions))

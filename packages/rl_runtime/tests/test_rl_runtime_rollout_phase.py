@@ -2,20 +2,35 @@
 
 import asyncio
 import inspect
+import json
 import sys
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rl_runtime.config import EpisodeConfig, ScoringConfig
+from rl_runtime.config import EpisodeConfig, OversamplingConfig, ScoringConfig
 from rl_runtime.errors import InputError, RolloutFailed
+from rl_runtime.metrics import mismatch
 from rl_runtime.rollout_meter import RolloutMeter
 from rl_runtime.rollout_phase import RolloutPhase, load_rollout
 from rl_runtime.scoring import Scorer, load_reward
-from rollout_vllm import Failure, GroupResult, Request, Sample, SamplingConfig
+from rollout_vllm import (
+    Failure,
+    FirstGroups,
+    GroupResult,
+    PartialGroup,
+    Request,
+    Sample,
+    SamplingConfig,
+    VersionSpan,
+)
+from rollout_vllm.partial import fresh_group
+from rollout_vllm.samples import PartialSample
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
@@ -33,7 +48,9 @@ class ScriptedClient:
 
     responses: list[list[int]]
     n: int
-    requests: list[Request] = field(default_factory=list)
+    requests: list[Any] = field(default_factory=list)
+    version: int = 0
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     async def generate(self, requests: list[Request], sampling: SamplingConfig, *, on_group: Any) -> list[GroupResult]:
         self.requests += requests
@@ -65,11 +82,27 @@ class ScriptedClient:
         token = 2 if len(request.prompt_ids) == 2 else 3
         return GroupResult(prompt_id=request.prompt_id, samples=(sample(request.prompt_id, 0, token),))
 
+    async def generate_first(
+        self, requests: list[Any], sampling: SamplingConfig, *, num_groups: int, keep_rest: bool, on_group: Any
+    ) -> FirstGroups:
+        """The first ones are complete; each of the others has one token more than it had."""
+        self.requests += requests
+        groups = [self._group(request, [2] * self.n) for request in requests[:num_groups]]
+        for group in groups:
+            on_group(group)
+        rest = [r if isinstance(r, PartialGroup) else fresh_group(r, self.n) for r in requests[num_groups:]]
+        grown = [replace(g, samples=tuple(self._grown(s) for s in g.samples)) for g in rest]
+        return FirstGroups(groups=groups, rest=grown if keep_rest else [])
+
+    def _grown(self, sample: PartialSample) -> PartialSample:
+        spans = (*sample.version_spans, VersionSpan(self.version, 1))
+        return replace(sample, response_ids=[*sample.response_ids, 7], version_spans=spans)
+
     async def fetch_metrics(self) -> dict[str, float]:
         return {"client/response_tokens": float(len(self.requests)), "client/num_retries": 0.0}
 
-    async def aclose(self) -> None:
-        pass
+    def run(self, coroutine: Any) -> Any:
+        return self.loop.run_until_complete(coroutine)
 
 
 def sample(prompt_id: str, index: int, token: int) -> Sample:
@@ -96,8 +129,7 @@ def phase(client: Any, scorer: Scorer, seed: int = 1, **options: Any) -> Rollout
 
 def test_failed_samples_are_left_out_and_counted(scorer: Scorer) -> None:
     client = ScriptedClient([[2, 3], [2], [3, 2]], n=2)
-    with phase(client, scorer) as rollout:
-        collected = rollout.collect([Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=2), step=1)
+    collected = phase(client, scorer).collect([Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=2), step=1)
     # The second prompt kept one sample: alone it has no group to be compared with, so it goes as a whole.
     assert [item.prompt.id for item in collected.batch.items] == ["a", "a", "c", "c"]
     assert collected.batch.scores_N.tolist() == [1.0, 0.0, 0.0, 1.0]
@@ -107,13 +139,14 @@ def test_failed_samples_are_left_out_and_counted(scorer: Scorer) -> None:
 
 
 def test_a_step_without_any_sample_is_an_error_with_the_reason(scorer: Scorer) -> None:
-    with pytest.raises(RolloutFailed, match="server gone"), phase(ScriptedClient([[], []], n=2), scorer) as rollout:
-        rollout.collect([Prompt("a"), Prompt("b")], SamplingConfig(n=2), step=7)
+    with pytest.raises(RolloutFailed, match="server gone"):
+        phase(ScriptedClient([[], []], n=2), scorer).collect([Prompt("a"), Prompt("b")], SamplingConfig(n=2), step=7)
 
 
 def test_validation_keeps_single_samples(scorer: Scorer) -> None:
-    with phase(ScriptedClient([[2], [3]], n=1), scorer) as rollout:
-        result = rollout.validate([Prompt("a"), Prompt("b")], SamplingConfig(n=1), step=0)
+    result = phase(ScriptedClient([[2], [3]], n=1), scorer).validate(
+        [Prompt("a"), Prompt("b")], SamplingConfig(n=1), step=0
+    )
     assert result.accuracy == 0.5
     assert result.num_samples == 2
 
@@ -121,8 +154,7 @@ def test_validation_keeps_single_samples(scorer: Scorer) -> None:
 def test_seeds_repeat_and_differ_between_steps_and_prompts(scorer: Scorer) -> None:
     def seeds(step: int, seed: int = 1) -> list[int | None]:
         client = ScriptedClient([[2, 2], [2, 2]], n=2)
-        with phase(client, scorer, seed) as rollout:
-            rollout.collect([Prompt("a"), Prompt("a")], SamplingConfig(n=2), step=step)
+        phase(client, scorer, seed).collect([Prompt("a"), Prompt("a")], SamplingConfig(n=2), step=step)
         return [request.seed for request in client.requests]
 
     assert seeds(1) == seeds(1)
@@ -132,8 +164,9 @@ def test_seeds_repeat_and_differ_between_steps_and_prompts(scorer: Scorer) -> No
 def test_an_episodes_context_is_masked_and_its_log_probs_are_left_out(scorer: Scorer) -> None:
     client = ScriptedClient([], n=2)
     episode = EpisodeConfig(function="rl_runtime_user_functions:two_turns")
-    with phase(client, scorer, episode=episode) as rollout:
-        collected = rollout.collect([Prompt("a"), Prompt("b")], SamplingConfig(n=2, max_tokens=8), step=1)
+    collected = phase(client, scorer, episode=episode).collect(
+        [Prompt("a"), Prompt("b")], SamplingConfig(n=2, max_tokens=8), step=1
+    )
     assert len(collected.batch.items) == 4
     for item in collected.batch.items:
         assert item.response_ids == (2, 1, 2, 3)
@@ -150,12 +183,111 @@ def test_a_users_reward_that_fails_leaves_the_sample_out() -> None:
     names = ["fine", "raises", "nan", "dies", "hangs", "fine too"]
     config = ScoringConfig(function="rl_runtime_user_functions:moody_reward", num_workers=2, timeout_s=3.0)
     client = ScriptedClient([[2]] * len(names), n=1)
-    with Scorer(config) as scorer, phase(client, scorer) as rollout:
-        collected = rollout.collect([Prompt(name) for name in names], SamplingConfig(n=1), step=1)
+    with Scorer(config) as scorer:
+        collected = phase(client, scorer).collect([Prompt(name) for name in names], SamplingConfig(n=1), step=1)
     assert [item.prompt.id for item in collected.batch.items] == ["fine", "fine too"]
     assert collected.batch.scores_N.tolist() == [1.0, 1.0]
     assert collected.num_failed == 4
     assert "no idea" in collected.reason
+
+
+def test_groups_not_waited_for_come_first_in_the_next_step(scorer: Scorer) -> None:
+    client = ScriptedClient([], n=2)
+    rollout = phase(client, scorer, oversampling=OversamplingConfig(extra_prompts=1))
+    sampling = SamplingConfig(n=2)
+    assert rollout.num_prompts(2) == 3
+    first = rollout.collect([Prompt("a"), Prompt("b"), Prompt("c")], sampling, step=1)
+    assert [item.prompt.id for item in first.batch.items] == ["a", "a", "b", "b"]
+    assert first.num_failed == 0
+    assert (first.metrics["rollout/num_carried_groups"], first.metrics["rollout/num_carried_tokens"]) == (1, 2)
+
+    # A run that goes on from a checkpoint asks for the same.
+    state = json.loads(json.dumps(rollout.state_dict()))
+    client.version, client.requests = 1, []
+    resumed = phase(client, scorer, oversampling=OversamplingConfig(extra_prompts=1))
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == rollout.state_dict()
+    assert resumed.num_prompts(2) == 2
+    second = resumed.collect([Prompt("d"), Prompt("e")], sampling, step=2)
+    assert [item.prompt.id for item in second.batch.items] == ["c", "c", "d", "d"]
+    went_on = client.requests[0]
+    assert [sample.response_ids for sample in went_on.samples] == [[7], [7]]
+    assert went_on.samples[0].version_spans == (VersionSpan(0, 1),)
+
+    validated = resumed.num_prompts(2)
+    client.responses = [[2, 3]]
+    resumed.validate([Prompt("v")], sampling, step=2)
+    assert resumed.num_prompts(2) == validated, "held-out prompts have nothing to do with it"
+
+
+def test_groups_that_are_given_up_are_gone(scorer: Scorer) -> None:
+    oversampling = OversamplingConfig(extra_prompts=1, keep_unfinished=False)
+    rollout = phase(ScriptedClient([], n=2), scorer, oversampling=oversampling)
+    collected = rollout.collect([Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=2), step=1)
+    assert [item.prompt.id for item in collected.batch.items] == ["a", "a", "b", "b"]
+    assert rollout.num_prompts(2) == 3
+
+
+def test_tokens_of_an_older_version_are_no_mismatch(scorer: Scorer) -> None:
+    batch = (
+        phase(ScriptedClient([[2], [3]], n=1), scorer)
+        .collect([Prompt("a"), Prompt("b")], SamplingConfig(n=1), step=1)
+        .batch
+    )
+    older = replace(batch.items[0], version_spans=((2, 1),))
+    batch = replace(batch, items=(older, batch.items[1]))
+    log_probs = (batch.items[0].rollout_log_probs + 0.5, batch.items[1].rollout_log_probs + 0.25)
+    assert mismatch(batch, log_probs) == {
+        "rollout/log_prob_mismatch": 0.25,
+        "rollout/log_prob_mismatch_stale": 0.5,
+        "rollout/stale_token_share": 0.5,
+    }
+
+
+class Judge(BaseHTTPRequestHandler):
+    """A service that likes responses with a 2."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["ground_truth"] == "2"
+        known = self.headers["Authorization"] == "Bearer secret" and asked["prompt"] == "1 + 1 ="
+        answer = json.dumps({"score": 1.0 if "2" in asked["response"] else 0.25} if known else {}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_a_service_scores_over_http() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        config = ScoringConfig(url=f"http://127.0.0.1:{server.server_port}/score", api_key="secret", timeout_s=5)
+        with Scorer(config) as scorer:
+            client = ScriptedClient([[2, 3], [3, 3]], n=2)
+            strange = Prompt("b", text="something else")
+            collected = phase(client, scorer).collect([Prompt("a"), strange], SamplingConfig(n=2), step=1)
+        server.shutdown()
+    assert collected.batch.scores_N.tolist() == [1.0, 0.25]
+    assert collected.num_failed == 2
+    assert "no reward" in collected.reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"url": "localhost:8000"}, "url is 'localhost:8000'"),
+        ({"url": "http://a/b", "function": "a:b"}, "or no function"),
+        ({"url": "http://a", "service": "judge"}, "judge_prompt is null"),
+        ({"service": "pooling"}, "service is 'pooling'"),
+        ({"num_workers": 0}, "num_workers"),
+        ({"timeout_s": 0}, "timeout_s"),
+    ],
+)
+def test_scoring_that_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScoringConfig(**settings)
 
 
 @pytest.mark.parametrize(
