@@ -100,6 +100,38 @@ def test_corruption_that_stays_leaves_the_server_paused(
         helpers.generate(recovered, [5, 6, 7], timeout_s=1.0)
 
 
+def test_a_second_failure_restarts_the_server(
+    recovered: Server, old_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def restart(endpoints: Any, error: Exception) -> Any:
+        asked.append(([endpoint.url for endpoint in endpoints], error))
+        return endpoints
+
+    flip_bytes(monkeypatch, 2)
+    with WeightPusher(ModuleSource(old_model), [recovered], restart=restart) as pusher:
+        assert pusher.push(3).num_attempts == 3
+        assert_serves(recovered, old_model)
+        ((urls, error),) = asked
+        assert urls == [recovered.url]
+        assert isinstance(error, ReceiverError)
+        flip_bytes(monkeypatch, 100)
+        with pytest.raises(ReceiverError, match="arrived damaged"):
+            pusher.push(4)
+        assert len(asked) == 2
+    assert is_paused(recovered)
+
+    def cannot(endpoints: Any, error: Exception) -> Any:
+        raise OSError("no such machine")
+
+    with WeightPusher(ModuleSource(old_model), [recovered], restart=cannot) as pusher:
+        with pytest.raises(ReceiverError) as caught:
+            pusher.push(5)
+        assert caught.value.__notes__ == ["restarting the servers failed: no such machine"]
+    monkeypatch.undo()
+
+
 class Reshaped:
     """A source whose manifest differs in one entry."""
 

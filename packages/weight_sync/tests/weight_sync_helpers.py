@@ -90,20 +90,30 @@ def save_model(model: Any, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def running_server(
-    folder: Path, log: Path, *, api_key: str | None = None, extra_args: Sequence[str] = (), wait: bool = True
+    folder: Path,
+    log: Path,
+    *,
+    api_key: str | None = None,
+    extra_args: Sequence[str] = (),
+    env: dict[str, str] | None = None,
 ) -> Iterator[Server]:
     """A vLLM server on the CPU, killed with its whole process group at the end."""
-    server = start_server(folder, log, api_key=api_key, extra_args=extra_args)
+    server = start_server(folder, log, api_key=api_key, extra_args=extra_args, extra_env=env)
     try:
-        if wait:
-            wait_healthy(server)
+        wait_healthy(server)
         yield server
     finally:
         stop_server(server)
 
 
 def start_server(
-    folder: Path, log: Path, *, api_key: str | None = None, extra_args: Sequence[str] = (), port: int | None = None
+    folder: Path,
+    log: Path,
+    *,
+    api_key: str | None = None,
+    extra_args: Sequence[str] = (),
+    extra_env: dict[str, str] | None = None,
+    port: int | None = None,
 ) -> Server:
     """Start and return at once."""
     config = SyncConfig()
@@ -122,7 +132,7 @@ def start_server(
     if api_key:
         command += ["--api-key", api_key]
     env = {**server_env(config), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    env |= {"VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "", **(extra_env or {})}
     return Server(f"http://127.0.0.1:{port}", api_key, start_process(command, log, env), log)
 
 
@@ -187,10 +197,10 @@ def call(server: Server, method: str, path: str, body: Any = None, timeout_s: fl
 
 
 def generate(
-    server: Server, prompt: list[int], num_tokens: int = 24, timeout_s: float = 60.0
+    server: Server, prompt: list[int], num_tokens: int = 24, timeout_s: float = 60.0, name: str = "policy"
 ) -> tuple[list[int], list[float]]:
     """Greedy token ids and their log-probs."""
-    body = {"model": "policy", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0.0, "logprobs": 1}
+    body = {"model": name, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0.0, "logprobs": 1}
     body |= {"return_token_ids": True, "ignore_eos": True}
     status, answer = call(server, "POST", "/v1/completions", body, timeout_s)
     assert status == 200, answer
@@ -215,11 +225,11 @@ def log_probs_of(model: Any, prompt: list[int], response: list[int]) -> list[flo
     return [float(log_probs[len(prompt) - 1 + i, token]) for i, token in enumerate(response)]
 
 
-def assert_serves(server: Server, model: Any) -> float:
-    """The server's greedy output is the model's; returns the mean absolute log-prob difference."""
+def assert_serves(server: Server, model: Any, name: str = "policy") -> float:
+    """The server's greedy output is the model's; returns the mean absolute log-prob difference. ``name``: asked for."""
     differences = []
     for prompt in PROMPTS:
-        tokens, log_probs = generate(server, prompt)
+        tokens, log_probs = generate(server, prompt, name=name)
         assert tokens == expected(model, prompt)
         ours = log_probs_of(model, prompt, tokens)
         differences += [abs(a - b) for a, b in zip(ours, log_probs, strict=True)]

@@ -20,11 +20,9 @@ from weight_sync import WeightPusher, ZeroSource, plan_buckets
 from weight_sync.sources import slot_view
 
 
-def build_engine(folder: str, stage: int, offload: bool) -> tuple[Any, Any]:
+def build_engine(folder: str, stage: int, **settings: Any) -> tuple[Any, Any]:
     """An engine after one real optimizer step; keep the second value alive for stage 3."""
-    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
-    if offload:
-        zero["offload_param"] = {"device": "cpu"}
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100, **settings}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": zero,
@@ -53,7 +51,7 @@ def full_weights(engine: Any) -> dict[str, torch.Tensor]:
     return weights
 
 
-def check_source(engine: Any, rank: int, slow: bool) -> None:
+def check_source(engine: Any, rank: int) -> None:
     """Buckets of several sizes hold exactly the reference, in full precision and cast."""
     reference = full_weights(engine)
     for dtype, bound in ((None, 1 << 30), (None, 20_000), (torch.bfloat16, 50_000)):
@@ -73,6 +71,44 @@ def check_source(engine: Any, rank: int, slow: bool) -> None:
         assert rank or seen == set(reference)
 
 
+class OuterProduct:
+    """Something added to a square weight, made of two other parameters: what an adapter is to the source."""
+
+    def __init__(self, a: torch.nn.Parameter, b: torch.nn.Parameter) -> None:
+        self.parts = [a, b]
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.float() + 0.5 * torch.outer(*self.parts)
+
+
+def check_additions(engine: Any, rank: int) -> None:
+    """Other names, a parameter left out, an addition to two: merged in what is sent, and the module is as before."""
+    reference = full_weights(engine)
+    params = dict(engine.module.named_parameters())
+    first, second = [name for name in params if name.endswith("layernorm.weight")][:2]
+    squares = [name for name, value in reference.items() if value.shape == 2 * reference[first].shape]
+    assert len(squares) >= 2
+    addition = OuterProduct(params[first], params[second])
+    named = [
+        SimpleNamespace(name=f"sent.{name}", parameter=param, low_rank=addition if name in squares else None)
+        for name, param in params.items()
+        if name != second
+    ]
+    source = ZeroSource(named)
+    seen = set()
+    for bucket in plan_buckets(source.manifest(), 20_000).buckets:
+        out = torch.full((bucket.nbytes,), 77, dtype=torch.uint8) if rank == 0 else None
+        source.fill(bucket, out)
+        for slot in bucket.slots if out is not None else ():
+            want = reference[slot.name.removeprefix("sent.")]
+            if slot.name.removeprefix("sent.") in squares:
+                want = want + 0.5 * torch.outer(reference[first], reference[second])
+            torch.testing.assert_close(slot_view(out, slot), want, rtol=1e-6, atol=1e-6)
+            seen.add(slot.name)
+    assert rank or seen == {f"sent.{name}" for name in reference if name != second}
+    assert all(torch.equal(value, reference[name]) for name, value in full_weights(engine).items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int)
@@ -89,13 +125,27 @@ def main() -> None:
     # Not needed, and a compiler that is killed half-way leaves a lock that every later process waits for without end.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
-    for stage, offload in ((1, False), (2, False), (3, True)):
-        engine, keep = build_engine(args.folder, stage, offload)
-        check_source(engine, args.rank, offload)
+    settings: dict[str, Any]
+    for stage, settings in (
+        (1, {}),
+        (2, {}),
+        (3, {"offload_param": {"device": "cpu"}}),
+        (3, {"zero_hpz_partition_size": 2}),
+    ):
+        engine, keep = build_engine(args.folder, stage, **settings)
+        check_source(engine, args.rank)
+        if "zero_hpz_partition_size" in settings:  # its copies appear with a forward and go with a step
+            before = plan_buckets(ZeroSource(engine.module).manifest(), 20_000).digest
+            engine(input_ids=torch.arange(3, 35)[None])
+            assert any(p.ds_secondary_tensor is not None for p in engine.module.parameters())
+            assert plan_buckets(ZeroSource(engine.module).manifest(), 20_000).digest == before
+            check_source(engine, args.rank)
+        check_additions(engine, args.rank)
         engine.destroy()
         del engine, keep
-    engine, _keep = build_engine(args.folder, 3, False)
-    check_source(engine, args.rank, False)
+    engine, _keep = build_engine(args.folder, 3)
+    check_source(engine, args.rank)
+    check_additions(engine, args.rank)
     endpoint = SimpleNamespace(url=args.url, api_key=args.api_key)
     with WeightPusher(ZeroSource(engine.module), [endpoint], rank=args.rank) as pusher:
         report = pusher.push(5)

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .adapter import Adapter, peft_name
     from .config import SyncConfig
     from .errors import (
         ChannelError,
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
         SyncConfigError,
         WeightSyncError,
     )
+    from .fp8 import quantise_blocks, restore_blocks
     from .manifest import Manifest, TensorEntry
     from .plan import Bucket, BucketPlan, Slot, plan_buckets
     from .pusher import Endpoint, SyncReport, WeightPusher
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from .zero_source import ZeroSource
 
 __all__ = [
+    "Adapter",
     "Bucket",
     "BucketPlan",
     "ChannelError",
@@ -42,12 +45,16 @@ __all__ = [
     "WeightSource",
     "WeightSyncError",
     "ZeroSource",
+    "peft_name",
     "plan_buckets",
+    "quantise_blocks",
+    "restore_blocks",
     "server_args",
     "server_env",
 ]
 
 _EXPORTS = {
+    "Adapter": ".adapter",
     "Bucket": ".plan",
     "BucketPlan": ".plan",
     "ChannelError": ".errors",
@@ -68,7 +75,10 @@ _EXPORTS = {
     "WeightSource": ".sources",
     "WeightSyncError": ".errors",
     "ZeroSource": ".zero_source",
+    "peft_name": ".adapter",
     "plan_buckets": ".plan",
+    "quantise_blocks": ".fp8",
+    "restore_blocks": ".fp8",
     "server_args": ".server",
     "server_env": ".server",
 }

@@ -34,6 +34,10 @@ class SyncConfig:
     """How a server loads what came. ``auto``: dense unquantised models directly, others through vLLM's layerwise
     reload; ``layerwise``: always through it."""
 
+    quantise: Literal["none", "fp8_blocks"] = "none"
+    """``fp8_blocks``: linear weights travel in 8 bits with a scale per 128 x 128 block, quantised by the trainer, for
+    servers of a checkpoint of that kind. A server of another kind refuses them by name. Not tried on a GPU yet."""
+
     timeout_s: float = 120.0
     """Longest silence, in seconds, before the other side counts as dead. Waiting for running requests is separate."""
 
@@ -45,6 +49,8 @@ class SyncConfig:
             raise SyncConfigError(f"transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         if self.apply not in ("auto", "layerwise"):
             raise SyncConfigError(f"apply: {self.apply!r} is not one of auto, layerwise")
+        if self.quantise not in ("none", "fp8_blocks"):
+            raise SyncConfigError(f"quantise: {self.quantise!r} is not one of none, fp8_blocks")
         if self.bucket_mib < 1:
             raise SyncConfigError(f"bucket_mib: {self.bucket_mib} given, must be at least 1")
         for name in ("timeout_s", "pause_timeout_s"):

@@ -47,6 +47,12 @@ class ServerControl:
         """Publish. vLLM before 0.30 ignores the version."""
         self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
 
+    def register_adapter(self, name: str, path: str) -> None:
+        """Make the server know an adapter by name, if it does not; its workers hold it under ``path``."""
+        models = self._call("GET", "/v1/models").get("data", [])
+        if not any(model.get("id") == name for model in models):
+            self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
     def reset_prefix_cache(self) -> None:
         """Forget cached keys and values of the old policy."""
         answer = self._call("POST", "/reset_prefix_cache")
@@ -103,8 +109,11 @@ class ServerControl:
 
 def _explain(status: int, text: str) -> str:
     """The message inside vLLM's various error bodies, and what to do about the usual ones."""
-    if status == 404:
-        return "no such route: start the server with weight_sync.server_args() and server_env()"
+    if status == 404 and "Not Found" in text:
+        return (
+            "no such route: start the server with weight_sync.server_args() and server_env(); for adapters also with "
+            "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        )
     if status in (401, 403):
         return "refused: check the API key"
     try:

@@ -1,11 +1,12 @@
 """WeightPusher: one call moves a policy from a source into every server, or leaves all of them paused."""
 
+import itertools
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -14,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .adapter import Adapter
 from .config import SyncConfig
 from .control import ServerControl
 from .errors import ManifestError, ReceiverError, SyncConfigError, WeightSyncError
+from .fp8 import Fp8Source
 from .plan import BucketPlan, plan_buckets
 from .session import PROTOCOL, PushSession, Timings, num_passes
 from .sources import WeightSource
@@ -34,6 +37,10 @@ class Endpoint(Protocol):
     @property
     def api_key(self) -> str | None:
         """Bearer token, or None."""
+
+
+#: Starts servers anew: the endpoints that failed and the error in, the endpoints that replace them out.
+Restart = Callable[[Sequence[Endpoint], Exception], Sequence[Endpoint]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +68,12 @@ class WeightPusher:
     Every rank builds one and calls ``push``; rank 0 talks to the servers, the others take part in the source's
     collectives. ``group`` is the torch process group of these ranks and ``rank`` the rank within it; None means the
     default group where torch.distributed is initialised, this process alone elsewhere. ``device`` is where the source's
-    tensors live. While a pusher lives it owns its servers: another one is refused until this one is closed or dies.
+    tensors live. ``adapter`` says that they are a LoRA adapter's, to be served under its name beside the base model.
+    While a pusher lives it owns its servers: another one is refused until this one is closed or dies.
+
+    ``restart`` is called on rank 0 when a full resend failed too: with the endpoints that failed (all of them when the
+    error does not tell) and the error. It stops those servers, starts them anew and returns, once they are healthy, an
+    endpoint for each, in the same order; the weights are then sent to all servers a third time.
     """
 
     def __init__(
@@ -73,32 +85,37 @@ class WeightPusher:
         rank: int = 0,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
+        adapter: Adapter | None = None,
+        restart: Restart | None = None,
     ) -> None:
-        self._source = source
         self._config = config or SyncConfig()
+        self._source = Fp8Source(source) if self._config.quantise == "fp8_blocks" else source
         self._rank = rank
         self._group = group
         self._device = torch.device(device)
         self._plan: BucketPlan | None = None
         self._session: PushSession | None = None
+        self._endpoints = list(endpoints)
+        self._restart = restart
         if rank == 0:
             if not endpoints:
                 raise SyncConfigError("endpoints: none given")
-            controls = [ServerControl(e.url, e.api_key, self._config.timeout_s) for e in endpoints]
-            self._session = PushSession(controls, self._config, self._device, _identity())
+            controls = [self._control(endpoint) for endpoint in endpoints]
+            self._session = PushSession(controls, self._config, self._device, _identity(), adapter)
 
     def push(self, version: int) -> SyncReport:
         """Move the weights into all servers and publish them as ``version``. A collective over the group.
 
-        Servers finish their running requests first and hold new ones back. An error is answered by sending
-        everything once more; when that fails too, or cannot help, every rank raises WeightSyncError and the servers
-        stay paused with nothing published.
+        Servers finish their running requests first and hold new ones back. An error is answered by sending everything
+        once more, and a second one by restarting the servers that failed, where ``restart`` is given, and sending a
+        third time. When that fails too, or cannot help, every rank raises WeightSyncError and the servers stay paused
+        with nothing published.
         """
         start = time.perf_counter()
         plan = self._plan_once()
-        for attempt in (1, 2):
+        for attempt in itertools.count(1):
             error = self._attempt(plan, version)
-            code, timings = self._agree(error)
+            code, timings = self._agree(self._decide(error, attempt))
             if code == _DONE:
                 total_s = time.perf_counter() - start
                 return SyncReport(
@@ -109,10 +126,8 @@ class WeightPusher:
                     num_attempts=attempt,
                     **timings,
                 )
-            if code == _FAILED or attempt == 2:
+            if code == _FAILED:
                 break
-            if self._rank == 0:
-                logger.warning("weight sync %d failed and is sent once more: %s", version, error)
         message = self._share(str(error))
         if isinstance(error, ReceiverError):
             raise error
@@ -160,11 +175,38 @@ class WeightPusher:
             return WeightSyncError("this pusher is closed")
         return self._session.send(self._source, plan, version, must_fill_all=self._world() > 1)
 
-    def _agree(self, error: Exception | None) -> tuple[int, dict[str, float]]:
+    def _decide(self, error: Exception | None, attempt: int) -> int:
+        """What rank 0 does after an attempt. Restarts the servers that failed before a third one."""
+        if error is None:
+            return _DONE
+        if attempt > 2 or self._session is None or (isinstance(error, ReceiverError) and not error.retryable):
+            return _FAILED
+        if attempt == 2:
+            if self._restart is None:
+                return _FAILED
+            try:
+                self._replace(self._session, self._restart, error)
+            except Exception as problem:
+                logger.exception("the servers could not be restarted")
+                error.add_note(f"restarting the servers failed: {problem}")
+                return _FAILED
+        logger.warning("a weight sync failed and is sent once more: %s", error)
+        return _AGAIN
+
+    def _replace(self, session: PushSession, restart: "Restart", error: Exception) -> None:
+        """Let the servers' owner start those anew that failed, and talk to the new ones from now on."""
+        failed = session.blame(error)
+        started = restart([self._endpoints[index] for index in failed], error)
+        for index, endpoint in zip(failed, started, strict=True):
+            self._endpoints[index] = endpoint
+            session.replace(index, self._control(endpoint))
+
+    def _control(self, endpoint: Endpoint) -> ServerControl:
+        return ServerControl(endpoint.url, endpoint.api_key, self._config.timeout_s)
+
+    def _agree(self, code: int) -> tuple[int, dict[str, float]]:
         """Rank 0's verdict and times, known to all ranks."""
-        code, timings = _DONE, Timings()
-        if error is not None:
-            code = _FAILED if isinstance(error, ReceiverError) and not error.retryable else _AGAIN
+        timings = Timings()
         if self._session is not None:
             timings = self._session.timings
         if self._world() > 1:

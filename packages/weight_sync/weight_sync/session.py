@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from .adapter import Adapter
 from .channel import Channel, Listener, Message
 from .checksum import checksum
 from .config import SyncConfig
@@ -92,8 +93,10 @@ class PushSession:
         config: SyncConfig,
         device: torch.device,
         identity: dict[str, Any],
+        adapter: Adapter | None = None,
     ) -> None:
         self.timings = Timings()
+        self._adapter = adapter
         self._controls = list(controls)
         self._config = config
         self._identity = identity
@@ -132,6 +135,16 @@ class PushSession:
         """Free everything; the servers see the pusher as gone."""
         self._listener.close()
         self._sender.close()
+
+    def blame(self, error: Exception) -> list[int]:
+        """Indices of the servers an error speaks of; all of them when it does not tell."""
+        place = getattr(error, "url", "") or getattr(error, "where", "") or str(error)
+        found = [index for index, control in enumerate(self._controls) if _starts_with_url(place, control.url)]
+        return found or list(range(len(self._controls)))
+
+    def replace(self, index: int, control: ServerControl) -> None:
+        """Talk to another server from now on."""
+        self._controls[index] = control
 
     def _claim(self) -> None:
         """Before anything is paused: are these our servers, and is no other pusher alive?"""
@@ -243,6 +256,8 @@ class PushSession:
             message: Message = {"type": "plan", "digest": plan.digest, "version": version}
             message |= {"transport": self._sender.name, "greeting": greeting | common}
             message |= {"verify": self._config.verify, "apply": self._config.apply}
+            if self._adapter is not None:
+                message["adapter"] = {"name": self._adapter.name, "settings": dict(self._adapter.settings)}
             if plan.digest not in link.hello.get("plans", ()):
                 message["plan"] = plan.to_json()
             link.channel.send(message, fds)
@@ -282,6 +297,9 @@ class PushSession:
         """Every worker has everything: name the version everywhere, then let the servers answer again."""
         started = time.perf_counter()
         self._each(lambda control: control.finish(version))
+        adapter = self._adapter
+        if adapter is not None:
+            self._each(lambda control: control.register_adapter(adapter.name, adapter.path))
         self._each(_reopen)
         self.timings.finish_s = time.perf_counter() - started
 
@@ -361,6 +379,10 @@ def spawn(call: Callable[..., T], *args: Any) -> Future[T]:
 
     threading.Thread(target=run, name="weight_sync", daemon=True).start()
     return future
+
+
+def _starts_with_url(place: str, url: str) -> bool:
+    return place.startswith(url) and not place[len(url) : len(url) + 1].isdigit()
 
 
 def _reopen(control: ServerControl) -> None:

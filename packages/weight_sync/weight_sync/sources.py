@@ -53,12 +53,12 @@ def slot_view(bytes_N: Tensor, slot: Slot) -> Tensor:
 class ModuleSource:
     """The parameters of a plain module that is whole on every rank; DTensors (FSDP2) are gathered one by one.
 
-    ``dtype`` casts floating-point parameters on the wire. ``rename`` maps the module's names to Hugging Face names.
-    Tied parameters appear once, under their first name.
+    ``dtype`` casts floating-point parameters on the wire. ``rename`` maps the module's names to those on the wire and
+    leaves a parameter out by answering None. Tied parameters appear once, under their first name.
     """
 
     def __init__(
-        self, module: nn.Module, dtype: torch.dtype | None = None, rename: Callable[[str], str] | None = None
+        self, module: nn.Module, dtype: torch.dtype | None = None, rename: Callable[[str], str | None] | None = None
     ) -> None:
         self._dtype = dtype
         self._module = module
@@ -90,7 +90,8 @@ class ModuleSource:
                 torch._foreach_copy_(to, whole)
 
     def _named(self) -> dict[str, nn.Parameter]:
-        return {self._rename(name): param for name, param in self._module.named_parameters()}
+        named = ((self._rename(name), param) for name, param in self._module.named_parameters())
+        return {name: param for name, param in named if name is not None}
 
 
 class HfFolderSource:

@@ -5,9 +5,12 @@ parameter, padded at the tail so that all shards have one length. The shards of 
 over NCCL each all-gather writes straight into its slot of the bucket (a slot has room for the padding) and the calls
 are coalesced; over gloo the bucket's shards travel as one message to the sending rank alone. Shards that are not
 plain device tensors (offloaded, quantised, hpZ) go through DeepSpeed's own gather.
+
+What adapters added to a parameter is merged into its slot once that is filled, so the wire carries whole weights.
 """
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,17 +22,49 @@ from .plan import Bucket, Slot
 from .sources import Staging, dtype_name, slot_view, torch_dtype, wire_dtype
 
 
+class Addition(Protocol):
+    """What training added to a parameter that is frozen itself, such as LoRA's scale * B @ A."""
+
+    @property
+    def parts(self) -> Sequence[nn.Parameter]:
+        """The parameters `merged` reads; the source gathers them."""
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """A whole weight with the addition, in any floating dtype."""
+
+
+class NamedParameter(Protocol):
+    """A parameter and the Hugging Face name it is sent under."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameter(self) -> nn.Parameter: ...
+    @property
+    def low_rank(self) -> Addition | None:
+        """None: sent as it is."""
+
+
 class ZeroSource:
     """The parameters of a module trained by DeepSpeed, found to be sharded (stage 3) or not (stages 1 and 2).
 
+    ``weights`` is the module, or an iterable of named parameters where names differ or adapters are to be merged.
     ``dtype`` casts floating-point parameters on the wire. ``root`` is the rank, within the ZeRO group, that sends.
     Every rank of the ZeRO group must call ``fill`` for every bucket in order.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None = None, *, root: int = 0) -> None:
+    def __init__(
+        self, weights: nn.Module | Iterable[NamedParameter], dtype: torch.dtype | None = None, *, root: int = 0
+    ) -> None:
         self._dtype = dtype
         self._root = root
-        self._params: dict[str, Any] = dict(module.named_parameters())
+        self._additions: dict[str, Addition] = {}
+        if isinstance(weights, nn.Module):
+            self._params: dict[str, Any] = dict(weights.named_parameters())
+        else:
+            named = list(weights)
+            self._params = {tensor.name: tensor.parameter for tensor in named}
+            self._additions = {tensor.name: tensor.low_rank for tensor in named if tensor.low_rank is not None}
         if not self._params:
             raise SourceError("the module has no parameters")
         self._scratch: Tensor | None = None
@@ -48,12 +83,13 @@ class ZeroSource:
                 self._gather_slowly(slow, out)
             if whole and out is not None:
                 self._copy_whole(bucket, whole, out)
+            self._merge([slot for slot in bucket.slots if slot.name in self._additions], out)
 
     def _entry(self, name: str, param: Any) -> TensorEntry:
         shape = tuple(getattr(param, "ds_shape", param.shape))
         dtype = wire_dtype(param, self._dtype)
         padding = 0
-        if _is_fast(param):
+        if hasattr(param, "ds_tensor"):  # whichever way it is gathered: hpZ's copies come and go between pushes
             padding = param.ds_tensor.ds_numel * _world(param) - param.ds_numel
         return TensorEntry(name=name, shape=shape, dtype=dtype_name(dtype), padding=padding)
 
@@ -144,6 +180,25 @@ class ZeroSource:
             if out is not None:
                 for slot, param in zip(slots, params, strict=True):
                     slot_view(out, slot).copy_(param.data.view(slot.shape))
+
+    def _merge(self, slots: list[Slot], out: Tensor | None) -> None:
+        """Adapters are small: those of a bucket are gathered together and multiplied where they live."""
+        parts = list(dict.fromkeys(part for slot in slots for part in self._additions[slot.name].parts))
+        if any(hasattr(part, "ds_tensor") for part in parts):
+            from deepspeed import zero
+
+            with zero.GatheredParameters(parts):
+                self._merge_whole(slots, out)
+        else:
+            self._merge_whole(slots, out)
+
+    def _merge_whole(self, slots: list[Slot], out: Tensor | None) -> None:
+        if out is None:
+            return
+        for slot in slots:
+            addition = self._additions[slot.name]
+            weight = slot_view(out, slot)
+            weight.copy_(addition.merged(weight.to(addition.parts[0].device)))
 
     def _scratch_bytes(self, nbytes: int, device: torch.device) -> Tensor:
         if self._scratch is None or self._scratch.numel() < nbytes or self._scratch.device != device:

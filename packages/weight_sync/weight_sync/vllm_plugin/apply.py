@@ -54,6 +54,7 @@ class ModelLoader:
         self._layerwise = LayerwiseLoader(model, model_config)
         self._verifier = Verifier(model, device, self._scratch)
         self._active: Loader = self._direct
+        self._layout = Layout()
         self._loaded: set[str] = set()
 
     def check(self, plan: BucketPlan) -> Layout:
@@ -62,7 +63,7 @@ class ModelLoader:
 
     def begin(self, layout: Layout, *, layerwise: bool = False) -> None:
         """Start receiving; ``layerwise`` insists on vLLM's own reload."""
-        self._loaded = set()
+        self._loaded, self._layout = set(), layout
         self._active = self._direct if layout.direct and not layerwise else self._layerwise
         self._active.begin(layout)
 
@@ -82,9 +83,9 @@ class ModelLoader:
         self._synchronize()
         return len(self._loaded)
 
-    def begin_verify(self, layout: Layout) -> None:
+    def begin_verify(self) -> None:
         """Start comparing what was loaded with a second sending."""
-        self._verifier.begin(layout)
+        self._verifier.begin(self._layout)
 
     @torch.no_grad()
     def verify(self, bucket: Bucket, bytes_N: Tensor) -> None:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,13 @@ from ..session import PROTOCOL
 from ..transports.base import Receiver
 from ..transports.shm import ShmReceiver
 from ..transports.tcp import TcpReceiver
+from .adapters import AdapterLoader
 from .apply import ModelLoader
 from .layout import Layout
 
 logger = init_logger(__name__)
 
-#: Plans checked against the model and kept, newest last.
+#: Plans kept, with what their check against the model found; newest last.
 _MAX_PLANS = 4
 
 
@@ -73,9 +75,11 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._owner: PusherInfo | None = None
-        self._layouts: dict[str, tuple[BucketPlan, Layout]] = {}
+        self._plans: dict[str, BucketPlan] = {}
+        self._layouts: dict[str, Layout] = {}
         self._receivers: dict[str, Receiver] = {}
         self._loader = ModelLoader(model, self.model_config, device)
+        self._adapters = AdapterLoader(model)
         self._complete = False
         self._process = secrets.token_hex(8)
 
@@ -124,12 +128,14 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         finally:
             if not self._complete:
                 self._loader.abort()
+                self._adapters.abort()
             channel.close()
 
     def finish_weight_update(self) -> None:
         """Publish. Raises when the update is incomplete."""
         if not self._complete:
             raise WeightSyncError("finish without a complete update")
+        self._adapters.publish()
         self._complete = False
 
     def shutdown(self) -> None:
@@ -155,7 +161,7 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
             "worker": f"{getattr(parallel, 'data_parallel_index', 0)}.{parallel.rank}",
             "process": self._process,
             "device": self.device.type,
-            "plans": list(self._layouts),
+            "plans": list(self._plans),
             "segments": shm.id if isinstance(shm, ShmReceiver) else "",
         }
 
@@ -164,17 +170,25 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         if message["type"] != "plan":
             raise _unexpected(message)
         channel.set_timeout(timeout_s)
-        plan, layout = self._learn(message)
+        plan = self._learn(message)
+        loader: ModelLoader | AdapterLoader = self._adapters
+        if "adapter" in message:
+            self._adapters.check(plan, message["adapter"])
+            begin = self._adapters.begin
+        else:
+            loader = self._loader
+            layerwise = message.get("apply") == "layerwise"
+            begin = partial(self._loader.begin, self._layout_of(plan), layerwise=layerwise)
         receiver = self._receiver(message["transport"], timeout_s)
         receiver.attach(message["greeting"], channel.take_fds(), plan)
         channel.send({"type": "ready", "value": plan.digest})
         started = time.perf_counter()
-        self._loader.begin(layout, layerwise=message.get("apply") == "layerwise")
-        num_tensors = self._stream(channel, plan, receiver, self._loader.load, self._loader.finish)
+        begin()
+        num_tensors = self._stream(channel, plan, receiver, loader.load, loader.finish)
         logger.info("weight sync: %d tensors in %.3f s", num_tensors, time.perf_counter() - started)
         if message.get("verify"):
-            self._loader.begin_verify(layout)
-            self._stream(channel, plan, receiver, self._loader.verify, self._loader.finish_verify)
+            loader.begin_verify()
+            self._stream(channel, plan, receiver, loader.verify, loader.finish_verify)
             logger.info("weight sync: verified after %.3f s", time.perf_counter() - started)
 
     def _stream(
@@ -206,21 +220,29 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         channel.send({"type": "done", "value": num_tensors})
         return num_tensors
 
-    def _learn(self, message: Message) -> tuple[BucketPlan, Layout]:
-        """The plan the pusher means: known, or read, digested and checked against the model now."""
+    def _learn(self, message: Message) -> BucketPlan:
+        """The plan the pusher means: known, or read and digested now."""
         digest = message["digest"]
-        if digest in self._layouts:
-            return self._layouts[digest]
+        if digest in self._plans:
+            return self._plans[digest]
         try:
             plan = BucketPlan.from_json(message["plan"])
         except ManifestError as error:
             raise ReceiverError("plan", "", str(error)) from error
         if plan.digest != digest:
             raise ReceiverError("plan", "", f"the pusher announced plan {digest} and sent {plan.digest}")
-        self._layouts[digest] = (plan, self._loader.check(plan))
-        while len(self._layouts) > _MAX_PLANS:
-            del self._layouts[next(iter(self._layouts))]
-        return self._layouts[digest]
+        self._plans[digest] = plan
+        while len(self._plans) > _MAX_PLANS:
+            forgotten = next(iter(self._plans))
+            del self._plans[forgotten]
+            self._layouts.pop(forgotten, None)
+        return plan
+
+    def _layout_of(self, plan: BucketPlan) -> Layout:
+        """How the plan lands in the model, checked the first time."""
+        if plan.digest not in self._layouts:
+            self._layouts[plan.digest] = self._loader.check(plan)
+        return self._layouts[plan.digest]
 
     def _receiver(self, transport: str, timeout_s: float) -> Receiver:
         if transport not in self._receivers:

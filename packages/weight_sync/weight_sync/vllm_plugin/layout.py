@@ -123,6 +123,8 @@ class DryRun:
         """A loader copies. Called for every copy while the model loads."""
         if to.numel() != source.numel():
             raise ValueError(f"shape {list(source.shape)} where the server has {list(to.shape)}")
+        if source.dtype == torch.float8_e4m3fn != to.dtype:
+            raise ValueError(f"8 bits where the server has {to.dtype}: it must serve a blockwise fp8 checkpoint")
         target = self._by_storage.get(_storage(to))
         if target is None or self._fed is None or _storage(source) != _storage(self._fed) or to.shape != source.shape:
             self._layout.replayable = False

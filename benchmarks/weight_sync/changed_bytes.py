@@ -1,0 +1,110 @@
+"""How much of the weights does one optimizer step change on the wire, and would sending only that be faster?
+
+    python benchmarks/weight_sync/changed_bytes.py --model small --lr 1e-6 --lr 1e-5 --lr 1e-4
+
+Trains a Qwen3 shape with AdamW in fp32 on random tokens and compares what would be sent before and after a step, as
+bfloat16 and as float32: changed elements, unchanged blocks, tensors and buckets, and the size of a delta of one bit an
+element and the changed values. Then it times encoding and decoding such a delta on one thread: below the link speed
+printed, it would win; above, sending everything does.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from push import SHAPES, model_config
+from torch import Tensor
+
+SHAPES["small"] = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "vocab_size": 8192,
+    "heads": (8, 4, 64),
+}
+BLOCKS = (64, 256, 4096)
+
+
+def main() -> None:
+    """One line a learning rate and wire dtype."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="small")
+    parser.add_argument("--lr", type=float, action="append")
+    parser.add_argument("--steps", type=int, default=20, help="steps before the one that is compared")
+    parser.add_argument("--bucket-mib", type=float, default=64)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for lr in args.lr or [1e-6, 1e-5, 1e-4]:
+        before, after = train(args.model, lr, args.steps)
+        for dtype in (torch.bfloat16, torch.float32):
+            old, new = ([t.to(dtype) for t in tensors] for tensors in (before, after))
+            print(f"lr {lr:g} {str(dtype).removeprefix('torch.')}: {describe(old, new, args.bucket_mib)}", flush=True)
+
+
+def train(name: str, lr: float, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters before and after one step that follows ``steps`` others."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(model_config(name), dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    before: list[Tensor] = []
+    for _ in range(steps + 1):
+        before = [p.detach().clone() for p in model.parameters()]
+        ids = torch.randint(0, model.config.vocab_size, (4, 64))
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return before, [p.detach() for p in model.parameters()]
+
+
+def describe(old: list[Tensor], new: list[Tensor], bucket_mib: float) -> str:
+    """Shares that changed, and the link speed below which a delta wins."""
+    a, b = (torch.cat([t.reshape(-1) for t in tensors]).view(torch.uint8) for tensors in (old, new))
+    width = old[0].element_size()
+    changed = (a.view(-1, width) != b.view(-1, width)).any(1)
+    parts = [f"{100 * changed.float().mean():.1f} % of the elements changed"]
+    blocks = [f"{size} B {100 * unchanged(a, b, size):.1f} %" for size in (*BLOCKS, int(bucket_mib * 2**20))]
+    same = sum(torch.equal(x, y) for x, y in zip(old, new, strict=True))
+    parts.append(f"unchanged blocks: {', '.join(blocks)}; unchanged tensors {same} of {len(old)}")
+    encode_s, decode_s, size = time_delta(a, b, width)
+    saved = b.numel() - size
+    link = f"wins below {saved / (encode_s + decode_s) / 1e9:.2f} GB/s" if saved > 0 else "never wins"
+    parts.append(f"delta {100 * size / b.numel():.1f} % of the bytes, {link}")
+    return "; ".join(parts)
+
+
+def unchanged(a: Tensor, b: Tensor, size: int) -> float:
+    """Share of blocks of ``size`` bytes that are the same; a last short block counts."""
+    same = [torch.equal(x, y) for x, y in zip(a.split(size), b.split(size), strict=True)] if size > 10**6 else None
+    if same is not None:
+        return sum(same) / len(same)
+    whole = a.numel() // size * size
+    return float((a[:whole].view(-1, size) == b[:whole].view(-1, size)).all(1).float().mean())
+
+
+def time_delta(a: Tensor, b: Tensor, width: int) -> tuple[float, float, int]:
+    """Seconds to encode, seconds to decode, bytes: one bit an element and the values of those that changed."""
+    kind: Any = {2: np.int16, 4: np.int32}[width]
+    old, new = a.numpy().view(kind), b.numpy().view(kind)
+    best_encode = best_decode = float("inf")
+    size = 0
+    for _ in range(3):
+        start = time.perf_counter()
+        mask = old != new
+        bits, values = np.packbits(mask), new[mask]
+        best_encode = min(best_encode, time.perf_counter() - start)
+        there = old.copy()
+        start = time.perf_counter()
+        there[np.unpackbits(bits, count=len(there)).view(bool)] = values
+        best_decode = min(best_decode, time.perf_counter() - start)
+        assert np.array_equal(there, new)
+        size = bits.nbytes + values.nbytes
+    return best_encode, best_decode, size
+
+
+if __name__ == "__main__":
+    main()

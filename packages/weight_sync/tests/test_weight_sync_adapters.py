@@ -1,0 +1,131 @@
+"""LoRA adapters alone into a real CPU server: equal to PEFT's own model, the base model untouched, all or none."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import weight_sync_helpers as helpers
+from test_weight_sync_server import flip_bytes, is_paused
+from weight_sync_helpers import Server, assert_serves
+
+from weight_sync import Adapter, ModuleSource, ReceiverError, SyncConfig, SyncConfigError, WeightPusher, peft_name
+
+pytestmark = pytest.mark.slow
+
+RANK = 8
+NAME = "tuned"
+FLAGS = ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "1"]
+
+
+@pytest.fixture(scope="module")
+def lora_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the base model with one LoRA slot."""
+    folder = tmp_path_factory.mktemp("weight_sync_lora")
+    helpers.save_model(helpers.tiny_model(helpers.tiny_config(), seed=1), folder / "model")
+    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with helpers.running_server(folder / "model", folder / "server.log", extra_args=FLAGS, env=env) as running:
+        yield running
+
+
+def tuned_model(seed: int) -> Any:
+    """The server's base model under adapters that change every prediction."""
+    import peft
+    import torch
+
+    config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
+    model = peft.get_peft_model(helpers.tiny_model(helpers.tiny_config(), seed=1), config)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.normal_(0.0, 0.1)
+    return model.eval()
+
+
+def adapter_of(model: Any, **changes: Any) -> Adapter:
+    settings = {key: getattr(model.peft_config["default"], key) for key in ("r", "lora_alpha")}
+    settings["target_modules"] = sorted(model.peft_config["default"].target_modules)
+    return Adapter(name=NAME, settings=settings | changes)
+
+
+def pusher_of(model: Any, servers: list[Server], config: SyncConfig | None = None, **changes: Any) -> WeightPusher:
+    return WeightPusher(ModuleSource(model, rename=peft_name), servers, config, adapter=adapter_of(model, **changes))
+
+
+def test_versions_arrive_beside_the_base_model(lora_server: Server, old_model: Any, monkeypatch: Any) -> None:
+    first, second = tuned_model(7), tuned_model(8)
+    with pusher_of(first, [lora_server]) as pusher:
+        report = pusher.push(1)
+        assert report.num_bytes < 0.5 * sum(p.numel() * 4 for p in old_model.parameters())
+        assert report.num_tensors == 2 * 2 * 7
+    difference = assert_serves(lora_server, first, NAME)
+    print(f"adapter: mean absolute log-prob difference {difference:.2e}")
+    assert difference <= 1e-4
+    assert assert_serves(lora_server, old_model) <= 1e-4
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", 20_000)
+    with pusher_of(second, [lora_server], SyncConfig(verify=True)) as pusher:
+        pusher.push(2)
+        assert assert_serves(lora_server, second, NAME) <= 1e-4
+        flip_bytes(monkeypatch, 1)
+        assert pusher.push(3).num_attempts == 2
+    assert assert_serves(lora_server, second, NAME) <= 1e-4
+    assert assert_serves(lora_server, old_model) <= 1e-4
+    assert helpers.call(lora_server, "GET", "/weight_info")[1] == {"weight_version": "3"}
+
+
+class Changed(ModuleSource):
+    """An adapter whose manifest differs in one entry; None leaves it out."""
+
+    def __init__(self, model: Any, name: str, changes: dict[str, Any] | None) -> None:
+        super().__init__(model, rename=peft_name)
+        self._name, self._changes = name, changes
+
+    def manifest(self) -> Any:
+        manifest = super().manifest()
+        return type(manifest).of(
+            dataclasses.replace(e, **(self._changes or {})) if e.name.endswith(self._name) else e
+            for e in manifest.entries
+            if self._changes is not None or not e.name.endswith(self._name)
+        )
+
+    def fill(self, bucket: Any, out: Any) -> None:
+        if out is not None:
+            out.zero_()
+
+
+def test_an_adapter_that_does_not_fit_is_refused_by_name_and_the_one_before_stays(
+    lora_server: Server, server: Server
+) -> None:
+    model = tuned_model(7)
+    with pusher_of(model, [lora_server]) as pusher:
+        pusher.push(1)
+    place = "layers.1.mlp.down_proj.lora_"
+    cases: list[tuple[Any, Adapter, str]] = [
+        (Changed(model, f"{place}A.weight", {"shape": (RANK, 64)}), adapter_of(model), "has 128"),
+        (Changed(model, f"{place}B.weight", {"shape": (64, RANK // 2)}), adapter_of(model), "no low-rank pair"),
+        (Changed(model, f"{place}B.weight", None), adapter_of(model), "comes without its B"),
+        (
+            Changed(model, f"{place}B.weight", {"name": f"base_model.model.x.{place}B.weight"}),
+            adapter_of(model),
+            "slot",
+        ),
+        (ModuleSource(model, rename=peft_name), adapter_of(model, r=2 * RANK), "max_lora_rank"),
+        (ModuleSource(model, rename=peft_name), adapter_of(model, use_dora=True), "DoRA"),
+    ]
+    for source, adapter, words in cases:
+        with WeightPusher(source, [lora_server], adapter=adapter) as pusher:
+            with pytest.raises(ReceiverError, match=words) as caught:
+                pusher.push(2)
+            assert caught.value.kind == "plan"
+    with pusher_of(tuned_model(8), [lora_server, server]) as pusher:
+        with pytest.raises(ReceiverError, match="--enable-lora"):
+            pusher.push(2)  # one server cannot: none has it
+        assert is_paused(lora_server)
+        assert is_paused(server)
+    with WeightPusher(ModuleSource(helpers.tiny_model(helpers.tiny_config(), seed=2)), [server]) as pusher:
+        pusher.push(1)
+    helpers.call(lora_server, "POST", "/resume")
+    assert_serves(lora_server, model, NAME)  # what it held before
+    with pytest.raises(SyncConfigError, match="r missing"):
+        Adapter(name="a", settings={"lora_alpha": 1, "target_modules": []})
