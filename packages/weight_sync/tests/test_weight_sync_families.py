@@ -75,8 +75,27 @@ def test_all_servers_or_none_and_a_server_that_comes_back(servers: Servers, monk
             assert pusher.push(3).num_attempts == 1
             for server in (one, again):
                 assert_serves(server, model)
+            pusher.close()
+            check_replacement(again, one)
         finally:
             helpers.stop_server(again)
+
+
+def check_replacement(dying: Server, fresh: Server) -> None:
+    """A server dies in the middle, the resend fails too, its owner gives another one: that has the current weights."""
+    model = helpers.tiny_model(helpers.tiny_config("llama", tied=False), seed=3)
+    source = KillsAServer(model)
+    source.process_group = dying.process.pid
+
+    def restart(endpoints: Any, error: Exception) -> list[Server]:
+        assert endpoints == [dying]
+        source.process_group = None
+        return [fresh]
+
+    with WeightPusher(source, [dying], restart=restart) as pusher:
+        assert pusher.push(4).num_attempts == 3
+        assert pusher.push(5).num_attempts == 1
+    check_agreement("llama in the server that took over", fresh, model)
 
 
 class KillsAServer(ModuleSource):
