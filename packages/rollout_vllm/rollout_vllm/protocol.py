@@ -101,14 +101,15 @@ def _parse_choice(raw: Mapping[str, Any], index: int) -> Choice:
         ids = _ids_from_placeholders(logprobs.get("tokens"), index)
     if values is None and ids == []:
         values = []
-    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+    # A million tokens pass here in a large step: whole-list functions of the interpreter, not a loop.
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise MalformedAnswerError(f"choice {index}: no token ids (does the server know return_token_ids?)")
     if not isinstance(values, list) or len(values) != len(ids):
         got = len(values) if isinstance(values, list) else "no"
         raise MalformedAnswerError(f"choice {index}: {got} log-probs for {len(ids)} tokens")
-    if not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
+    if not set(map(type, values)) <= {int, float} or not all(map(math.isfinite, values)):
         raise MalformedAnswerError(f"choice {index}: a log-prob is missing or not finite")
-    return Choice(ids, [float(v) for v in values], cast(FinishReason, reason))
+    return Choice(ids, list(map(float, values)), cast(FinishReason, reason))
 
 
 def _ids_from_placeholders(tokens: Any, index: int) -> list[int] | None:
