@@ -2,8 +2,8 @@
 
 The point is what the plan does not depend on: a rank's data. Tests compare it with what was recorded.
 
-Stages 1 and 2 are planned in full. At stage 3 DeepSpeed decides on each gather from a trace of the model it takes at
-run time, so only its invariance (between ranks, steps and data) is tested, not its order.
+Stages 1 and 2 are planned from the parameters' sizes and the order of their gradients. At stage 3 DeepSpeed decides on
+each gather from a trace of the model that it takes at run time, the same for every batch: given that, all is planned.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .config import EngineConfig
+from .transfer_plan import Visit, planned_transfers
 
-__all__ = ["PlannedCollective", "planned_step"]
+__all__ = ["PlannedCollective", "planned_step", "planned_zero3_steps"]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -48,15 +49,12 @@ def planned_step(
         groups: indices into `parameter_sizes` of each of the optimizer's parameter groups; None: all in one.
 
     Raises:
-        ValueError: stage 3, sequence parallelism, or fewer than two ranks.
+        ValueError: stage 3 (see `planned_zero3_steps`), sequence parallelism, or fewer than two ranks.
     """
     zero = config.zero
     if zero.stage == 3:
-        raise ValueError("stage 3 decides on its gathers at run time; only stages 1 and 2 can be planned")
-    if config.sequence_parallel > 1:
-        raise ValueError("all-to-alls of sequence parallelism are not planned: use sequence_parallel=1")
-    if world_size < 2:
-        raise ValueError(f"world_size={world_size} is not allowed: 2 or more")
+        raise ValueError("stage 3 goes by its trace: planned_zero3_steps plans it")
+    _check(config, world_size)
     travel = "fp32" if zero.fp32_reduce else config.dtype
     bucket = zero.reduce_bucket_bytes // _ELEMENT_BYTES[travel]
     # DeepSpeed runs stage 1 in bf16 with fp32 accumulation through another optimizer class unless it is offloaded.
@@ -78,9 +76,82 @@ def planned_step(
         plan += [_call("all_reduce", "float32", 1)] * len(groups)  # squared norm of the shards
     shards = [_shard_size([parameter_sizes[index] for index in group], world_size) for group in groups]
     plan += [_call("all_gather_into_tensor", _DTYPES[config.dtype], shard) for shard in shards]
-    plan.append(_call("all_gather", "int64", world_size))  # sizes of the pickled metrics, then these
-    plan.append(_call("all_gather", "uint8", None))
-    return plan
+    return plan + _shared_metrics(world_size)
+
+
+def planned_zero3_steps(
+    config: EngineConfig,
+    *,
+    visits: Sequence[Visit],
+    parameter_sizes: Sequence[int],
+    world_size: int,
+    num_micro_batches: Sequence[int],
+    groups: Sequence[Sequence[int]] | None = None,
+) -> list[list[PlannedCollective]]:
+    """Everything that `ZeroEngine.train_mini_batch` issues at stage 3, for each step from the first of a run on.
+
+    Args:
+        visits: DeepSpeed's hooks in one micro batch, in order (the same for every batch).
+        num_micro_batches: of each step.
+        parameter_sizes, world_size, groups: as for `planned_step`; nothing is frozen.
+
+    Raises:
+        ValueError: sequence parallelism, or fewer than two ranks.
+    """
+    _check(config, world_size)
+    zero = config.zero
+    travel = "fp32" if zero.fp32_reduce else config.dtype
+    persistent = [i for i, size in enumerate(parameter_sizes) if size <= zero.param_persistence_elements]
+    steps = planned_transfers(
+        visits,
+        parameter_sizes,
+        persistent=frozenset(persistent),
+        bucket=zero.reduce_bucket_bytes // _ELEMENT_BYTES[travel],
+        num_micro_batches=num_micro_batches,
+    )
+
+    def shards(parameters: Sequence[int]) -> int:
+        return sum(-(-parameter_sizes[index] // world_size) for index in parameters)
+
+    plans = []
+    comparisons = _compared_traces(visits)
+    for micro_batches in steps:
+        plan = [_call("all_gather", "int64", 4 * world_size)]
+        for transfers in micro_batches:
+            plan += next(comparisons, [])
+            for transfer in transfers:
+                num_elements = shards(transfer.parameters)
+                if transfer.kind == "gather":
+                    plan.append(_call("all_gather_into_tensor", _DTYPES[config.dtype], num_elements))
+                else:
+                    plan.append(_call("reduce_scatter_tensor", _DTYPES[travel], num_elements * world_size))
+        # Squared norm of the shards, which the device adds up in fp64.
+        norm_dtype = "float64" if zero.offload.optimizer == "none" else "float32"
+        plan += [_call("all_reduce", norm_dtype, 1)] * len(groups or [()])
+        plan += [_call("all_gather_into_tensor", _DTYPES[config.dtype], shards([index])) for index in persistent]
+        plan += _shared_metrics(world_size)
+        plans.append(plan)
+    return plans
+
+
+def _compared_traces(visits: Sequence[Visit]) -> Iterator[list[PlannedCollective]]:
+    """What DeepSpeed sends before the first and the second micro batch of a run, so that ranks compare their traces."""
+    fetches = [visit for visit in visits if visit.kind == "fetch"]
+    num_parameters = sum(len(visit.parameters) for visit in fetches)
+    for lists in ([0], [len(fetches), num_parameters, num_parameters]):
+        yield [_call("broadcast", "int64", size) for length in lists for size in (1, length)]
+
+
+def _check(config: EngineConfig, world_size: int) -> None:
+    if config.sequence_parallel > 1:
+        raise ValueError("all-to-alls of sequence parallelism are not planned: use sequence_parallel=1")
+    if world_size < 2:
+        raise ValueError(f"world_size={world_size} is not allowed: 2 or more")
+
+
+def _shared_metrics(world_size: int) -> list[PlannedCollective]:
+    """Sizes of the pickled metrics, then these."""
+    return [_call("all_gather", "int64", world_size), _call("all_gather", "uint8", None)]
 
 
 def _call(operation: str, dtype: str, num_elements: int | None) -> PlannedCollective:

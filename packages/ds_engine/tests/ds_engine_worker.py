@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from ds_engine_reshape_check import MemorySource, hand_over, state_of
 from ds_engine_testkit import Sample, make_batch, make_samples, token_loss
 
@@ -28,6 +30,7 @@ from ds_engine.collective_log import CollectiveRecord
 from ds_engine.loading import load_model
 from ds_engine.optimizer import parameter_groups
 from ds_engine.packed_model import install_packed_forward, packed_inputs
+from ds_engine.transfer_plan import Visit
 
 CPU = torch.device("cpu")
 
@@ -299,6 +302,53 @@ def recorded_steps(
     numbers = {id(p): i for i, p in enumerate(parameters)}
     groups = [[numbers[id(p)] for p in g["params"]] for g in parameter_groups(engine.module, config.optim)]
     return logs, sizes, ready[: len(parameters)], groups
+
+
+@contextmanager
+def noted_visits(engine: ZeroEngine) -> Iterator[list[Visit]]:
+    """What DeepSpeed's hooks of stage 3 are called for inside, in order."""
+    numbers = {id(p): i for i, p in enumerate(engine.module.parameters())}
+    coordinator = engine.deepspeed.optimizer.parameter_offload.get_param_coordinator()
+    visits: list[Visit] = []
+
+    def note(kind: str, original: Any) -> Any:
+        def hook(submodule: Any, *args: Any, **options: Any) -> Any:
+            own = sorted({numbers[id(p)] for p in iter_params(submodule)})
+            visits.append(Visit(kind=kind, submodule=submodule.ds_id, parameters=tuple(own)))
+            return original(submodule, *args, **options)
+
+        return hook
+
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda _, i=i: visits.append(Visit(kind="gradient", parameters=(i,))))
+        for i, p in enumerate(engine.module.parameters())
+        if p.requires_grad
+    ]
+    for kind, name in (("fetch", "fetch_sub_module"), ("release", "release_sub_module")):
+        setattr(coordinator, name, note(kind, getattr(coordinator, name)))
+    yield visits
+    for name in ("fetch_sub_module", "release_sub_module"):
+        delattr(coordinator, name)
+    for handle in handles:
+        handle.remove()
+
+
+def recorded_zero3_steps(
+    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]]
+) -> tuple[list[list[CollectiveRecord]], list[list[Visit]], list[int], list[list[int]]]:
+    """(what each step issued, the hooks of each, sizes of the parameters, groups of the optimizer)."""
+    engine = build(model_path, config)
+    parameters = list(engine.module.parameters())
+    logs, visits = [], []
+    for micro_batches in steps:
+        with record_collectives() as records, noted_visits(engine) as noted:
+            engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
+        logs.append(list(records))
+        visits.append(list(noted))
+    numbers = {id(p): i for i, p in enumerate(parameters)}
+    groups = [[numbers[id(p)] for p in g["params"]] for g in parameter_groups(engine.module, config.optim)]
+    engine.close()
+    return logs, visits, [p.ds_numel for p in parameters], groups
 
 
 def frozen_log_probs(

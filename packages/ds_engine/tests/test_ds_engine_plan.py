@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from ds_engine_testkit import RankPool, make_samples
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
-from ds_engine.collective_plan import planned_step
+from ds_engine.collective_log import CollectiveRecord
+from ds_engine.collective_plan import PlannedCollective, planned_step, planned_zero3_steps
+from ds_engine.transfer_plan import Visit, planned_transfers
 
 SLOW = settings(
-    deadline=None, derandomize=True, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    derandomize=True,
+    max_examples=12,
+    phases=[Phase.explicit, Phase.generate],  # to shrink an example takes seconds of real processes every time
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -27,6 +34,15 @@ def per_rank_steps(num_micro: int, seed: int) -> list[dict]:
             steps.append([samples[m::num_micro] for m in range(num_micro)])
         ranks.append({"steps": steps})
     return ranks
+
+
+def check_issued(records: list[CollectiveRecord], plan: list[PlannedCollective]) -> None:
+    issued = [
+        (r.operation, r.dtype, None if p.num_elements is None else r.num_elements)
+        for r, p in zip(records, plan, strict=False)
+    ]
+    assert issued == [(p.operation, p.dtype, p.num_elements) for p in plan][: len(issued)]
+    assert len(records) == len(plan), (records[len(plan) :], plan[len(records) :])
 
 
 @pytest.mark.slow
@@ -73,31 +89,63 @@ def test_plan_equals_record(
     )
     for logs, *_ in results:
         for records in logs:
-            issued = [
-                (r.operation, r.dtype, None if p.num_elements is None else r.num_elements)
-                for r, p in zip(records, plan, strict=False)
-            ]
-            assert issued == [(p.operation, p.dtype, p.num_elements) for p in plan]
-            assert len(records) == len(plan), records[len(plan) :]
+            check_issued(records, plan)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("persistence", [0, 1_000_000])
-def test_stage_3_issues_the_same_on_all_ranks_and_steps(
-    two_ranks: RankPool, tiny_model: Path, persistence: int
+@given(
+    dtype=st.sampled_from(["fp32", "bf16"]),
+    fp32_accum=st.booleans(),
+    fp32_reduce=st.booleans(),
+    offload=st.sampled_from([("none", "none"), ("cpu", "none"), ("cpu", "cpu")]),
+    persistence=st.sampled_from([0, 32, 600, 1_000_000]),
+    bucket_bytes=st.sampled_from([4000, 10_000, 40_000, 1 << 20]),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    num_micro=st.lists(st.integers(1, 3), min_size=2, max_size=4),
+    seed=st.integers(0, 1000),
+)
+@settings(SLOW, max_examples=8)
+def test_stage_3_plan_equals_record(
+    two_ranks: RankPool,
+    tiny_model: Path,
+    dtype,
+    fp32_accum,
+    fp32_reduce,
+    offload,
+    persistence,
+    bucket_bytes,
+    weight_decay,
+    num_micro,
+    seed,
 ) -> None:
-    config = EngineConfig(zero=ZeroConfig(stage=3, param_persistence_elements=persistence), dtype="fp32")
+    """From the first step of a run on, with as many micro batches a step as it pleases, on both ranks."""
+    zero = ZeroConfig(
+        stage=3,
+        offload=OffloadConfig(optimizer=offload[0], param=offload[1]),
+        fp32_grad_accum=fp32_accum,
+        fp32_reduce=fp32_reduce,
+        reduce_bucket_bytes=bucket_bytes,
+        param_persistence_elements=persistence,
+    )
+    config = EngineConfig(zero=zero, optim=OptimConfig(weight_decay=weight_decay), dtype=dtype)
     ranks = [
-        {"steps": a["steps"] + b["steps"]} for a, b in zip(per_rank_steps(3, 1), per_rank_steps(3, 2), strict=True)
+        {"steps": [per_rank_steps(count, seed + i)[r]["steps"][0] for i, count in enumerate(num_micro)]} for r in (0, 1)
     ]
-    results = two_ranks.run("recorded_steps", ranks, model_path=str(tiny_model), config=config)
-    signatures = [[[r.signature for r in records] for records in logs] for logs, *_ in results]
-    assert signatures[0] == signatures[1]
-    assert signatures[0][1] == signatures[0][2] == signatures[0][3]  # the first also takes the trace
+    results = two_ranks.run("recorded_zero3_steps", ranks, model_path=str(tiny_model), config=config)
+    _, visits, sizes, groups = results[0]
+    one = visits[0][: len(visits[0]) // num_micro[0]]
+    for _, noted, *_ in results:
+        assert noted == [one * count for count in num_micro], "what runs when is no matter of data"
+    plans = planned_zero3_steps(
+        config, visits=one, parameter_sizes=sizes, world_size=2, num_micro_batches=num_micro, groups=groups
+    )
+    for logs, *_ in results:
+        for records, plan in zip(logs, plans, strict=True):
+            check_issued(records, plan)
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    with pytest.raises(ValueError, match="stage 3"):
+    with pytest.raises(ValueError, match="planned_zero3_steps"):
         planned_step(
             EngineConfig(zero=ZeroConfig(stage=3)),
             parameter_sizes=[1],
@@ -122,3 +170,38 @@ def test_every_gradient_is_reduced_once_a_micro_batch(sizes, bucket, world) -> N
     assert sum(reduced) == 3 * sum(sizes)
     (shard,) = [p.num_elements for p in plan if p.operation == "all_gather_into_tensor"]
     assert shard * world >= sum(sizes) > (shard - 2) * world
+
+
+@given(
+    layers=st.lists(st.lists(st.integers(1, 500), min_size=0, max_size=3), min_size=1, max_size=12),
+    bucket=st.integers(1, 2000),
+    reach=st.sampled_from([0, 300, 10**9]),
+    threshold=st.integers(0, 300),
+    num_micro=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+)
+@settings(deadline=None, derandomize=True)
+def test_stage_3_gathers_what_is_needed_once_and_reduces_all(layers, bucket, reach, threshold, num_micro) -> None:
+    """Layers forward and then backward: nothing runs without its parameters, nothing is gathered that is there."""
+    sizes = [size for layer in layers for size in layer]
+    starts = [sum(map(len, layers[:number])) for number in range(len(layers))]
+    own = [tuple(range(start, start + len(layer))) for start, layer in zip(starts, layers, strict=True)]
+    visits = []
+    for number in range(len(layers)):
+        visits += [Visit(kind=kind, submodule=number, parameters=own[number]) for kind in ("fetch", "release")]
+    for number in reversed(range(len(layers))):
+        visits.append(Visit(kind="fetch", submodule=number, parameters=own[number]))
+        visits += [Visit(kind="gradient", parameters=(index,)) for index in reversed(own[number])]
+        visits.append(Visit(kind="release", submodule=number, parameters=own[number]))
+    persistent = frozenset(index for index, size in enumerate(sizes) if size <= threshold)
+    steps = planned_transfers(
+        visits, sizes, persistent=persistent, bucket=bucket, num_micro_batches=num_micro, reach=reach
+    )
+    assert [len(step) for step in steps] == num_micro
+    for transfers in (transfers for step in steps for transfers in step):
+        reduced = [index for transfer in transfers if transfer.kind == "reduce" for index in transfer.parameters]
+        assert sorted(reduced) == list(range(len(sizes)))
+        gathers = [transfer.parameters for transfer in transfers if transfer.kind == "gather"]
+        assert all(len(set(parameters)) == len(parameters) > 0 for parameters in gathers)
+        assert max(Counter(index for parameters in gathers for index in parameters).values(), default=0) <= 2
+    for step in steps[1:]:  # small ones stay from the end of one step to the first micro batch of the next
+        assert not persistent & {i for transfer in step[0] if transfer.kind == "gather" for i in transfer.parameters}
