@@ -34,6 +34,9 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run to the end and return the result. An interrupt of the caller (Ctrl-C) cancels the coroutine and waits."""
+        if threading.current_thread() is self._thread:  # in a callback of ours: it would wait for itself for ever
+            coroutine.close()
+            raise RuntimeError("called from the loop's own thread: await the coroutine there")
         future = self.submit(coroutine)
         try:
             return future.result()

@@ -253,3 +253,14 @@ def test_an_episodes_spans_cover_its_context_too() -> None:
     assert token_versions(result.version_spans) == [0] * 6 + [1] * 7
     assert sum(span.num_tokens for span in result.version_spans) == len(result.response_ids) == 13
     assert result.policy_versions == (0, 0, 1)
+
+
+def test_a_blocking_call_from_the_clients_own_thread_is_refused() -> None:
+    client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
+
+    async def callback() -> None:
+        client.run(client.pause())
+
+    with pytest.raises(RuntimeError, match="own thread"):
+        client.run(callback())
+    client.close()
