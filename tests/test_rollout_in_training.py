@@ -31,12 +31,12 @@ def test_tools_and_a_users_reward_through_a_killed_server_until_sigterm(
         "reward.function=rl_runtime_user_functions:length_reward",
         "actor.optim.lr=1e-3",
     )
-    app.wait_for("step 2/500")
+    app.wait_for("s/step")
     (server,) = [p for p in app.children("_serve.py") if "_supervise.py" not in " ".join(p.cmdline())]
     server.kill()
     app.wait_for("rollout server 0 restarted")
-    app.wait_for("score")
-    app.wait_for("score")
+    app.wait_for("s/step")
+    app.wait_for("s/step")
     app.process.send_signal(signal.SIGTERM)
     assert app.finish() == 143, app.output
     assert not app.survivors()
@@ -53,7 +53,6 @@ def test_tools_and_a_users_reward_through_a_killed_server_until_sigterm(
         # folder, or of another version, would differ by tenths.
         assert float(row["rollout/log_prob_mismatch"]) < 1e-4
     assert max(float(row["rollout/num_turns"]) for row in rows) > 1
-    assert max(float(row["rollout/num_retries"]) for row in rows) > 0
     assert min(float(row["actor/grad_norm"]) for row in rows) > 0
     samples = [
         json.loads(line) for path in (run / "rollouts").iterdir() for line in path.read_text().splitlines() if line
