@@ -32,8 +32,12 @@ class ServerControl:
         self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     def pause(self, timeout_s: float) -> None:
-        """Let running requests finish, hold new ones back, drop the prefix cache."""
-        self._call("POST", "/pause?" + urlencode({"mode": "wait"}), timeout_s=timeout_s)
+        """Let running requests finish, hold new ones back.
+
+        Sleep level 0 is what ``/pause`` does without the 20 ms that its handler sleeps after the engine has paused, and
+        without dropping the caches.
+        """
+        self._call("POST", "/sleep?" + urlencode({"level": 0, "mode": "wait"}), timeout_s=timeout_s)
 
     def start(self) -> None:
         """Open an update session on every worker."""
@@ -53,15 +57,16 @@ class ServerControl:
         if not any(model.get("id") == name for model in models):
             self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
-    def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values of the old policy."""
+    def drop_caches(self) -> None:
+        """Forget what the old policy computed: keys and values, encoder outputs."""
+        self._call("POST", "/reset_encoder_cache")
         answer = self._call("POST", "/reset_prefix_cache")
         if isinstance(answer, dict) and answer.get("success") is False:
             raise ServerError(self.url, "POST /reset_prefix_cache", 200, "the server could not drop its prefix cache")
 
     def resume(self) -> None:
-        """Serve again."""
-        self._call("POST", "/resume")
+        """Serve again; a server that sleeps besides does so when its memory is back."""
+        self._call("POST", "/wake_up?" + urlencode({"tags": "scheduling"}))
 
     def is_paused(self) -> bool:
         """Whether the server holds requests back."""

@@ -296,11 +296,14 @@ class PushSession:
     def _publish(self, version: int) -> None:
         """Every worker has everything: name the version everywhere, then let the servers answer again."""
         started = time.perf_counter()
+        dropping = [spawn(control.drop_caches) for control in self._controls]
         self._each(lambda control: control.finish(version))
+        for future in dropping:
+            future.result()
         adapter = self._adapter
         if adapter is not None:
             self._each(lambda control: control.register_adapter(adapter.name, adapter.path))
-        self._each(_reopen)
+        self._each(lambda control: control.resume())
         self.timings.finish_s = time.perf_counter() - started
 
     def _abort(self, push: "_Push", error: Exception) -> None:
@@ -383,11 +386,6 @@ def spawn(call: Callable[..., T], *args: Any) -> Future[T]:
 
 def _starts_with_url(place: str, url: str) -> bool:
     return place.startswith(url) and not place[len(url) : len(url) + 1].isdigit()
-
-
-def _reopen(control: ServerControl) -> None:
-    control.reset_prefix_cache()
-    control.resume()
 
 
 def num_passes(config: SyncConfig) -> int:

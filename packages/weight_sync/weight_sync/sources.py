@@ -63,6 +63,7 @@ class ModuleSource:
         self._dtype = dtype
         self._module = module
         self._rename = rename or (lambda name: name)
+        self._params: dict[str, nn.Parameter] = {}
 
     def manifest(self) -> Manifest:
         """Names, full shapes and wire dtypes of the module's parameters."""
@@ -73,12 +74,14 @@ class ModuleSource:
 
     def fill(self, bucket: Bucket, out: Tensor | None) -> None:
         """See WeightSource. Raises SourceError when the module lost a parameter or it changed its shape."""
-        params = self._named()
+        if bucket.index == 0 or not self._params:
+            self._params = self._named()  # once a pass: walking a large module takes a millisecond
+        params = [self._params.get(slot.name) for slot in bucket.slots]
+        like = next((param for param in params if param is not None), torch.empty(0))
         to: list[Tensor] = []
         whole: list[Tensor] = []
-        with torch.no_grad(), Staging(bucket, out, next(iter(params.values()))) as stage:
-            for slot in bucket.slots:
-                param = params.get(slot.name)
+        with torch.no_grad(), Staging(bucket, out, like) as stage:
+            for slot, param in zip(bucket.slots, params, strict=True):
                 if param is None or tuple(param.shape) != slot.shape:
                     found = "is gone" if param is None else f"has shape {tuple(param.shape)}"
                     raise SourceError(f"{slot.name}: planned with shape {slot.shape}, now {found}")
