@@ -125,6 +125,7 @@ def test_a_users_model_and_data_with_reference_model_zero_3_and_resume(tmp_path:
         "actor.dtype=fp32",
         "actor.zero.stage=3",
         "actor.optim.lr=1e-3",
+        "oversampling.extra_prompts=2",
         "trainer.save_freq=1",
         "trainer.val_before_train=false",
     ]
@@ -147,5 +148,9 @@ def test_a_users_model_and_data_with_reference_model_zero_3_and_resume(tmp_path:
         (row,) = csv.DictReader(file, delimiter="\t")
     assert row["step"] == "2"
     assert float(row["rollout/log_prob_mismatch"]) < 1e-4
+    # The groups that the first run did not wait for came with its checkpoint, drawn by the version before.
+    assert float(row["rollout/num_samples"]) == 8
+    assert float(row["rollout/stale_token_share"]) > 0
+    assert float(row["rollout/log_prob_mismatch_stale"]) > 0
     # The checkpoint's actor has taken a step, so it has left its reference: a fresh actor would still equal it.
     assert float(row["actor/kl"]) > 0
