@@ -21,13 +21,16 @@ from typing import Any
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import deepspeed
-import peft  # noqa: F401 (once, for all ranks)
+import deepspeed.runtime.zero.muon.muon_optimizer  # what every rank would import for itself, and the two below
+import peft  # noqa: F401
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import ckpt.__main__
 from ckpt import ZeroCheckpoint
@@ -273,6 +276,16 @@ def write_universal(root: Path) -> None:
         assert ckpt.__main__.main(["reshape", str(root / name), str(root / "universal" / name)]) == 0
 
 
+def consolidate_with_deepspeed(root: Path) -> None:
+    """DeepSpeed's zero_to_fp32.py, which lies beside every checkpoint, still reads what our engine saved."""
+    for name, settings in SAVED.items():
+        found = get_fp32_state_dict_from_zero_checkpoint(str(root / name))
+        expected = torch.load(root / f"{name}.expected.pt")
+        trained = {one.removesuffix(" weight"): tensor for one, tensor in expected.items() if one.endswith(" weight")}
+        assert set(found) - set(trained) <= {"lm_head.weight"}, (name, set(found) ^ set(trained))
+        check_equal({one: found[one].float() for one in trained}, trained, f"zero_to_fp32 of {name}, {settings.dtype}")
+
+
 def run_rank(rank: int, size: int, port: int, jobs: list[Callable[[Path], None]], root: Path) -> None:
     torch.set_num_threads(1)
     init_distributed(rank, size, "127.0.0.1", port, CPU, timeout_s=300.0)
@@ -316,6 +329,7 @@ if __name__ == "__main__":
     write_model(folder / "other_model", hidden=36)
     run_ranks(4, [train_and_save], folder)
     write_universal(folder)
+    consolidate_with_deepspeed(folder)
     run_ranks(2, [load, refuse_and_start, load_as_a_run_does, load_universal], folder)
     run_ranks(1, [load], folder)
     for number in map(int, sys.argv[2:]):

@@ -16,7 +16,7 @@ __all__ = ["load_state", "save_state"]
 
 def save_state(engine: Any, folder: str | Path, tag: str, *, num_steps: int) -> None:
     """Write `folder`/`tag`. Frozen parameters are left out: the model folder has them."""
-    with _trained_only(engine.module):
+    with _trained_only(engine.module), _stage_noted(engine.optimizer):
         engine.save_checkpoint(
             str(folder), tag=tag, client_state={"num_steps": num_steps}, exclude_frozen_parameters=True
         )
@@ -58,3 +58,20 @@ def _trained_only(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _stage_noted(optimizer: Any) -> Iterator[None]:
+    """Inside, what the optimizer saves says of which stage it is. DeepSpeed's class for stage 1 in bf16 with fp32
+    accumulation forgets that, and DeepSpeed's zero_to_fp32.py takes its files for none of ZeRO."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    if not isinstance(optimizer, BF16_Optimizer):
+        yield
+        return
+    original = optimizer.state_dict
+    optimizer.state_dict = lambda: original() | {"zero_stage": 1}
+    try:
+        yield
+    finally:
+        del optimizer.state_dict
