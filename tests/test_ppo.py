@@ -69,6 +69,8 @@ def test_two_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callable
         "algorithm.kl_target=0.01",
         "critic.zero.stage=3",
         "actor.lora.rank=4",
+        "task.kind=calculator",
+        "episode.function=apps.grpo.calculator:with_calculator",
         "warm_start.steps=20",
         "task.num_val=32",
         "batch.train_batch_size=8",
@@ -86,6 +88,8 @@ def test_two_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callable
         _, first, second = csv.DictReader(file, delimiter="\t")
     assert not first["actor/grad_norm"], "the critic warms up alone"
     assert float(second["actor/grad_norm"]) > 0
+    # Values, advantages and both losses step over what the calculator wrote.
+    assert max(float(row["rollout/num_turns"]) for row in (first, second)) > 1
     for row in (first, second):
         assert float(row["critic/grad_norm"]) > 0
         assert float(row["critic/vf_loss"]) > 0

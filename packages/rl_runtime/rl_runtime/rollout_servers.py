@@ -54,8 +54,13 @@ class RolloutServers:
 
     def __exit__(self, *_: object) -> None:
         self._is_closing = True
-        if self._watch is not None:
-            self._watch.stop()
+        if self._watch is None:
+            return
+        stopping = threading.Thread(target=self._watch.stop, name="stop-watch", daemon=True)
+        stopping.start()
+        while stopping.is_alive():
+            self._stop_restarts()  # the watch would wait for them
+            stopping.join(0.2)
 
     @contextmanager
     def changing_weights(self) -> Iterator[None]:
@@ -121,6 +126,12 @@ class RolloutServers:
 
     def _connect(self, endpoints: list[Endpoint]) -> None:
         self._actor.connect_servers(endpoints, self._sync)
+
+    def _stop_restarts(self) -> None:
+        serving = self._serving()
+        for index, server in enumerate(self._servers.servers):
+            if server.alive and index not in serving:
+                server.stop()
 
     def _serving(self) -> list[int]:
         """The servers that run and have missed no push."""

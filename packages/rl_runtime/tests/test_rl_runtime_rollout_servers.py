@@ -18,6 +18,9 @@ from weight_sync import SyncConfig
 class Server:
     alive: bool = True
 
+    def stop(self) -> None:
+        self.alive = False
+
 
 @dataclass
 class Servers:
@@ -38,8 +41,13 @@ class Watch:
 
     events: list[WatchEvent] = field(default_factory=list)
 
+    restarting: Server | None = None
+
     def start(self) -> None: ...
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        while self.restarting is not None and self.restarting.alive:
+            time.sleep(0.01)
+
     def check(self) -> None: ...
 
 
@@ -172,6 +180,14 @@ def test_no_server_is_brought_back_once_the_run_is_over(setting: Setting) -> Non
         setting.fleet.push(0)
     with pytest.raises(RlRuntimeError, match="over"):
         setting.fleet._bring_up_to_date(0, Endpoint("http://0"))
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_restart(setting: Setting) -> None:
+    with setting.fleet:
+        setting.fleet.push(0)
+        setting.note(1, "died")
+        setting.watch.restarting = setting.servers[1]
+    assert [server.alive for server in setting.servers] == [True, False]
 
 
 def test_what_happens_is_told_once(setting: Setting) -> None:
