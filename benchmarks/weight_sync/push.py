@@ -1,11 +1,16 @@
 """How long does a push take, and does it arrive? Starts one vLLM server with random weights and pushes other ones.
 
     python benchmarks/weight_sync/push.py --device cpu --model 126m
-    python benchmarks/weight_sync/push.py --device cuda --model 0.6b --transport ipc --transport shm
-    python benchmarks/weight_sync/push.py --device cuda --model 0.6b --transport nccl --server-gpu 1
+    python benchmarks/weight_sync/push.py --device cuda --model 0.6b --transport ipc --transport shm --one-by-one
+    python benchmarks/weight_sync/push.py --device cuda --model 0.6b --transport nccl --server-gpu 1 \
+        --one-by-one --vllm nccl-packed --vllm nccl
+    torchrun --nproc-per-node 2 benchmarks/weight_sync/push.py --device cuda --model 0.6b --zero-stage 3
+    torchrun --nproc-per-node 2 benchmarks/weight_sync/push.py --device cpu --model tiny --zero-stage 3
 
 Prints one line a transport: best and median seconds with their parts, GB/s, and the log-prob agreement of trainer and
-server on random tokens after the push. Before timing, one push with ``verify`` compares every byte.
+server on random tokens after the push. Before timing, one push with ``verify`` compares every byte. ``--one-by-one``
+repeats each transport with every parameter in a bucket of its own; ``--vllm`` times vLLM's own engines (GPUs only),
+each in a server of its own.
 """
 
 import argparse
@@ -27,8 +32,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import vllm_engines
 
-from weight_sync import ModuleSource, SyncConfig, WeightPusher, server_args, server_env
+from weight_sync import ModuleSource, SyncConfig, SyncReport, WeightPusher, ZeroSource, server_args, server_env
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -77,13 +84,60 @@ def main() -> None:
     parser.add_argument("--no-checksum", action="store_true")
     parser.add_argument("--skip-verify", action="store_true")
     parser.add_argument("--server-arg", action="append", default=[])
+    parser.add_argument("--one-by-one", action="store_true", help="also with one parameter a bucket")
+    parser.add_argument("--vllm", action="append", default=[], choices=vllm_engines.NAMES, help="also vLLM's own")
+    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), help="out of DeepSpeed; start it with torchrun")
     args = parser.parse_args()
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2) if args.device == "cpu" else 8)
     config = model_config(args.model)
+    trainer = zero_trainer if args.zero_stage else plain_trainer
+    with trainer(config, args) as (source, model, rank), tempfile.TemporaryDirectory() as folder:
+        with server(config, args, Path(folder)) if rank == 0 else contextlib.nullcontext(None) as endpoint:
+            if args.zero_stage:
+                dist.barrier()
+            for transport in args.transport or (["shm"] if args.device == "cpu" else ["ipc", "shm"]):
+                measure(source, model, endpoint, transport, args, rank)
+        for name in args.vllm if rank == 0 and model is not None else ():
+            with server(config, args, Path(folder), name) as endpoint:
+                time_engine(model, endpoint, name, args)
+
+
+Trainer = tuple[Any, Any, int]
+
+
+@contextlib.contextmanager
+def plain_trainer(config: Any, args: argparse.Namespace) -> Iterator[Trainer]:
+    """One process with the whole model: its source, the model, rank 0."""
     model = build(config, args.dtype, args.device)
-    with tempfile.TemporaryDirectory() as folder, server(config, args, Path(folder)) as endpoint:
-        for transport in args.transport or (["shm"] if args.device == "cpu" else ["ipc", "shm"]):
-            measure(model, endpoint, transport, args)
+    yield ModuleSource(model), model, 0
+
+
+@contextlib.contextmanager
+def zero_trainer(config: Any, args: argparse.Namespace) -> Iterator[Trainer]:
+    """One rank of a DeepSpeed engine. There is no whole model to compare log-probs with: the bytes are verified."""
+    import deepspeed
+    import transformers
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, and is not needed
+    rank = int(os.environ["RANK"])
+    if args.device == "cuda":
+        args.device = f"cuda:{rank}"
+        torch.cuda.set_device(rank)
+    deepspeed.init_distributed("nccl" if args.device != "cpu" else "gloo", verbose=False)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": args.zero_stage},
+        "bf16": {"enabled": args.dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True,
+    }
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    try:
+        yield ZeroSource(engine.module), None, rank
+    finally:
+        dist.destroy_process_group()
 
 
 def model_config(name: str) -> Any:
@@ -111,30 +165,67 @@ def build(config: Any, dtype: str, device: str) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
 
 
-def measure(model: Any, endpoint: Any, transport: str, args: argparse.Namespace) -> None:
-    """Verify once, time the repeats, compare log-probs, print."""
+class OneByOne(SyncConfig):
+    """Every parameter in a bucket of its own."""
+
+    bucket_bytes = 1  # type: ignore[assignment]
+
+
+def measure(source: Any, model: Any, endpoint: Any, transport: str, args: argparse.Namespace, rank: int) -> None:
+    """Verify once, time the repeats with all buckets and one by one, compare log-probs, print. On every rank."""
     settings: dict[str, Any] = {"transport": transport, "bucket_mib": args.bucket_mib}
     if not args.skip_verify:
         with WeightPusher(
-            ModuleSource(model), [endpoint], SyncConfig(verify=True, **settings), device=args.device
-        ) as p:
-            verified = p.push(0).total_s
-            print(f"{transport}: verified byte for byte in {verified:.2f} s", flush=True)
-    config = SyncConfig(checksum=not args.no_checksum, **settings)
-    with WeightPusher(ModuleSource(model), [endpoint], config, device=args.device) as pusher:
-        first = pusher.push(1)
-        reports = [pusher.push(2 + i) for i in range(args.repeats)]
+            source, [endpoint], SyncConfig(verify=True, **settings), rank=rank, device=args.device
+        ) as pusher:
+            verified = pusher.push(0).total_s
+            report(rank, f"{transport}: verified byte for byte in {verified:.2f} s")
+    for kind in (SyncConfig, OneByOne) if args.one_by_one else (SyncConfig,):
+        config = kind(checksum=not args.no_checksum, **settings)
+        with WeightPusher(source, [endpoint], config, rank=rank, device=args.device) as pusher:
+            first = pusher.push(1)
+            reports = [pusher.push(2 + i) for i in range(args.repeats)]
+        report(rank, describe(transport + (", one by one" if kind is OneByOne else ""), first, reports))
+    if model is not None:
+        report(rank, f"{transport}: mean absolute log-prob difference {log_prob_difference(model, endpoint):.2e}")
+
+
+def report(rank: int, text: str) -> None:
+    """One rank prints."""
+    if rank == 0:
+        print(text, flush=True)
+
+
+def describe(name: str, first: SyncReport, reports: list[SyncReport]) -> str:
+    """First, best and median push with their parts."""
     best = min(reports, key=lambda r: r.total_s)
     parts = ("total_s", "pause_s", "gather_s", "transfer_s", "finish_s")
     median = {part: statistics.median(getattr(r, part) for r in reports) for part in parts}
-    print(
-        f"{transport}: {best.num_bytes / 1e9:.3f} GB in {best.num_tensors} tensors; first {first.total_s:.3f} s; "
+    return (
+        f"{name}: {best.num_bytes / 1e9:.3f} GB in {best.num_tensors} tensors; first {first.total_s:.3f} s; "
         f"best {best.total_s:.3f} s = {best.num_bytes / 1e9 / best.total_s:.2f} GB/s "
         f"(transfer alone {best.num_bytes / 1e9 / best.transfer_s:.2f} GB/s); median "
-        + ", ".join(f"{part.removesuffix('_s')} {1000 * median[part]:.0f} ms" for part in parts),
+        + ", ".join(f"{part.removesuffix('_s')} {1000 * median[part]:.0f} ms" for part in parts)
+    )
+
+
+def time_engine(model: Any, endpoint: Any, name: str, args: argparse.Namespace) -> None:
+    """vLLM's own engine, pause and resume included."""
+    seconds = []
+    with vllm_engines.engine(name, model, endpoint.url, args.tensor_parallel) as send:
+        for _ in range(1 + args.repeats):
+            start = time.perf_counter()
+            call(endpoint, "POST", "/pause?mode=wait")
+            send()
+            call(endpoint, "POST", "/reset_prefix_cache")
+            call(endpoint, "POST", "/resume")
+            seconds.append(time.perf_counter() - start)
+    first, *rest = seconds
+    print(
+        f"vLLM {name}: first {first:.3f} s; best {min(rest):.3f} s; median {1000 * statistics.median(rest):.0f} ms; "
+        f"mean absolute log-prob difference {log_prob_difference(model, endpoint):.2e}",
         flush=True,
     )
-    print(f"{transport}: mean absolute log-prob difference {log_prob_difference(model, endpoint):.2e}", flush=True)
 
 
 @torch.no_grad()
@@ -154,8 +245,8 @@ def log_prob_difference(model: Any, endpoint: Any) -> float:
 
 
 @contextlib.contextmanager
-def server(config: Any, args: argparse.Namespace, folder: Path) -> Iterator[Any]:
-    """A vLLM server with dummy weights and a word-level tokenizer."""
+def server(config: Any, args: argparse.Namespace, folder: Path, vllm_engine: str = "") -> Iterator[Any]:
+    """A vLLM server with dummy weights and a word-level tokenizer, for our transports or one of vLLM's own."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -170,8 +261,12 @@ def server(config: Any, args: argparse.Namespace, folder: Path) -> Iterator[Any]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", args.dtype, "--load-format", "dummy"]
     command += ["--served-model-name", "policy", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
     command += ["--tensor-parallel-size", str(args.tensor_parallel)]
-    command += [*server_args(sync, args.device), *args.server_arg]
-    env = {**os.environ, **server_env(sync, args.device), "HF_HUB_OFFLINE": "1"}
+    kind = "cpu" if args.device == "cpu" else "cuda"
+    command += [*(vllm_engines.server_args(vllm_engine) or server_args(sync, kind)), *args.server_arg]
+    env = {**os.environ, **server_env(sync, kind), "HF_HUB_OFFLINE": "1"}
+    env |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if vllm_engine else {}  # its IPC handles are pickled
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)  # of torchrun, not of the server
     if args.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         env |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
@@ -220,7 +315,7 @@ def call(endpoint: Any, method: str, path: str, body: Any = None) -> Any:
     connection.close()
     if response.status != 200:
         raise RuntimeError(data.decode(errors="replace"))
-    return json.loads(data)
+    return json.loads(data) if data else None
 
 
 def _die_too() -> None:

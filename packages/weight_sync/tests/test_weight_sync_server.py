@@ -3,7 +3,9 @@
 import dataclasses
 import signal
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,20 @@ def test_prefix_cache_of_the_old_policy_is_dropped(server: Server, old_model: An
             pusher.push(1)
         for _ in range(2):
             assert helpers.generate(server, prompt)[0] == helpers.expected(model, prompt)
+
+
+def test_running_requests_finish_with_the_old_policy(server: Server, old_model: Any, new_model: Any) -> None:
+    num_tokens = 100
+    with WeightPusher(ModuleSource(old_model), [server]) as pusher:
+        pusher.push(1)
+    with ThreadPoolExecutor(len(helpers.PROMPTS)) as pool, WeightPusher(ModuleSource(new_model), [server]) as pusher:
+        running = [pool.submit(helpers.generate, server, prompt, num_tokens) for prompt in helpers.PROMPTS]
+        time.sleep(0.1)
+        pusher.push(2)
+        for prompt, future in zip(helpers.PROMPTS, running, strict=True):
+            whole = [helpers.expected(model, prompt, num_tokens) for model in (old_model, new_model)]
+            assert future.result()[0] in whole  # one policy's or the other's, never half of each
+    assert_serves(server, new_model)
 
 
 def flip_bytes(monkeypatch: pytest.MonkeyPatch, times: int) -> None:

@@ -1,0 +1,98 @@
+"""vLLM's own weight-transfer engines, driven the way its examples do, for `push.py --vllm`. GPUs only.
+
+Later releases have trainer classes; before, the trainer calls static methods and makes the HTTP calls itself.
+"""
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+#: `nccl` is one broadcast a parameter; packed, a few large buffers.
+NAMES = ("nccl", "nccl-packed", "ipc", "ipc-packed")
+
+
+def server_args(name: str) -> list[str]:
+    """What the server is started with; empty for none of vLLM's engines."""
+    return ["--weight-transfer-config", json.dumps({"backend": name.partition("-")[0]})] if name else []
+
+
+@contextlib.contextmanager
+def engine(name: str, model: Any, url: str, num_workers: int) -> Iterator[Callable[[], None]]:
+    """A function that sends the model's parameters once, with everything but pause and resume."""
+    import vllm.distributed.weight_transfer.ipc_engine as ipc
+    import vllm.distributed.weight_transfer.nccl_engine as nccl
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    backend, _, packed = name.partition("-")
+    client = HTTPVLLMWeightSyncClient(url)
+    meeting = {"master_address": "127.0.0.1", "master_port": _free_port(), "world_size": 1 + num_workers}
+    if hasattr(nccl, "NCCLTrainerWeightTransferEngine"):
+        from vllm.distributed.weight_transfer.base import ModuleSource
+
+        if backend == "nccl":
+            kind, info = nccl.NCCLTrainerWeightTransferEngine, nccl.NCCLTrainerInitInfo
+            trainer = kind.trainer_init(
+                info(rank=0, packed=bool(packed), **meeting), client=client, source=ModuleSource(model)
+            )
+        else:
+            kind, info = ipc.IPCTrainerWeightTransferEngine, ipc.IPCTrainerInitInfo
+            trainer = kind.trainer_init(info(rank=0, packed=bool(packed)), client=client, source=ModuleSource(model))
+        yield trainer.send_weights
+        trainer.shutdown()
+        return
+    if backend == "nccl":
+        joining = _background(client.init_weight_transfer_engine, {**meeting, "rank_offset": 1})
+        group = nccl.NCCLWeightTransferEngine.trainer_init(meeting)
+        joining()
+    else:
+        client.init_weight_transfer_engine({})
+
+    def send() -> None:
+        client.start_weight_update()
+        if backend == "nccl":
+            named = list(model.named_parameters())
+            update = {
+                "names": [name for name, _ in named],
+                "dtype_names": [str(p.dtype).removeprefix("torch.") for _, p in named],
+                "shapes": [list(p.shape) for _, p in named],
+                "packed": bool(packed),
+            }
+            receiving = _background(client.update_weights, update)
+            nccl.NCCLWeightTransferEngine.trainer_send_weights(iter(named), {"group": group, "packed": bool(packed)})
+            receiving()
+        else:
+            settings = {"send_mode": "http", "url": url, "packed": bool(packed)}
+            ipc.IPCWeightTransferEngine.trainer_send_weights(model.named_parameters(), settings)
+        client.finish_weight_update()
+
+    yield send
+
+
+def _background(call: Callable[..., None], argument: Any) -> Callable[[], None]:
+    """Run beside; the answer waits for the end and raises what the call raised."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call(argument)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def wait() -> None:
+        thread.join()
+        if errors:
+            raise errors[0]
+
+    return wait
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
