@@ -3,9 +3,9 @@
     python benchmarks/weight_sync/changed_bytes.py --model small --lr 1e-6 --lr 1e-5 --lr 1e-4
 
 Trains a Qwen3 shape with AdamW in fp32 on random tokens and compares what would be sent before and after a step, as
-bfloat16 and as float32: changed elements, unchanged blocks, tensors and buckets, and the size of a delta of one bit an
-element and the changed values. Then it times encoding and decoding such a delta on one thread: below the link speed
-printed, it would win; above, sending everything does.
+bfloat16 and as float32: changed elements, unchanged blocks, tensors and buckets, and the size of two kinds of delta. It
+times encoding and decoding each on one thread: below the link speed printed it would win, above it sending everything
+does.
 """
 
 import argparse
@@ -70,11 +70,42 @@ def describe(old: list[Tensor], new: list[Tensor], bucket_mib: float) -> str:
     blocks = [f"{size} B {100 * unchanged(a, b, size):.1f} %" for size in (*BLOCKS, int(bucket_mib * 2**20))]
     same = sum(torch.equal(x, y) for x, y in zip(old, new, strict=True))
     parts.append(f"unchanged blocks: {', '.join(blocks)}; unchanged tensors {same} of {len(old)}")
-    encode_s, decode_s, size = time_delta(a, b, width)
-    saved = b.numel() - size
-    link = f"wins below {saved / (encode_s + decode_s) / 1e9:.2f} GB/s" if saved > 0 else "never wins"
-    parts.append(f"delta {100 * size / b.numel():.1f} % of the bytes, {link}")
+    for name, code in (("bits", Bits), ("positions", Positions)):
+        seconds, size = time_delta(a, b, width, code)
+        saved = b.numel() - size
+        link = f"wins below {saved / seconds / 1e9:.2f} GB/s" if saved > 0 else "never wins"
+        parts.append(f"delta by {name}: {100 * size / b.numel():.1f} % of the bytes, {link}")
     return "; ".join(parts)
+
+
+class Bits:
+    """One bit an element and the values that changed."""
+
+    @staticmethod
+    def encode(old: Any, new: Any) -> tuple[Any, Any]:
+        """Packed bits, values."""
+        mask = old != new
+        return np.packbits(mask), new[mask]
+
+    @staticmethod
+    def decode(there: Any, where: Any, values: Any) -> None:
+        """Change ``there`` in place."""
+        there[np.unpackbits(where, count=len(there)).view(bool)] = values
+
+
+class Positions:
+    """Four bytes of position and the value of each element that changed."""
+
+    @staticmethod
+    def encode(old: Any, new: Any) -> tuple[Any, Any]:
+        """Positions, values."""
+        where = np.flatnonzero(old != new).astype(np.uint32)
+        return where, new[where]
+
+    @staticmethod
+    def decode(there: Any, where: Any, values: Any) -> None:
+        """Change ``there`` in place."""
+        there[where] = values
 
 
 def unchanged(a: Tensor, b: Tensor, size: int) -> float:
@@ -86,24 +117,20 @@ def unchanged(a: Tensor, b: Tensor, size: int) -> float:
     return float((a[:whole].view(-1, size) == b[:whole].view(-1, size)).all(1).float().mean())
 
 
-def time_delta(a: Tensor, b: Tensor, width: int) -> tuple[float, float, int]:
-    """Seconds to encode, seconds to decode, bytes: one bit an element and the values of those that changed."""
+def time_delta(a: Tensor, b: Tensor, width: int, code: Any) -> tuple[float, int]:
+    """Seconds to encode and decode, and the bytes of the delta. Best of three."""
     kind: Any = {2: np.int16, 4: np.int32}[width]
     old, new = a.numpy().view(kind), b.numpy().view(kind)
-    best_encode = best_decode = float("inf")
-    size = 0
+    best, size = float("inf"), 0
     for _ in range(3):
-        start = time.perf_counter()
-        mask = old != new
-        bits, values = np.packbits(mask), new[mask]
-        best_encode = min(best_encode, time.perf_counter() - start)
         there = old.copy()
         start = time.perf_counter()
-        there[np.unpackbits(bits, count=len(there)).view(bool)] = values
-        best_decode = min(best_decode, time.perf_counter() - start)
+        where, values = code.encode(old, new)
+        code.decode(there, where, values)
+        best = min(best, time.perf_counter() - start)
         assert np.array_equal(there, new)
-        size = bits.nbytes + values.nbytes
-    return best_encode, best_decode, size
+        size = where.nbytes + values.nbytes
+    return best, size
 
 
 if __name__ == "__main__":

@@ -221,6 +221,15 @@ def test_two_trainers_at_once(server: Server, old_model: Any, new_model: Any) ->
     with WeightPusher(ModuleSource(old_model), [server]) as second:
         second.push(3)
     assert_serves(server, old_model)
+    models = [old_model, new_model]
+    pushers = [WeightPusher(ModuleSource(model), [server]) for model in models]
+    with ThreadPoolExecutor(2) as pool, pushers[0], pushers[1]:
+        futures = [pool.submit(pusher.push, 4) for pusher in pushers]
+        errors = [future.exception() for future in futures]
+        (winner,) = [model for model, error in zip(models, errors, strict=True) if error is None]
+        (error,) = [error for error in errors if error is not None]
+        assert "owned by the live pusher" in str(error)
+    assert_serves(server, winner)
 
 
 def test_a_dead_server_is_named_before_anything_is_paused(server: Server, new_model: Any) -> None:
