@@ -209,6 +209,14 @@ def test_a_missing_parameter_is_refused_by_name(recovered: Server, new_model: An
     assert caught.value.tensor == "model.layers.0.self_attn.qkv_proj.weight"
 
 
+def test_eight_bits_are_refused_by_a_server_that_keeps_more(recovered: Server, new_model: Any) -> None:
+    with WeightPusher(ModuleSource(new_model), [recovered], SyncConfig(quantise="fp8_blocks")) as pusher:
+        with pytest.raises(ReceiverError, match="must serve a blockwise fp8 checkpoint") as caught:
+            pusher.push(2)
+        assert caught.value.kind == "plan"
+        assert caught.value.tensor == "model.layers.0.self_attn.q_proj.weight"
+
+
 def test_two_trainers_at_once(server: Server, old_model: Any, new_model: Any) -> None:
     with WeightPusher(ModuleSource(new_model), [server]) as first:
         first.push(1)
