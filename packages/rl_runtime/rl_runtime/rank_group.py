@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from .environment import rank_env
 from .errors import RankError
@@ -74,6 +75,7 @@ class RankGroup:
                 try:
                     results[rank_of[ref]] = ray.get(ref)
                 except RayTaskError as error:
+                    _forget(pending)
                     text = f"{self._name}rank {rank_of[ref]} of {len(refs)} failed in {method!r}:\n{error}"
                     raise RankError(text, error.cause) from error
                 except RayActorError as error:
@@ -81,3 +83,11 @@ class RankGroup:
                         f"{self._name}rank {rank_of[ref]} of {len(refs)} died in {method!r}: {error}"
                     ) from error
         return results
+
+
+def _forget(refs: Sequence[Any]) -> None:
+    """What other ranks raised for the same reason: Ray would print every error that nobody asked for."""
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=1.0) if refs else ([], [])
+    for ref in done:
+        with suppress(RayError):
+            ray.get(ref)
