@@ -2,6 +2,7 @@
 
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,33 @@ from ckpt import (
 )
 
 
-@pytest.fixture(params=["memory", "local"])
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[str]:
+    """A bucket that speaks S3's protocol, on a server in this process; needs `pip install s3fs 'moto[server]'`."""
+    pytest.importorskip("s3fs")
+    server_class = pytest.importorskip("moto.server").ThreadedMotoServer
+    boto3 = pytest.importorskip("boto3")
+    import fsspec
+
+    server = server_class(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = {"endpoint_url": f"http://{host}:{port}", "region_name": "us-east-1"}
+    secrets = {"key": "test", "secret": "test"}
+    names = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+    boto3.client("s3", **endpoint, **names).create_bucket(Bucket="bucket")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(fsspec.config.conf, "s3", {**secrets, "client_kwargs": endpoint})
+        yield "s3://bucket"
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "local", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}/run"
+    if request.param == "s3":
+        return f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
     return f"file://{tmp_path}/remote/run"
 
 
