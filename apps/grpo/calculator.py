@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_runtime.experience import PromptLike
+    from rl_runtime import PromptLike
     from rollout_vllm import Episode
 
 MAX_CALLS = 4

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         RolloutFailed,
         TrackingError,
     )
-    from .experience import Experience, ExperienceBatch
+    from .experience import Experience, ExperienceBatch, PromptLike
     from .inputs import Inputs, load_inputs
     from .job import Algorithm, Job, check_job, job_layout, run_job
     from .job_config import JobConfig
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from .report import write_comparison, write_report
     from .role import Role, together
     from .rollout_phase import RolloutPhase, Validation
+    from .rollout_servers import RolloutServers
+    from .scoring import Scorer
     from .session import Session, open_ranks, open_session, plan_ranks, plan_session
     from .supervised import supervised_step, train_supervised
     from .timing import PhaseTimer
@@ -78,6 +80,7 @@ _EXPORTS = {
     "TrackingError": ".errors",
     "Experience": ".experience",
     "ExperienceBatch": ".experience",
+    "PromptLike": ".experience",
     "Inputs": ".inputs",
     "load_inputs": ".inputs",
     "Algorithm": ".job",
@@ -109,6 +112,8 @@ _EXPORTS = {
     "together": ".role",
     "RolloutPhase": ".rollout_phase",
     "Validation": ".rollout_phase",
+    "RolloutServers": ".rollout_servers",
+    "Scorer": ".scoring",
     "Session": ".session",
     "open_ranks": ".session",
     "open_session": ".session",
@@ -141,6 +146,7 @@ __all__ = [
     "PlacementError",
     "PolicyConfig",
     "Progress",
+    "PromptLike",
     "RankError",
     "RankGroup",
     "RanksConfig",
@@ -149,7 +155,9 @@ __all__ = [
     "Role",
     "RolloutFailed",
     "RolloutPhase",
+    "RolloutServers",
     "RunFolder",
+    "Scorer",
     "Session",
     "Stateful",
     "SupervisedConfig",

@@ -42,7 +42,8 @@ class RolloutServers:
         self._connected: list[int] = []
         self._num_synced = [0] * len(servers.endpoints)
         self._num_reported = 0
-        self._is_closing = False
+        self._telling = threading.Lock()
+        self._closing = threading.Event()
         self._watch: ServerWatch | None = None
         if servers.servers and max_restarts:
             self._watch = ServerWatch(servers, client, on_restart=self._bring_up_to_date, max_restarts=max_restarts)
@@ -50,10 +51,11 @@ class RolloutServers:
     def __enter__(self) -> "RolloutServers":
         if self._watch is not None:
             self._watch.start()
+            threading.Thread(target=self._tell_until_closed, name="tell-of-servers", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_closing = True
+        self._closing.set()
         if self._watch is None:
             return
         stopping = threading.Thread(target=self._watch.stop, name="stop-watch", daemon=True)
@@ -79,24 +81,30 @@ class RolloutServers:
             return report
 
     def check(self) -> None:
-        """Reports what happened to the servers since the last call.
-
-        Raises:
-            rollout_vllm.ServerDiedError: no server is left, or one died that is not to be started again.
-        """
+        """Raises rollout_vllm.ServerDiedError: no server is left, or one died that is not to be started again."""
         if self._watch is None:
             self._servers.check()
-            return
-        events = list(self._watch.events)
-        for event in events[self._num_reported :]:
-            self._report(f"rollout server {event.server} {event.what.replace('_', ' ')}: {event.detail}")
-        self._num_reported = len(events)
-        self._watch.check()
+        else:
+            self._tell(self._watch)
+            self._watch.check()
 
     @property
     def num_restarts(self) -> int:
         """Restarts that brought a server back."""
         return sum(self._num_synced)
+
+    def _tell_until_closed(self) -> None:
+        """While a server is started again the loop may wait for it: the user is told meanwhile."""
+        assert self._watch is not None
+        while not self._closing.wait(0.5):
+            self._tell(self._watch)
+
+    def _tell(self, watch: ServerWatch) -> None:
+        with self._telling:
+            events = list(watch.events)
+            for event in events[self._num_reported :]:
+                self._report(f"rollout server {event.server} {event.what.replace('_', ' ')}: {event.detail}")
+            self._num_reported = len(events)
 
     def _push_to_serving(self, version: int) -> SyncReport | None:
         while serving := self._serving():
@@ -115,7 +123,7 @@ class RolloutServers:
     def _bring_up_to_date(self, index: int, endpoint: Endpoint) -> int:
         """The watch's hook: the current weights for a server that was started again."""
         with self._weights:
-            if self._is_closing:
+            if self._closing.is_set():
                 raise RlRuntimeError("the run is over")
             version = self._client.policy_version
             self._connected = []

@@ -199,6 +199,15 @@ def test_what_happens_is_told_once(setting: Setting) -> None:
     assert setting.lines == ["rollout server 1 died: it was killed", "rollout server 1 given up: it was killed"]
 
 
+def test_the_user_is_told_while_the_loop_waits(setting: Setting) -> None:
+    with setting.fleet:
+        setting.note(0, "died")
+        deadline = time.monotonic() + 5
+        while not setting.lines and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert setting.lines == ["rollout server 0 died: it was killed"]
+
+
 def test_without_restarts_a_dead_server_ends_the_run(setting: Setting) -> None:
     fleet = RolloutServers(
         Servers([Server(), Server(alive=False)]),  # type: ignore[arg-type]
