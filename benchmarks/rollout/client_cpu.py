@@ -1,0 +1,56 @@
+"""The client process's CPU use with many requests under way: `python -m benchmarks.rollout.client_cpu`.
+
+A server that answers like vLLM holds `--concurrency` requests of 256+512 tokens for as long as a GPU would take at
+`--tokens-per-s` (of all requests together). Two rounds of requests are sent; the first opens the connections.
+"""
+
+import argparse
+import resource
+import time
+
+from benchmarks.rollout.dummy import dummy_server
+from rollout_vllm import Endpoint, Request, RolloutClient, RolloutConfig, SamplingConfig
+
+
+def measure(url: str, args: argparse.Namespace) -> dict[str, float]:
+    config = RolloutConfig(max_samples_in_flight=args.concurrency)
+    sampling = SamplingConfig(n=args.n, max_tokens=args.tokens)
+    requests = [
+        Request(prompt_id=str(i), prompt_ids=list(range(100000, 100256)), seed=i)
+        for i in range(args.concurrency // args.n)
+    ]
+    with RolloutClient([Endpoint(url, "key", "policy")], config) as client:
+        assert all(group.complete for group in client.generate_blocking(requests, sampling))
+        usage, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        groups = [group for _ in range(args.rounds) for group in client.generate_blocking(requests, sampling)]
+        wall = time.perf_counter() - wall
+        after = resource.getrusage(resource.RUSAGE_SELF)
+    assert all(group.complete for group in groups)
+    cpu = after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
+    num_tokens = sum(len(sample.response_ids) for group in groups for sample in group.samples)
+    return {"tok/s": num_tokens / wall, "cores": cpu / wall, "us/token": 1e6 * cpu / num_tokens}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrency", type=int, default=1024, help="samples under way")
+    parser.add_argument("--n", type=int, nargs="+", default=[1, 8], help="samples a request")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--tokens-per-s", type=float, nargs="+", default=[21_000, 100_000, 0], help="0: at once")
+    parser.add_argument("--rounds", type=int, default=1)
+    args = parser.parse_args()
+    print("| samples a request | server's rate | measured tok/s | cores of the client | CPU us a token |")
+    print("| --- | --- | --- | --- | --- |")
+    for rate in args.tokens_per_s:
+        for n in args.n:
+            case = argparse.Namespace(**vars(args) | {"n": n})
+            with dummy_server(tokens=args.tokens, prompt_tokens=256, tokens_per_s=rate / args.concurrency) as url:
+                found = measure(url, case)
+            name = f"{rate:.0f} tok/s" if rate else "at once"
+            print(
+                f"| {n} | {name} | {found['tok/s']:.0f} | {found['cores']:.2f} | {found['us/token']:.2f} |", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Starts dummy_server.py in a process of its own."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def dummy_server(*, tokens: int, prompt_tokens: int, tokens_per_s: float) -> Iterator[str]:
+    """The url of a server that answers like vLLM. tokens_per_s: of each request, 0: at once."""
+    script = Path(__file__).with_name("dummy_server.py")
+    sizes = ["--tokens", str(tokens), "--prompt-tokens", str(prompt_tokens), "--tokens-per-s", str(tokens_per_s)]
+    process = subprocess.Popen([sys.executable, str(script), *sizes], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.wait()
