@@ -215,13 +215,12 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
             episode=config.episode,
             oversampling=config.oversampling,
         )
-        carried: dict[str, Stateful] = {"rollout": rollout} if config.oversampling.extra_prompts else {}
         checkpoints = RunCheckpoints(
             job.folder / "checkpoints",
             config.trainer,
             session.rank_groups,
             roles=algorithm.roles,
-            parts={"sampler": sampler, **carried, **algorithm.state},
+            parts={"sampler": sampler, "rollout": rollout, **algorithm.state},
             config=to_yaml(without_secrets(config)),
         )
         loop = TrainingLoop(

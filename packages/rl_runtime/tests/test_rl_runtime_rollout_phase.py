@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from rl_runtime.config import EpisodeConfig, OversamplingConfig, ScoringConfig
+from rl_runtime.config_loader import to_yaml
 from rl_runtime.errors import InputError, RolloutFailed
+from rl_runtime.job_config import JobConfig, without_secrets
 from rl_runtime.metrics import mismatch
 from rl_runtime.rollout_meter import RolloutMeter
 from rl_runtime.rollout_phase import RolloutPhase, load_rollout
@@ -25,6 +27,7 @@ from rollout_vllm import (
     GroupResult,
     PartialGroup,
     Request,
+    RolloutConfig,
     Sample,
     SamplingConfig,
     VersionSpan,
@@ -272,6 +275,16 @@ def test_a_service_scores_over_http() -> None:
     assert collected.batch.scores_N.tolist() == [1.0, 0.25]
     assert collected.num_failed == 2
     assert "no reward" in collected.reason
+
+
+def test_keys_are_not_written_down() -> None:
+    config = JobConfig(
+        rollout=RolloutConfig(urls=("http://a:1",), api_key="first"),
+        reward=ScoringConfig(url="http://b:2", api_key="second"),
+    )
+    text = to_yaml(without_secrets(config))
+    assert "http://b:2" in text
+    assert not {"first", "second"} & set(text.split())
 
 
 @pytest.mark.parametrize(
