@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import weight_sync_helpers as helpers
-from test_weight_sync_server import flip_bytes, is_paused
-from weight_sync_helpers import Server, assert_serves
+from weight_sync_helpers import Server, assert_serves, flip_bytes, is_paused
 
 from weight_sync import Adapter, ModuleSource, ReceiverError, SyncConfig, SyncConfigError, WeightPusher, peft_name
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import weight_sync_helpers as helpers
 from torch import nn
-from weight_sync_helpers import Server, assert_serves
+from weight_sync_helpers import Server, assert_serves, flip_bytes, is_paused
 
 from weight_sync import ModuleSource, ReceiverError, ServerError, SyncConfig, WeightPusher, WeightSyncError
 from weight_sync.session import PushSession
@@ -28,10 +28,6 @@ def recovered(server: Server, new_model: Any) -> Iterator[Server]:
     with WeightPusher(ModuleSource(new_model), [server]) as pusher:
         assert pusher.push(1).num_attempts == 1
     assert_serves(server, new_model)
-
-
-def is_paused(server: Server) -> bool:
-    return bool(helpers.call(server, "GET", "/is_paused")[1]["is_paused"])
 
 
 def test_greedy_output_and_log_probs_are_the_new_models(server: Server, old_model: Any, new_model: Any) -> None:
@@ -80,20 +76,6 @@ def test_running_requests_finish_with_the_old_policy(server: Server, old_model: 
             whole = [helpers.expected(model, prompt, num_tokens) for model in (old_model, new_model)]
             assert future.result()[0] in whole  # one policy's or the other's, never half of each
     assert_serves(server, new_model)
-
-
-def flip_bytes(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Damage the first ``times`` buckets after their checksum was taken."""
-    announce = PushSession._announce
-    left = [times]
-
-    def damaged(self: PushSession, push: Any, bucket: Any, value: Any) -> None:
-        if left[0]:
-            left[0] -= 1
-            self._sender.buffer(bucket)[17] += 1
-        announce(self, push, bucket, value)
-
-    monkeypatch.setattr(PushSession, "_announce", damaged)
 
 
 def test_one_corrupted_bucket_is_sent_again(recovered: Server, old_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from weight_sync import SyncConfig, server_args, server_env
+from weight_sync.session import PushSession
 
 VOCAB_SIZE = 96
 PROMPTS = [[5, 6, 7, 8], [11, 3, 42, 9, 17, 23], [60, 61, 62], [90, 2, 2, 4, 8, 16, 32, 64]]
@@ -234,6 +235,25 @@ def assert_serves(server: Server, model: Any, name: str = "policy") -> float:
         ours = log_probs_of(model, prompt, tokens)
         differences += [abs(a - b) for a, b in zip(ours, log_probs, strict=True)]
     return sum(differences) / len(differences)
+
+
+def is_paused(server: Server) -> bool:
+    """Whether the server holds requests back."""
+    return bool(call(server, "GET", "/is_paused")[1]["is_paused"])
+
+
+def flip_bytes(monkeypatch: Any, times: int) -> None:
+    """Damage the first ``times`` buckets after their checksum was taken."""
+    announce = PushSession._announce
+    left = [times]
+
+    def damaged(self: PushSession, push: Any, bucket: Any, value: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            self._sender.buffer(bucket)[17] += 1
+        announce(self, push, bucket, value)
+
+    monkeypatch.setattr(PushSession, "_announce", damaged)
 
 
 def free_port() -> int:
