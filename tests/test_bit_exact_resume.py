@@ -1,6 +1,7 @@
 """A run killed at a random instant and resumed ends with the bits of one that was left alone.
 
-One case; PLINTH_RESUME_MATRIX=1 runs every ZeRO stage with and without offload.
+One case; PLINTH_RESUME_MATRIX=1 runs every ZeRO stage with and without offload, and PPO with its critic and KL
+controller.
 """
 
 import csv
@@ -22,6 +23,12 @@ MATRIX = {
     "zero2-cpu": ["actor.zero.stage=2", "actor.zero.offload.optimizer=cpu"],
     "zero3": ["actor.zero.stage=3"],
     "zero3-cpu": ["actor.zero.stage=3", "actor.zero.offload.optimizer=cpu", "actor.zero.offload.param=cpu"],
+    "ppo": [
+        "critic.zero.stage=3",
+        "algorithm.critic_warmup_steps=1",
+        "algorithm.kl_target=0.01",
+        "algorithm.kl_horizon=100",
+    ],
 }
 CASES = list(MATRIX) if os.environ.get("PLINTH_RESUME_MATRIX") else ["zero2"]
 # Measured, not computed: they differ from run to run and between hosts.
@@ -46,10 +53,13 @@ ARGUMENTS = [
 
 
 def exact_metrics(run: Path) -> dict[str, dict[str, str]]:
-    """Step -> its metrics, less those that are measured."""
+    """Step -> its metrics, less those that are measured and those it lacks (an empty cell, or no column yet)."""
     with (run / "metrics.tsv").open() as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
-    return {row["step"]: {name: value for name, value in row.items() if not name.startswith(NOT_EXACT)} for row in rows}
+    return {
+        row["step"]: {name: value for name, value in row.items() if value and not name.startswith(NOT_EXACT)}
+        for row in rows
+    }
 
 
 def only(paths: Iterable[Path]) -> Path:
@@ -60,10 +70,11 @@ def only(paths: Iterable[Path]) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed_equals_uninterrupted(case: str, tmp_path: Path, start_app: Callable[..., Any]) -> None:
     arguments = [*ARGUMENTS, *MATRIX[case]]
-    whole = start_app(tmp_path / "whole", *arguments)
+    app = "ppo" if case == "ppo" else "grpo"
+    whole = start_app(tmp_path / "whole", *arguments, app=app)
     assert whole.finish() == 0, whole.output
 
-    killed = start_app(tmp_path / "killed", *arguments, "trainer.experiment=job")
+    killed = start_app(tmp_path / "killed", *arguments, "trainer.experiment=job", app=app)
     # Not before a checkpoint is there, and not after the last step: at a random instant between.
     killed.wait_for("step 1/5")
     while not list((tmp_path / "killed").glob("*/checkpoints/latest")):
@@ -74,7 +85,7 @@ def test_killed_and_resumed_equals_uninterrupted(case: str, tmp_path: Path, star
     assert not killed.survivors(grace_s=120)  # nothing tells Ray's processes: they find out that the driver is gone
     first = only((tmp_path / "killed").iterdir())
 
-    resumed = start_app(tmp_path / "killed", *arguments, "trainer.experiment=job", "trainer.resume=auto")
+    resumed = start_app(tmp_path / "killed", *arguments, "trainer.experiment=job", "trainer.resume=auto", app=app)
     assert resumed.finish() == 0, resumed.output
     assert f"from {first}" in resumed.output, "resume=auto finds the newest run of the experiment by itself"
     second = only(path for path in (tmp_path / "killed").iterdir() if path != first)
