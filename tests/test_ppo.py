@@ -104,6 +104,7 @@ def test_two_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callable
 
 @pytest.mark.e2e
 @pytest.mark.thorough
+@pytest.mark.timeout(1500)
 def test_a_critic_on_ranks_of_its_own_computes_the_same_and_resumes(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:

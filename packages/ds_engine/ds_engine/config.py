@@ -3,6 +3,7 @@
 Combinations DeepSpeed cannot do, or would quietly replace by something else, are refused here with the reason.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -131,10 +132,10 @@ class OptimConfig:
     """Final learning rate as a fraction of lr, for linear and cosine; 0 to 1."""
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, "lr", self.lr, "a positive number")
+        _require(0 < self.lr < math.inf, "lr", self.lr, "a positive number")
         _require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two in [0, 1)")
-        _require(self.eps > 0, "eps", self.eps, "a positive number")
-        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or more")
+        _require(0 < self.eps < math.inf, "eps", self.eps, "a positive number")
+        _require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
         _require(
             self.grad_clip is None or self.grad_clip > 0, "grad_clip", self.grad_clip, "positive, or null for none"
         )

@@ -44,6 +44,8 @@ def test_every_export_resolves() -> None:
         (lambda: OffloadConfig(nvme_path="/x"), "nvme_path"),
         (lambda: OffloadConfig(optimizer="disk"), "none, cpu or nvme"),
         (lambda: OptimConfig(lr=0.0), "lr=0.0"),
+        (lambda: OptimConfig(lr=float("inf")), "lr=inf"),
+        (lambda: OptimConfig(weight_decay=float("nan")), "weight_decay=nan"),
         (lambda: OptimConfig(betas=(0.9, 1.0)), "betas"),
         (lambda: OptimConfig(warmup_steps=10, total_steps=10), "more than warmup_steps"),
         (lambda: OptimConfig(grad_clip=0.0), "grad_clip"),

@@ -31,7 +31,6 @@ from ds_engine import EngineConfig, Head, LossFn, StepStats, TokenBatch, TokenOu
 from rl_core import linear_log_prob
 from weight_sync import SyncConfig, SyncReport, WeightPusher, ZeroSource
 
-from .merged_source import MergedSource
 from .profiling import RankProfiler
 
 _RNG = "rng"
@@ -116,7 +115,8 @@ class RankWorker:
             self._pusher.close()
         self._pushed_role = role
         engine = self._engines[role]
-        source = ZeroSource(engine.module) if engine.config.lora is None else MergedSource(engine.whole_tensors())
+        # Adapters are merged into the weights on their way: servers then serve plain weights and know nothing of them.
+        source = ZeroSource(engine.module if engine.config.lora is None else engine.whole_tensors())
         self._pusher = WeightPusher(source, endpoints, config, rank=self.rank, device=self.device)
 
     def push_weights(self, version: int) -> SyncReport:
