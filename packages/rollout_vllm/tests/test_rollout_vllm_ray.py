@@ -26,7 +26,7 @@ from rollout_vllm import (
 )
 from rollout_vllm.process import call
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 ray: Any = pytest.importorskip("ray")
 
 

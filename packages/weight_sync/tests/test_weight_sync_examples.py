@@ -9,7 +9,7 @@ import torch
 import weight_sync_helpers as helpers
 from weight_sync_helpers import Server, assert_serves
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
