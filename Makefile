@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 TYPED := $(patsubst %/py.typed,%,$(wildcard packages/*/*/py.typed))
 # Starting processes is mostly waiting on one core. Tests that start some stay together by folder and come first
 # (conftest.py); xdist's own order, by the number of tests in a group, would leave the longest for the end.
-WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
+WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 # Two ranks and a server share the cores: one compute thread each is faster than a crowd.
 export OMP_NUM_THREADS ?= 1
 
