@@ -131,6 +131,10 @@ def server_environment(
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if threads == 1:
             env["PLINTH_ROLLOUT_FORK"] = "1"
+        if config.tensor_parallel_size == 1:
+            # The worker then lives in the engine's process (vLLM's "uni" executor). In a process of its own, both spin
+            # for a second after every message between them: a core lost to each server, twice that around a sync.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if config.enforce_eager:
             # Two small functions of the sampler are torch.compile'd all the same: 5 to 30 s at the first request.
             env["TORCHDYNAMO_DISABLE"] = "1"

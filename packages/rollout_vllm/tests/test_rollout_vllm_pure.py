@@ -344,12 +344,15 @@ def test_environment() -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in env
     assert "MASTER_PORT" not in env
     assert (env["OMP_NUM_THREADS"], env["VLLM_API_KEY"], env["PLINTH_ROLLOUT_FORK"]) == ("1", "k", "1")
+    assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    sharded = server_environment(base, RolloutConfig(tensor_parallel_size=2), device="cpu", api_key="k", num_cores=2)
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in sharded  # a worker a shard
     many = server_environment(base, RolloutConfig(cpu_threads=4), device="cpu", api_key="k", num_cores=2)
     assert "PLINTH_ROLLOUT_FORK" not in many  # an OpenMP pool does not survive a fork
     gpu = server_environment(base, RolloutConfig(), device="cuda", api_key="k", num_cores=2, gpu_ids=[2, 3])
     assert gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert gpu["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
-    assert "OMP_NUM_THREADS" not in gpu
+    assert not {"OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"} & set(gpu)
 
 
 @QUICK

@@ -421,10 +421,10 @@ def test_failed_starts_and_killed_launchers_leave_nothing(model_folder: Path, tm
         assert launcher.stdout is not None
         supervisor = int(launcher.stdout.readline())
         log_path = tmp_path / "launcher" / "server_0.log"
-        wait_until(lambda: "(Worker pid=" in log_path.read_text() or launcher.poll() is not None)
+        wait_until(lambda: "(EngineCore pid=" in log_path.read_text() or launcher.poll() is not None)
         assert launcher.poll() is None
     finally:
-        launcher.kill()  # and with it engine and worker, grandchildren of a process it never asked to stop
+        launcher.kill()  # and with it the engine, a grandchild of a process it never asked to stop
         launcher.wait()
     wait_until(lambda: not descendants_alive(supervisor), timeout_s=20)
 

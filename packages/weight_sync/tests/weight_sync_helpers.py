@@ -119,7 +119,7 @@ def start_server(
     """Start and return at once."""
     config = SyncConfig()
     port = port or free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command = [sys.executable, str(Path(__file__).with_name("weight_sync_server.py")), "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "128"]
     command += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "policy"]
     command += [
@@ -133,6 +133,9 @@ def start_server(
     if api_key:
         command += ["--api-key", api_key]
     env = {**server_env(config), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    # Eager or not, vLLM compiles two functions of its sampler at the first request; and a worker in a process of its
+    # own makes the engine spin while it waits for it, which the two cores of a test run cannot spare.
+    env |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     env |= {"VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "", **(extra_env or {})}
     return Server(f"http://127.0.0.1:{port}", api_key, start_process(command, log, env), log)
 
