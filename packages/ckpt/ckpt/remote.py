@@ -5,7 +5,7 @@
         manifest.json                                    last: the upload exists from this moment
 
 Object stores have no rename and no folders, so the manifest is what publishes: it goes up after every other file has
-arrived with its size, and a name without one is an upload under way or a dead one, which no reader sees. Nothing is
+arrived with its size, and a name without one is an upload under way or a dead one, which no reader sees. No tensor is
 copied or moved on the server, and the folder fetched by any tool is a checkpoint as `CheckpointManager` publishes it.
 """
 

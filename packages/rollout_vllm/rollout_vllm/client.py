@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from ._loop import LoopThread
 from .attempts import Asker
 from .config import RolloutConfig, SamplingConfig
 from .dispatch import Dispatcher
@@ -21,7 +20,7 @@ from .group_run import GroupRun
 from .metrics import ClientCounters, Rates, combine, server_metrics
 from .partial import fresh_group
 from .samples import Endpoint, FirstGroups, GroupResult, PartialGroup, Request
-from .transport import Transport
+from .transport import HttpClient
 
 T = TypeVar("T")
 OnGroup = Callable[[GroupResult], Awaitable[None] | None]
@@ -31,7 +30,7 @@ _CUT_POLL_S = 0.02
 _CUT_TIMEOUT_S = 30.0
 
 
-class RolloutClient:
+class RolloutClient(HttpClient):
     """Asks servers for groups of samples.
 
     Use `generate` from a coroutine; from ordinary code `generate_blocking`, or `run` and `start` for any coroutine of
@@ -45,11 +44,10 @@ class RolloutClient:
         self.endpoints = tuple(endpoints)
         self.config = config or RolloutConfig()
         self._dispatcher = Dispatcher(len(self.endpoints), max_in_flight=self.config.max_samples_in_flight)
-        self._transport = Transport(self.endpoints, self.config)
+        super().__init__(self.endpoints, self.config, thread_name="rollout-client")
         self._asker = Asker(self.config, self._transport, self._dispatcher)
         self._urls = [endpoint.url for endpoint in self.endpoints]
         self._rates = Rates()
-        self._background = LoopThread("rollout-client")
         self._num_running, self._running_since = 0, 0.0
 
     # ---- generating ----------------------------------------------------------------------------------------------
@@ -297,23 +295,6 @@ class RolloutClient:
             self._num_running -= 1
             if self._num_running == 0:
                 self.counters.busy_s += time.monotonic() - self._running_since
-
-    async def aclose(self) -> None:
-        """Close the connections of the running event loop."""
-        await self._transport.aclose()
-
-    def close(self) -> None:
-        """Cancel what `start` began and close what it and the blocking calls opened. Idempotent."""
-        if self._background.running:
-            self._background.settle(cancel=True)
-            self._background.run(self.aclose())
-            self._background.close()
-
-    def __enter__(self) -> RolloutClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[GroupResult]]) -> None:

@@ -21,18 +21,17 @@ from typing import Any
 
 import aiohttp
 
-from ._loop import LoopThread
 from .config import RolloutConfig
 from .protocol import MalformedAnswerError, error_message
 from .retry import backoff_s, judge_status
 from .rewards import RewardOutcome
 from .samples import Endpoint
-from .transport import Transport
+from .transport import HttpClient
 
 _RETRY_BASE_S, _RETRY_MAX_S = 0.2, 5.0
 
 
-class RemoteReward:
+class RemoteReward(HttpClient):
     """POSTs `body(*args)` as JSON to `path` of the endpoint; `read(answer)` is the reward.
 
     timeout_s: of one score with its retries, from when it is sent. max_retries: after lost connections, 429 and 5xx.
@@ -58,10 +57,9 @@ class RemoteReward:
             raise ValueError(f"max_retries={max_retries}: allowed is 0 or more")
         self._path, self._body, self._read, self._with_model = path, body, read, with_model
         self._timeout_s, self._max_retries, self._max_in_flight = timeout_s, max_retries, max_in_flight
-        self._transport = Transport([endpoint], RolloutConfig(request_timeout_s=timeout_s))
+        super().__init__([endpoint], RolloutConfig(request_timeout_s=timeout_s), thread_name="remote-reward")
         self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
         self._turns = weakref.WeakKeyDictionary()
-        self._background = LoopThread("remote-reward")
 
     async def score(self, *args: Any) -> RewardOutcome:
         """Ask for one reward. Raises nothing of what went wrong: see RewardOutcome.kind."""
@@ -111,23 +109,6 @@ class RemoteReward:
         if not math.isfinite(score):
             return RewardOutcome(None, "exception", f"the reward is {score}, not a finite number")
         return RewardOutcome(score, "ok")
-
-    async def aclose(self) -> None:
-        """Close the connections of the running event loop."""
-        await self._transport.aclose()
-
-    def close(self) -> None:
-        """Cancel what `submit` began and close its connections. Idempotent."""
-        if self._background.running:
-            self._background.settle(cancel=True)
-            self._background.run(self.aclose())
-            self._background.close()
-
-    def __enter__(self) -> RemoteReward:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _trouble(error: Exception, what: str) -> RewardOutcome:

@@ -6,10 +6,11 @@ import asyncio
 import json
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
+from ._loop import LoopThread
 from .config import RolloutConfig
 from .protocol import MalformedAnswerError, error_message
 from .samples import Endpoint
@@ -77,3 +78,28 @@ class Transport:
         session = self._sessions.pop(asyncio.get_running_loop(), None)
         if session is not None:
             await session.close()
+
+
+class HttpClient:
+    """What asks servers: a transport, and an event loop of its own for callers that have none."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig, *, thread_name: str) -> None:
+        self._transport = Transport(endpoints, config)
+        self._background = LoopThread(thread_name)
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop."""
+        await self._transport.aclose()
+
+    def close(self) -> None:
+        """Cancel what runs in the client's own loop and close what it opened. Idempotent."""
+        if self._background.running:
+            self._background.settle(cancel=True)
+            self._background.run(self.aclose())
+            self._background.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
