@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rollout_vllm import Endpoint, RolloutClient, ServerGroup, ServerWatch
-from weight_sync import SyncConfig, SyncReport
+from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
 
 from .errors import RankError, RlRuntimeError
 from .role import Role
@@ -40,7 +40,8 @@ class RolloutServers:
         self._report = report
         self._weights = threading.RLock()
         self._connected: list[int] = []
-        self._num_synced = [0] * len(servers.endpoints)
+        self._failures_mended = [0] * len(servers.endpoints)
+        self._num_restarts = 0
         self._num_reported = 0
         self._telling = threading.Lock()
         self._closing = threading.Event()
@@ -73,7 +74,7 @@ class RolloutServers:
     def push(self, version: int) -> SyncReport | None:
         """The actor's weights into every server that is up, as policy `version`; None when none is up.
 
-        The others get them before they serve again.
+        The others get them before they serve again. Servers that the weights do not reach are started again.
         """
         with self._weights:
             report = self._push_to_serving(version)
@@ -91,7 +92,7 @@ class RolloutServers:
     @property
     def num_restarts(self) -> int:
         """Restarts that brought a server back."""
-        return sum(self._num_synced)
+        return self._num_restarts
 
     def _tell_until_closed(self) -> None:
         """While a server is started again the loop may wait for it: the user is told meanwhile."""
@@ -114,10 +115,18 @@ class RolloutServers:
                     self._connected = serving
                 report: SyncReport = self._actor.push_weights(version)
                 return report
-            except RankError:
+            except RankError as error:
                 self._connected = []
-                if self._watch is None or not self._changes(serving):
+                if self._watch is None:
                     raise
+                if self._changes(serving):
+                    continue
+                if not _a_fresh_server_may_help(error):
+                    raise
+                # Sent twice in vain: they stay paused. The watch starts them anew and brings them up to date.
+                self._report(f"rollout servers {serving} are started again, the weights did not arrive: {error}")
+                for index in serving:
+                    self._servers.servers[index].stop()
         return None
 
     def _bring_up_to_date(self, index: int, endpoint: Endpoint) -> int:
@@ -127,9 +136,11 @@ class RolloutServers:
                 raise RlRuntimeError("the run is over")
             version = self._client.policy_version
             self._connected = []
+            failures = self._num_failures()[index]
             self._connect([endpoint])
             self._actor.push_weights(version)
-            self._num_synced[index] += 1
+            self._failures_mended[index] = failures
+            self._num_restarts += 1
             return version
 
     def _connect(self, endpoints: list[Endpoint]) -> None:
@@ -145,14 +156,19 @@ class RolloutServers:
         """The servers that run and have missed no push."""
         if self._watch is None:
             return list(range(len(self._servers.endpoints)))
-        failed = [0] * len(self._servers.servers)
-        for event in list(self._watch.events):
-            failed[event.server] += event.what in ("died", "hung")
+        failures = self._num_failures()
         return [
             index
             for index, server in enumerate(self._servers.servers)
-            if server.alive and failed[index] == self._num_synced[index]
+            if server.alive and failures[index] == self._failures_mended[index]
         ]
+
+    def _num_failures(self) -> list[int]:
+        """How often each server died or hung."""
+        failures = [0] * len(self._servers.servers)
+        for event in list(self._watch.events) if self._watch is not None else ():
+            failures[event.server] += event.what in ("died", "hung")
+        return failures
 
     def _changes(self, serving: list[int]) -> bool:
         """Whether one of these turns out to be gone: a moment passes before that is known."""
@@ -162,3 +178,9 @@ class RolloutServers:
                 return False
             time.sleep(0.1)
         return True
+
+
+def _a_fresh_server_may_help(error: RankError) -> bool:
+    """Whether a sync failed on its way, and not for a plan that every server would refuse."""
+    cause = error.cause
+    return isinstance(cause, WeightSyncError) and (not isinstance(cause, ReceiverError) or cause.retryable)

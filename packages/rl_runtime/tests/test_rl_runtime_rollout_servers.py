@@ -11,7 +11,7 @@ from rl_runtime import rollout_servers
 from rl_runtime.errors import RankError, RlRuntimeError
 from rl_runtime.rollout_servers import RolloutServers
 from rollout_vllm import Endpoint, ServerDiedError, WatchEvent
-from weight_sync import SyncConfig
+from weight_sync import ReceiverError, SyncConfig, WeightSyncError
 
 
 @dataclass
@@ -152,14 +152,37 @@ def test_a_server_that_dies_in_a_push_is_left_out_of_the_next_attempt(setting: S
     assert setting.actor.pushes == [(SECOND, 4)]
 
 
-def test_a_push_that_fails_with_all_servers_alive_is_an_error(setting: Setting) -> None:
+@pytest.mark.parametrize(
+    "cause", [WeightSyncError("no answer"), ReceiverError("checksum", "lm_head.weight", "altered on its way")]
+)
+def test_servers_that_stay_paused_after_a_push_are_started_again(setting: Setting, cause: WeightSyncError) -> None:
     def fail() -> None:
-        raise RankError("checksum")
+        setting.actor.on_push = None
+        raise RankError("sent twice", cause)
 
     setting.actor.on_push = fail
-    with pytest.raises(RankError, match="checksum"):
+    assert setting.fleet.push(4) is None
+    assert [server.alive for server in setting.servers] == [False, False]
+    assert setting.client.policy_version == 4
+    assert "did not arrive: sent twice" in setting.lines[0]
+    for index in (0, 1):
+        setting.note(index, "died")
+        setting.servers[index].alive = True
+        assert setting.fleet._bring_up_to_date(index, Endpoint(f"http://{index}")) == 4
+    setting.fleet.push(5)
+    assert setting.actor.pushes == [(FIRST, 4), (SECOND, 4), (BOTH, 5)]
+
+
+@pytest.mark.parametrize("cause", [None, ValueError("a rank's own"), ReceiverError("plan", "lm_head.weight", "shape")])
+def test_a_push_that_no_fresh_server_would_take_is_an_error(setting: Setting, cause: Exception | None) -> None:
+    def fail() -> None:
+        raise RankError("it failed", cause)
+
+    setting.actor.on_push = fail
+    with pytest.raises(RankError, match="it failed"):
         setting.fleet.push(4)
     assert setting.client.policy_version == -1
+    assert all(server.alive for server in setting.servers)
 
 
 def test_a_restarted_server_waits_while_weights_change(setting: Setting) -> None:

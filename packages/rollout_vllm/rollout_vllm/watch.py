@@ -36,8 +36,9 @@ class ServerWatch:
     the model folder then, and no LoRA adapter: push the current ones to this endpoint and return their version. If it
     raises, or returns another version than the client's, the server is given up: wrong weights must not generate.
 
-    A server that the client could not reach gets no traffic until the watch has looked at it. When a restart fails,
-    or after max_restarts of one server, it is given up; when all are, waiting requests come back as failures.
+    A server that the client could not reach gets no traffic until the watch has looked at it. One that fails again,
+    also while it starts, is restarted up to max_restarts times, then given up; when all are, waiting requests come back
+    as failures.
 
     health_every_s: pause between health calls; hang_timeout_s: without an answer for so long, a server counts as hung.
     """
@@ -153,9 +154,10 @@ class ServerWatch:
             server.start()
             server.wait_ready(time.monotonic() + self._group.startup_timeout_s)
             version = self._on_restart(index, server.endpoint)
-        except ServerStartError as error:
-            return self._give_up(index, str(error))
-        except Exception as error:  # the user's hook
+        except Exception as error:
+            if isinstance(error, ServerStartError) or not self._healthy(server):
+                server.stop()  # it failed again before it served: the next failure
+                return True
             return self._give_up(index, f"on_restart failed: {type(error).__name__}: {error}")
         expected = self._client.policy_version
         if problem := version_problem(version, expected):

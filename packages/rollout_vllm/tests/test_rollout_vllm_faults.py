@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -155,15 +156,23 @@ def test_no_server_at_all() -> None:
 
 # ---- servers that die, restarted under watch ------------------------------------------------------------------------
 class Synchroniser:
-    """Stands for the weight push: notes that a restarted server answers, and had no traffic before."""
+    """Stands for the weight push: notes that a restarted server answers, and had no traffic before.
 
-    def __init__(self, client: RolloutClient) -> None:
+    before: called instead, the first `times`.
+    """
+
+    def __init__(self, client: RolloutClient, before: Callable[[], object] | None = None, times: int = 0) -> None:
         self.client, self.calls = client, list[int]()
+        self._before, self._times = before, times
 
     def __call__(self, index: int, endpoint: Endpoint) -> int:
         from rollout_vllm.metrics import server_metrics
         from rollout_vllm.process import call
 
+        if self._before is not None and self._times > 0:
+            self._times -= 1
+            self._before()
+            raise ConnectionError("the server went away")
         figures = server_metrics(call(endpoint, "GET", "/metrics")[1])
         assert figures["generation_tokens"] <= 1  # the readiness check's own token
         self.calls.append(index)
@@ -215,23 +224,27 @@ def test_one_of_two_servers_is_killed(pair: ServerGroup) -> None:
 
 
 def test_the_only_server_hangs_or_is_killed(pair: ServerGroup) -> None:
-    """Two jobs with one server each, at once: one hangs, the other is killed."""
+    """Two jobs with one server each, at once: one hangs, the other is killed, and again before it serves."""
 
-    def one_job(position: int, how: signal.Signals, expected: str) -> None:
+    def one_job(position: int, how: signal.Signals, expected: list[str]) -> None:
         alone = ServerGroup(pair.endpoints[position : position + 1], pair.servers[position : position + 1], 300.0)
         client = RolloutClient(alone.endpoints, quick(max_samples_in_flight=64))
-        synchronise, fault = Synchroniser(client), threading.Event()
+        fault = threading.Event()
+        synchronise = Synchroniser(client, before=lambda: kill_tree_member(alone, 0, how), times=len(expected) - 1)
         settings = {"health_every_s": 0.5, "hang_timeout_s": 10.0} if how == signal.SIGSTOP else {}
         with client, ServerWatch(alone, client, on_restart=synchronise, **settings) as watch:
             harm = when(fault, lambda: kill_tree_member(alone, 0, how))
             run_with_fault(client, fault, SamplingConfig(n=8, max_tokens=40, ignore_eos=True))
             harm.join()
-            assert [e.what for e in watch.events] == [expected, "restarted"]
+            assert [e.what for e in watch.events] == [*expected, "restarted"]
         assert synchronise.calls == [0]
         alone.check()
 
     with ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(one_job, 0, signal.SIGSTOP, "hung"), pool.submit(one_job, 1, signal.SIGKILL, "died")]
+        jobs = [
+            pool.submit(one_job, 0, signal.SIGSTOP, ["hung"]),
+            pool.submit(one_job, 1, signal.SIGKILL, ["died", "died"]),
+        ]
         for job in jobs:
             job.result()
 
@@ -244,11 +257,12 @@ def test_a_server_that_cannot_be_restarted_is_given_up(pair: ServerGroup, tmp_pa
     server = ServerProcess(0, endpoint, ["--no-such-argument"], {"PATH": os.environ["PATH"]}, tmp_path / "log")
     group = ServerGroup([endpoint], [server], 60.0)
     client = RolloutClient([endpoint], quick())
-    with client, ServerWatch(group, client, on_restart=lambda *_: 0, max_restarts=0) as watch:
+    with client, ServerWatch(group, client, on_restart=lambda *_: 0, max_restarts=2) as watch:
         [result] = client.generate_blocking(make_requests(1), SHORT, deadline_s=60)
         assert {f.kind for f in result.failures} == {"connection"}
         wait_until(lambda: any(e.what == "given_up" for e in watch.events))
-        with pytest.raises(ServerDiedError, match="max_restarts"):
+        assert [e.what for e in watch.events] == ["died", "died", "died", "given_up"]
+        with pytest.raises(ServerDiedError, match="failed 3 times, max_restarts=2"):
             watch.check()
     with pytest.raises(RolloutConfigError, match="by url"):
         ServerWatch(ServerGroup([endpoint], [], 1.0), client, on_restart=lambda *_: 0)
