@@ -3,7 +3,8 @@
     with RewardPool(num_workers=2, timeout_s=5.0) as pool:
         outcome = await pool.score(my_reward, text, ground_truth)
 
-A function that raises, hangs, or takes its process down costs that sample its reward and nothing else.
+A function that raises, hangs, or takes its process down costs that sample its reward and nothing else. The time limit
+is the call's: what comes before it (the process's start, the import of the function's module) has one of its own.
 """
 
 from __future__ import annotations
@@ -32,19 +33,29 @@ class RewardOutcome:
     """score: the reward, None unless kind is "ok". kind: how it went. message: one line, empty when ok.
 
     Kinds of trouble: the function raised, or the service answered with an error or no number (exception); no reward in
-    time (timeout); the worker process died (crash); the service could not be reached (connection).
+    time (timeout); the worker process died (crash); it did not start, or could not import the function's module, or
+    not in time (start); the service could not be reached (connection).
     """
 
     score: float | None
-    kind: Literal["ok", "exception", "timeout", "crash", "connection"]
+    kind: Literal["ok", "exception", "timeout", "crash", "start", "connection"]
     message: str = ""
     duration_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Job:
-    payload: bytes
+    function: bytes  # pickled, as the arguments are
+    arguments: bytes
     future: Future[RewardOutcome]
+    submitted_at_s: float  # time.monotonic()
+
+
+@dataclass(frozen=True)
+class _FailedStart:
+    function: bytes
+    outcome: RewardOutcome
+    at_s: float
 
 
 class RewardPool:
@@ -52,14 +63,19 @@ class RewardPool:
 
     The functions are sent by pickle over local pipes: they have to be importable (defined in a module), and their
     arguments picklable. Workers are started afresh (spawn), so they hold none of the trainer's memory.
+
+    timeout_s: of one call. start_timeout_s: of all that comes before the call, once a worker takes it up: the start of
+    its process, the import of the modules that the function and its arguments come from.
     """
 
-    def __init__(self, *, num_workers: int = 1, timeout_s: float = 30.0) -> None:
+    def __init__(self, *, num_workers: int = 1, timeout_s: float = 30.0, start_timeout_s: float = 60.0) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: allowed is 1 or more")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s={timeout_s}: allowed is a number above 0")
-        self._timeout_s = timeout_s
+        for name, value in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
+            if not value > 0:
+                raise ValueError(f"{name}={value}: allowed is a number above 0")
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._failed_start: _FailedStart | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
         self._threads = [
@@ -71,18 +87,19 @@ class RewardPool:
     def submit(self, function: Callable[..., float], *args: Any) -> Future[RewardOutcome]:
         """Queue one call. The future never raises what the function raised: see RewardOutcome.kind.
 
-        The time limit counts from when a worker takes the call up.
+        The time limit counts from when a worker has loaded the function. Calls that wait while its load fails share
+        that outcome, else each of them would wait for a load of its own; later ones try again.
         """
         if self._closed:
             raise RuntimeError("the pool is closed")
         future: Future[RewardOutcome] = Future()
         try:
-            payload = pickle.dumps((function, args))
+            job = _Job(pickle.dumps(function), pickle.dumps(args), future, time.monotonic())
         except Exception as error:
             message = f"the reward function or its arguments cannot be pickled: {error}"
             future.set_result(RewardOutcome(None, "exception", message))
             return future
-        self._jobs.put(_Job(payload, future))
+        self._jobs.put(job)
         return future
 
     async def score(self, function: Callable[..., float], *args: Any) -> RewardOutcome:
@@ -100,7 +117,7 @@ class RewardPool:
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join(timeout=self._timeout_s + 10.0)
+            thread.join(timeout=self._start_timeout_s + self._timeout_s + 10.0)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -116,18 +133,24 @@ class RewardPool:
         while (job := self._jobs.get()) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue
-            if worker is None:
-                worker = _Worker()
-            outcome = worker.call(job.payload, self._timeout_s)
-            if outcome.kind in ("timeout", "crash"):
-                worker.kill()
-                worker = None
+            outcome = self._known_failure(job)
+            if outcome is None:
+                worker = worker or _Worker()
+                outcome = worker.call(job, timeout_s=self._timeout_s, start_timeout_s=self._start_timeout_s)
+                if outcome.kind == "start":
+                    self._failed_start = _FailedStart(job.function, outcome, time.monotonic())
+                if outcome.kind in ("timeout", "crash", "start"):
+                    worker.kill()
+                    worker = None
             job.future.set_result(outcome)
         if worker is not None:
             worker.kill()
 
-
-_START_TIMEOUT_S = 60.0
+    def _known_failure(self, job: _Job) -> RewardOutcome | None:
+        failed = self._failed_start
+        if failed is None or failed.function != job.function or failed.at_s < job.submitted_at_s:
+            return None
+        return failed.outcome
 
 
 class _Worker:
@@ -141,27 +164,42 @@ class _Worker:
         theirs.close()
         self._ready = False
 
-    def call(self, payload: bytes, timeout_s: float) -> RewardOutcome:
-        begin = time.monotonic()
+    def call(self, job: _Job, *, timeout_s: float, start_timeout_s: float) -> RewardOutcome:
+        """duration_s: of the call, or of the load that failed."""
+        begin, loaded = time.monotonic(), False
         try:
-            if not self._ready:  # the interpreter's start is not the function's fault
-                if not self._pipe.poll(_START_TIMEOUT_S):
-                    return RewardOutcome(None, "crash", "the worker process did not start")
-                self._pipe.recv_bytes()
-                self._ready, begin = True, time.monotonic()
-            self._pipe.send_bytes(payload)
+            if problem := self._load(job, start_timeout_s):
+                return RewardOutcome(None, "start", problem, time.monotonic() - begin)
+            begin, loaded = time.monotonic(), True
             if not self._pipe.poll(timeout_s):
                 message = f"no reward within {timeout_s:g} s"
                 return RewardOutcome(None, "timeout", message, time.monotonic() - begin)
             score, message = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
             self._process.join(timeout=5.0)
-            message = f"the worker process died (exit code {self._process.exitcode})"
-            return RewardOutcome(None, "crash", message, time.monotonic() - begin)
+            when = "" if loaded else " before the call"
+            message = f"the worker process died{when} (exit code {self._process.exitcode})"
+            return RewardOutcome(None, "crash" if loaded else "start", message, time.monotonic() - begin)
         duration_s = time.monotonic() - begin
         if score is None:
             return RewardOutcome(None, "exception", message, duration_s)
         return RewardOutcome(score, "ok", "", duration_s)
+
+    def _load(self, job: _Job, timeout_s: float) -> str:
+        """Why the function could not be loaded, or "". Raises EOFError or OSError when the process is gone."""
+        deadline = time.monotonic() + timeout_s
+        late = f"the reward function's process and module were not loaded within {timeout_s:g} s"
+        if not self._ready:  # nothing is sent to a process that may not read: a full pipe would block
+            if not self._pipe.poll(timeout_s):
+                return late
+            self._pipe.recv_bytes()
+            self._ready = True
+        self._pipe.send_bytes(job.function)
+        self._pipe.send_bytes(job.arguments)
+        if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+            return late
+        problem = self._pipe.recv_bytes().decode()
+        return f"the reward function could not be loaded: {problem}" if problem else ""
 
     def kill(self) -> None:
         self._process.kill()
@@ -170,7 +208,9 @@ class _Worker:
 
 
 def _work(pipe: Connection, parent: int) -> None:
-    """The worker's main loop."""
+    """The worker's main loop. One message says that it is up; then for each call two messages in (function, arguments)
+    and two out (why they could not be loaded, or nothing; the result).
+    """
     with suppress(OSError, AttributeError):  # die with the launcher, even in the middle of a call
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -179,18 +219,26 @@ def _work(pipe: Connection, parent: int) -> None:
     pipe.send_bytes(b"ready")
     while True:
         try:
-            payload = pipe.recv_bytes()
+            pickled = pipe.recv_bytes(), pipe.recv_bytes()
         except EOFError:
             return
-        pipe.send_bytes(pickle.dumps(_evaluate(payload)))
+        try:
+            function, args = (pickle.loads(part) for part in pickled)
+        except BaseException as error:  # a module that raises, or exits, at its import
+            pipe.send_bytes(_describe(error).encode())
+            continue
+        pipe.send_bytes(b"")
+        pipe.send_bytes(pickle.dumps(_evaluate(function, args)))
 
 
-def _evaluate(payload: bytes) -> tuple[float | None, str]:
+def _evaluate(function: Callable[..., float], args: tuple[Any, ...]) -> tuple[float | None, str]:
     """(score, "") or (None, what went wrong)."""
     try:
-        function, args = pickle.loads(payload)
         score = float(function(*args))
     except BaseException as error:  # sys.exit in a reward function is its trouble, not the worker's
-        text = " ".join(str(error).split())[:300]
-        return None, f"{type(error).__name__}: {text}"
+        return None, _describe(error)
     return (score, "") if math.isfinite(score) else (None, f"the reward is {score}, not a finite number")
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
