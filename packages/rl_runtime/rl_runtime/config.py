@@ -10,6 +10,9 @@ from rl_data import RewardConfig
 EXPERIMENT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
 """What a run may be called: the name becomes a folder's."""
 
+JUDGE_FIELDS = ("prompt", "response", "ground_truth", "data_source")
+"""What a judge's prompt may name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -158,13 +161,19 @@ class ScoringConfig(RewardConfig):
     `{"score": number}`; a classifier or reward model behind vLLM's /classify or /pooling, which reads prompt and
     response; a chat model that judges."""
     judge_prompt: str | None = None
-    """What a judge is asked, with `{prompt}`, `{response}` and `{ground_truth}`; its last number is the score."""
+    """What a judge is asked, with `{prompt}`, `{response}`, `{ground_truth}` and `{data_source}`; `{{` is a brace. The
+    last number of its answer is the score."""
+    label: int = 0
+    """The class whose probability is the score, counted from 0, where `service` is classification."""
     api_key: str | None = None
     """Bearer token of the service."""
     num_workers: int = 1
     """Processes that score, where no service does."""
     timeout_s: float = 30.0
     """Seconds for one sample; one that takes longer is left out of the batch."""
+    start_timeout_s: float = 60.0
+    """Seconds for the start of a process that scores and the import of the function's module; not part of
+    `timeout_s`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,12 +186,29 @@ class ScoringConfig(RewardConfig):
                 )
         if self.service == "judge" and self.judge_prompt is None:
             raise ValueError("judge_prompt is null; allowed with service=judge: what the judge is asked")
+        if self.judge_prompt is not None:
+            self._check_judge_prompt(self.judge_prompt)
+        if self.label < 0 or (self.label and self.service != "classification"):
+            raise ValueError(f"label is {self.label}; allowed: 0 or more with service=classification, else 0")
         if self.service != "http" and self.url is None:
             raise ValueError(f"service is {self.service!r}; allowed: http where url is null")
         if self.num_workers < 1:
             raise ValueError(f"num_workers is {self.num_workers}; allowed: 1 or more")
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout_s is {self.timeout_s}; allowed: above 0 seconds")
+        for name in ("timeout_s", "start_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: above 0 seconds")
+
+    def _check_judge_prompt(self, judge_prompt: str) -> None:
+        if self.service != "judge":
+            raise ValueError(f"judge_prompt is given; allowed: null with service={self.service}")
+        try:
+            judge_prompt.format(**dict.fromkeys(JUDGE_FIELDS, ""))
+        except (LookupError, ValueError, AttributeError) as error:
+            names = ", ".join(f"{{{name}}}" for name in JUDGE_FIELDS)
+            raise ValueError(
+                f"judge_prompt is {judge_prompt!r}; allowed: text with {names}, and {{{{ and }}}} for braces "
+                f"({type(error).__name__}: {error})"
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

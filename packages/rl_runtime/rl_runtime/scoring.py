@@ -36,7 +36,9 @@ class Scorer:
         self._pool: RewardPool | None = None
         self._service: RemoteReward | None = None
         if config.url is None:
-            self._pool = RewardPool(num_workers=config.num_workers, timeout_s=config.timeout_s)
+            self._pool = RewardPool(
+                num_workers=config.num_workers, timeout_s=config.timeout_s, start_timeout_s=config.start_timeout_s
+            )
         else:
             self._service = connect_service(config, config.url)
 
@@ -86,7 +88,7 @@ def connect_service(config: ScoringConfig, url: str) -> RemoteReward:
         return http_reward(url, api_key=config.api_key, timeout_s=config.timeout_s)
     endpoint = Endpoint(url.rstrip("/"), config.api_key)
     if config.service == "classification":
-        return classification_reward(endpoint, timeout_s=config.timeout_s)
+        return classification_reward(endpoint, label=config.label, timeout_s=config.timeout_s)
     if config.service == "pooling":
         return pooling_reward(endpoint, timeout_s=config.timeout_s)
     assert config.judge_prompt is not None

@@ -4,10 +4,8 @@ import asyncio
 import inspect
 import json
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +35,13 @@ from rollout_vllm.samples import PartialSample
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
+from rl_runtime_reward_service import quality, reward_service
 from rl_runtime_user_functions import Prompt
 
 
 class Tokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        return "#### 2" if ids[0] == 2 else "#### 3"
+        return f"#### {ids[0]}"
 
 
 @dataclass
@@ -247,32 +246,58 @@ def test_tokens_of_an_older_version_are_no_mismatch(scorer: Scorer) -> None:
     }
 
 
-class Judge(BaseHTTPRequestHandler):
-    """A service that likes responses with a 2."""
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert asked["ground_truth"] == "2"
-        known = self.headers["Authorization"] == "Bearer secret" and asked["prompt"] == "1 + 1 ="
-        answer = json.dumps({"score": 1.0 if "2" in asked["response"] else 0.25} if known else {}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_: Any) -> None: ...
+JUDGE_PROMPT = "Grade {{0 to 10}}: {prompt} {response} should be {ground_truth} in {data_source}"
+JUDGED = "Grade {0 to 10}: 1 + 1 = #### 22 should be 2 in openai/gsm8k"
 
 
-def test_a_service_scores_over_http() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        config = ScoringConfig(url=f"http://127.0.0.1:{server.server_port}/score", api_key="secret", timeout_s=5)
+@pytest.mark.parametrize(
+    ("settings", "path", "body", "scored"),
+    [
+        (
+            {"service": "http"},
+            "/score",
+            {"prompt": "1 + 1 =", "response": "#### 22", "ground_truth": "2", "data_source": "openai/gsm8k"},
+            "#### 22",
+        ),
+        ({"service": "classification", "label": 1}, "/classify", "1 + 1 =#### 22", "1 + 1 =#### 22"),
+        ({"service": "pooling"}, "/pooling", "1 + 1 =#### 22", "1 + 1 =#### 22"),
+        ({"service": "judge", "judge_prompt": JUDGE_PROMPT}, "/v1/chat/completions", JUDGED, JUDGED),
+    ],
+)
+def test_a_service_of_every_kind_scores(settings: dict[str, Any], path: str, body: Any, scored: str) -> None:
+    with reward_service() as service:
+        url = service.url + (path if settings["service"] == "http" else "/")
+        client = ScriptedClient([[22, 3], [3, 3]], n=2)
+        with Scorer(ScoringConfig(url=url, api_key="secret", timeout_s=20, **settings)) as scorer:
+            collected = phase(client, scorer).collect([Prompt("a"), Prompt("b")], SamplingConfig(n=2), step=1)
+        with Scorer(ScoringConfig(url=url, api_key="wrong", timeout_s=20, **settings)) as scorer:
+            client = ScriptedClient([[2]], n=1)
+            with pytest.raises(RolloutFailed, match=r"no reward: .*API key"):
+                phase(client, scorer).collect([Prompt("a")], SamplingConfig(n=1), step=1)
+    texts = [item.response_text for item in collected.batch.items]
+    assert texts == ["#### 22", "#### 3", "#### 3", "#### 3"]
+    expected = [quality(scored) - (text != "#### 22") / 1000 for text in texts]
+    assert collected.batch.scores_N.tolist() == pytest.approx(expected)
+    assert collected.num_failed == 0
+    assert {asked for asked, _ in service.asked} == {path}
+    assert body in [_read_by(path, asked) for _, asked in service.asked]
+
+
+def _read_by(path: str, body: dict[str, Any]) -> Any:
+    """What of a request says which text is to be scored."""
+    if path == "/v1/chat/completions":
+        return body["messages"][0]["content"]
+    return body if path == "/score" else body["input"]
+
+
+def test_samples_that_a_service_gives_no_number_for_are_left_out() -> None:
+    with reward_service() as service:
+        config = ScoringConfig(url=f"{service.url}/score", api_key="secret", timeout_s=20)
         with Scorer(config) as scorer:
             client = ScriptedClient([[2, 3], [3, 3]], n=2)
-            strange = Prompt("b", text="something else")
-            collected = phase(client, scorer).collect([Prompt("a"), strange], SamplingConfig(n=2), step=1)
-        server.shutdown()
-    assert collected.batch.scores_N.tolist() == [1.0, 0.25]
+            unknown = replace(Prompt("b"), ground_truth="")
+            collected = phase(client, scorer).collect([Prompt("a"), unknown], SamplingConfig(n=2), step=1)
+    assert [item.prompt.id for item in collected.batch.items] == ["a", "a"]
     assert collected.num_failed == 2
     assert "no reward" in collected.reason
 
@@ -294,8 +319,15 @@ def test_keys_are_not_written_down() -> None:
         ({"url": "http://a/b", "function": "a:b"}, "or no function"),
         ({"url": "http://a", "service": "judge"}, "judge_prompt is null"),
         ({"service": "pooling"}, "service is 'pooling'"),
+        ({"url": "http://a", "service": "judge", "judge_prompt": "{answer}"}, "judge_prompt is .*KeyError: 'answer'"),
+        ({"url": "http://a", "service": "judge", "judge_prompt": 'as {"score": 1}'}, "for braces"),
+        ({"url": "http://a", "service": "judge", "judge_prompt": "{}"}, "judge_prompt is"),
+        ({"url": "http://a", "judge_prompt": "Grade {response}"}, "null with service=http"),
+        ({"url": "http://a", "service": "pooling", "label": 1}, "label is 1"),
+        ({"url": "http://a", "service": "classification", "label": -1}, "label is -1"),
         ({"num_workers": 0}, "num_workers"),
         ({"timeout_s": 0}, "timeout_s"),
+        ({"start_timeout_s": 0}, "start_timeout_s"),
     ],
 )
 def test_scoring_that_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
