@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .ray_servers import launch_on_ray
     from .remote_rewards import RemoteReward, classification_reward, http_reward, judge_reward, pooling_reward
     from .rewards import RewardOutcome, RewardPool
+    from .running import check_running
     from .samples import (
         Endpoint,
         Failure,
@@ -72,6 +73,7 @@ __all__ = [
     "VersionSpan",
     "WatchEvent",
     "check_launch",
+    "check_running",
     "classification_reward",
     "http_reward",
     "judge_reward",
@@ -116,6 +118,7 @@ _EXPORTS = {
     "VersionSpan": ".samples",
     "WatchEvent": ".watch",
     "check_launch": ".server",
+    "check_running": ".running",
     "classification_reward": ".remote_rewards",
     "http_reward": ".remote_rewards",
     "judge_reward": ".remote_rewards",

@@ -5,7 +5,8 @@
         servers.wait_ready()
         client = RolloutClient(servers.endpoints, config)
 
-Ray is imported when this is used. The nodes need this package, vLLM, and the model folder under the same path.
+Ray is imported when this is used. The nodes need this package, vLLM, and the model folder under the same path, as on a
+file system that they share: a node without it is refused by its address before any server of it starts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from .checks import check_device_features
 from .command import Device, detect_device
 from .config import RolloutConfig
-from .errors import RolloutConfigError, ServerDiedError, ServerStartError
+from .errors import ModelFolderError, RolloutConfigError, ServerDiedError, ServerStartError
 from .process import ServerProcess
 from .samples import Endpoint
 from .server import ServerGroup, build_server, check_launch
@@ -40,7 +41,13 @@ class _ServerHost:
         import ray
 
         config = dataclasses.replace(config, host=ray.util.get_node_ip_address())
-        check_launch(model_path, dataclasses.replace(config, num_servers=1, port=None))
+        try:
+            check_launch(model_path, dataclasses.replace(config, num_servers=1, port=None))
+        except ModelFolderError as error:
+            raise ModelFolderError(
+                f"on Ray node {config.host}: {error}; the model folder must be under the same path on every node that "
+                "gets a server, as on a file system that they share"
+            ) from None
         self._server = build_server(index, model_path, config, **settings)
         self._server.start()
         return self._server.endpoint, self._server.log_path
@@ -149,18 +156,20 @@ def launch_on_ray(
     log_dir: Path,
     resources_per_server: Mapping[str, float] | None = None,
     placement_group: Any = None,
+    node_ids: Sequence[str] | None = None,
     extra_args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> ServerGroup:
     """`ServerGroup.launch` over the nodes of the Ray cluster this process is connected to.
 
     resources_per_server: of one server, on one node, in Ray's words ({"CPU": 2, "GPU": 1, "my_label": 0.01}); None:
-    one CPU, and on GPUs tensor_parallel_size of them. placement_group: of the caller's, server i in bundle i; None:
-    Ray spreads them over the nodes. log_dir: on each node. `config.host` is not used: every server binds to the address
-    its node has in the cluster, where the API key guards it; the traffic itself is not encrypted.
+    `default_resources`. placement_group: of the caller's, server i in bundle i; node_ids: Ray's ids of nodes, server i
+    on the i-th and nowhere else; neither: Ray spreads them over the nodes. log_dir: on each node. `config.host` is not
+    used: every server binds to the address its node has in the cluster, where the API key guards it; the traffic itself
+    is not encrypted.
 
-    Raises RolloutConfigError (no Ray here, more asked for than the cluster has), ServerStartError, and what
-    `check_launch` raises, found on the server's node.
+    Raises RolloutConfigError (no Ray here, more asked for than the cluster has, not one node a server),
+    ServerStartError, and what `check_launch` raises, found on the server's node.
     """
     import ray
 
@@ -168,9 +177,14 @@ def launch_on_ray(
         raise RolloutConfigError("urls: servers that run already need no Ray; use ServerGroup.launch")
     if not ray.is_initialized():
         raise RolloutConfigError("Ray is not initialised: call ray.init(address=...) first")
+    if node_ids is not None and (placement_group is not None or len(node_ids) != config.num_servers):
+        raise RolloutConfigError(
+            f"node_ids has {len(node_ids)} entries for num_servers={config.num_servers}; give one a server, and no "
+            "placement_group beside them"
+        )
     device: Device = detect_device()[0] if config.device == "auto" else config.device
     check_device_features(config, device)
-    resources = dict(resources_per_server or _default_resources(config, device))
+    resources = dict(resources_per_server or default_resources(config, device))
     if placement_group is None:
         _check_resources(resources, config.num_servers, ray.cluster_resources())
     settings = {
@@ -187,11 +201,13 @@ def launch_on_ray(
             num_gpus=resources.get("GPU", 0),
             resources={name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")},
             max_concurrency=8,  # asking whether it lives must not wait for its start
-            scheduling_strategy=_strategy(placement_group, index),
+            scheduling_strategy=_strategy(placement_group, node_ids, index),
         ).remote()
         for index in range(config.num_servers)
     ]
-    launched = [actor.launch.remote(index, str(model_path), config, settings) for index, actor in enumerate(actors)]
+    folder = Path(model_path).expanduser()
+    model = str(folder.absolute() if folder.is_dir() else model_path)  # actors have a working folder of their own
+    launched = [actor.launch.remote(index, model, config, settings) for index, actor in enumerate(actors)]
     try:
         servers = [_connect(index, actor, launched[index], config) for index, actor in enumerate(actors)]
     except BaseException:
@@ -201,7 +217,8 @@ def launch_on_ray(
     return ServerGroup([server.endpoint for server in servers], servers, config.startup_timeout_s)
 
 
-def _default_resources(config: RolloutConfig, device: Device) -> dict[str, float]:
+def default_resources(config: RolloutConfig, device: Device) -> dict[str, float]:
+    """What a server takes of its node, in Ray's words: one CPU, and on GPUs tensor_parallel_size of them."""
     return {"CPU": 1.0} | ({"GPU": float(config.tensor_parallel_size)} if device == "cuda" else {})
 
 
@@ -215,11 +232,13 @@ def _check_resources(wanted: Mapping[str, float], num_servers: int, there: Mappi
             )
 
 
-def _strategy(placement_group: Any, index: int) -> Any:
-    if placement_group is None:
+def _strategy(placement_group: Any, node_ids: Sequence[str] | None, index: int) -> Any:
+    if placement_group is None and node_ids is None:
         return "SPREAD"
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+    if node_ids is not None:
+        return NodeAffinitySchedulingStrategy(node_ids[index], soft=False)
     return PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=index)
 
 

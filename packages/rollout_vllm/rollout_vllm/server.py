@@ -25,11 +25,14 @@ from .command import SERVED_MODEL_NAME, Device, detect_device, server_arguments,
 from .config import RolloutConfig
 from .errors import RolloutConfigError, ServerStartError
 from .process import Server, ServerProcess, try_generation
+from .running import is_paused
 from .samples import Endpoint
 
 
-def check_launch(model_path: str | Path, config: RolloutConfig) -> Device:
+def check_launch(model_path: str | Path, config: RolloutConfig, *, elsewhere: bool = False) -> Device:
     """Everything that can be found wrong without starting anything; takes milliseconds.
+
+    elsewhere: the servers will start on other hosts, so this one's memory and ports do not matter.
 
     Raises RolloutConfigError or one of its children: vLLM not installed, no usable model folder, max_model_len beyond
     the model, KV cache too small for one sequence or too large for the machine, a fixed port in use.
@@ -41,6 +44,8 @@ def check_launch(model_path: str | Path, config: RolloutConfig) -> Device:
     model_config = check_model_folder(str(model_path), load_format=config.load_format)
     check_context(config, model_config)
     check_kv_cache(config, model_config, device)
+    if elsewhere:
+        return device
     check_memory(config, device, _free_memory())
     for index in range(config.num_servers if config.port is not None else 0):
         reserve_port(config.host, (config.port or 0) + index).close()
@@ -199,8 +204,10 @@ def _stop_if_alive(reference: weakref.ref[ServerGroup]) -> None:
 
 
 def _wait_url(index: int, endpoint: Endpoint, deadline: float) -> None:
-    """Readiness of a server that somebody else runs."""
+    """Readiness of a server that somebody else runs; a paused one is ready for those who push weights and resume it."""
     while True:
+        if is_paused(endpoint):
+            return
         problem = try_generation(endpoint, timeout_s=max(0.1, deadline - time.monotonic()))
         if problem is None:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
 import time
 from collections import deque
@@ -54,7 +55,8 @@ class HarmfulProxy:
     """Stands before a real server and does what `plan` says, one entry a completion request; then it passes on.
 
     Entries: "pass", "drop" (close without an answer), "cut" (half an answer), "garbage" (200 without JSON),
-    "missing" (one choice too few), "hang" (never answer), "slow" (two seconds late), or a status number.
+    "missing" (one choice too few), "raw" (log-probs before the processing), "hang" (never answer), "slow" (two seconds
+    late), or a status number.
     """
 
     def __init__(self, upstream: Endpoint) -> None:
@@ -111,6 +113,8 @@ class HarmfulProxy:
             raw = await answer.read()
             if harm == "slow":
                 await asyncio.sleep(2.0)
+            if harm == "raw":
+                raw = re.sub(rb'"token_logprobs":\[[^],]*', b'"token_logprobs":[-0.25', raw)
             if harm == "missing":
                 raw = raw.replace(b'"index":1,', b'"index":0,', 1)
             if harm == "cut":

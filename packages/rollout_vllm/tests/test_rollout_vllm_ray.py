@@ -77,11 +77,15 @@ def processes_of(log_path: Path) -> list[int]:
 def test_a_server_on_a_ray_node(cluster: None, model_folder: Path, tmp_path: Path) -> None:
     config = config_for_tests(startup_timeout_s=400.0)
     wanted = {"CPU": 1, "rollout_node": 1}
+    here = ray.get_runtime_context().get_node_id()
+    with pytest.raises(RolloutConfigError, match="node_ids has 2 entries for num_servers=1"):
+        launch_on_ray(model_folder, config, log_dir=tmp_path, node_ids=[here, here])
     with pytest.raises(RolloutConfigError, match="rollout_node each make 2, the Ray cluster has 1"):
         launch_on_ray(model_folder, config_for_tests(num_servers=2), log_dir=tmp_path, resources_per_server=wanted)
-    with pytest.raises(ModelFolderError, match="no folder"):
+    with pytest.raises(ModelFolderError, match=r"on Ray node .* is no folder.*same path on every node"):
         launch_on_ray(tmp_path / "nowhere", config, log_dir=tmp_path)
-    with launch_on_ray(model_folder, config, log_dir=tmp_path, resources_per_server=wanted) as group:
+    nodes = {"node_ids": [here], "resources_per_server": wanted}
+    with launch_on_ray(model_folder, config, log_dir=tmp_path, **nodes) as group:
         [server], [endpoint] = group.servers, group.endpoints
         assert ray.available_resources().get("rollout_node", 0) == 0  # one server a node, as asked for
         group.wait_ready()

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from rollout_vllm_helpers import EOS_ID, assert_complete, config_for_tests, make_requests, wait_until
+from rollout_vllm_helpers import EOS_ID, HarmfulProxy, assert_complete, config_for_tests, make_requests, wait_until
 
 from rollout_vllm import (
     ControlError,
@@ -36,6 +36,7 @@ from rollout_vllm import (
     SamplingConfig,
     ServerGroup,
     ServerStartError,
+    check_running,
     control,
     judge_reward,
     request_seed,
@@ -233,6 +234,39 @@ def test_running_servers_by_url(pair: ServerGroup, tmp_path: Path) -> None:
     wrong = dataclasses.replace(config, api_key="wrong")
     with pytest.raises(ServerStartError, match="401"):
         ServerGroup.launch("not needed", wrong, log_dir=tmp_path).wait_ready()
+
+
+def test_running_servers_are_asked_whether_they_will_do(pair: ServerGroup, proxy: HarmfulProxy) -> None:
+    good = RolloutConfig(urls=(proxy.endpoint.url,), api_key=proxy.endpoint.api_key, control_routes=True)
+    check_running(good)
+    for changes, message in (
+        ({"urls": ("http://127.0.0.1:9",)}, "no server answers at http://127.0.0.1:9"),
+        ({"api_key": "wrong"}, "refuses the api_key"),
+        ({"api_key": None}, "without an API key"),
+        ({"max_model_len": 257}, "is 256 tokens, less than max_model_len=257"),
+    ):
+        with pytest.raises(RolloutConfigError, match=message):
+            check_running(dataclasses.replace(good, **changes))
+    for harm, message in (("raw", "processed_logprobs"), (503, "HTTP 503"), ("garbage", "answers /v1/completions")):
+        proxy.plan.append(harm)
+        with pytest.raises(RolloutConfigError, match=message):
+            check_running(good)
+    proxy.without_control_routes = True
+    check_running(dataclasses.replace(good, control_routes=False))
+    with pytest.raises(RolloutConfigError, match="VLLM_SERVER_DEV_MODE=1"):
+        check_running(good)
+
+
+def test_a_running_server_that_was_left_paused_is_ready_for_a_push(pair: ServerGroup, tmp_path: Path) -> None:
+    endpoint = pair.endpoints[0]
+    config = RolloutConfig(urls=(endpoint.url,), api_key=endpoint.api_key, control_routes=True, startup_timeout_s=5)
+    assert call(endpoint, "POST", "/sleep?level=0&mode=wait")[0] == 200
+    try:
+        check_running(config)
+        with ServerGroup.launch("not needed", config, log_dir=tmp_path) as group:
+            group.wait_ready()
+    finally:
+        assert call(endpoint, "POST", "/wake_up?tags=scheduling")[0] == 200
 
 
 def test_generate_in_the_callers_own_loop(pair: ServerGroup) -> None:
