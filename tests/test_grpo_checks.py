@@ -41,6 +41,13 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["rollout.device=cuda"], "rollout.device"),
         (["sync.transport=nccl"], "sync.transport"),
         (["trainer.device=cuda"], "GPUs"),
+        (["trainer.ray_address=cluster"], "trainer.ray_address is 'cluster'; allowed: auto, or host:port"),
+        (["trainer.ray_address=127.0.0.1:9"], "no Ray cluster can be joined there"),
+        (["trainer.ray_address=auto", "sync.transport=shm"], "shared memory does not leave the trainer's"),
+        (["trainer.ray_address=auto", "rollout.urls=http://127.0.0.1:9"], "give one of them"),
+        (["rollout.urls=http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["rollout.urls=http://192.0.2.7:9", "sync.transport=shm"], "does not leave the trainer's"),
+        (["reward.url=http://a:1", "reward.service=judge", "reward.judge_prompt={answer}"], "judge_prompt"),
         (
             [
                 "trainer.save_freq=1",

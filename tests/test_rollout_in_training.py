@@ -3,13 +3,29 @@
 import csv
 import json
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages" / "rl_runtime" / "tests"))
+
+from rl_runtime_reward_service import quality, reward_service
+
 REPO = Path(__file__).resolve().parents[1]
+SMALL = (
+    "warm_start.steps=20",
+    "task.num_val=32",
+    "task.num_demonstrations=2000",
+    "batch.train_batch_size=8",
+    "batch.mini_batch_size=4",
+    "sampling.n=4",
+    "trainer.val_before_train=false",
+    "actor.optim.lr=1e-3",
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -62,3 +78,153 @@ def test_tools_and_a_users_reward_through_a_killed_server_until_sigterm(
     for sample in samples:
         assert sample["reward"] == len(sample["response"].split())
         assert sample["version_spans"] == [[sample["step"] - 1, sample["num_response_tokens"]]]
+
+
+def read_metrics(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.tsv").open() as file:
+        return [row for row in csv.DictReader(file, delimiter="\t") if row.get("actor/grad_norm")]
+
+
+def read_samples(run: Path) -> list[dict[str, Any]]:
+    lines = [line for path in sorted((run / "rollouts").iterdir()) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in lines if line]
+
+
+JUDGE = "Is {response} what {prompt} asks for? It should be {ground_truth}."
+
+
+@pytest.mark.thorough
+def test_servers_and_a_judge_that_somebody_else_runs(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+    """The user's server is pushed to, also when an earlier run left it paused, and runs on with the last policy."""
+    from rl_data import build_tiny_model
+    from rollout_vllm import RolloutConfig, ServerGroup
+    from rollout_vllm.process import call
+    from weight_sync import SyncConfig, server_args, server_env
+
+    config = RolloutConfig(max_model_len=68, kv_cache_gib=0.1, dtype="float32", cpu_threads=1, api_key="the key")
+    sync = SyncConfig()
+    with (
+        reward_service() as judge,
+        ServerGroup.launch(
+            build_tiny_model(tmp_path / "theirs"),
+            config,
+            log_dir=tmp_path,
+            extra_args=server_args(sync, "cpu"),
+            env=server_env(sync, "cpu"),
+        ) as group,
+    ):
+        group.wait_ready()
+        [endpoint] = group.endpoints
+        assert call(endpoint, "POST", "/sleep?level=0&mode=wait")[0] == 200
+        app = start_app(
+            tmp_path / "outputs",
+            *SMALL,
+            f"rollout.urls={endpoint.url}",
+            "rollout.api_key=the key",
+            f"reward.url={judge.url}",
+            "reward.service=judge",
+            f"reward.judge_prompt={JUDGE}",
+            "reward.api_key=secret",
+            "trainer.total_training_steps=2",
+        )
+        assert app.finish() == 0, app.output
+        assert not app.survivors()
+        group.check()
+        assert json.loads(call(endpoint, "GET", "/weight_info")[1]) == {"weight_version": "2"}
+        body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 1.0, "seed": 3, "logprobs": 0}
+        status, text = call(endpoint, "POST", "/v1/completions", body | {"return_token_ids": True})
+        assert status == 200, text
+
+    (run,) = (tmp_path / "outputs").iterdir()
+    [choice] = json.loads(text)["choices"]
+    served = choice["logprobs"]["token_logprobs"]
+    exported, before = (log_probs(run / name, [5, 6, 7], choice["token_ids"]) for name in ("model", "warm_start_model"))
+    assert max(abs(a - b) for a, b in zip(served, exported, strict=True)) < 1e-4
+    assert max(abs(a - b) for a, b in zip(served, before, strict=True)) > 1e-3, "two steps changed nothing"
+    for row in read_metrics(run):
+        assert float(row["rollout/num_samples"]) == 32
+        assert float(row["rollout/num_failed"]) == 0
+        assert float(row["rollout/log_prob_mismatch"]) < 1e-4
+        assert float(row["actor/grad_norm"]) > 0
+    assert len(read_metrics(run)) == 2
+    samples = read_samples(run)
+    assert samples
+    for sample in samples:
+        asked = JUDGE.format(**{name: sample[name] for name in ("response", "prompt", "ground_truth")})
+        assert sample["reward"] == pytest.approx(quality(asked))
+    assert "the key" not in (run / "config.yaml").read_text()
+
+
+def log_probs(folder: Path, prompt: list[int], response: list[int]) -> list[float]:
+    """Of the response's tokens under the model of a Hugging Face folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits_LV = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    values: list[float] = logits_LV.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+    return values
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[Any]:
+    """A Ray cluster of two raylets on this machine: room for two ranks on the first, for one server on the second."""
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 128 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=head | {"_system_config": {"worker_niceness": 0}})
+    try:
+        cluster.add_node(num_cpus=1, object_store_memory=128 << 20)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def below(node: Any, name: str) -> list[psutil.Process]:
+    """Processes of a Ray node whose command line has that name."""
+    [raylet] = node.all_processes["raylet"]
+    return [p for p in psutil.Process(raylet.process.pid).children(recursive=True) if name in " ".join(p.cmdline())]
+
+
+@pytest.mark.thorough
+def test_servers_on_another_node_of_a_ray_cluster(
+    tmp_path: Path, start_app: Callable[..., Any], two_nodes: Any
+) -> None:
+    """Two steps and a restart in its place; the reward model is a service too."""
+    first, second = two_nodes.head_node, two_nodes.worker_nodes.copy().pop()
+    with reward_service() as service:
+        app = start_app(
+            tmp_path,
+            *SMALL,
+            f"trainer.ray_address={two_nodes.address}",
+            "trainer.total_training_steps=3",
+            f"reward.url={service.url}",
+            "reward.service=pooling",
+            "reward.api_key=secret",
+        )
+        app.wait_for("over tcp")
+        app.wait_for("s/step")
+        [server] = [p for p in below(second, "_serve.py") if "_supervise.py" not in " ".join(p.cmdline())]
+        assert len(below(first, "RankWorker")) == 2
+        assert not below(first, "_serve.py")
+        assert not below(second, "RankWorker")
+        server.kill()
+        app.wait_for("rollout server 0 restarted")
+        assert app.finish() == 0, app.output
+        assert not app.survivors()
+        _, alive = psutil.wait_procs(below(second, "_serve.py") + below(first, "RankWorker"), timeout=30)
+        assert not alive
+
+    (run,) = tmp_path.iterdir()
+    rows = read_metrics(run)
+    assert [int(row["step"]) for row in rows] == [1, 2, 3]
+    assert float(rows[-1]["rollout/num_restarts"]) == 1
+    for row in rows:
+        assert float(row["rollout/num_samples"]) == 32
+        assert float(row["rollout/log_prob_mismatch"]) < 1e-4
+        assert float(row["actor/grad_norm"]) > 0
+        assert float(row["sync/num_bytes"]) > 0
+    for sample in read_samples(run):
+        assert sample["reward"] == pytest.approx(quality(sample["prompt"] + sample["response"]))
+    assert (run / "servers" / "server_0.log").is_file()

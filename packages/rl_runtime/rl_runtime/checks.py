@@ -5,6 +5,7 @@ Apps call these from their own `check`: a run folder, a Ray cluster or a server 
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,14 +13,16 @@ from ckpt import Checkpoint, CheckpointManager
 from ds_engine import EngineConfig
 from ds_engine.schedule import check_schedule
 from rl_data import DataConfig, build_tiny_model, check_demonstrations, check_files, check_model_folder
-from rollout_vllm import RolloutConfig, SamplingConfig, check_launch
+from rollout_vllm import RolloutConfig, SamplingConfig, check_launch, check_running
 from rollout_vllm.checks import check_request_length
 from weight_sync import SyncConfig
 
+from .cluster import check_address
 from .config import EpisodeConfig, ModelConfig, ScoringConfig, SupervisedConfig, TrainerConfig
 from .errors import InputError
 from .inputs import BUILTIN_MODEL
 from .placement import Placement
+from .reach import sync_that_reaches
 from .rollout_phase import load_rollout
 from .scoring import load_reward
 
@@ -115,23 +118,38 @@ def check_lengths(rollout: RolloutConfig, data: DataConfig, samplings: Sequence[
     check_request_length(data.max_prompt_length, max(s.max_tokens for s in samplings), rollout.max_model_len)
 
 
-def check_servers(model: ModelConfig, rollout: RolloutConfig, sync: SyncConfig, placement: Placement) -> None:
-    """Server settings against the model and the devices.
+def check_servers(
+    model: ModelConfig, rollout: RolloutConfig, sync: SyncConfig, trainer: TrainerConfig, placement: Placement
+) -> None:
+    """Server settings against the model, the devices and the hosts; servers that run already against the settings.
 
     Raises:
-        InputError: a transport or device that the placement does not have.
-        rollout_vllm.RolloutConfigError: a port in use, too little memory for the KV cache, a folder vLLM cannot serve.
+        InputError: a transport or device that the placement does not have, or one that does not reach the servers; no
+            cluster at `trainer.ray_address`.
+        rollout_vllm.RolloutConfigError: a port in use, too little memory for the KV cache, a folder vLLM cannot serve,
+            a server that runs but cannot be used.
     """
     device = "cuda" if placement.on_gpu else "cpu"
     if rollout.device not in ("auto", device):
         raise InputError(f"rollout.device is {rollout.device}, but the ranks run on {device}; leave it at auto")
     if sync.transport in ("ipc", "nccl") and not placement.on_gpu:
-        raise InputError(f"sync.transport is {sync.transport}, which needs GPUs; use auto, shm or gloo")
+        raise InputError(f"sync.transport is {sync.transport}, which needs GPUs; use auto, shm or tcp")
+    sync_that_reaches(sync, trainer=trainer, rollout=rollout, on_gpu=placement.on_gpu)
+    if rollout.urls:
+        if trainer.ray_address is not None:
+            raise InputError(
+                "trainer.ray_address is given with rollout.urls, whose servers run already; give one of them"
+            )
+        check_running(replace(rollout, control_routes=True))  # weights are pushed into them
+        return
+    if trainer.ray_address is not None:
+        check_address(trainer.ray_address)
+    elsewhere = trainer.ray_address is not None
     if model.path != BUILTIN_MODEL:
-        check_launch(model.path, rollout)
+        check_launch(model.path, rollout, elsewhere=elsewhere)
         return
     with TemporaryDirectory() as folder:
-        check_launch(build_tiny_model(folder), rollout)
+        check_launch(build_tiny_model(folder), rollout, elsewhere=elsewhere)
 
 
 def find_checkpoint(trainer: TrainerConfig) -> Checkpoint | None:

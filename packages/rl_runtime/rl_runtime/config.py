@@ -63,7 +63,12 @@ class TrainerConfig(RanksConfig):
     total_training_steps: int = 30
     """Number of steps: rollout, score, advantage, update, sync."""
     colocate: bool = True
-    """Rollout servers share the trainer's GPUs (true) or take the GPUs after them (false). No meaning on the CPU."""
+    """Rollout servers share the trainer's GPUs (true) or take the GPUs after them (false). No meaning on the CPU, nor
+    for servers on other hosts."""
+    ray_address: str | None = None
+    """Ray cluster whose other nodes the rollout servers are put on: `auto` or `host:port`. This host must be one of its
+    nodes, on which the trainer ranks run; `model.path` must be the same folder on all of them (for the built-in model
+    that is in `output_dir`). null: everything on this host, with a Ray of the run's own."""
     val_before_train: bool = True
     """Validate once before the first step."""
     val_after_train: bool = True

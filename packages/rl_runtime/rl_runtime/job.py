@@ -34,6 +34,7 @@ from .loop import Learn, LoopResult, TrainingLoop
 from .memory import MemorySampler
 from .placement import Placement
 from .profiling import StepProfiler
+from .reach import sync_that_reaches
 from .role import Role
 from .rollout_phase import RolloutPhase
 from .rollout_servers import RolloutServers
@@ -149,7 +150,7 @@ def check_job(
     validates = config.data.val or not config.data.train
     samplings = [config.sampling, config.validation] if validates else [config.sampling]
     check_lengths(config.rollout, config.data, samplings)
-    check_servers(config.model, config.rollout, config.sync, placement)
+    check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
     find_checkpoint(config.trainer)
     return placement
 
@@ -194,6 +195,11 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
     """The steps, then the export."""
     config, session, inputs = job.config, job.session, job.inputs
     actor = algorithm.roles["actor"]
+    sync = sync_that_reaches(
+        config.sync, trainer=config.trainer, rollout=config.rollout, on_gpu=session.placement.on_gpu
+    )
+    if sync != config.sync:
+        job.tracker.info(f"servers on other hosts: weights go to them over {sync.transport}")
     session.servers.wait_ready()
     with (
         Scorer(config.reward) as scorer,
@@ -201,7 +207,7 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
             session.servers,
             session.client,
             actor,
-            config.sync,
+            sync,
             max_restarts=config.trainer.max_server_restarts,
             report=job.tracker.info,
         ) as servers,

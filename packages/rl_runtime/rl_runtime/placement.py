@@ -8,12 +8,14 @@ from .errors import PlacementError
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """GPU ids of every trainer rank and every rollout server; empty tuples mean the CPU."""
+    """GPU ids of every trainer rank and every rollout server of this host; empty tuples mean the CPU."""
 
     rank_gpus: tuple[tuple[int, ...], ...]
     server_gpus: tuple[tuple[int, ...], ...]
     own_rank_gpus: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     """Role -> the GPUs of ranks that compute for it alone."""
+    num_gpus_elsewhere: int = 0
+    """GPUs of servers on other hosts, which that host's Ray gives them."""
 
     @property
     def on_gpu(self) -> bool:
@@ -24,7 +26,8 @@ class Placement:
     def num_gpus(self) -> int:
         """GPUs in use, those that a rank and a server share counted once; 0 on the CPU."""
         own = [gpus for ranks in self.own_rank_gpus.values() for gpus in ranks]
-        return len({gpu for gpus in (*self.rank_gpus, *own, *self.server_gpus) for gpu in gpus})
+        here = {gpu for gpus in (*self.rank_gpus, *own, *self.server_gpus) for gpu in gpus}
+        return len(here) + self.num_gpus_elsewhere
 
     @property
     def num_ranks(self) -> int:
@@ -41,6 +44,7 @@ def plan_placement(
     tensor_parallel_size: int,
     colocate: bool,
     own_ranks: Mapping[str, int] | None = None,
+    servers_elsewhere: bool = False,
 ) -> Placement:
     """One GPU a rank; `tensor_parallel_size` GPUs a server, shared with the ranks (colocate) or after them.
 
@@ -48,11 +52,14 @@ def plan_placement(
         gpu_ids: GPUs this job may use.
         device: "auto", "cpu" or "cuda"; auto means CUDA when `gpu_ids` is not empty.
         own_ranks: role -> how many ranks compute for it alone; their GPUs follow the first `num_ranks`.
+        servers_elsewhere: the servers run on other hosts and take nothing of `gpu_ids`.
 
     Raises:
         PlacementError: not enough GPUs; says how many there are and how many would do.
     """
     own_ranks = own_ranks or {}
+    num_elsewhere = num_servers if servers_elsewhere else 0
+    num_servers -= num_elsewhere
     if device == "cpu" or (device == "auto" and not gpu_ids):
         return Placement(
             rank_gpus=((),) * num_ranks,
@@ -75,4 +82,65 @@ def plan_placement(
     pool = gpu_ids if colocate else gpu_ids[all_ranks:]
     tp = tensor_parallel_size
     servers = tuple(tuple(pool[i * tp : (i + 1) * tp]) for i in range(num_servers))
-    return Placement(rank_gpus=ranks, server_gpus=servers, own_rank_gpus=own_gpus)
+    return Placement(
+        rank_gpus=ranks, server_gpus=servers, own_rank_gpus=own_gpus, num_gpus_elsewhere=num_elsewhere * tp
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterNode:
+    """A node of a Ray cluster."""
+
+    node_id: str
+    address: str
+    resources: Mapping[str, float]
+    """All that it has, in Ray's words ({"CPU": 8.0, "GPU": 2.0}), whether taken or not."""
+
+
+def plan_server_nodes(
+    nodes: Sequence[ClusterNode],
+    *,
+    driver: str,
+    num_ranks: int,
+    num_servers: int,
+    resources: Mapping[str, float],
+) -> tuple[str, ...]:
+    """The node id of every server: the least loaded of the nodes that have room for it, never the driver's.
+
+    Args:
+        driver: id of the driver's node, where the ranks run, on one CPU each as Ray counts.
+        resources: what a server takes of its node, in Ray's words.
+
+    Raises:
+        PlacementError: too little room; says what every node has.
+    """
+    known = {node.node_id: node for node in nodes}
+    has = "; ".join(f"{node.address}{' (this host)' * (node.node_id == driver)}: {_words(node)}" for node in nodes)
+    if known[driver].resources.get("CPU", 0.0) < num_ranks:
+        raise PlacementError(
+            f"trainer.num_ranks: the ranks run on this host and take {num_ranks} CPUs of the Ray cluster's count; it "
+            f"has {has}; start this host's node with ray start --num-cpus={num_ranks} or more"
+        )
+    others = [node for node in nodes if node.node_id != driver]
+    placed: dict[str, int] = {node.node_id: 0 for node in others}
+    chosen: list[str] = []
+    for _ in range(num_servers):
+        fitting = [node for node in others if _holds(node, resources, placed[node.node_id] + 1)]
+        if not fitting:
+            wanted = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
+            raise PlacementError(
+                f"rollout.num_servers is {num_servers}: with trainer.ray_address each takes {wanted} of a node other "
+                f"than this host's, and there is room for {len(chosen)} ({has}); lower it, or add nodes"
+            )
+        best = min(fitting, key=lambda node: placed[node.node_id])
+        placed[best.node_id] += 1
+        chosen.append(best.node_id)
+    return tuple(chosen)
+
+
+def _holds(node: ClusterNode, resources: Mapping[str, float], num_servers: int) -> bool:
+    return all(amount * num_servers <= node.resources.get(name, 0.0) for name, amount in resources.items())
+
+
+def _words(node: ClusterNode) -> str:
+    return " ".join(f"{node.resources.get(name, 0.0):g} {name}" for name in ("CPU", "GPU"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .environment import rank_env
 from .errors import RankError
@@ -23,11 +24,13 @@ class RankGroup:
         self.world_size = len(rank_gpus)
         self._timeout_s, self._name = timeout_s, f"{name} " if name else ""
         device = "cuda" if rank_gpus[0] else "cpu"
+        here = ray.get_runtime_context().get_node_id()  # the placement is about this host's devices
         actor = ray.remote(RankWorker)
         self._actors = [
             actor.options(
                 num_cpus=1,
                 max_restarts=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
                 runtime_env={"env_vars": rank_env(gpus, num_threads)},
             ).remote(rank, self.world_size, device=device, num_threads=num_threads)
             for rank, gpus in enumerate(rank_gpus)

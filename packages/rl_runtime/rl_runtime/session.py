@@ -17,6 +17,7 @@ import ray
 from rollout_vllm import RolloutClient, RolloutConfig, ServerGroup
 from weight_sync import SyncConfig, server_args, server_env
 
+from .cluster import join_cluster, launch_on_other_nodes
 from .config import RanksConfig, TrainerConfig
 from .environment import visible_gpus
 from .placement import Placement, plan_placement
@@ -32,7 +33,7 @@ def open_ranks(trainer: RanksConfig, placement: Placement) -> Iterator[RankGroup
     Raises:
         RankError: a rank could not start.
     """
-    with _local_ray(placement.num_ranks), _ranks(trainer, placement.rank_gpus) as ranks:
+    with _ray(None, placement.num_ranks), _ranks(trainer, placement.rank_gpus) as ranks:
         yield ranks
 
 
@@ -73,21 +74,10 @@ def open_session(
     Raises:
         RankError: a rank could not start.
     """
-    device: Literal["cpu", "cuda"] = "cuda" if placement.on_gpu else "cpu"
-    rollout = replace(rollout, device=device)
     with ExitStack() as stack:
         # Before the servers: Ray gives its own processes half a minute to start, and vLLM's start takes every core.
-        stack.enter_context(_local_ray(placement.num_ranks))
-        servers = stack.enter_context(
-            ServerGroup.launch(
-                model_path,
-                rollout,
-                log_dir=log_dir,
-                extra_args=server_args(sync, device),
-                env=server_env(sync),
-                gpu_ids_per_server=placement.server_gpus if placement.server_gpus and placement.on_gpu else None,
-            )
-        )
+        stack.enter_context(_ray(trainer.ray_address, placement.num_ranks))
+        servers = stack.enter_context(_servers(placement, trainer, rollout, model_path, log_dir, sync))
         ranks = stack.enter_context(_ranks(trainer, placement.rank_gpus))
         own_ranks = {
             role: stack.enter_context(_ranks(trainer, gpus, name=role))
@@ -101,7 +91,7 @@ def open_session(
 def plan_session(
     trainer: TrainerConfig, rollout: RolloutConfig, own_ranks: Mapping[str, int] | None = None
 ) -> Placement:
-    """The placement of a run's ranks and servers on this host; `own_ranks`: role -> ranks for it alone.
+    """The placement of a run's ranks and of its servers on this host; `own_ranks`: role -> ranks for it alone.
 
     Raises:
         PlacementError: more GPUs asked for than there are.
@@ -114,6 +104,7 @@ def plan_session(
         tensor_parallel_size=rollout.tensor_parallel_size,
         colocate=trainer.colocate,
         own_ranks=own_ranks,
+        servers_elsewhere=trainer.ray_address is not None,
     )
 
 
@@ -129,6 +120,38 @@ def plan_ranks(trainer: RanksConfig) -> Placement:
     )
 
 
+def _servers(
+    placement: Placement,
+    trainer: TrainerConfig,
+    rollout: RolloutConfig,
+    model_path: str,
+    log_dir: Path,
+    sync: SyncConfig,
+) -> ServerGroup:
+    """On this host, or on the others of the cluster; may still be loading."""
+    device: Literal["cpu", "cuda"] = "cuda" if placement.on_gpu else "cpu"
+    rollout = replace(rollout, device=device)
+    extra_args, env = server_args(sync, device), server_env(sync)
+    if trainer.ray_address is not None:
+        return launch_on_other_nodes(
+            model_path,
+            rollout,
+            device=device,
+            num_ranks=placement.num_ranks,
+            log_dir=log_dir,
+            extra_args=extra_args,
+            env=env,
+        )
+    return ServerGroup.launch(
+        model_path,
+        rollout,
+        log_dir=log_dir,
+        extra_args=extra_args,
+        env=env,
+        gpu_ids_per_server=placement.server_gpus if placement.server_gpus and placement.on_gpu else None,
+    )
+
+
 @contextmanager
 def _ranks(trainer: RanksConfig, rank_gpus: Sequence[tuple[int, ...]], *, name: str = "") -> Iterator[RankGroup]:
     ranks = RankGroup(rank_gpus, num_threads=trainer.cpu_threads_per_rank, timeout_s=trainer.step_timeout_s, name=name)
@@ -140,24 +163,34 @@ def _ranks(trainer: RanksConfig, rank_gpus: Sequence[tuple[int, ...]], *, name: 
 
 
 @contextmanager
-def _local_ray(num_ranks: int) -> Iterator[None]:
-    """A Ray of this job's own: an address in the environment would join the ranks to somebody else's cluster."""
+def _ray(address: str | None, num_ranks: int) -> Iterator[None]:
+    """The cluster at `address`, or a Ray of this job's own.
+
+    Without an address, one in the environment does not count: it would join the ranks to somebody else's cluster.
+    """
     terminate = signal.getsignal(signal.SIGTERM)
     try:
-        for attempt in range(1, NUM_RAY_ATTEMPTS + 1):
-            try:
-                _start_ray(num_ranks)
-                break
-            except Exception:  # Ray raises a bare Exception when its processes are not up in 30 s, as on a busy machine
-                ray.shutdown()
-                if attempt == NUM_RAY_ATTEMPTS:
-                    raise
+        if address is not None:
+            join_cluster(address)
+        else:
+            _start_own_ray(num_ranks)
         if threading.current_thread() is threading.main_thread():
             # Ray put its own handler there, which ends the process without the app's cleanup on a second signal.
             signal.signal(signal.SIGTERM, terminate)
         yield
     finally:
         ray.shutdown()
+
+
+def _start_own_ray(num_ranks: int) -> None:
+    for attempt in range(1, NUM_RAY_ATTEMPTS + 1):
+        try:
+            _start_ray(num_ranks)
+            return
+        except Exception:  # Ray raises a bare Exception when its processes are not up in 30 s, as on a busy machine
+            ray.shutdown()
+            if attempt == NUM_RAY_ATTEMPTS:
+                raise
 
 
 def _start_ray(num_ranks: int) -> None:

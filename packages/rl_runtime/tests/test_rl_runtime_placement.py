@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_runtime.errors import PlacementError
-from rl_runtime.placement import plan_placement
+from rl_runtime.placement import ClusterNode, plan_placement, plan_server_nodes
 
 
 @given(
@@ -55,3 +55,66 @@ def test_without_gpus_everything_runs_on_the_cpu(gpu_ids: list[int], device: str
     )
     assert not placement.on_gpu
     assert placement.rank_gpus == ((), ())
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+def test_servers_on_other_hosts_take_no_gpu_of_this_one(colocate: bool) -> None:
+    placement = plan_placement(
+        gpu_ids=[0, 1],
+        device="auto",
+        num_ranks=2,
+        num_servers=3,
+        tensor_parallel_size=4,
+        colocate=colocate,
+        servers_elsewhere=True,
+    )
+    assert placement.rank_gpus == ((0,), (1,))
+    assert placement.server_gpus == ()
+    assert placement.num_gpus == 2 + 12
+
+
+@given(
+    num_cpus=st.lists(st.integers(0, 8), min_size=1, max_size=5),
+    num_gpus=st.lists(st.integers(0, 8), min_size=5, max_size=5),
+    driver=st.integers(0, 4),
+    num_ranks=st.integers(1, 4),
+    num_servers=st.integers(1, 8),
+    wanted=st.fixed_dictionaries({"CPU": st.integers(0, 2)}, optional={"GPU": st.integers(1, 4)}),
+)
+def test_servers_are_spread_over_the_other_nodes_or_refused(
+    num_cpus: list[int],
+    num_gpus: list[int],
+    driver: int,
+    num_ranks: int,
+    num_servers: int,
+    wanted: dict[str, float],
+) -> None:
+    driver %= len(num_cpus)
+    nodes = [
+        ClusterNode(node_id=f"n{i}", address=f"10.0.0.{i}", resources={"CPU": cpus, "GPU": gpus})
+        for i, (cpus, gpus) in enumerate(zip(num_cpus, num_gpus, strict=False))
+    ]
+    room = {
+        node.node_id: min((node.resources[name] // amount for name, amount in wanted.items() if amount), default=99)
+        for node in nodes
+        if node.node_id != f"n{driver}"
+    }
+
+    def plan() -> tuple[str, ...]:
+        return plan_server_nodes(
+            nodes, driver=f"n{driver}", num_ranks=num_ranks, num_servers=num_servers, resources=wanted
+        )
+
+    if num_cpus[driver] < num_ranks:
+        with pytest.raises(PlacementError, match=r"trainer\.num_ranks"):
+            plan()
+    elif sum(room.values()) < num_servers:
+        with pytest.raises(PlacementError, match=f"room for {sum(room.values()):g} "):
+            plan()
+    else:
+        planned = plan()
+        counts = {name: planned.count(name) for name in room}
+        assert sum(counts.values()) == len(planned) == num_servers
+        assert all(counts[name] <= room[name] for name in room)
+        open_nodes = [counts[name] for name in room if counts[name] < room[name]]
+        assert not open_nodes or max(counts.values()) <= min(open_nodes) + 1, "one is crowded beside an emptier one"

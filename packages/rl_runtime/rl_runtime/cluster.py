@@ -1,0 +1,93 @@
+"""A Ray cluster of several hosts: the ranks stay on the driver's, rollout servers go to the others."""
+
+import logging
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import ray
+
+from rollout_vllm import RolloutConfig, ServerGroup, launch_on_ray
+from rollout_vllm.ray_servers import default_resources
+
+from .errors import InputError
+from .placement import ClusterNode, plan_server_nodes
+
+_PROBE_TIMEOUT_S = 10.0
+
+
+def check_address(address: str) -> None:
+    """Whether something listens at `host:port`; `auto` is looked up when the run joins.
+
+    Raises:
+        InputError: no address, or nobody answers.
+    """
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise InputError(f"trainer.ray_address is {address!r}; allowed: auto, or host:port of the cluster's head")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        raise InputError(_nobody(address, error)) from None
+
+
+def join_cluster(address: str) -> None:
+    """Connects this process to the cluster that a node on this host belongs to.
+
+    Raises:
+        InputError: there is none, or of another version of Ray or Python.
+    """
+    try:
+        ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise InputError(_nobody(address, error)) from None
+
+
+def _nobody(address: str, error: Exception) -> str:
+    return (
+        f"trainer.ray_address is {address}: no Ray cluster can be joined there ({' '.join(str(error).split())}); start "
+        "one with ray start --head on this host and ray start --address=<this host>:6379 on the others"
+    )
+
+
+def cluster_nodes() -> list[ClusterNode]:
+    """The nodes of the cluster this process is connected to."""
+    return [
+        ClusterNode(node_id=node["NodeID"], address=node["NodeManagerAddress"], resources=node["Resources"])
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def launch_on_other_nodes(
+    model_path: str,
+    rollout: RolloutConfig,
+    *,
+    device: Literal["cpu", "cuda"],
+    num_ranks: int,
+    log_dir: Path,
+    extra_args: list[str],
+    env: Mapping[str, str],
+) -> ServerGroup:
+    """Starts the servers on nodes of the joined cluster other than this host's; `num_ranks` run on this one.
+
+    Raises:
+        PlacementError: too little room.
+        rollout_vllm.RolloutConfigError: the model folder is not there, or cannot be served.
+    """
+    nodes = plan_server_nodes(
+        cluster_nodes(),
+        driver=this_node(),
+        num_ranks=num_ranks,
+        num_servers=rollout.num_servers,
+        resources=default_resources(rollout, device),
+    )
+    return launch_on_ray(model_path, rollout, log_dir=log_dir, node_ids=nodes, extra_args=extra_args, env=env)
+
+
+def this_node() -> str:
+    """Ray's id of the node that this process is connected to."""
+    return str(ray.get_runtime_context().get_node_id())
