@@ -1,10 +1,16 @@
 """Sources, checksum, channel and shared memory without a server."""
 
+import json
 import os
+import re
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +26,9 @@ from weight_sync import (
     SourceError,
     SyncConfigError,
     WeightSource,
+    WeightSyncError,
     ZeroSource,
+    check_server,
     plan_buckets,
 )
 from weight_sync.channel import Channel, Listener, connect
@@ -173,3 +181,60 @@ def test_segments_are_shared_and_reused(new_model: Any) -> None:
         receiver.attach({"segments": "other", "sizes": [1]}, [], plan)
     sender.close()
     receiver.close()
+
+
+# ---- servers that run already ---------------------------------------------------------------------------------------
+def _started_with(backend: str | None) -> dict[str, Any]:
+    return {"weight_transfer_config": {"backend": backend} if backend else None, "model_config": {}}
+
+
+UP: dict[str, tuple[int, Any]] = {"/get_world_size": (200, {"world_size": 1})}
+
+
+@contextmanager
+def _answering(answers: dict[str, tuple[int, Any]]) -> Iterator[str]:
+    """A server with these answers by path, vLLM's own for any other."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answers.get(self.path.partition("?")[0], (404, {"detail": "Not Found"}))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        (UP | {"/server_info": (200, {"vllm_config": _started_with("plinth")})}, ""),
+        (
+            UP | {"/server_info": (200, {"vllm_config": _started_with("nccl")})},
+            "SyncConfigError: .* with the weight-transfer backend 'nccl'; start it with --weight-transfer-config",
+        ),
+        (
+            UP | {"/server_info": (200, {"vllm_config": _started_with(None)})},
+            "SyncConfigError: .* with no weight-transfer backend",
+        ),
+        (UP, ""),  # a release that does not tell
+        (UP | {"/server_info": (200, {"vllm_config": "text"})}, ""),
+        (UP | {"/server_info": (200, {})}, ""),
+        (UP | {"/server_info": (500, {})}, "ServerError: .*/server_info"),
+        ({"/get_world_size": (401, {})}, "ServerError: .*check the API key"),
+        ({}, "ServerError: .*no such route"),
+    ],
+)
+def test_a_server_is_asked_how_it_was_started(answers: dict[str, tuple[int, Any]], error: str) -> None:
+    with _answering(answers) as url:
+        if not error:
+            check_server(SimpleNamespace(url=url, api_key="k"))
+            return
+        with pytest.raises(WeightSyncError) as caught:
+            check_server(SimpleNamespace(url=url, api_key="k"))
+    assert re.match(error, f"{type(caught.value).__name__}: {caught.value}")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,15 @@ import weight_sync_helpers as helpers
 from torch import nn
 from weight_sync_helpers import Server, assert_serves, flip_bytes, is_paused
 
-from weight_sync import ModuleSource, ReceiverError, ServerError, SyncConfig, WeightPusher, WeightSyncError
+from weight_sync import (
+    ModuleSource,
+    ReceiverError,
+    ServerError,
+    SyncConfig,
+    WeightPusher,
+    WeightSyncError,
+    check_server,
+)
 from weight_sync.session import PushSession
 
 pytestmark = pytest.mark.slow
@@ -197,6 +206,12 @@ def test_eight_bits_are_refused_by_a_server_that_keeps_more(recovered: Server, n
             pusher.push(2)
         assert caught.value.kind == "plan"
         assert caught.value.tensor == "model.layers.0.self_attn.q_proj.weight"
+
+
+def test_a_server_is_asked_whether_it_can_be_pushed_to(server: Server) -> None:
+    check_server(server)
+    with pytest.raises(ServerError, match="get_world_size"):
+        check_server(SimpleNamespace(url="http://127.0.0.1:9", api_key=None))
 
 
 def test_two_trainers_at_once(server: Server, old_model: Any, new_model: Any) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .manifest import Manifest, TensorEntry
     from .plan import Bucket, BucketPlan, Slot, plan_buckets
     from .pusher import Endpoint, SyncReport, WeightPusher
-    from .server import server_args, server_env
+    from .server import check_server, server_args, server_env
     from .sources import HfFolderSource, ModuleSource, WeightSource
     from .zero_source import ZeroSource
 
@@ -45,6 +45,7 @@ __all__ = [
     "WeightSource",
     "WeightSyncError",
     "ZeroSource",
+    "check_server",
     "peft_name",
     "plan_buckets",
     "quantise_blocks",
@@ -75,6 +76,7 @@ _EXPORTS = {
     "WeightSource": ".sources",
     "WeightSyncError": ".errors",
     "ZeroSource": ".zero_source",
+    "check_server": ".server",
     "peft_name": ".adapter",
     "plan_buckets": ".plan",
     "quantise_blocks": ".fp8",

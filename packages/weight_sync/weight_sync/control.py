@@ -27,6 +27,17 @@ class ServerControl:
         """Number of workers that take part in an update: TP x PP x DP."""
         return int(self._call("GET", "/get_world_size")["world_size"])
 
+    def backend(self) -> str | None:
+        """The weight-transfer backend it was started with; None: with none. Takes seconds when first asked.
+
+        Raises ServerError, and LookupError where the release does not tell.
+        """
+        config = self._call("GET", "/server_info?config_format=json")["vllm_config"]
+        if not isinstance(config, dict):
+            raise LookupError("vllm_config")
+        transfer = config["weight_transfer_config"]
+        return None if transfer is None else str(transfer["backend"])
+
     def claim(self, init_info: dict[str, Any]) -> None:
         """Become the pusher this server listens to, or fail when another one lives."""
         self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
