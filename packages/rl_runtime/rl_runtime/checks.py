@@ -8,35 +8,41 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
 
 from ckpt import Checkpoint, CheckpointManager
 from ds_engine import EngineConfig
 from ds_engine.schedule import check_schedule
 from rl_data import DataConfig, build_tiny_model, check_demonstrations, check_files, check_model_folder
-from rollout_vllm import RolloutConfig, SamplingConfig, check_launch, check_running
+from rollout_vllm import Endpoint, RolloutConfig, SamplingConfig, check_launch, check_running
 from rollout_vllm.checks import check_request_length
-from weight_sync import SyncConfig
+from weight_sync import SyncConfig, check_server
 
 from .cluster import check_address
 from .config import EpisodeConfig, ModelConfig, ScoringConfig, SupervisedConfig, TrainerConfig
 from .errors import InputError
 from .inputs import BUILTIN_MODEL
 from .placement import Placement
-from .reach import sync_that_reaches
+from .reach import sync_that_reaches, why_unreachable
 from .rollout_phase import load_rollout
 from .scoring import load_reward
 
 
 def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
-    """The user's own functions can be imported and called.
+    """The user's own functions can be imported and called, and the service that scores is up.
 
     Raises:
-        InputError: one cannot.
+        InputError: one cannot, or is not.
     """
     if episode.function is not None:
         load_rollout(episode.function)
     if reward.function is not None:
         load_reward(reward.function)
+    if reward.url is not None:
+        parts = urlsplit(reward.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        if why := why_unreachable(parts.hostname or "", port):
+            raise InputError(f"reward.url is {reward.url}: no service answers there ({why}); start it first")
 
 
 def check_prompt_files(model: ModelConfig, data: DataConfig, *, any_source: bool = False) -> None:
@@ -128,6 +134,7 @@ def check_servers(
             cluster at `trainer.ray_address`.
         rollout_vllm.RolloutConfigError: a port in use, too little memory for the KV cache, a folder vLLM cannot serve,
             a server that runs but cannot be used.
+        weight_sync.SyncConfigError: a server that runs but cannot be pushed to.
     """
     device = "cuda" if placement.on_gpu else "cpu"
     if rollout.device not in ("auto", device):
@@ -140,7 +147,9 @@ def check_servers(
             raise InputError(
                 "trainer.ray_address is given with rollout.urls, whose servers run already; give one of them"
             )
-        check_running(replace(rollout, control_routes=True))  # weights are pushed into them
+        check_running(replace(rollout, control_routes=True))
+        for url in rollout.urls:
+            check_server(Endpoint(url, rollout.api_key))
         return
     if trainer.ray_address is not None:
         check_address(trainer.ray_address)

@@ -1,7 +1,6 @@
 """A Ray cluster of several hosts: the ranks stay on the driver's, rollout servers go to the others."""
 
 import logging
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -13,8 +12,7 @@ from rollout_vllm.ray_servers import default_resources
 
 from .errors import InputError
 from .placement import ClusterNode, plan_server_nodes
-
-_PROBE_TIMEOUT_S = 10.0
+from .reach import why_unreachable
 
 
 def check_address(address: str) -> None:
@@ -28,10 +26,8 @@ def check_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise InputError(f"trainer.ray_address is {address!r}; allowed: auto, or host:port of the cluster's head")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S).close()
-    except OSError as error:
-        raise InputError(_nobody(address, error)) from None
+    if why := why_unreachable(host.strip("[]"), int(port)):
+        raise InputError(_nobody(address, why))
 
 
 def join_cluster(address: str) -> None:
@@ -43,13 +39,13 @@ def join_cluster(address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise InputError(_nobody(address, error)) from None
+        raise InputError(_nobody(address, " ".join(str(error).split()))) from None
 
 
-def _nobody(address: str, error: Exception) -> str:
+def _nobody(address: str, why: str) -> str:
     return (
-        f"trainer.ray_address is {address}: no Ray cluster can be joined there ({' '.join(str(error).split())}); start "
-        "one with ray start --head on this host and ray start --address=<this host>:6379 on the others"
+        f"trainer.ray_address is {address}: no Ray cluster can be joined there ({why}); start one "
+        "with ray start --head on this host and ray start --address=<this host>:6379 on the others"
     )
 
 

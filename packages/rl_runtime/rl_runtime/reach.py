@@ -1,4 +1,4 @@
-"""Which weight transport reaches the rollout servers, by where they run."""
+"""What this host reaches: addresses that the configuration names, and rollout servers over which weight transport."""
 
 import socket
 from dataclasses import replace
@@ -9,6 +9,17 @@ from weight_sync import SyncConfig
 
 from .config import TrainerConfig
 from .errors import InputError
+
+_PROBE_TIMEOUT_S = 10.0
+
+
+def why_unreachable(host: str, port: int) -> str:
+    """Why nothing can be connected to there; empty when something listens."""
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def sync_that_reaches(sync: SyncConfig, *, trainer: TrainerConfig, rollout: RolloutConfig, on_gpu: bool) -> SyncConfig:
