@@ -13,7 +13,7 @@ from rollout_vllm import RolloutConfig
 from weight_sync import SyncConfig
 
 HERE = ["http://127.0.0.1:1", "http://localhost:2/v1", "http://[::1]:3", f"http://{socket.gethostname()}:4"]
-THERE = ["http://192.0.2.7:1", "https://[2001:db8::1]:2", "http://no-such-host.invalid:3"]  # reserved for examples
+THERE = ["http://198.51.100.7:1", "https://[2001:db8::1]:2", "http://no-such-host.invalid:3"]  # reserved for examples
 
 
 @given(
