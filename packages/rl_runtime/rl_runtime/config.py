@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import urlsplit
 
 from ds_engine import OptimConfig
 from rl_data import RewardConfig
@@ -183,7 +184,7 @@ class ScoringConfig(RewardConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.url is not None:
-            if not self.url.startswith(("http://", "https://")):
+            if not self.url.startswith(("http://", "https://")) or not _names_a_host(self.url):
                 raise ValueError(f"url is {self.url!r}; allowed: http://host:port/path or https://…")
             if self.function is not None:
                 raise ValueError(
@@ -214,6 +215,14 @@ class ScoringConfig(RewardConfig):
                 f"judge_prompt is {judge_prompt!r}; allowed: text with {names}, and {{{{ and }}}} for braces "
                 f"({type(error).__name__}: {error})"
             ) from None
+
+
+def _names_a_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

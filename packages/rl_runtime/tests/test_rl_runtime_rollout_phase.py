@@ -316,6 +316,8 @@ def test_keys_are_not_written_down() -> None:
     ("settings", "message"),
     [
         ({"url": "localhost:8000"}, "url is 'localhost:8000'"),
+        ({"url": "http://a:port/score"}, "url is 'http://a:port/score'; allowed: http"),
+        ({"url": "http:///score"}, "url is"),
         ({"url": "http://a/b", "function": "a:b"}, "or no function"),
         ({"url": "http://a", "service": "judge"}, "judge_prompt is null"),
         ({"service": "pooling"}, "service is 'pooling'"),
