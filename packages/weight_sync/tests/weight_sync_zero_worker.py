@@ -81,16 +81,36 @@ class OuterProduct:
         return weight.float() + 0.5 * torch.outer(*self.parts)
 
 
+class Doubled:
+    """A packing of fp32 weights: twice of what the parameter holds, in another shape and dtype."""
+
+    dtype = torch.float64
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        return (2 * packed.to(self.dtype)).view(self.shape)
+
+
 def check_additions(engine: Any, rank: int) -> None:
-    """Other names, a parameter left out, an addition to two: merged in what is sent, and the module is as before."""
+    """Other names, a parameter left out, an addition to two, two in packed form, one of them with an addition: merged
+    and unpacked in what is sent, and the module is as before."""
     reference = full_weights(engine)
     params = dict(engine.module.named_parameters())
     first, second = [name for name in params if name.endswith("layernorm.weight")][:2]
     squares = [name for name, value in reference.items() if value.shape == 2 * reference[first].shape]
     assert len(squares) >= 2
+    table = "model.embed_tokens.weight"
+    packings = {squares[0]: Doubled(*reference[squares[0]].shape), table: Doubled(reference[table].numel())}
     addition = OuterProduct(params[first], params[second])
     named = [
-        SimpleNamespace(name=f"sent.{name}", parameter=param, low_rank=addition if name in squares else None)
+        SimpleNamespace(
+            name=f"sent.{name}",
+            parameter=param,
+            low_rank=addition if name in squares else None,
+            packed=packings.get(name),
+        )
         for name, param in params.items()
         if name != second
     ]
@@ -100,8 +120,9 @@ def check_additions(engine: Any, rank: int) -> None:
         out = torch.full((bucket.nbytes,), 77, dtype=torch.uint8) if rank == 0 else None
         source.fill(bucket, out)
         for slot in bucket.slots if out is not None else ():
-            want = reference[slot.name.removeprefix("sent.")]
-            if slot.name.removeprefix("sent.") in squares:
+            name = slot.name.removeprefix("sent.")
+            want = packings[name].unpack(reference[name]) if name in packings else reference[name]
+            if name in squares:
                 want = want + 0.5 * torch.outer(reference[first], reference[second])
             torch.testing.assert_close(slot_view(out, slot), want, rtol=1e-6, atol=1e-6)
             seen.add(slot.name)

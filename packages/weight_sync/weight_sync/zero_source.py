@@ -6,11 +6,13 @@ over NCCL each all-gather writes straight into its slot of the bucket (a slot ha
 are coalesced; over gloo the bucket's shards travel as one message to the sending rank alone. Shards that are not
 plain device tensors (offloaded, quantised, hpZ) go through DeepSpeed's own gather.
 
-What adapters added to a parameter is merged into its slot once that is filled, so the wire carries whole weights.
+What adapters added to a parameter is merged into its slot once that is filled, so the wire carries whole weights. A
+parameter that is packed (a base in four bits) is gathered as it is and unpacked into its slot.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,21 @@ class Addition(Protocol):
         """A whole weight with the addition, in any floating dtype."""
 
 
+class Packing(Protocol):
+    """How a parameter that holds a weight in another form, such as four bits, becomes that weight."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The weight's."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weight's."""
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The weight, of that shape and dtype, out of the whole parameter."""
+
+
 class NamedParameter(Protocol):
     """A parameter and the Hugging Face name it is sent under."""
 
@@ -43,6 +60,10 @@ class NamedParameter(Protocol):
     @property
     def low_rank(self) -> Addition | None:
         """None: sent as it is."""
+
+    @property
+    def packed(self) -> Packing | None:
+        """None: the parameter is the weight."""
 
 
 class ZeroSource:
@@ -59,12 +80,14 @@ class ZeroSource:
         self._dtype = dtype
         self._root = root
         self._additions: dict[str, Addition] = {}
+        self._packings: dict[str, Packing] = {}
         if isinstance(weights, nn.Module):
             self._params: dict[str, Any] = dict(weights.named_parameters())
         else:
             named = list(weights)
             self._params = {tensor.name: tensor.parameter for tensor in named}
             self._additions = {tensor.name: tensor.low_rank for tensor in named if tensor.low_rank is not None}
+            self._packings = {tensor.name: tensor.packed for tensor in named if tensor.packed is not None}
         if not self._params:
             raise SourceError("the module has no parameters")
         self._scratch: Tensor | None = None
@@ -83,9 +106,14 @@ class ZeroSource:
                 self._gather_slowly(slow, out)
             if whole and out is not None:
                 self._copy_whole(bucket, whole, out)
+            self._unpack([slot for slot in bucket.slots if slot.name in self._packings], out)
             self._merge([slot for slot in bucket.slots if slot.name in self._additions], out)
 
     def _entry(self, name: str, param: Any) -> TensorEntry:
+        packing = self._packings.get(name)
+        if packing is not None:
+            dtype = self._dtype or packing.dtype
+            return TensorEntry(name=name, shape=tuple(packing.shape), dtype=dtype_name(dtype))
         shape = tuple(getattr(param, "ds_shape", param.shape))
         dtype = wire_dtype(param, self._dtype)
         padding = 0
@@ -94,9 +122,11 @@ class ZeroSource:
         return TensorEntry(name=name, shape=shape, dtype=dtype_name(dtype), padding=padding)
 
     def _sort(self, bucket: Bucket) -> tuple[list[Slot], list[Slot], list[Slot]]:
-        """Slots whose parameter is whole here, sharded on the device, sharded in another way."""
+        """Slots whose parameter is whole here, sharded on the device, sharded in another way; no packed ones."""
         groups: tuple[list[Slot], list[Slot], list[Slot]] = ([], [], [])
         for slot in bucket.slots:
+            if slot.name in self._packings:
+                continue
             param = self._params[slot.name]
             groups[0 if not hasattr(param, "ds_tensor") else 1 if _is_fast(param) else 2].append(slot)
         return groups
@@ -181,15 +211,18 @@ class ZeroSource:
                 for slot, param in zip(slots, params, strict=True):
                     slot_view(out, slot).copy_(param.data.view(slot.shape))
 
+    def _unpack(self, slots: list[Slot], out: Tensor | None) -> None:
+        """Packed parameters: gathered by DeepSpeed where they are sharded, then unpacked by the rank that sends."""
+        params = [self._params[slot.name] for slot in slots]
+        with _gathered(params):
+            for slot, param in zip(slots, params, strict=True) if out is not None else ():
+                assert out is not None
+                slot_view(out, slot).copy_(self._packings[slot.name].unpack(param.data))
+
     def _merge(self, slots: list[Slot], out: Tensor | None) -> None:
         """Adapters are small: those of a bucket are gathered together and multiplied where they live."""
         parts = list(dict.fromkeys(part for slot in slots for part in self._additions[slot.name].parts))
-        if any(hasattr(part, "ds_tensor") for part in parts):
-            from deepspeed import zero
-
-            with zero.GatheredParameters(parts):
-                self._merge_whole(slots, out)
-        else:
+        with _gathered(parts):
             self._merge_whole(slots, out)
 
     def _merge_whole(self, slots: list[Slot], out: Tensor | None) -> None:
@@ -204,6 +237,15 @@ class ZeroSource:
         if self._scratch is None or self._scratch.numel() < nbytes or self._scratch.device != device:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._scratch
+
+
+def _gathered(params: list[Any]) -> AbstractContextManager[Any]:
+    """Inside, `params` are whole: those that ZeRO-3 has sharded, by DeepSpeed's own gather."""
+    if not any(hasattr(param, "ds_tensor") for param in params):
+        return nullcontext()
+    from deepspeed import zero
+
+    return cast("AbstractContextManager[Any]", zero.GatheredParameters(params))
 
 
 def _is_fast(param: Any) -> bool:
