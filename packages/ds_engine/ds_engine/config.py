@@ -168,9 +168,13 @@ class LoraConfig:
     layer of the backbone. Embeddings and the head are never adapted."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead."""
+    base_format: Literal["plain", "nf4"] = "plain"
+    """How the frozen linear layers are held: plain, in the model's dtype, or nf4, in 4.5 bits a weight (QLoRA),
+    unpacked for each product. What is computed, exported and synchronised is the rounded base then."""
 
     def __post_init__(self) -> None:
         _require(self.rank >= 1, "rank", self.rank, "1 or more")
+        _require(self.base_format in ("plain", "nf4"), "base_format", self.base_format, "plain or nf4")
         _require(self.alpha >= 1, "alpha", self.alpha, "1 or more")
         _require(0 <= self.dropout < 1, "dropout", self.dropout, "0 up to, not including, 1")
         names = self.target_modules
@@ -189,7 +193,8 @@ class EngineConfig:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig | None = None
-    """Train adapters instead of the whole model. Engines built with trainable=False ignore it: they are the base."""
+    """Train adapters instead of the whole model. Engines built with trainable=False are the base, in its base_format,
+    and have no adapters."""
     dtype: Dtype = "bf16"
     """Dtype of weights and activations. The optimizer always keeps fp32 master weights. fp16 scales the loss."""
     gradient_checkpointing: bool = False
@@ -226,6 +231,12 @@ class EngineConfig:
             "compile",
             self.compile,
             "stage 3 gathers weights in hooks inside the layers, which breaks them into pieces: use stage 1 or 2",
+        )
+        _require(
+            not self.compile or self.lora is None or self.lora.base_format == "plain",
+            "compile",
+            self.compile,
+            "compiled layers would keep what lora.base_format=nf4 unpacks: use plain, or leave layers uncompiled",
         )
         _require(self.sequence_parallel >= 1, "sequence_parallel", self.sequence_parallel, "1 or more")
         _require(self.checkpoint_every >= 1, "checkpoint_every", self.checkpoint_every, "1 or more")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .nf4 import PackedShape
+
 __all__ = ["LowRank", "NamedTensor", "export_tensors"]
 
 _GATHER_BYTES = 256 * 1024 * 1024
@@ -40,6 +42,8 @@ class NamedTensor:
     name: str
     parameter: nn.Parameter
     low_rank: LowRank | None = None
+    packed: PackedShape | None = None
+    """Set where the parameter is packed: what it is unpacked."""
 
     @property
     def parts(self) -> list[nn.Parameter]:
@@ -48,13 +52,16 @@ class NamedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole parts."""
-        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.parts)
+        """Bytes of the whole parts, and of what they are unpacked to."""
+        unpacked = self.packed.numel * self.packed.dtype.itemsize if self.packed else 0
+        return unpacked + sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.parts)
 
     @torch.no_grad()
     def value(self, dtype: torch.dtype | None = None, *, copy: bool = False) -> Tensor:
-        """The tensor in the parameter's dtype or `dtype`; the parameter's own memory where nothing asks for other."""
+        """The tensor in its own dtype or `dtype`; the parameter's own memory where nothing asks for other."""
         weight = self.parameter.detach()
+        if self.packed is not None:
+            weight, copy = self.packed.unpack(weight), False
         if self.low_rank is not None:
             return self.low_rank.merged(weight).to(dtype or weight.dtype)
         return weight.to(dtype or weight.dtype, copy=copy)

@@ -16,6 +16,7 @@ from .compilation import compile_layers
 from .errors import EngineConfigError, ModelError
 from .lora import add_adapters
 from .packed_model import VALUE_HEAD, install_packed_forward
+from .quantised_base import quantise_base
 from .sequence_parallel import check_heads
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def load_model(
 ) -> nn.Module:
     """The model in `config.dtype` with packed attention, on `device` (stage 3: sharded over the ranks).
 
+    A base of adapters that is to be in four bits is packed layer by layer on the way there.
+
     Args:
         head: "lm" for the causal LM as it is; "value" for its backbone with one number a token instead, read from the
             folder if that holds such a head, else drawn by `config.seed`, small: values start near zero.
@@ -68,6 +71,8 @@ def load_model(
     sharded = config.zero.stage == 3
     with _zero3_loading(ds_config) if sharded else _nothing():
         model = _read_folder(model_path, torch_dtype(config.dtype), head, seed=config.seed)
+    if config.lora is not None and config.lora.base_format == "nf4":
+        quantise_base(model, device=device)
     if not sharded:
         return model.to(device)
     _restore_fp32_buffers(model)

@@ -20,6 +20,7 @@ from torch import nn
 
 from .errors import EngineConfigError, ModelError
 from .export import LowRank, NamedTensor
+from .quantised_base import Nf4Linear, packed_shapes
 
 if TYPE_CHECKING:
     from .batch import Head
@@ -77,7 +78,9 @@ def _target_names(model: Any, lora: LoraConfig) -> list[str]:
     """Last parts of the names of the layers to adapt: what PEFT matches, and writes into the adapter's folder."""
     prefix = getattr(model, "base_model_prefix", "") or "model"
     backbone = getattr(model, prefix, None)
-    layers = [f"{prefix}.{n}" for n, m in backbone.named_modules() if type(m) is nn.Linear] if backbone else []
+    layers = (
+        [f"{prefix}.{n}" for n, m in backbone.named_modules() if type(m) in (nn.Linear, Nf4Linear)] if backbone else []
+    )
     if not layers:
         raise ModelError(f"{type(model).__name__} has no linear layer in its backbone to put an adapter beside")
     if lora.target_modules == "all-linear":
@@ -132,11 +135,17 @@ def low_rank_terms(module: nn.Module) -> dict[str, LowRank]:
 
 
 def whole_tensors(module: nn.Module) -> list[NamedTensor]:
-    """The model without trace of adapters: Hugging Face names, in the module's order, tied parameters once."""
+    """The model without trace of adapters and packing: Hugging Face names, the module's order, tied parameters once."""
     terms = low_rank_terms(module)
+    packed = packed_shapes(module)
     adapters = {id(p) for term in terms.values() for p in (term.a_RI, term.b_OR)}
     return [
-        NamedTensor(name=name.replace(".base_layer.", "."), parameter=parameter, low_rank=terms.get(name))
+        NamedTensor(
+            name=name.replace(".base_layer.", "."),
+            parameter=parameter,
+            low_rank=terms.get(name),
+            packed=packed.get(name),
+        )
         for name, parameter in module.named_parameters()
         if id(parameter) not in adapters
     ]

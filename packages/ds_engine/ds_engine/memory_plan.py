@@ -15,6 +15,8 @@ Optimizer means fp32 weights and Adam's two moments. With the optimizer offloade
 full fp32 gradient shard and a copy of the weight shard; fp32-accumulated gradients of stage 2 stay on the device until
 the step all the same.
 
+LoRA's base in NF4 (4.5 bits a weight) is among the weights. Unpacked, a matrix exists at a time: e bytes a weight.
+
 Activations: t = T / sp tokens of this rank, q and v the widths of queries and of keys or values, h hidden, i inner. A
 layer of the families known here keeps, per token,
 
@@ -39,7 +41,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .config import EngineConfig
-from .model_shape import ModelShape, Weight
+from .model_shape import UNPACKED_AT_ONCE, ModelShape, Weight, nf4_bytes
 
 __all__ = ["MemoryEstimate", "Place", "estimate_memory"]
 
@@ -48,6 +50,8 @@ _FALLBACK_BUCKET = 500_000_000
 _LIVE_ELEMENTS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance."""
 _SUB_GROUP = 1_000_000_000
+_UNPACKING = 6
+"""Bytes that a weight of those unpacked at once takes besides its place: an fp32 value, half an index of four bytes."""
 LOG_PROB_BYTES = 2**29
 """Working memory of rl_core.linear_log_prob beyond the gradients."""
 
@@ -201,6 +205,10 @@ def estimate_memory(
     if config.lora is not None:
         frozen = [w for w in weights if w.name != "score"]
         weights = shape.adapters(config.lora) + [w for w in weights if w.name == "score"]
+    num_parameters = sum(w.size for w in weights + frozen)
+    if _is_packed(config):
+        matrices = {w.name for w in shape.linear_layers()}
+        frozen = [_packed(w, _BYTES[config.dtype]) if w.name in matrices else w for w in frozen]
     case = _Case(shape=shape, config=config, trained=weights, frozen=frozen, ranks=dp * config.sequence_parallel)
     states = _stage_3(case) if config.zero.stage == 3 else _stages_1_and_2(case)
     tokens = -(-tokens_per_micro_batch // config.sequence_parallel)
@@ -209,7 +217,7 @@ def estimate_memory(
     peak = _peak(case, states, tokens, targets, log_prob_bytes if head == "lm" else 0, late)
     inputs = tokens * shape.hidden * case.e * _recomputed(case) if config.checkpoint_to_cpu else 0
     return MemoryEstimate(
-        num_parameters=sum(w.size for w in weights + frozen),
+        num_parameters=num_parameters,
         num_trained=sum(w.size for w in weights),
         num_ranks=case.ranks,
         weights=states.weights,
@@ -218,6 +226,15 @@ def estimate_memory(
         buffers=states.buffers,
         activations=Place(device=peak, cpu=inputs),
     )
+
+
+def _is_packed(config: EngineConfig) -> bool:
+    return config.lora is not None and config.lora.base_format == "nf4"
+
+
+def _packed(weight: Weight, e: int) -> Weight:
+    """As the engine holds it in NF4: a flat parameter of the model's dtype."""
+    return Weight(name=weight.name, shape=(nf4_bytes(weight.size) // e,))
 
 
 # ---------------------------------------------------------------- model states
@@ -347,6 +364,9 @@ def _peak(case: _Case, states: _States, tokens: int, targets: int, log_prob_byte
     at_head = kept + final + head_table + log_prob_bytes
     below_head = head_table if shape.tied else 0  # a tied gradient waits for the embedding's
     inner = tokens * (2 * e * shape.intermediate + 12 * hidden)
+    if _is_packed(config):
+        largest = max(w.size for w in shape.linear_layers())
+        inner += e * largest + _UNPACKING * min(largest, UNPACKED_AT_ONCE)
     at_layer = kept + (layer if recomputed else 0) + inner + below_head
     # When the first bucket is full and its gradients get their place, the layers that filled it have let go of theirs.
     layer_size = sum(w.size for w in case.trained if w.name not in ("embed_tokens", "lm_head")) // shape.num_layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import signal
@@ -147,6 +148,21 @@ def reference_training(
         weights = {name: t.clone() for name, t in peft.get_peft_model_state_dict(model).items()}
         model = model.merge_and_unload()
     return weights | {name: p.detach().clone() for name, p in model.named_parameters()}, losses, norms
+
+
+def write_adapters(folder: Path, settings: Mapping[str, Any], tensors: dict[str, Tensor]) -> Path:
+    """A folder as PEFT writes them."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |b|"""
+    return float((a - b).norm() / b.norm())
 
 
 # ----------------------------------------------------------------------- ranks

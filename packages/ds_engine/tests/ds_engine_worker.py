@@ -30,6 +30,7 @@ from ds_engine.collective_log import CollectiveRecord
 from ds_engine.loading import load_model
 from ds_engine.optimizer import parameter_groups
 from ds_engine.packed_model import install_packed_forward, packed_inputs
+from ds_engine.quantised_base import Nf4Linear
 from ds_engine.transfer_plan import Visit
 
 CPU = torch.device("cpu")
@@ -102,10 +103,17 @@ def train_adapters(
             "merged": {name: tensor.clone() for name, tensor in engine.export_parameters()},
             "adapters": {name: tensor.clone() for name, tensor in engine.export_adapters()},
             "settings": engine.adapter_config(),
+            "packed_bytes": sum(_held(m.weight) for m in engine.module.modules() if isinstance(m, Nf4Linear)),
             "num_states": sum(s["exp_avg"].numel() for s in engine._optimizer.state.values() if "exp_avg" in s),
         }
     finally:
         engine.close()
+
+
+def _held(parameter: Any) -> int:
+    """Bytes of what this rank keeps of a parameter between steps: its storage, and stage 3's shard."""
+    held = [parameter.data, *([parameter.ds_tensor] if hasattr(parameter, "ds_tensor") else [])]
+    return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor.numel() > 0)
 
 
 def train_with_overflow(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from ds_engine_testkit import RankPool, make_samples, reference_training
-from safetensors.torch import save_file
+from ds_engine_testkit import RankPool, distance, make_samples, reference_training, write_adapters
 
 from ds_engine import (
     CheckpointError,
@@ -49,17 +47,6 @@ def adapted(folder: Path, lora: LoraConfig = LORA, head: str = "lm") -> torch.nn
     model = load_model(str(folder), EngineConfig(dtype="fp32"), device=CPU, ds_config={}, head=head)
     add_adapters(model, lora, head=head, seed=5)
     return model
-
-
-def write_adapters(folder: Path, settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return folder
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 Reference = tuple[dict[str, torch.Tensor], list[float], list[float]]

@@ -53,11 +53,13 @@ def config(stage: int, *, dtype: str = "bf16", offload: str = "none", fp32: bool
         config(2, fp32=False),
         config(2, offload="cpu"),
         config(2, lora=LoraConfig(rank=4)),
+        config(2, lora=LoraConfig(rank=4, base_format="nf4")),
+        config(3, lora=LoraConfig(rank=4, base_format="nf4")),
         config(3),
         config(3, dtype="fp32"),
         config(3, offload="cpu"),
     ],
-    ids=["1-bf16", "1-fp32", "2-bf16", "2-bf16-grads", "2-cpu", "2-lora", "3-bf16", "3-fp32", "3-cpu"],
+    ids=["1-bf16", "1-fp32", "2-bf16", "2-bf16-grads", "2-cpu", "2-lora", "2-nf4", "3-nf4", "3-bf16", "3-fp32", "3-cpu"],
 )
 def test_states_are_those_that_ranks_hold(two_ranks: RankPool, tmp_path_factory: Any, case: EngineConfig) -> None:
     folder = write_tiny_model(tmp_path_factory.mktemp("model"), hidden=64)
@@ -88,6 +90,27 @@ def test_parameters_are_counted_as_published() -> None:
     adapters = plan(config(2, lora=LoraConfig(rank=8, target_modules=("q_proj", "v_proj"))))
     assert adapters.num_trained == 28 * 8 * (1024 + 2048 + 1024 + 1024)
     assert adapters.num_parameters == 596_049_920 + adapters.num_trained
+
+
+def test_a_7b_model_in_four_bits_fits_cards_of_11_gb() -> None:
+    """DeepSeek-R1-Distill-Qwen-7B's sizes on two cards; 0.5 GB of them are CUDA's own."""
+    sizes = {"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944}
+    model = sizes | {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+
+    def device_bytes(stage: int, base_format: str) -> tuple[int, int]:
+        lora = LoraConfig(rank=16, base_format=base_format)
+        settings_ = config(stage, offload="cpu", lora=lora, gradient_checkpointing=True)
+        estimate = estimate_memory(model, settings_, dp=2, tokens_per_micro_batch=2048)
+        assert estimate.num_parameters - estimate.num_trained == 7_615_616_512
+        return estimate.weights.device, estimate.device_bytes
+
+    linear = 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
+    saved = linear * 2 - linear * 9 // 16
+    for stage, share in ((2, 1), (3, 2)):
+        packed, plain = (device_bytes(stage, base_format) for base_format in ("nf4", "plain"))
+        assert plain[0] - packed[0] == saved // share
+        assert packed[1] < 10_500_000_000
+    assert device_bytes(2, "plain")[1] > 15_000_000_000
 
 
 STAGES = st.sampled_from([1, 2, 3])

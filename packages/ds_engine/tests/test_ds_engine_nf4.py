@@ -1,0 +1,306 @@
+"""LoRA on a base in NF4: the format against its definition, layers and models that hold it, training on real ranks."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from ds_engine_testkit import (
+    RankPool,
+    distance,
+    make_batch,
+    make_samples,
+    reference_training,
+    write_adapters,
+    write_tiny_model,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ds_engine import EngineConfig, LoraConfig, ModelError, OffloadConfig, OptimConfig, ZeroConfig, dense_log_prob
+from ds_engine import nf4 as nf4_module
+from ds_engine.loading import load_model
+from ds_engine.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
+from ds_engine.nf4 import VALUES, PackedShape
+from ds_engine.packed_model import install_packed_forward, packed_inputs
+from ds_engine.quantised_base import Nf4Linear, quantise_base
+
+CPU = torch.device("cpu")
+LR, EPS = 3e-3, 1e-4
+STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
+LORA = LoraConfig(rank=4, alpha=12, base_format="nf4")
+WIDEST_GAP = max(b - a for a, b in pairwise(VALUES))
+
+
+def config(stage: int, *, optimizer: str = "none", param: str = "none", dtype: str = "fp32", **extra: Any):
+    zero = ZeroConfig(
+        stage=stage, offload=OffloadConfig(optimizer=optimizer, param=param), param_persistence_elements=0
+    )
+    optim = OptimConfig(lr=LR, eps=EPS, grad_clip=1.0)
+    return EngineConfig(**{"zero": zero, "optim": optim, "lora": LORA, "dtype": dtype, "seed": 5} | extra)
+
+
+def packing(weight: torch.Tensor) -> PackedShape:
+    return PackedShape(shape=tuple(weight.shape), dtype=weight.dtype)
+
+
+# ------------------------------------------------------------------ the format
+
+BLOCKS = st.lists(
+    st.tuples(st.integers(0, 2**31), st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 3e4]), st.booleans()),
+    min_size=1,
+    max_size=6,
+)
+
+
+def drawn(blocks: list[tuple[int, float, bool]], dtype: torch.dtype) -> torch.Tensor:
+    """[number of blocks, 64]: normal, or with a few outliers, of scales that differ from block to block."""
+    rows = []
+    for seed, scale, spiky in blocks:
+        row = torch.randn(64, generator=torch.Generator().manual_seed(seed))
+        rows.append((row**7 if spiky else row) * scale / row.abs().max() ** (7 if spiky else 1))
+    return torch.stack(rows).to(dtype)
+
+
+@settings(deadline=None)
+@given(blocks=BLOCKS, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_every_weight_becomes_the_nearest_value_of_its_block(
+    blocks: list[tuple[int, float, bool]], dtype: torch.dtype
+) -> None:
+    weight = drawn(blocks, dtype)
+    packed = packing(weight).pack(weight)
+    back = packing(weight).unpack(packed)
+    assert (packed.dtype, packed.shape) == (dtype, (36 * len(blocks) // dtype.itemsize,))
+    assert (back.dtype, back.shape) == (dtype, weight.shape)
+    largest = weight.double().abs().amax(dim=1, keepdim=True)
+    rounding = 2.0 ** (-8 if dtype == torch.bfloat16 else -23) * largest
+    error = (back.double() - weight.double()).abs()
+    assert (error <= WIDEST_GAP / 2 * largest + rounding).all()
+    choices = largest[..., None] * torch.tensor(VALUES, dtype=torch.float64)
+    nearest = (choices - weight.double()[..., None]).abs().amin(dim=-1)
+    assert (error <= nearest + rounding).all()
+    # The largest of a block and zeros survive; so does everything that has been rounded once.
+    assert torch.equal(back.abs().amax(dim=1), weight.abs().amax(dim=1))
+    assert (back[weight == 0] == 0).all()
+    assert torch.equal(packing(back).pack(back).view(torch.uint8), packed.view(torch.uint8))
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=st.integers(1, 40), columns=st.integers(1, 6), at_once=st.integers(1, 8), offset=st.integers(0, 5))
+def test_pieces_and_places_do_not_matter(rows: int, columns: int, at_once: int, offset: int) -> None:
+    """Worked on in pieces of any size, and unpacked out of any place of a buffer."""
+    weight = torch.randn(rows, 64 * columns, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    packed = packing(weight).pack(weight)
+    whole = packing(weight).unpack(packed)
+    buffer = torch.zeros(offset + len(packed) + 3, dtype=torch.bfloat16)
+    placed = buffer[offset : offset + len(packed)]
+    placed.copy_(packed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nf4_module, "UNPACKED_AT_ONCE", 64 * at_once)
+        assert torch.equal(packing(weight).pack(weight).view(torch.uint8), packed.view(torch.uint8))
+        assert torch.equal(packing(weight).unpack(placed), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bits_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = (torch.randn(384, 640, generator=torch.Generator().manual_seed(1)) * 0.02).to(dtype)
+    weight[7] = 0
+    packed = packing(weight).pack(weight)
+    theirs, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    ours = packed.view(torch.uint8)
+    assert torch.equal(ours[: weight.numel() // 2], theirs.view(-1))
+    assert torch.equal(ours[weight.numel() // 2 :].view(torch.float32), state.absmax)
+    assert torch.equal(packing(weight).unpack(packed), functional.dequantize_4bit(theirs, state))
+
+
+# ------------------------------------------------------------ layers and models
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_multiplies_by_the_unpacked_weight_and_keeps_nothing(bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(128, 96, bias=bias).requires_grad_(False)
+    packed = packing(plain.weight)
+    layer = Nf4Linear(plain, nn.Parameter(packed.pack(plain.weight), requires_grad=False), packed)
+    plain.weight.copy_(packed.unpack(layer.weight))
+    x = torch.randn(2, 5, 128)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = layer(ours)
+    assert [t.data_ptr() for t in kept] == [layer.weight.data_ptr()]
+    expected = plain(theirs)
+    assert torch.equal(y, expected)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    expected.backward(grad)
+    assert torch.equal(ours.grad, theirs.grad)
+    assert layer.weight.untyped_storage().nbytes() == 128 * 96 * 9 // 16
+
+
+def test_layers_are_packed_one_after_another(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(str(tiny_model), EngineConfig(dtype="bf16"), device=CPU, ds_config={})
+    before = [weakref.ref(m.weight) for m in model.model.modules() if type(m) is nn.Linear]
+    alive: list[int] = []
+    original = PackedShape.pack
+
+    def pack(self: PackedShape, weight: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(each() is not None for each in before))
+        return original(self, weight)
+
+    monkeypatch.setattr(PackedShape, "pack", pack)
+    quantise_base(model, device=CPU)
+    assert alive == list(range(len(before), 0, -1))
+    assert type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "mlp.up_proj")])
+def test_what_is_handed_out_is_what_is_computed_with(tiny_model: Path, targets: Any) -> None:
+    """The merged tensors under their own names, in a plain model: the same log-probs."""
+    settings_ = EngineConfig(dtype="fp32", lora=replace(LORA, target_modules=targets))
+    model = load_model(str(tiny_model), settings_, device=CPU, ds_config={})
+    add_adapters(model, settings_.lora, head="lm", seed=5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    plain = load_model(str(tiny_model), EngineConfig(dtype="fp32"), device=CPU, ds_config={})
+    before = {name: p.clone() for name, p in plain.named_parameters()}
+    tensors = {t.name: t.value() for t in whole_tensors(model)}
+    assert list(tensors) == list(before)
+    assert not any(torch.equal(tensors[name], p) for name, p in before.items() if "_proj" in name)
+    assert all(torch.equal(tensors[name], p) for name, p in before.items() if "_proj" not in name)
+    plain.load_state_dict(tensors, strict=False)
+    answers = []
+    for each in (model, plain):
+        install_packed_forward(each, dense_log_prob)
+        inputs, _ = packed_inputs(make_batch(STEPS[0]), device=CPU, kernel="sdpa")
+        answers.append(each(packed=inputs))
+    torch.testing.assert_close(answers[0], answers[1], rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
+    odd = write_tiny_model(tmp_path / "odd", hidden=40)
+    message = r"base_format='nf4' cannot pack model\.layers\.0\.self_attn\.k_proj\.weight: NF4 packs blocks of 64"
+    with pytest.raises(ModelError, match=message):
+        load_model(str(odd), config(2), device=CPU, ds_config={})
+    broken = transformers.AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "tiny"))
+    broken.model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.nan
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight: it holds weights that are infinite or not"):
+        quantise_base(broken, device=CPU)
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="base_format='int4' is not allowed: plain or nf4"):
+        LoraConfig(base_format="int4")
+    with pytest.raises(ValueError, match=r"compile=True is not allowed: .* lora\.base_format=nf4"):
+        EngineConfig(lora=LORA, compile=True)
+
+
+# ----------------------------------------------------------------------- ranks
+
+
+Rounded = tuple[Path, Path, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def rounded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Rounded:
+    """(model folder, adapter folder, weights): a plain fp32 model of what the packed base is unpacked to, and the
+    adapters that the engine starts with."""
+    folder = tmp_path_factory.mktemp("rounded")
+    packed = load_model(str(tiny_model), config(2), device=CPU, ds_config={})
+    weights = {t.name: t.value() for t in whole_tensors(packed)}
+    add_adapters(packed, LORA, head="lm", seed=5)
+    tensors = {t.name: t.value() for t in adapter_tensors(packed)}
+    adapters = write_adapters(folder / "adapters", adapter_settings(packed), tensors)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    model.load_state_dict(weights, strict=False)
+    model.save_pretrained(folder / "model")
+    return folder / "model", adapters, weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "param"), [(2, "none", "none"), (2, "cpu", "none"), (3, "none", "none"), (3, "cpu", "cpu")]
+)
+def test_three_steps_equal_one_process_on_the_unpacked_base(
+    two_ranks: RankPool,
+    tiny_model: Path,
+    rounded: Rounded,
+    stage: int,
+    optimizer: str,
+    param: str,
+) -> None:
+    folder, adapters, base = rounded
+    expected, losses, norms = reference_training(folder, STEPS, lr=LR, eps=EPS, adapters=adapters)
+    per_rank = [{"steps": [[samples[rank::4], samples[rank + 2 :: 4], []] for samples in STEPS]} for rank in range(2)]
+    wanted = config(stage, optimizer=optimizer, param=param)
+    results = two_ranks.run("train_adapters", per_rank, model_path=str(tiny_model), config=wanted, samples=STEPS[0][:3])
+    first = results[0]
+    assert [s.loss for s in first["stats"]] == pytest.approx(losses, rel=1e-5)
+    assert [s.grad_norm for s in first["stats"]] == pytest.approx(norms, rel=1e-5)
+    assert {**first["adapters"], **first["merged"]}.keys() == expected.keys()
+    for name, tensor in first["adapters"].items():
+        assert distance(tensor, expected[name]) < 1e-5, name
+    for name, tensor in first["merged"].items():
+        assert distance(tensor, expected[name]) < 1e-5, name
+        change = base[name]
+        if "_proj" in name:
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            a, b = (first["adapters"][f"{layer}.lora_{side}.weight"] for side in "AB")
+            change = change + 12 / 4 * b @ a
+        torch.testing.assert_close(tensor, change, rtol=1e-6, atol=1e-6)
+    # The packed base really is half a byte a weight and four a block of 64; stage 3 has a half of it on each rank.
+    num_weights = sum(tensor.numel() for name, tensor in base.items() if "_proj" in name)
+    for result in results:
+        assert result["packed_bytes"] == num_weights * 9 // 16 // (2 if stage == 3 else 1)
+        assert all(torch.equal(each, result["base"][0]) for each in result["base"])
+        assert distance(result["outputs"].log_probs_K, result["base"][0]) > 1e-3
+    # Nor does it change what a reference model answers: a frozen engine of this configuration is that base.
+    (frozen, _, _), _ = two_ranks.run(
+        "frozen_log_probs", model_path=str(tiny_model), config=wanted, samples=STEPS[0][:3]
+    )
+    torch.testing.assert_close(frozen.log_probs_K, first["base"][0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_resumes_bit_for_bit(two_ranks: RankPool, tiny_model: Path, tmp_path: Path, stage: int) -> None:
+    """In bf16, recomputing activations: adapters from the checkpoint, the base packed anew from the model folder."""
+    steps = [[make_samples(2, seed=s)] for s in range(4)]
+    common = {
+        "model_path": str(tiny_model),
+        "samples": STEPS[0],
+        "config": config(stage, dtype="bf16", gradient_checkpointing=True),
+    }
+    whole = two_ranks.run("train_adapters", steps=steps, **common)[0]
+    two_ranks.run("train_adapters", steps=steps[:2], save_to=str(tmp_path), **common)
+    resumed = two_ranks.run("train_adapters", steps=steps[2:], load_from=str(tmp_path), **common)[0]
+    assert resumed["stats"] == whole["stats"][2:]
+    assert torch.equal(resumed["base"][0], whole["base"][0])
+    for kind in ("merged", "adapters"):
+        assert all(torch.equal(resumed[kind][name], tensor) for name, tensor in whole[kind].items())
+    assert all(tensor.dtype == torch.bfloat16 for tensor in whole["merged"].values())
+    (file, *_) = sorted((tmp_path / "tag").glob("*model_states.pt"))
+    assert all("lora_" in name for name in torch.load(file, weights_only=False)["module"])
+
+
+@pytest.mark.slow
+def test_a_critic_trains_on_it(two_ranks: RankPool, tiny_model: Path) -> None:
+    per_rank = [{"steps": [[samples[rank::2]] for samples in STEPS], "value_samples": [STEPS[0]]} for rank in range(2)]
+    runs = [
+        two_ranks.run("train_values", per_rank, model_path=str(tiny_model), config=config(stage))[0] for stage in (2, 3)
+    ]
+    start = load_model(str(tiny_model), config(2), device=CPU, ds_config={}, head="value")
+    for tensor in whole_tensors(start):
+        assert distance(runs[1]["weights"][tensor.name], runs[0]["weights"][tensor.name]) < 1e-5, tensor.name
+        is_trained = "_proj" in tensor.name or tensor.name == "score.weight"
+        assert torch.equal(runs[0]["weights"][tensor.name], tensor.value()) != is_trained, tensor.name
