@@ -69,6 +69,7 @@ def test_two_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callable
         "algorithm.kl_target=0.01",
         "critic.zero.stage=3",
         "actor.lora.rank=4",
+        "actor.lora.base_format=nf4",
         "task.kind=calculator",
         "episode.function=apps.grpo.calculator:with_calculator",
         "warm_start.steps=20",
