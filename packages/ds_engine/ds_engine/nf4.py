@@ -7,8 +7,7 @@ index of the value v nearest to w / m among sixteen, which are quantiles of a no
 
 In memory, one after another: numel / 2 bytes of indices, two a byte with the first in the high bits, and 4 bytes m a
 block, so 4.5 bits a weight. Plain torch, so it runs wherever torch does. Indices, scales and unpacked weights are those
-of bitsandbytes.functional.quantize_4bit and dequantize_4bit on the CPU to the last bit; a test compares them where that
-is installed.
+of bitsandbytes.functional.quantize_4bit and dequantize_4bit on the CPU to the last bit, which a test shows.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -108,17 +109,55 @@ def test_pieces_and_places_do_not_matter(rows: int, columns: int, at_once: int, 
         assert torch.equal(packing(weight).unpack(placed), whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_bits_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
-    weight = (torch.randn(384, 640, generator=torch.Generator().manual_seed(1)) * 0.02).to(dtype)
+# SHA-256 of what bitsandbytes 0.50.2 makes of `ramp` on the CPU: indices and scales, and the weights out of them.
+BITSANDBYTES = {
+    torch.float32: (
+        "79d26b00400d5192840e022afe0dcdb5e2156d551c4bceafb3c09ce2e5341ec4",
+        "72ef5b632a9e18b4071982c9b6ebd879b417dd9f8cbe9970d3ddd417ed2f1ae5",
+    ),
+    torch.bfloat16: (
+        "2841f12f0d4835525d69bf146892f890d9ee0992ba33529c61623ccd1c177aac",
+        "ef5f4de968917833cfaa6f1da446f8e8b7e4e93893290ebc324808843b761657",
+    ),
+    torch.float16: (
+        "964b380b18ebba0238f34d68edb00fcc487f7928620be57d55c09e95d97d2ebf",
+        "206e0cbc026a5009c38f8e0262b93380342e55ae145c0ed1777f2e0e69735756",
+    ),
+}
+
+
+def ramp(dtype: torch.dtype) -> torch.Tensor:
+    """[384, 640], up to 0.05 and mostly small, by arithmetic that is the same everywhere; one row of zeros."""
+    i = torch.arange(384 * 640)
+    weight = ((i * 2654435761 % 1048576).double() / 524288 - 1) ** 3 * 0.05
+    weight = weight.float().view(384, 640).to(dtype)
     weight[7] = 0
+    return weight
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("dtype", list(BITSANDBYTES))
+def test_bits_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
+    weight = ramp(dtype)
     packed = packing(weight).pack(weight)
+    back = packing(weight).unpack(packed)
+    assert (digest(packed), digest(back)) == BITSANDBYTES[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(BITSANDBYTES))
+def test_bits_are_those_of_the_bitsandbytes_installed(dtype: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = ramp(dtype)
+    packed = packing(weight).pack(weight)
+    back = packing(weight).unpack(packed)
     theirs, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
     ours = packed.view(torch.uint8)
     assert torch.equal(ours[: weight.numel() // 2], theirs.view(-1))
     assert torch.equal(ours[weight.numel() // 2 :].view(torch.float32), state.absmax)
-    assert torch.equal(packing(weight).unpack(packed), functional.dequantize_4bit(theirs, state))
+    assert torch.equal(back, functional.dequantize_4bit(theirs, state))
 
 
 # ------------------------------------------------------------ layers and models
