@@ -270,6 +270,8 @@ def server(config: Any, args: argparse.Namespace, folder: Path, vllm_engine: str
     if args.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         env |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
+        # As rollout_vllm starts it: the worker within the engine's process, else both spin for each other's messages.
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.tensor_parallel == 1 else {}
     else:
         command += ["--gpu-memory-utilization", "0.4"]
         env |= {"CUDA_VISIBLE_DEVICES": args.server_gpu, "VLLM_USE_FLASHINFER_SAMPLER": "0"}

@@ -221,7 +221,7 @@ def check_equal(killed: Path, whole: Path, num_steps: int) -> None:
 
 def main(out: Path, stage: int, num_kills: int) -> None:
     killed, whole = out / "killed", out / "whole"
-    killed.mkdir()
+    killed.mkdir(parents=True)
     whole.mkdir()
     killer = Killer(killed, stage)
     started = time.perf_counter()
