@@ -69,6 +69,7 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["oversampling.extra_prompts=1", "episode.function=apps.grpo.calculator:with_calculator"], "extra_prompts"),
         (["trainer.keep_best=-1"], "keep_best"),
         (["trainer.resume=auto", "trainer.resume_from=nowhere"], "no run folder"),
+        (["trainer.resume_from=nowhere"], "resume is never"),
         (["actor.zero.stage=2", "actor.zero.offload.param=cpu"], "offload.param"),
     ],
 )

@@ -61,6 +61,8 @@ class BenchConfig:
             raise ValueError(f"retries is {self.retries}; allowed: 0 or more")
         if not self.case_timeout_s > 0:
             raise ValueError(f"case_timeout_s is {self.case_timeout_s}; allowed: above 0 seconds")
+        if self.resume_from is not None and self.resume == "never":
+            raise ValueError(f"resume_from is {self.resume_from} and resume is never; allowed: resume=auto with it")
         for override in self.overrides:
             if not re.match(r"[a-z_]+(\.[a-z_0-9]+)+=", override):
                 raise ValueError(f"overrides holds {override!r}; allowed: section.key=value")

@@ -190,7 +190,7 @@ def _newest_of_folder(folder: str) -> Checkpoint | None:
     if not (Path(folder) / "config.yaml").is_file():
         raise InputError(
             f"trainer.resume_from is {folder}, which is no run folder (it has no config.yaml); "
-            "give the folder of the run to go on from, or trainer.resume=never"
+            "give the folder of the run to go on from, or trainer.resume_from=null"
         )
     return CheckpointManager(Path(folder) / "checkpoints").newest_good()
 

@@ -114,6 +114,8 @@ class TrainerConfig(RanksConfig):
         for name in ("keep_every", "keep_best", "max_server_restarts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 (none) or more")
+        if self.resume_from is not None and self.resume == "never":
+            raise ValueError(f"resume_from is {self.resume_from} and resume is never; allowed: resume=auto with it")
         if any(not 1 <= step <= self.total_training_steps for step in self.profile_steps):
             raise ValueError(
                 f"profile_steps is {list(self.profile_steps)}; allowed: steps from 1 to total_training_steps "
