@@ -131,7 +131,7 @@ def _servers(
     """On this host, or on the others of the cluster; may still be loading."""
     device: Literal["cpu", "cuda"] = "cuda" if placement.on_gpu else "cpu"
     rollout = replace(rollout, device=device)
-    extra_args, env = server_args(sync, device), server_env(sync)
+    extra_args, env = server_args(sync, device), server_env(sync, device)
     if trainer.ray_address is not None:
         return launch_on_other_nodes(
             model_path,
