@@ -9,6 +9,10 @@ that another user of the disk meets all three. Prints one line a round and the m
     save_over_raw       seconds of a save / seconds of the plain write       (1.0 is the disk's own speed)
     background_over_raw  the same for a background save, waited for to its end
     stall_over_save     seconds the background save holds the loop up / seconds of a save
+    beside_over_save    the same with copy_beside: of the call alone, since the copy goes on beside the loop
+    copied_over_save    seconds until that copy is done (wait_copied) / seconds of a save
+
+A loop that changes no weights in the time of copied_over_save is held up for beside_over_save.
 
 With --deepspeed the bytes go the way of DeepSpeed's checkpoint, through DeepSpeedState (torch.save into a file that is
 hashed meanwhile; DeepSpeed itself is not needed), and a save in the foreground is a background save waited for.
@@ -92,7 +96,8 @@ def main() -> None:
     engine = Engine(state)
     states: dict[str, Any] = {"model": DeepSpeedState(engine, engine.save_checkpoint) if options.deepspeed else state}
     print(
-        "round\traw_s\traw_mb_per_s\tsave_s\tsave_over_raw\tstall_s\tbackground_s\tbackground_over_raw\tstall_over_save"
+        "round\traw_s\traw_mb_per_s\tsave_s\tsave_over_raw\tstall_s\tbackground_s\tbackground_over_raw\tstall_over_save\t"
+        "beside_over_save\tcopied_over_save"
     )
     rounds = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -114,19 +119,26 @@ def main() -> None:
                 else:
                     save_s = save(manager, index, state, num_bytes)
                 shutil.rmtree(manager.root / f"step_{index:08d}")
+                beside_s = saver.save(index, states, copy_beside=True)
+                copied_s = beside_s + saver.wait_copied()
+                saver.wait()
+                shutil.rmtree(manager.root / f"step_{index:08d}")
                 started = time.perf_counter()
                 stall_s = saver.save(index, states)
                 saver.wait()
                 background_s = time.perf_counter() - started
-                rounds.append((save_s / raw_s, background_s / raw_s, stall_s / save_s))
+                shares = (stall_s / save_s, beside_s / save_s, copied_s / save_s)
+                rounds.append((save_s / raw_s, background_s / raw_s, *shares))
                 print(
                     f"{index}\t{raw_s:.3f}\t{num_bytes / raw_s / 1e6:.0f}\t{save_s:.3f}\t{save_s / raw_s:.2f}\t"
-                    f"{stall_s:.4f}\t{background_s:.3f}\t{background_s / raw_s:.2f}\t{stall_s / save_s:.3f}",
+                    f"{stall_s:.4f}\t{background_s:.3f}\t{background_s / raw_s:.2f}\t"
+                    + "\t".join(f"{share:.3f}" for share in shares),
                     flush=True,
                 )
     medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
     print(
-        f"median save_over_raw {medians[0]:.2f}, background_over_raw {medians[1]:.2f}, stall_over_save {medians[2]:.3f}"
+        f"median save_over_raw {medians[0]:.2f}, background_over_raw {medians[1]:.2f}, "
+        f"stall_over_save {medians[2]:.3f}, beside_over_save {medians[3]:.4f}, copied_over_save {medians[4]:.3f}"
     )
 
 

@@ -37,6 +37,14 @@ class AsyncSaver:
                 ...
                 saver.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, state={"lr": lr})
 
+    With `copy_beside` a step does not even pay for the copy, if nothing changes meanwhile (a rollout, the forward and
+    backward pass):
+
+        saver.save(step, {...}, copy_beside=True)
+        ...
+        saver.wait_copied()
+        optimizer.step()
+
     Each entry becomes the file `<name>.safetensors` of the checkpoint; `load_state_dict` reads it. A save that fails
     raises at the next call of `save`, `wait` or `close`. Host memory holds one copy of the state dicts, reused by
     every save. A process killed at any instant leaves the checkpoints published so far; a process that ends normally
@@ -63,6 +71,8 @@ class AsyncSaver:
         self._snapshots: dict[str, HostSnapshot] = {}
         self._num_saves = 0
         self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._copied.set()
         self._result: Checkpoint | None = None
         self._error: BaseException | None = None
 
@@ -75,12 +85,14 @@ class AsyncSaver:
         metrics: Mapping[str, float] | None = None,
         models: Mapping[str, Mapping[str, Any]] | None = None,
         overwrite: bool = False,
+        copy_beside: bool = False,
     ) -> float:
         """Copy `state_dicts` to host memory, start writing, and return the seconds that this call took.
 
-        When the call returns, the originals may change. It waits for an earlier save still in flight. A value is a
-        state dict, or a `Capture`, such as DeepSpeedState. `state`, `metrics`, `models` and `overwrite` are
-        `CheckpointManager.publish`'s and `prepare`'s; with several ranks the publishing process's count.
+        When the call returns, the originals may change; with `copy_beside` not before `wait_copied` returns. It waits
+        for an earlier save still in flight. A value is a state dict, or a `Capture`, such as DeepSpeedState. `state`,
+        `metrics`, `models` and `overwrite` are `CheckpointManager.publish`'s and `prepare`'s; with several ranks the
+        publishing process's count.
 
         Raises the error of the earlier save, if it failed; then nothing is saved now. Raises CheckpointStateError for
         what cannot be stored and CheckpointUsageError for names that are no file names.
@@ -96,14 +108,27 @@ class AsyncSaver:
         try:
             plain_state = json.loads(state_to_json(state or {}))
             captures = self._take(state_dicts)
+            if not copy_beside:
+                _copy(captures)
         except BaseException as error:
             self._tell_failure(number, error)
             raise
+        if copy_beside:
+            self._copied.clear()
         published = {"state": plain_state, "metrics": dict(metrics or {}), "models": dict(models or {})}
         self._thread = threading.Thread(
             target=self._run, args=(number, step, captures, published, overwrite), name=f"ckpt-save-{step}"
         )
         self._thread.start()
+        return time.perf_counter() - started
+
+    def wait_copied(self) -> float:
+        """Wait until the originals of the save in flight may change; the seconds that took.
+
+        Returns too when the copying failed: the next `save`, `wait` or `close` raises what went wrong.
+        """
+        started = time.perf_counter()
+        self._copied.wait()
         return time.perf_counter() - started
 
     def wait(self) -> Checkpoint | None:
@@ -168,6 +193,8 @@ class AsyncSaver:
         overwrite: bool,
     ) -> None:
         try:
+            if not self._copied.is_set():
+                self._copy_beside(number, captures)
             if self._ranks.is_publisher:
                 self._result = self._publish(number, step, captures, published, overwrite)
             else:
@@ -177,6 +204,15 @@ class AsyncSaver:
             _log.error("saving step %d in the background failed: %s", step, error)
             error.add_note(f"This is the background save of step {step}; nothing of it was published.")
             self._error = error
+
+    def _copy_beside(self, number: int, captures: Mapping[str, Capture | HostSnapshot]) -> None:
+        try:
+            _copy(captures)
+        except BaseException as error:
+            self._tell_failure(number, error)
+            raise
+        finally:
+            self._copied.set()
 
     def _publish(
         self,
@@ -248,3 +284,8 @@ class AsyncSaver:
             self._manager.abandon(step)
         except OSError as error:
             _log.error("what was written of step %d could not be deleted: %s", step, error)
+
+
+def _copy(captures: Mapping[str, Capture | HostSnapshot]) -> None:
+    for capture in captures.values():
+        capture.copy()

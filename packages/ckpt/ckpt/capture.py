@@ -15,7 +15,7 @@ class Capture(ABC):
     """State that knows how to copy itself to host memory and how to write the copy; used again by every save.
 
     Given to `AsyncSaver.save` in place of a state dict. `take` runs in the calling thread, on every rank in the same
-    order, and may use collectives; `write` runs beside training and may not.
+    order, and may use collectives; `copy` runs there too, or beside training, and `write` always beside: they may not.
     """
 
     @property
@@ -25,7 +25,10 @@ class Capture(ABC):
 
     @abstractmethod
     def take(self) -> None:
-        """Copy the state; when it returns, the originals may change."""
+        """Note what is to be saved: copy what is small, begin to copy or refer to what is large."""
+
+    def copy(self) -> None:  # noqa: B027  (one that copies everything in `take` has nothing left to do)
+        """Copy what `take` refers to; when it returns, the originals may change."""
 
     @abstractmethod
     def write(self, folder: Path, name: str) -> Mapping[str, FileEntry]:

@@ -21,6 +21,7 @@ from .capture import Capture
 from .errors import CheckpointSpaceError, CheckpointUsageError
 from .files import is_disk_full
 from .hashed_file import HashedFile
+from .host_copying import HostCopying
 from .manifest import FileEntry
 
 __all__ = ["DeepSpeedState"]
@@ -55,9 +56,7 @@ class DeepSpeedState(Capture):
         return sum(one.num_bytes for one in self._copies.values())
 
     def take(self) -> None:
-        """Call `save` and copy what it would have written. DeepSpeed's barriers are in it: every rank calls."""
-        import torch
-
+        """Call `save` and note what it would have written. DeepSpeed's barriers are in it: every rank calls."""
         original = self._engine.checkpoint_engine
         with tempfile.TemporaryDirectory(prefix="ckpt-deepspeed-") as folder:
             recorder = _Recorder(original, Path(folder), self._copies)
@@ -66,8 +65,6 @@ class DeepSpeedState(Capture):
                 self._save(folder)
             finally:
                 self._engine.checkpoint_engine = original
-            if torch.cuda.is_initialized():
-                torch.cuda.current_stream().synchronize()
             # What it wrote past its checkpoint engine: zero_to_fp32.py and the name of the tag.
             self._small_files = {
                 path.relative_to(folder).as_posix(): path.read_bytes()
@@ -75,6 +72,11 @@ class DeepSpeedState(Capture):
                 if path.is_file()
             }
         self._copies = {name: self._copies[name] for name in recorder.names}
+
+    def copy(self) -> None:
+        """Copy the tensors."""
+        for one in self._copies.values():
+            one.finish()
 
     def write(self, folder: Path, name: str) -> Mapping[str, FileEntry]:
         """Write the files below `folder`/`name`, hashed on all cores meanwhile."""
@@ -174,6 +176,7 @@ class _HostCopy:
         self.tree: Any = None
         self._buffers: list[Any] = []
         self._num_used = 0
+        self._copying = HostCopying()
         self._seen: dict[tuple[Any, ...], Any] = {}
 
     @property
@@ -181,12 +184,17 @@ class _HostCopy:
         return sum(int(buffer.nbytes) for buffer in self._buffers)
 
     def take(self, tree: Any) -> None:
-        """Copies from a CUDA device are under way when it returns."""
+        """Copies everything but tensors of the host, whose copies `finish` makes."""
         self._num_used = 0
+        self._copying = HostCopying()
         self._seen = {}
         self.tree = self._copy(tree)
         del self._buffers[self._num_used :]
         self._seen = {}
+
+    def finish(self) -> None:
+        """When it returns, the originals may change."""
+        self._copying.finish()
 
     def _copy(self, value: Any) -> Any:
         import torch
@@ -214,11 +222,7 @@ class _HostCopy:
         index, self._num_used = self._num_used, self._num_used + 1
         if index == len(self._buffers):
             self._buffers.append(None)
-        buffer = self._buffers[index]
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._buffers[index] = buffer
-        buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        buffer = self._buffers[index] = self._copying.begin(tensor, self._buffers[index])
         copied = torch.nn.Parameter(buffer, tensor.requires_grad) if type(tensor) is torch.nn.Parameter else buffer
         self._seen[where] = copied
         return copied

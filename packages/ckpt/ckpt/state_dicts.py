@@ -18,6 +18,7 @@ from .digest import write_hashed
 from .errors import CheckpointNotFoundError, CheckpointSpaceError, CheckpointStateError
 from .files import is_disk_full
 from .hf_export import DTYPE_NAMES
+from .host_copying import HostCopying
 from .manifest import FileEntry
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class HostSnapshot:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
         self._flat = _Flat()
+        self._copying = HostCopying()
 
     @property
     def num_bytes(self) -> int:
@@ -124,23 +126,16 @@ class HostSnapshot:
         return sum(tensor.nbytes for tensor in self._flat.tensors.values())
 
     def take(self, tree: Any) -> None:
-        """Copy `tree`'s tensors; when it returns, the originals may change. Raises CheckpointStateError."""
-        import torch
-
+        """Note `tree` and begin to copy its CUDA tensors. Raises CheckpointStateError."""
         flat = _Flat.of(tree)
-        copies: dict[str, torch.Tensor] = {}
-        devices = set()
-        for name, tensor in flat.tensors.items():
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            copies[name] = buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-            if tensor.is_cuda:
-                devices.add(tensor.device)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+        self._copying = HostCopying()
+        copies = {name: self._copying.begin(tensor, self._buffers.get(name)) for name, tensor in flat.tensors.items()}
         self._buffers = copies
         self._flat = _Flat(structure=flat.structure, tensors=copies)
+
+    def copy(self) -> None:
+        """Copy what is left; when it returns, the originals may change."""
+        self._copying.finish()
 
     def write(self, path: Path) -> FileEntry:
         """Write the snapshot to a file, as `save_state_dict` does."""

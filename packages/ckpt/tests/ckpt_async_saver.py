@@ -56,10 +56,12 @@ def run(rank: int, stage: int, out: Path) -> dict[str, float]:
         saver.save(1, {"actor": actor})
         train(engine, 2)
         models = {"actor": describe_model(engine.module)}
-        stall_s = saver.save(2, {"actor": actor, "rng": capture_rng()}, state={"step": 2}, models=models)
+        state_dicts = {"actor": actor, "rng": capture_rng()}
+        stall_s = saver.save(2, state_dicts, state={"step": 2}, models=models, copy_beside=True)
         started = time.perf_counter()
         engine.save_checkpoint(str(out / f"plain{stage}"), tag="actor", client_state={"num_steps": 2})
         plain_s = time.perf_counter() - started
+        saver.wait_copied()
         train(engine, 3)
         train(engine, 4)
         expected = weights(engine)

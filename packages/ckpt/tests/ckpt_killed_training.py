@@ -91,7 +91,7 @@ class Training:
         restore_rng(rng, generators={"samples": self.samples.generator})
         self.first = checkpoint.step + 1
 
-    def step(self) -> str:
+    def step(self, saver: AsyncSaver) -> str:
         """One optimizer step; its loss and gradient norm, every bit of them."""
         mine = self.samples.next(2 * NUM_MICRO)[self.rank :: 2]
         total = torch.zeros(1)
@@ -99,6 +99,8 @@ class Training:
             loss = self.engine(self.inputs[index : index + 1].bfloat16()).float().square().mean()
             loss = loss * (1 + random.random() + np.random.rand())
             self.engine.backward(loss)
+            if self.engine.is_gradient_accumulation_boundary():
+                saver.wait_copied()
             self.engine.step()
             total += loss.detach()
         torch.distributed.all_reduce(total)
@@ -111,12 +113,12 @@ class Training:
         with AsyncSaver(self.manager, ranks=ranks) as saver, log.open("a", buffering=1) as file:
             number = self.first
             while num_steps is None or number <= num_steps:
-                measured = self.step()
+                measured = self.step(saver)
                 if self.rank == 0:
                     file.write(f"{number} {measured}\n")
                 rng = capture_rng(generators={"samples": self.samples.generator})
                 state = {"waiting": self.samples.waiting, "measured": measured}
-                saver.save(number, {"actor": actor, "rng": rng}, state=state)
+                saver.save(number, {"actor": actor, "rng": rng}, state=state, copy_beside=True)
                 if self.rank == 0:
                     os.write(pipe, b"%d\n" % number)
                 number += 1

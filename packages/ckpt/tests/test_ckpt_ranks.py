@@ -99,8 +99,18 @@ def test_any_number_of_ranks(num_ranks: int, has_driver: bool, num_saves: int, s
         assert notes(root) == ([f"{NOTES_PREFIX}of-a-dead-run"] if num_ranks == 1 and not has_driver else [])
 
 
+class FailingToCopy(Failing):
+    """Fails to be copied."""
+
+    def copy(self) -> None:
+        self.write(Path(), "")
+
+
+@pytest.mark.parametrize("kind", [Failing, FailingToCopy])
 @pytest.mark.parametrize("failing_rank", [0, 1, 2])
-def test_a_failure_anywhere_is_raised_everywhere_by_the_same_call(tmp_path: Path, failing_rank: int) -> None:
+def test_a_failure_anywhere_is_raised_everywhere_by_the_same_call(
+    tmp_path: Path, failing_rank: int, kind: type[Failing]
+) -> None:
     raised: dict[int, Exception] = {}
 
     def run(rank: int) -> None:
@@ -108,7 +118,9 @@ def test_a_failure_anywhere_is_raised_everywhere_by_the_same_call(tmp_path: Path
         with AsyncSaver(CheckpointManager(tmp_path), ranks=ranks, patience_s=60) as saver:
             saver.save(1, {"model": {"w": torch.ones(3)}})
             error = CheckpointSpaceError("the disk is full") if rank == failing_rank else None
-            saver.save(2, {"broken": Failing(error, delay_s=0.05 * rank), "model": {"w": torch.ones(3)}})
+            broken = kind(error, delay_s=0.05 * rank)
+            saver.save(2, {"broken": broken, "model": {"w": torch.ones(3)}}, copy_beside=True)
+            saver.wait_copied()
             with pytest.raises(CheckpointSpaceError, match="the disk is full") as caught:
                 saver.save(3, {"model": {"w": torch.ones(3)}})
             raised[rank] = caught.value

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from safetensors import safe_open
 
 from ckpt import (
     AsyncSaver,
+    Capture,
     CheckpointExistsError,
     CheckpointManager,
     CheckpointSpaceError,
@@ -32,6 +35,9 @@ from ckpt import (
     restore_rng,
     save_state_dict,
 )
+from ckpt.host_copying import HostCopying
+from ckpt.manifest import FileEntry
+from ckpt.state_dicts import HostSnapshot
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -147,6 +153,62 @@ def test_the_background_save_holds_what_was_there_at_the_call(tmp_path: Path) ->
         loaded = load_state_dict(manager.load(step).path / "model.safetensors")
         assert torch.equal(loaded["w"], torch.full((300_000,), float(step)))
         assert manager.manifest(step).metrics == {"score": step}
+
+
+class Slow(Capture):
+    """A tensor that is copied only once `may_copy` is set."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.may_copy = threading.Event()
+        self._snapshot, self._weights = HostSnapshot(), weights
+
+    @property
+    def num_bytes(self) -> int:
+        return self._snapshot.num_bytes
+
+    def take(self) -> None:
+        self._snapshot.take({"w": self._weights})
+
+    def copy(self) -> None:
+        assert self.may_copy.wait(60)
+        self._snapshot.copy()
+
+    def write(self, folder: Path, name: str) -> Mapping[str, FileEntry]:
+        return {name: self._snapshot.write(folder / name)}
+
+
+def test_copied_beside_it_holds_what_is_there_until_the_copy_is_waited_for(tmp_path: Path) -> None:
+    weights = torch.zeros(300_000)
+    slow = Slow(weights)
+    with AsyncSaver(CheckpointManager(tmp_path, keep_last=5)) as saver:
+        assert saver.wait_copied() < 1, "there is nothing to wait for"
+        for step in (1, 2, 3):
+            weights.fill_(step)
+            saver.save(step, {"slow": slow, "model": {"w": weights}}, copy_beside=step != 3)
+            if step == 1:
+                threading.Timer(0.3, slow.may_copy.set).start()
+                assert saver.wait_copied() > 0.2, "the call came back before the tensor was copied"
+            saver.wait_copied()
+            weights.fill_(-1.0)
+    for step in (1, 2, 3):
+        folder = CheckpointManager(tmp_path).load(step).path
+        for name in ("slow", "model.safetensors"):
+            assert torch.equal(load_state_dict(folder / name)["w"], torch.full((300_000,), float(step)))
+
+
+def test_a_copy_beside_that_fails_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = AsyncSaver(CheckpointManager(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(HostCopying, "finish", lambda self: (_ for _ in ()).throw(MemoryError("no host memory")))
+        saver.save(1, {"model": {"w": torch.ones(3)}}, copy_beside=True)
+        saver.wait_copied()
+        with pytest.raises(MemoryError, match="no host memory"):
+            saver.wait()
+        with pytest.raises(MemoryError):
+            saver.save(1, {"model": {"w": torch.ones(3)}})
+    saver.save(1, {"model": {"w": torch.ones(3)}}, copy_beside=True)
+    saver.close()
+    assert CheckpointManager(tmp_path).steps() == [1]
 
 
 def test_errors_of_the_background_surface_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,8 @@ class RankWorker:
 
     def train(self, role: str, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, temperature: float) -> StepStats:
         """One optimizer step on this rank's part of a mini batch."""
+        if self._saver is not None:
+            self._saver.wait_copied()
         with record_function(f"{role}: train"):
             return self._engines[role].train_mini_batch(micro_batches, loss_fn, temperature=temperature)
 
@@ -143,13 +145,17 @@ class RankWorker:
         self._saver = AsyncSaver(CheckpointManager(Path(folder)), ranks=ranks)
 
     def save(self, step: int, roles: Sequence[str]) -> None:
-        """Copies this rank's part of the engines' checkpoints and its random generators; writes beside training."""
+        """Copies and writes this rank's part of the engines' checkpoints and its random generators beside what follows.
+
+        The next `train` waits until everything is copied; what the loop does before it changes no weights.
+        """
         assert self._saver is not None, "open_saver comes first"
         for role in roles:
             if role not in self._captures:
                 engine = self._engines[role]
                 self._captures[role] = DeepSpeedState(engine.deepspeed, partial(engine.save_checkpoint, tag=role))
-        self._saver.save(step, {**{role: self._captures[role] for role in roles}, _RNG: capture_rng()})
+        states = {**{role: self._captures[role] for role in roles}, _RNG: capture_rng()}
+        self._saver.save(step, states, copy_beside=True)
 
     def close_saver(self) -> None:
         """Waits for the save in flight."""

@@ -82,7 +82,7 @@ def assert_idle(client: RolloutClient) -> None:
 def test_a_pause_keeps_every_token_with_its_version_and_log_prob(
     pair: ServerGroup, client: RolloutClient, model_folder: Path, adapter_folder: Path
 ) -> None:
-    requests = make_requests(20, step=21)
+    requests = make_requests(48, step=21)
     adapters = LoraAdapters(pair.endpoints)
     future = started(client, requests)
     client.run(client.pause(timeout_s=300))
@@ -105,7 +105,7 @@ def test_a_pause_keeps_every_token_with_its_version_and_log_prob(
     assert mixed
     assert {s.last_policy_version for s in mixed} == {1}
     prompts = {r.prompt_id: list(r.prompt_ids) for r in requests}
-    chosen = samples[::4] + mixed[:4]
+    chosen = samples[::8] + mixed[:4]
     theirs = reference(model_folder, adapter_folder, [(prompts[s.prompt_id], s.response_ids) for s in chosen])
     worst, other = 0.0, 0.0
     for sample, both in zip(chosen, theirs, strict=True):

@@ -254,11 +254,11 @@ def test_a_server_that_cannot_be_restarted_is_given_up(pair: ServerGroup, tmp_pa
     from rollout_vllm.process import ServerProcess
 
     endpoint = Endpoint("http://127.0.0.1:9", "k", "policy")
-    server = ServerProcess(0, endpoint, ["--no-such-argument"], {"PATH": os.environ["PATH"]}, tmp_path / "log")
+    server = ServerProcess(0, endpoint, ["--no-such-argument"], {"PYTHONHOME": str(tmp_path)}, tmp_path / "log")
     group = ServerGroup([endpoint], [server], 60.0)
     client = RolloutClient([endpoint], quick())
     with client, ServerWatch(group, client, on_restart=lambda *_: 0, max_restarts=2) as watch:
-        [result] = client.generate_blocking(make_requests(1), SHORT, deadline_s=60)
+        [result] = client.generate_blocking(make_requests(1), SHORT, deadline_s=300)
         assert {f.kind for f in result.failures} == {"connection"}
         wait_until(lambda: any(e.what == "given_up" for e in watch.events))
         assert [e.what for e in watch.events] == ["died", "died", "died", "given_up"]
