@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -166,6 +167,17 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 # ----------------------------------------------------------------------- ranks
+
+
+def assert_trained(
+    rank: Mapping[str, Any], expected: Mapping[str, Tensor], losses: Sequence[float], norms: Sequence[float]
+) -> None:
+    """What a rank reports of training adapters is what one process computed: losses, norms and adapters to 1e-5."""
+    assert [s.loss for s in rank["stats"]] == pytest.approx(losses, rel=1e-5)
+    assert [s.grad_norm for s in rank["stats"]] == pytest.approx(norms, rel=1e-5)
+    assert {**rank["adapters"], **rank["merged"]}.keys() == expected.keys()
+    for name, tensor in rank["adapters"].items():
+        assert distance(tensor, expected[name]) < 1e-5, name
 
 
 def free_port() -> int:

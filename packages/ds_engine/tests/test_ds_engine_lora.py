@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from ds_engine_testkit import RankPool, distance, make_samples, reference_training, write_adapters
+from ds_engine_testkit import RankPool, assert_trained, distance, make_samples, reference_training, write_adapters
 
 from ds_engine import (
     CheckpointError,
@@ -88,11 +88,7 @@ def test_three_steps_equal_one_process_of_peft(
     wanted = config(stage, optimizer=optimizer, param=param)
     results = two_ranks.run("train_adapters", per_rank, model_path=str(tiny_model), config=wanted, samples=STEPS[0][:3])
     first = results[0]
-    assert [s.loss for s in first["stats"]] == pytest.approx(losses, rel=1e-5)
-    assert [s.grad_norm for s in first["stats"]] == pytest.approx(norms, rel=1e-5)
-    assert {**first["adapters"], **first["merged"]}.keys() == expected.keys()
-    for name, tensor in first["adapters"].items():
-        assert distance(tensor, expected[name]) < 1e-5, name
+    assert_trained(first, expected, losses, norms)
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     assert list(first["merged"]) == [name for name, _ in model.named_parameters()]
     # PEFT reads the adapters and merges them to the same weights.
