@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 from benchmarks.random_model import CONFIGS, write_random_model
 from ds_engine import EngineConfig, LossOutput, OptimConfig, SimpleBatch, ZeroConfig, ZeroEngine, init_distributed
+from ds_engine.config import Guard
 from rl_core import linear_log_prob
 
 
@@ -73,14 +75,24 @@ class Plain:
 
 
 class Ours:
-    """ds_engine on one packed micro batch, rl_core's fused op."""
+    """ds_engine on one packed micro batch, rl_core's fused op; `guarded`: every collective compared across ranks."""
 
-    def __init__(self, folder: str, stage: int, ids_SL: torch.Tensor, device: torch.device, *, recompute: bool) -> None:
+    def __init__(
+        self,
+        folder: str,
+        stage: int,
+        ids_SL: torch.Tensor,
+        device: torch.device,
+        *,
+        recompute: bool,
+        guard: Guard = "off",
+    ) -> None:
         config = EngineConfig(
             zero=ZeroConfig(stage=stage),
             optim=OptimConfig(grad_clip=1.0),
             gradient_checkpointing=recompute,
             compile=stage < 3,
+            collective_guard=guard,
         )
         self.engine = ZeroEngine.from_pretrained(folder, config, log_prob_fn=linear_log_prob, device=device)
         self.batch = SimpleBatch.pack([(row[:1], row[1:]) for row in ids_SL.tolist()])
@@ -94,7 +106,7 @@ class Ours:
         self.engine.close()
 
 
-CONTESTANTS: dict[str, Callable[..., Any]] = {"plain": Plain, "ours": Ours}
+CONTESTANTS: dict[str, Callable[..., Any]] = {"plain": Plain, "ours": Ours, "guarded": partial(Ours, guard="auto")}
 
 
 def idle(device: torch.device) -> None:
@@ -148,7 +160,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(CONFIGS), default="qwen3-0.6b")
     parser.add_argument("--gpus", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--contestants", choices=sorted(CONTESTANTS), nargs="+", default=list(CONTESTANTS))
+    parser.add_argument("--contestants", choices=sorted(CONTESTANTS), nargs="+", default=["plain", "ours"])
     parser.add_argument("--num-sequences", type=int, default=24, help="of each rank")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--rounds", type=int, default=10)

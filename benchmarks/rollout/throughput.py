@@ -1,7 +1,8 @@
 """The client over HTTP beside `LLM.generate` in process: `python -m benchmarks.rollout.throughput --device cuda`.
 
 Both run the same model with the same engine settings on the same device, one after the other, and draw the same number
-of tokens with their log-probs: 256 requests of 256+512 tokens. Random weights, so nothing is downloaded.
+of tokens with their log-probs: 256 requests of 256+512 tokens. `--crowd` requests at a time follow on the same server,
+to see what they cost the client's process. Random weights, so nothing is downloaded.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,9 @@ _FRONT_END = {
 }
 
 
-def prompts(args: argparse.Namespace) -> list[list[int]]:
-    """Different from the first token on, so that no prefix is shared."""
-    return [[1 + (i * 31 + j * 7) % 250 for j in range(args.prompt_tokens)] for i in range(args.requests)]
+def prompts(args: argparse.Namespace, number: int) -> list[list[int]]:
+    """Different in their first two tokens, so that no prefix block is shared."""
+    return [[1 + i % 250, 1 + i // 250, *([7] * (args.prompt_tokens - 2))] for i in range(number)]
 
 
 def rollout_config(args: argparse.Namespace) -> RolloutConfig:
@@ -44,7 +46,7 @@ def rollout_config(args: argparse.Namespace) -> RolloutConfig:
         gpu_memory_utilization=0.5,
         kv_cache_gib=None if args.device == "cuda" else 1.0,
         enforce_eager=args.device == "cpu",
-        max_samples_in_flight=args.requests,
+        max_samples_in_flight=max(args.requests, args.crowd),
         startup_timeout_s=1200.0,
     )
 
@@ -71,7 +73,7 @@ def in_process(args: argparse.Namespace, model: Path) -> dict[str, list[float]]:
     command = [sys.executable, "-m", "benchmarks.rollout.throughput", "--as-llm"]
     done = subprocess.run(
         command,
-        input=json.dumps(task | {"prompts": prompts(args)}),
+        input=json.dumps(task | {"prompts": prompts(args, args.requests)}),
         env=env,
         stdout=subprocess.PIPE,
         text=True,
@@ -112,26 +114,47 @@ def run_llm() -> None:
     print(_MARK + json.dumps(found), flush=True)
 
 
-def over_http(args: argparse.Namespace, model: Path, log_dir: Path) -> tuple[list[float], float]:
-    """(seconds of each round of the client, share of a core that the client's process used)."""
+@dataclass(frozen=True)
+class OverHttp:
+    """What the client took."""
+
+    seconds: list[float]
+    """Of each round."""
+    cores: float
+    """Share of a core that the client's process used."""
+    crowd_rate: float
+    """tok/s with the crowd under way; 0 without one."""
+    crowd_cores: float
+
+
+def over_http(args: argparse.Namespace, model: Path, log_dir: Path) -> OverHttp:
+    """The rounds through the client, then one with the crowd."""
     config = rollout_config(args)
     sampling = SamplingConfig(n=1, max_tokens=args.tokens, ignore_eos=True)
-    seconds, cpu = [], 0.0
+
+    def timed(client: RolloutClient, number: int, seed: int) -> tuple[float, float]:
+        """(seconds, seconds of this process's CPU) of `number` requests."""
+        requests = [
+            Request(prompt_id=str(i), prompt_ids=ids, seed=seed + i) for i, ids in enumerate(prompts(args, number))
+        ]
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        groups = client.generate_blocking(requests, sampling)
+        spent = time.perf_counter() - begin, time.process_time() - cpu_begin
+        assert all(group.complete for group in groups)
+        return spent
+
     with ServerGroup.launch(model, config, log_dir=log_dir) as servers:
         servers.wait_ready()
         with RolloutClient(servers.endpoints, config) as client:
-            for number in range(args.rounds + 1):
-                requests = [
-                    Request(prompt_id=str(i), prompt_ids=ids, seed=1000 * number + i)
-                    for i, ids in enumerate(prompts(args))
-                ]
-                begin, cpu_begin = time.perf_counter(), time.process_time()
-                groups = client.generate_blocking(requests, sampling)
-                if number:
-                    seconds.append(time.perf_counter() - begin)
-                    cpu += time.process_time() - cpu_begin
-                assert all(group.complete for group in groups)
-    return seconds, cpu / sum(seconds)
+            spent = [timed(client, args.requests, 10_000 * number) for number in range(args.rounds + 1)][1:]
+            crowd = timed(client, args.crowd, 10_000_000) if args.crowd else (0.0, 0.0)
+    seconds, cpu = (list(part) for part in zip(*spent, strict=True))
+    return OverHttp(
+        seconds=seconds,
+        cores=sum(cpu) / sum(seconds),
+        crowd_rate=args.crowd * args.tokens / crowd[0] if args.crowd else 0.0,
+        crowd_cores=crowd[1] / crowd[0] if args.crowd else 0.0,
+    )
 
 
 def main() -> None:
@@ -142,16 +165,17 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--crowd", type=int, default=1024, help="requests at a time, once; 0: none")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_random_model(args.model, Path(folder) / "model")
         direct = in_process(args, model)
-        http, cores = over_http(args, model, Path(folder))
+        http = over_http(args, model, Path(folder))
     total = args.requests * args.tokens
     rates = {
         "LLM.generate, no log-probs": total / statistics.median(direct["without"]),
         "LLM.generate": total / statistics.median(direct["with"]),
-        "client over HTTP": total / statistics.median(http),
+        "client over HTTP": total / statistics.median(http.seconds),
     }
     print(
         f"{args.model}, {args.device}, {args.requests} requests of {args.prompt_tokens}+{args.tokens} tokens, ", end=""
@@ -160,7 +184,9 @@ def main() -> None:
     print("| | tok/s | of LLM.generate |\n| --- | --- | --- |")
     for name, rate in rates.items():
         print(f"| {name} | {rate:.0f} | {rate / rates['LLM.generate']:.1%} |")
-    print(f"The client's process used {cores:.2f} cores.")
+    print(f"The client's process used {http.cores:.2f} cores.")
+    if args.crowd:
+        print(f"{args.crowd} requests at a time: {http.crowd_rate:.0f} tok/s, {http.crowd_cores:.2f} cores.")
 
 
 if __name__ == "__main__":

@@ -157,12 +157,13 @@ def model_config(name: str) -> Any:
 
 
 def build(config: Any, dtype: str, device: str) -> Any:
-    """Random weights on the trainer's device."""
+    """Random weights on the trainer's device, without gradients: vLLM's engines cannot hand those over."""
     import transformers
 
     torch.manual_seed(0)
     with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    return model.eval().requires_grad_(False)
 
 
 class OneByOne(SyncConfig):
