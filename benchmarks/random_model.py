@@ -43,6 +43,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "tie_word_embeddings": True,
     },
+    # That of DeepSeek-R1-Distill-Qwen-7B.
+    "qwen2-7b": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
     # Small enough for a laptop, with the shape family of the above: for trying a benchmark's script out.
     "qwen3-tiny": {
         "vocab_size": 512,
@@ -58,22 +70,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def model_config(name: str, **fields: Any) -> Any:
+    """transformers' config of the model called `name`, with further fields of it."""
+    from transformers import AutoConfig
+
+    shape = {"model_type": "qwen3", "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6, **CONFIGS[name], **fields}
+    return AutoConfig.for_model(shape.pop("model_type"), **shape)
+
+
 def write_random_model(name: str, folder: Path, *, seed: int = 0) -> Path:
     """Writes the model called `name` into `folder`; returns the folder."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     tokenizer = byte_tokenizer()
-    config = Qwen3Config(
-        **CONFIGS[name],
-        rope_theta=1_000_000.0,
-        rms_norm_eps=1e-6,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="bfloat16",
+    config = model_config(
+        name, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="bfloat16"
     )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

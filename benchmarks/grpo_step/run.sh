@@ -6,16 +6,7 @@
 set -euo pipefail
 work=${1:?usage: run.sh WORK_DIR [MODEL] [key=value ...]}; shift
 model=${1:-qwen3-0.6b}; [ $# = 0 ] || shift
-mkdir -p "$work"
-[ -f "$work/model/config.json" ] || python3 -m benchmarks.random_model "$model" "$work/model"
-[ -f "$work/train.parquet" ] || python3 - "$work" <<'PY'
-import sys
-from pathlib import Path
-from rl_data import write_task
-
-task = write_task(Path(sys.argv[1]) / "task", num_train=1024, num_val=64, num_demonstrations=8, seed=0)
-task.train.rename(Path(sys.argv[1]) / "train.parquet")
-PY
+source "$(dirname "$0")/../random_work.sh" "$work" "$model"
 # Random weights never answer right: pay for any number found, so that scores differ and there is a gradient.
 python3 -m apps.grpo.main \
   trainer.experiment=grpo_"$model" trainer.total_training_steps=3 trainer.num_ranks=1 trainer.output_dir="$work/outputs" \

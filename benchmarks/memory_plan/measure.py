@@ -16,9 +16,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.random_model import CONFIGS
-from ds_engine import EngineConfig, LossOutput, SimpleBatch, ZeroConfig, ZeroEngine, estimate_memory, init_distributed
+from benchmarks.random_model import CONFIGS, model_config
+from ds_engine import (
+    EngineConfig,
+    LoraConfig,
+    LossOutput,
+    OffloadConfig,
+    SimpleBatch,
+    ZeroConfig,
+    ZeroEngine,
+    estimate_memory,
+    init_distributed,
+)
 from ds_engine.attention import ATTENTION_NAME, register_packed_attention
+from ds_engine.quantised_base import quantise_base
 from rl_core import linear_log_prob
 
 # Model -> (tokens of a micro batch, the same with activation checkpointing). Both fit into 141 GB.
@@ -34,18 +45,25 @@ def random_batch(num_tokens: int, length: int, vocab: int) -> SimpleBatch:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Trains two steps of one case in this process."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AutoModelForCausalLM
 
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     init_distributed(0, 1, "127.0.0.1", args.port, device)
     register_packed_attention()
-    shape = Qwen3Config(**CONFIGS[args.models[0]])
+    shape = model_config(args.models[0])
     config = EngineConfig(
-        zero=ZeroConfig(stage=args.stage), gradient_checkpointing=args.recompute, compile=args.compile, dtype=args.dtype
+        zero=ZeroConfig(stage=args.stage, offload=OffloadConfig(optimizer=args.offload)),
+        lora=LoraConfig(rank=16, base_format="nf4") if args.nf4 else None,
+        gradient_checkpointing=args.recompute,
+        compile=args.compile,
+        dtype=args.dtype,
     )
     dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    if args.nf4:
+        quantise_base(model, device=device)
+        torch.cuda.empty_cache()
     engine = ZeroEngine(model, config, log_prob_fn=linear_log_prob, device=device)
     batch = random_batch(args.tokens, args.length, shape.vocab_size)
     num_targets = batch.target_ids_K.numel()
@@ -69,6 +87,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "stage": args.stage,
         "recompute": args.recompute,
         "compile": args.compile,
+        "offload": args.offload,
+        "nf4": args.nf4,
         "tokens": args.tokens,
         "micro_batches": args.micro_batches,
         "estimate_gb": {name: round(place.device / 1e9, 3) for name, place in estimate.rows()},
@@ -95,6 +115,8 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--offload", choices=["none", "cpu"], default="none", help="of the optimizer")
+    parser.add_argument("--nf4", action="store_true", help="LoRA of rank 16 on a base in four bits")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing; by default both are run")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of half a million parameters, few tokens")
@@ -108,6 +130,7 @@ def main() -> None:
     cases = {"qwen3-tiny": (256, 256)} if args.tiny else {name: CASES.get(name, (8192, 8192)) for name in args.models}
     common = ["--stage", args.stage, "--length", args.length, "--micro-batches", args.micro_batches]
     common += ["--dtype", args.dtype, "--device", args.device, "--port", args.port]
+    common += ["--offload", args.offload, *(["--nf4"] if args.nf4 else [])]
     common += ["--compile"] if args.compile else []
     for name, sizes in cases.items():
         for recompute in [True] if args.recompute else [False, True]:
