@@ -42,10 +42,23 @@ def _fork_engine_and_worker() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401  (imported here once instead of in the children)
 
 
+def _leave_log_probs_undecoded() -> None:
+    """Spare the front end a decoding of every token that comes with a log-prob, which it does beside that of the text.
+
+    One tokenizer call a token is most of what a log-prob costs there (the figures are in the README). Our client asks
+    for ids, and whoever asks for names still gets them: vLLM decodes what has none yet as it writes the answer.
+    """
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    original = LogprobsProcessor.from_new_request
+    LogprobsProcessor.from_new_request = lambda tokenizer, request: original(None, request)
+
+
 def main() -> None:
     import runpy
 
     _load_auth()
+    _leave_log_probs_undecoded()
     if os.environ.get(FORK_VARIABLE) == "1":
         _fork_engine_and_worker()
     sys.argv[0] = "plinth-rollout-server"

@@ -48,6 +48,23 @@ from rollout_vllm.process import call
 pytestmark = pytest.mark.slow
 
 
+def test_tokens_with_log_probs_are_named_for_who_asks(pair: ServerGroup, model_folder: Path) -> None:
+    vocabulary = json.loads((model_folder / "tokenizer.json").read_text())["model"]["vocab"]
+    body = {
+        "prompt": [5, 6, 7],
+        "max_tokens": 8,
+        "seed": 1,
+        "logprobs": 2,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    status, text = call(pair.endpoints[0], "POST", "/v1/completions", body)
+    assert status == 200, text
+    choice = json.loads(text)["choices"][0]
+    assert [vocabulary[token] for token in choice["logprobs"]["tokens"]] == choice["token_ids"]
+    assert all(len(top) in (2, 3) and set(top) <= set(vocabulary) for top in choice["logprobs"]["top_logprobs"])
+
+
 def test_groups_of_samples(client: RolloutClient) -> None:
     client.set_policy_version(3)
     requests, sampling = make_requests(24), SamplingConfig(n=4, max_tokens=10)
