@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +61,6 @@ def test_three_steps_equal_one_fp32_process(
     num_micro: int,
     step_each_micro: bool,
 ) -> None:
-    expected, losses, norms = reference
     per_rank = [{"steps": [split(s, rank, num_micro) for s in STEPS]} for rank in range(2)]
     results = two_ranks.run(
         "train",
@@ -67,6 +68,15 @@ def test_three_steps_equal_one_fp32_process(
         model_path=str(tiny_model),
         config=config(stage, offload=offload, step_each_micro=step_each_micro),
     )
+    assert_equal(results, reference)
+    stats = results[0]["stats"]
+    assert stats[0].metrics["tokens"] == sum(len(s.ids) - s.num_prompt for s in STEPS[0])
+    assert all(s.num_skipped_micro_batches == 0 for s in stats)
+
+
+def assert_equal(results: list[dict[str, Any]], reference: Reference) -> None:
+    """Losses, norms and weights of both ranks are those of the one process."""
+    expected, losses, norms = reference
     stats = results[0]["stats"]
     assert results[1]["stats"] == stats
     assert [s.loss for s in stats] == pytest.approx(losses, rel=1e-5)
@@ -75,5 +85,26 @@ def test_three_steps_equal_one_fp32_process(
     assert results[1]["weights"] == {}
     for name, weight in results[0]["weights"].items():
         assert close(weight, expected[name]) < 1e-5, name
-    assert stats[0].metrics["tokens"] == sum(len(s.ids) - s.num_prompt for s in STEPS[0])
-    assert all(s.num_skipped_micro_batches == 0 for s in stats)
+
+
+def has_asynchronous_io() -> bool:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible(verbose=False))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("param", ["none", "cpu", "nvme"])
+def test_nvme_offload_equals_one_fp32_process(
+    two_ranks: RankPool, tiny_model: Path, reference: Reference, tmp_path: Path, param: str
+) -> None:
+    """Builds DeepSpeed's operator on its first run, which takes a minute."""
+    if not has_asynchronous_io():
+        pytest.skip("libaio or a C++ compiler is missing")
+    offload = OffloadConfig(optimizer="nvme", param=param, nvme_path=str(tmp_path))
+    on_disk = replace(config(3), zero=replace(config(3).zero, offload=offload))
+    per_rank = [{"steps": [split(s, rank, 3) for s in STEPS]} for rank in range(2)]
+    results = two_ranks.run("train", per_rank, model_path=str(tiny_model), config=on_disk)
+    assert_equal(results, reference)
+    swapped = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in swapped) > 0
