@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .ds_config import deepspeed_config
+from .nvme_gradients import keep_gradients_in_memory
 from .step_norms import batch_step_norms
 
 if TYPE_CHECKING:
@@ -50,4 +51,5 @@ def start_deepspeed(
         settings["zero_optimization"].pop("offload_optimizer", None)
     engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     batch_step_norms(engine.optimizer)
+    keep_gradients_in_memory(engine.optimizer)
     return engine
