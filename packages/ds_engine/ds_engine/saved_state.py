@@ -15,7 +15,12 @@ __all__ = ["load_state", "save_state"]
 
 
 def save_state(engine: Any, folder: str | Path, tag: str, *, num_steps: int) -> None:
-    """Write `folder`/`tag`. Frozen parameters are left out: the model folder has them."""
+    """Write `folder`/`tag`. Frozen parameters are left out: the model folder has them.
+
+    Raises:
+        CheckpointError: optimizer states are on NVMe.
+    """
+    _refuse_nvme(engine)
     with _trained_only(engine.module), _stage_noted(engine.optimizer):
         engine.save_checkpoint(
             str(folder), tag=tag, client_state={"num_steps": num_steps}, exclude_frozen_parameters=True
@@ -26,8 +31,9 @@ def load_state(engine: Any, folder: str | Path, tag: str) -> int:
     """Continue from `folder`/`tag`, written by as many ranks at the same stage; returns the steps taken by then.
 
     Raises:
-        CheckpointError: there is none, or it is of another model or other adapters.
+        CheckpointError: there is none, or it is of another model or other adapters; optimizer states are on NVMe.
     """
+    _refuse_nvme(engine)
     path = Path(folder) / tag
     if not path.is_dir():
         raise CheckpointError(f"no checkpoint {tag!r} in {str(folder)!r}")
@@ -41,6 +47,15 @@ def load_state(engine: Any, folder: str | Path, tag: str) -> int:
     if found is None or "num_steps" not in state:
         raise CheckpointError(f"{str(path)!r} is not a checkpoint this engine wrote")
     return int(state["num_steps"])
+
+
+def _refuse_nvme(engine: Any) -> None:
+    """DeepSpeed would copy the swap files and restore neither weights, nor counters, nor states too small to swap."""
+    if engine.zero_nvme_offload_optimizer():
+        raise CheckpointError(
+            "optimizer states on NVMe cannot be saved so that training could continue from them: "
+            "use zero.offload.optimizer=cpu, or export_parameters for the weights alone"
+        )
 
 
 @contextmanager

@@ -106,5 +106,7 @@ def test_nvme_offload_equals_one_fp32_process(two_ranks: RankPool, tmp_path: Pat
     per_rank = [{"steps": [split(s, rank, 3) for s in STEPS]} for rank in range(2)]
     results = two_ranks.run("train", per_rank, model_path=str(model), config=on_disk)
     assert_equal(results, reference_training(model, STEPS, lr=LR, eps=EPS))
+    for error in two_ranks.run("train", steps=[], save_to=str(tmp_path), model_path=str(model), config=on_disk):
+        assert "NVMe cannot be saved" in str(error)
     kinds = {file.parent.parent.name for file in (tmp_path / "disk").rglob("*.swp")}
     assert len(kinds) == (2 if param == "nvme" else 1), kinds
