@@ -91,7 +91,7 @@ class Ours:
             zero=ZeroConfig(stage=stage),
             optim=OptimConfig(grad_clip=1.0),
             gradient_checkpointing=recompute,
-            compile=stage < 3,
+            compile=True,
             collective_guard=guard,
         )
         self.engine = ZeroEngine.from_pretrained(folder, config, log_prob_fn=linear_log_prob, device=device)

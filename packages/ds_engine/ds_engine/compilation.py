@@ -14,7 +14,9 @@ from .errors import EngineConfigError, ModelError
 __all__ = ["compile_layers"]
 
 
-def compile_layers(model: Any, *, device_type: str, kernel: str, sp: int = 1, backend: str = "inductor") -> None:
+def compile_layers(
+    model: Any, *, device_type: str, kernel: str, stage: int = 2, sp: int = 1, backend: str = "inductor"
+) -> None:
     """Compile each transformer layer in place; names, parameters and activation checkpointing stay as they are.
 
     One compilation serves any number of tokens. Attention by SDPA stays out of it: its loop follows the lengths of the
@@ -23,6 +25,7 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, sp: int = 1, ba
 
     Args:
         kernel: that of the engine, see `choose_kernel`.
+        stage: of ZeRO; stage 3 gathers a layer's weights in hooks around it, which stay out.
         sp: ranks that compute a micro batch together.
         backend: torch.compile's.
 
@@ -40,4 +43,7 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, sp: int = 1, ba
 
         AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
     for layer in layers:
-        layer.compile(dynamic=True, backend=backend)
+        if stage == 3:
+            layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
+        else:
+            layer.compile(dynamic=True, backend=backend)

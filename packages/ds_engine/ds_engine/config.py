@@ -207,8 +207,8 @@ class EngineConfig:
     """Ranks that compute each micro batch together, a slice of its tokens each (Ulysses); divides the number of ranks
     and the model's attention heads."""
     compile: bool = False
-    """Compile the layers with torch.compile (stages 1 and 2; needs a C++ compiler, on CUDA also Triton). Attention
-    itself is not compiled. The first steps are slow."""
+    """Compile the layers with torch.compile (needs a C++ compiler, on CUDA also Triton). Attention itself is not
+    compiled. The first steps are slow."""
     attention: Attention = "auto"
     """auto: flash-attn if installed, else torch's varlen attention, on CUDA; SDPA segment by segment on the CPU."""
     seed: int = 0
@@ -227,10 +227,11 @@ class EngineConfig:
             "auto, flash, varlen or sdpa",
         )
         _require(
-            not self.compile or self.zero.stage < 3,
+            not self.compile or self.zero.offload.param != "nvme",
             "compile",
             self.compile,
-            "stage 3 gathers weights in hooks inside the layers, which breaks them into pieces: use stage 1 or 2",
+            "weights on NVMe are fetched in hooks inside the layers, which breaks them into pieces: "
+            "use zero.offload.param cpu or none",
         )
         _require(
             not self.compile or self.lora is None or self.lora.base_format == "plain",

@@ -57,7 +57,8 @@ def _zero_section(config: EngineConfig, device_type: str) -> dict[str, Any]:
     section: dict[str, Any] = {
         "stage": zero.stage,
         "overlap_comm": overlap,
-        "contiguous_gradients": True,
+        # Stage 3 lays a bucket's gradients end to end when it sends them: no need to copy them into a buffer before.
+        "contiguous_gradients": zero.stage < 3,
         "reduce_scatter": True,
         "reduce_bucket_size": bucket_elements,
         "allgather_bucket_size": bucket_elements // 2 * 2,
@@ -70,6 +71,8 @@ def _zero_section(config: EngineConfig, device_type: str) -> dict[str, Any]:
         section["stage3_param_persistence_threshold"] = zero.param_persistence_elements
         section["stage3_prefetch_bucket_size"] = bucket_elements
         section["stage3_gather_16bit_weights_on_model_save"] = False
+        # DeepSpeed's own linear function keeps no view of a weight for the backward pass; compiled ones keep none.
+        section["memory_efficient_linear"] = not config.compile
         if offload.param != "none":
             section["offload_param"] = _offload_section(offload.param, offload.nvme_path, pin_memory)
     return section

@@ -10,6 +10,9 @@ from torch import nn
 from .ds_config import deepspeed_config
 from .nvme_gradients import keep_gradients_in_memory
 from .step_norms import batch_step_norms
+from .zero3_gather import batch_gathers
+from .zero3_layers import gathers_layers, make_leaves
+from .zero3_step import batch_zero3_step
 
 if TYPE_CHECKING:
     from .config import EngineConfig, OptimConfig
@@ -49,7 +52,12 @@ def start_deepspeed(
     settings = deepspeed_config(config, device_type=device.type)
     if optimizer is None:
         settings["zero_optimization"].pop("offload_optimizer", None)
+    if gathers_layers(config.zero):
+        make_leaves(module)
     engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     batch_step_norms(engine.optimizer)
+    if config.zero.stage == 3:
+        batch_gathers(module)
+        batch_zero3_step(engine.optimizer)
     keep_gradients_in_memory(engine.optimizer)
     return engine

@@ -1,0 +1,77 @@
+"""Stage 3, a transformer layer at a time: gathered and released as a whole, with hooks around it and none inside.
+
+DeepSpeed gathers weights in hooks of every submodule, sixteen times a layer, each some microseconds of Python that the
+device waits for, and each a border that torch.compile cannot cross. A layer that is one of its leaf modules has its
+weights gathered by hooks of its own, all at once, and its gradients reduced together when its backward pass is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpointing import transformer_layers
+from .errors import ModelError
+
+if TYPE_CHECKING:
+    from .config import ZeroConfig
+
+__all__ = ["gathers_layers", "make_leaves"]
+
+_REMEMBERED = "_ds_engine_parameters"
+"""Attribute of a leaf: all of its parameters."""
+
+
+def gathers_layers(zero: ZeroConfig) -> bool:
+    """Whether an engine of these settings gathers layer by layer; else DeepSpeed does so module by module.
+
+    Weights on NVMe pass through a few buffers of DeepSpeed's, each for one parameter: a layer has more of them.
+    """
+    return zero.stage == 3 and zero.offload.param != "nvme"
+
+
+def make_leaves(model: Any) -> None:
+    """Make leaf modules of the layers of a transformers model, before DeepSpeed takes it over and once it is complete
+    (adapters put in). A model without layers stays as it is."""
+    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+
+    for layer in transformer_layers(model):
+        set_z3_leaf_module(layer, True)
+        layer.register_forward_pre_hook(_ask_for_gradient)
+        setattr(layer, _REMEMBERED, tuple(layer.parameters()))
+    _remember_parameters()
+
+
+def _ask_for_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The end of a layer's backward pass is when its input has its gradient. What comes from frozen embeddings would
+    have none: DeepSpeed would reduce the layer's gradients before there are any."""
+    if not torch.is_grad_enabled():
+        return None
+    if not args or not isinstance(args[0], Tensor):
+        raise ModelError(f"{type(layer).__name__} is not handed its hidden states as first argument, as stage 3 needs")
+    hidden = args[0]
+    if hidden.requires_grad or not any(p.requires_grad for p in layer.parameters()):
+        return None
+    return (hidden.detach().requires_grad_(), *args[1:])
+
+
+def _remember_parameters() -> None:
+    """DeepSpeed walks through the submodules of a leaf several times before and after it runs; once is enough."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    walk = coordinator.iter_params
+    if getattr(walk, "remembers", False):
+        return
+
+    def iter_params(module: Any, recurse: bool = False) -> Iterable[nn.Parameter]:
+        own = getattr(module, _REMEMBERED, None) if recurse else None
+        if own is None:
+            return walk(module, recurse=recurse)
+        return chain(own, (parameter for _, parameter in module.ds_external_parameters()))
+
+    iter_params.remembers = True
+    coordinator.iter_params = iter_params
