@@ -15,18 +15,17 @@ __all__ = ["compile_layers"]
 
 
 def compile_layers(
-    model: Any, *, device_type: str, kernel: str, stage: int = 2, sp: int = 1, backend: str = "inductor"
+    model: Any, *, device_type: str, kernel: str, stage: int = 2, backend: str = "inductor"
 ) -> None:
     """Compile each transformer layer in place; names, parameters and activation checkpointing stay as they are.
 
     One compilation serves any number of tokens. Attention by SDPA stays out of it: its loop follows the lengths of the
     batch, so every batch would be compiled anew. The flash and varlen kernels are single calls and stay in: what lies
-    around them is fused with norms and rotary embeddings. All-to-alls of sequence parallelism keep attention out, too.
+    around them is fused with norms and rotary embeddings, the layout of all-to-alls with it.
 
     Args:
         kernel: that of the engine, see `choose_kernel`.
         stage: of ZeRO; stage 3 gathers a layer's weights in hooks around it, which stay out.
-        sp: ranks that compute a micro batch together.
         backend: torch.compile's.
 
     Raises:
@@ -38,7 +37,7 @@ def compile_layers(
     layers = transformer_layers(model)
     if not layers:
         raise ModelError(f"{type(model).__name__} has no transformer layers to compile")
-    if kernel == "sdpa" or sp > 1:
+    if kernel == "sdpa":
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))

@@ -101,13 +101,7 @@ def prepare_model(
         enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
     if config.compile:
         kernel = choose_kernel(config.attention, device_type=device.type, dtype=torch_dtype(config.dtype))
-        compile_layers(
-            module,
-            device_type=device.type,
-            kernel=kernel,
-            stage=config.zero.stage,
-            sp=config.sequence_parallel,
-        )
+        compile_layers(module, device_type=device.type, kernel=kernel, stage=config.zero.stage)
     install_packed_forward(module, log_prob_fn if head == "lm" else None)
     if not trainable:
         module.requires_grad_(False)

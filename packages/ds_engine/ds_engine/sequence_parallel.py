@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .errors import EngineConfigError
 
@@ -45,6 +46,8 @@ class SequenceGroup:
     """This rank's number in the group: it has the rank-th slice."""
     size: int
     """sp"""
+    name: str = ""
+    """torch's of the group."""
 
 
 def join_sequence_group(sp: int) -> SequenceGroup | None:
@@ -60,7 +63,7 @@ def join_sequence_group(sp: int) -> SequenceGroup | None:
     if sp == 1:
         return None
     group, _ = dist.new_subgroups(group_size=sp)
-    return SequenceGroup(group=group, rank=dist.get_rank() % sp, size=sp)
+    return SequenceGroup(group=group, rank=dist.get_rank() % sp, size=sp, name=str(group.group_name))
 
 
 def check_heads(model_config: Any, sp: int) -> None:
@@ -90,19 +93,30 @@ def kv_copies(num_heads: int, num_kv_heads: int, sp: int) -> int:
 # ------------------------------------------------------------------ attention
 
 
-class _AllToAll(torch.autograd.Function):
-    """[sp, ...] for each rank -> [sp, ...] from each rank. Its own inverse, so its own backward."""
+@torch.library.custom_op("ds_engine::all_to_all", mutates_args=())
+def _all_to_all(to_each: Tensor, group_name: str) -> Tensor:
+    """[sp, ...] for each rank -> [sp, ...] from each rank. An operator of its own: to torch.compile, which could not
+    follow what torch.distributed does, one node of a layer's graph."""
+    from_each = torch.empty_like(to_each, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(from_each, to_each.contiguous(), group=_resolve_process_group(group_name))
+    return from_each
 
-    @staticmethod
-    def forward(ctx: Any, to_each: Tensor, sequence: SequenceGroup) -> Tensor:
-        ctx.sequence = sequence
-        from_each = torch.empty_like(to_each, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(from_each, to_each.contiguous(), group=sequence.group)
-        return from_each
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _AllToAll.forward(ctx, grads[0], ctx.sequence), None
+@_all_to_all.register_fake
+def _(to_each: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(to_each, memory_format=torch.contiguous_format)
+
+
+def _remember_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group_name = inputs[1]
+
+
+def _all_to_all_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    """Its own inverse, so its own backward."""
+    return _all_to_all(grad, ctx.group_name), None
+
+
+_all_to_all.register_autograd(_all_to_all_back, setup_context=_remember_group)
 
 
 def scatter_heads(query: Tensor, key: Tensor, value: Tensor, sequence: SequenceGroup) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,7 +128,7 @@ def scatter_heads(query: Tensor, key: Tensor, value: Tensor, sequence: SequenceG
     whole = (query, key, value)
     to_each = torch.cat([x.reshape(sp, -1) for x in whole], dim=1)
     sizes = [x.numel() // sp for x in whole]
-    from_each = _AllToAll.apply(to_each, sequence).split(sizes, dim=1)
+    from_each = _all_to_all(to_each, sequence.name).split(sizes, dim=1)
     query, key, value = (
         part.view(sp, x.shape[1] // sp, x.shape[2], x.shape[3]).transpose(0, 1).flatten(1, 2).unsqueeze(0)
         for part, x in zip(from_each, whole, strict=True)
@@ -126,7 +140,7 @@ def gather_heads(out: Tensor, sequence: SequenceGroup) -> Tensor:
     """[1, T, heads / sp, d] of this rank's heads -> [1, T / sp, all heads, d] of this rank's tokens."""
     _, num_tokens, num_heads, size = out.shape
     to_each = out.view(sequence.size, num_tokens // sequence.size, num_heads, size)
-    from_each: Tensor = _AllToAll.apply(to_each, sequence)
+    from_each: Tensor = _all_to_all(to_each, sequence.name)
     return from_each.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 

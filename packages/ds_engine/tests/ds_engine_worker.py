@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from ds_engine_reshape_check import MemorySource, hand_over, state_of
 from ds_engine_testkit import Sample, make_batch, make_samples, token_loss
 
@@ -316,29 +317,31 @@ def recorded_steps(
 def noted_visits(engine: ZeroEngine) -> Iterator[list[Visit]]:
     """What DeepSpeed's hooks of stage 3 are called for inside, in order."""
     numbers = {id(p): i for i, p in enumerate(engine.module.parameters())}
-    coordinator = engine.deepspeed.optimizer.parameter_offload.get_param_coordinator()
+    optimizer = engine.deepspeed.optimizer
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
     visits: list[Visit] = []
 
     def note(kind: str, original: Any) -> Any:
         def hook(submodule: Any, *args: Any, **options: Any) -> Any:
-            own = sorted({numbers[id(p)] for p in iter_params(submodule)})
+            own = sorted({numbers[id(p)] for p in iter_params(submodule, recurse=z3_leaf_module(submodule))})
             visits.append(Visit(kind=kind, submodule=submodule.ds_id, parameters=tuple(own)))
             return original(submodule, *args, **options)
 
         return hook
 
-    handles = [
-        p.register_post_accumulate_grad_hook(lambda _, i=i: visits.append(Visit(kind="gradient", parameters=(i,))))
-        for i, p in enumerate(engine.module.parameters())
-        if p.requires_grad
-    ]
+    reduce = optimizer.reduce_ready_partitions_and_remove_grads
+
+    def note_gradient(parameter: Any) -> None:
+        visits.append(Visit(kind="gradient", parameters=(numbers[id(parameter)],)))
+        reduce(parameter)
+
+    optimizer.reduce_ready_partitions_and_remove_grads = note_gradient
     for kind, name in (("fetch", "fetch_sub_module"), ("release", "release_sub_module")):
         setattr(coordinator, name, note(kind, getattr(coordinator, name)))
     yield visits
     for name in ("fetch_sub_module", "release_sub_module"):
         delattr(coordinator, name)
-    for handle in handles:
-        handle.remove()
+    del optimizer.reduce_ready_partitions_and_remove_grads
 
 
 def recorded_zero3_steps(
