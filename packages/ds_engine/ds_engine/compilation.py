@@ -14,9 +14,7 @@ from .errors import EngineConfigError, ModelError
 __all__ = ["compile_layers"]
 
 
-def compile_layers(
-    model: Any, *, device_type: str, kernel: str, stage: int = 2, backend: str = "inductor"
-) -> None:
+def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2, backend: str = "inductor") -> None:
     """Compile each transformer layer in place; names, parameters and activation checkpointing stay as they are.
 
     One compilation serves any number of tokens. Attention by SDPA stays out of it: its loop follows the lengths of the

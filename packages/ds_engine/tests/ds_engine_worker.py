@@ -9,9 +9,10 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -25,14 +26,18 @@ from ds_engine_reshape_check import MemorySource, hand_over, state_of
 from ds_engine_testkit import Sample, make_batch, make_samples, token_loss
 
 import ds_engine
+import ds_engine.loading
 from ds_engine import EngineConfig, LossOutput, OptimConfig, TokenOutputs, ZeroConfig, ZeroEngine, dense_log_prob
 from ds_engine.collective_guard import record_collectives
 from ds_engine.collective_log import CollectiveRecord
+from ds_engine.compilation import compile_layers
 from ds_engine.loading import load_model
 from ds_engine.optimizer import parameter_groups
 from ds_engine.packed_model import install_packed_forward, packed_inputs
 from ds_engine.quantised_base import Nf4Linear
+from ds_engine.sequence_parallel import gather_heads, join_sequence_group, scatter_heads
 from ds_engine.transfer_plan import Visit
+from ds_engine.zero3_gather import batch_gathers
 
 CPU = torch.device("cpu")
 
@@ -74,6 +79,70 @@ def train(
         return {"stats": stats, "weights": weights, "outputs": outputs, "memory": engine.memory_stats()}
     finally:
         engine.close()
+
+
+def train_traced(**options: Any) -> tuple[dict[str, Any], int]:
+    """(what `train` or, with lora, `train_adapters` gives; compiled graphs) with compile=True, and without a C++
+    compiler: graphs run one operator after the other."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ds_engine.loading.compile_layers = partial(compile_layers, backend="aot_eager")
+    try:
+        result = (train_adapters if options["config"].lora else train)(**options)
+    finally:
+        ds_engine.loading.compile_layers = compile_layers
+    return result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def gathered_both_ways(
+    sizes: list[list[int]], dtype: torch.dtype
+) -> tuple[bool, list[CollectiveRecord], list[CollectiveRecord]]:
+    """(parameters of these shapes gathered at once equal what was sharded, what DeepSpeed issues for it, and ours)."""
+    torch.manual_seed(0)
+    whole = [torch.randn(shape, dtype=dtype) for shape in sizes]
+    parameters = [torch.nn.Parameter(tensor.clone()) for tensor in whole]
+    module = torch.nn.ParameterList(parameters)
+    deepspeed.zero.Init(module=module, dtype=dtype, config_dict_or_path={"train_batch_size": dist.get_world_size()})
+    logs, equal = [], True
+    for ours in (False, True):
+        if ours:
+            batch_gathers(module)
+        with record_collectives() as records:
+            cast("Any", parameters[0]).all_gather_coalesced(reversed(parameters)).wait()
+        logs.append(list(records))
+        equal = equal and all(torch.equal(p, t) and p.shape == t.shape for p, t in zip(parameters, whole, strict=True))
+        for parameter in parameters:
+            cast("Any", parameter).partition()
+    return equal, logs[0], logs[1]
+
+
+def swapped_heads(num_heads: tuple[int, int], lengths: list[int]) -> tuple[float, list[bool], int]:
+    """Heads for tokens and back, compiled and not, rows of several lengths: (distance of outputs and gradients,
+    whether the same collectives were issued, graphs)."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    sequence = join_sequence_group(dist.get_world_size())
+    assert sequence is not None
+
+    def there_and_back(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query, key, value = scatter_heads(query * 2, key.sin(), value, sequence)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return gather_heads(out.transpose(1, 2), sequence).cos()
+
+    compiled = torch.compile(there_and_back, dynamic=True, fullgraph=True, backend="aot_eager")
+    farthest, same = 0.0, []
+    for length in lengths:
+        query, kv = (torch.randn(1, n, length, 8, requires_grad=True) for n in num_heads)
+        results, logs = [], []
+        for function in (there_and_back, compiled):
+            with record_collectives() as records:
+                out = function(query, kv, kv)
+                results.append([out.detach(), *torch.autograd.grad(out.square().sum(), (query, kv))])
+            logs.append([(r.operation, r.dtype, r.num_elements) for r in records])
+        farthest = max(farthest, *(float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True)))
+        same.append(logs[0] == logs[1] and len(logs[0]) == 4)
+    dist.destroy_process_group(sequence.group)
+    return farthest, same, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def train_adapters(

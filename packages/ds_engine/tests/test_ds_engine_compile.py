@@ -12,7 +12,16 @@ import pytest
 import torch
 from ds_engine_testkit import RankPool, make_batch, make_samples, write_tiny_model
 
-from ds_engine import EngineConfig, EngineConfigError, LoraConfig, ModelError, OptimConfig, ZeroConfig, dense_log_prob
+from ds_engine import (
+    EngineConfig,
+    EngineConfigError,
+    LoraConfig,
+    ModelError,
+    OffloadConfig,
+    OptimConfig,
+    ZeroConfig,
+    dense_log_prob,
+)
 from ds_engine.checkpointing import enable_checkpointing
 from ds_engine.compilation import compile_layers
 from ds_engine.loading import load_model
@@ -58,7 +67,7 @@ def test_compiled_graphs_compute_the_same(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.skipif(not os.environ.get("PLINTH_TEST_COMPILE"), reason="minutes of a C++ compiler")
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_compiled_engine_takes_the_same_steps(two_ranks: RankPool, tiny_model: Path, stage: int) -> None:
     config = EngineConfig(zero=ZeroConfig(stage=stage), optim=OptimConfig(lr=3e-3, eps=1e-4), dtype="fp32")
     steps = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2))]
@@ -75,8 +84,9 @@ def test_compiled_engine_takes_the_same_steps(two_ranks: RankPool, tiny_model: P
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="compile=True is not allowed: stage 3 gathers"):
-        EngineConfig(zero=ZeroConfig(stage=3), compile=True)
+    on_nvme = OffloadConfig(optimizer="nvme", param="nvme", nvme_path="/tmp")
+    with pytest.raises(ValueError, match="compile=True is not allowed: weights on NVMe"):
+        EngineConfig(zero=ZeroConfig(stage=3, offload=on_nvme), compile=True)
     with pytest.raises(ModelError, match="no transformer layers"):
         compile_layers(torch.nn.Linear(1, 1), device_type="cuda", kernel="varlen")
     monkeypatch.setattr(shutil, "which", lambda name: None)

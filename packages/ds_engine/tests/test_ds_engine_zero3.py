@@ -1,0 +1,138 @@
+"""Stage 3 layer by layer: gathers, gradients and compiled layers are those of DeepSpeed module by module."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ds_engine_testkit import RankPool, distance, make_samples, reference_training, write_adapters
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
+from ds_engine.errors import ModelError
+from ds_engine.zero3_layers import gathers_layers, make_leaves
+
+pytestmark = pytest.mark.slow
+LR, EPS = 3e-3, 1e-4
+STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
+CPU_ALL = OffloadConfig(optimizer="cpu", param="cpu")
+CONFIG = EngineConfig(
+    zero=ZeroConfig(stage=3, param_persistence_elements=0, reduce_bucket_bytes=30_000),
+    optim=OptimConfig(lr=LR, eps=EPS),
+    dtype="fp32",
+    compile=True,
+)
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=2, max_size=6),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=20,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_many_parameters_are_put_together_at_once(
+    two_ranks: RankPool, sizes: list[list[int]], dtype: torch.dtype
+) -> None:
+    """Whatever their sizes, odd ones and single numbers too: by DeepSpeed's own collective."""
+    for equal, upstream, ours in two_ranks.run("gathered_both_ways", sizes=sizes, dtype=dtype):
+        assert equal
+        assert [(r.operation, r.dtype, r.num_elements) for r in ours] == [
+            (r.operation, r.dtype, r.num_elements) for r in upstream
+        ]
+        assert len(ours) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_heads", [(4, 2), (2, 1)])
+def test_all_to_alls_stay_in_the_graph(two_ranks: RankPool, num_heads: tuple[int, int]) -> None:
+    for farthest, same, num_graphs in two_ranks.run("swapped_heads", num_heads=num_heads, lengths=[6, 10, 7]):
+        assert farthest < 1e-6
+        assert all(same)
+        assert num_graphs == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"zero": replace(CONFIG.zero, step_each_micro=True, offload=OffloadConfig(optimizer="cpu"))},
+        {"zero": replace(CONFIG.zero, param_persistence_elements=600, offload=CPU_ALL), "gradient_checkpointing": True},
+        {"sequence_parallel": 2},
+    ],
+    ids=["plain", "optimizer_on_cpu_each_micro", "all_on_cpu_recomputed", "sequence_parallel"],
+)
+def test_compiled_layers_train_as_one_fp32_process(two_ranks: RankPool, tiny_model: Path, changes: dict) -> None:
+    expected, losses, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+    config = replace(CONFIG, **changes)
+    dp = 2 // config.sequence_parallel
+    per_rank = [{"steps": [[s[rank % dp :: 2 * dp], s[rank % dp + dp :: 2 * dp]] for s in STEPS]} for rank in range(2)]
+    results = two_ranks.run("train_traced", per_rank, model_path=str(tiny_model), config=config)
+    for result, num_graphs in results:
+        assert num_graphs > 0
+        assert [s.loss for s in result["stats"]] == pytest.approx(losses, rel=1e-5)
+        assert [s.grad_norm for s in result["stats"]] == pytest.approx(norms, rel=1e-5)
+    for name, weight in results[0][0]["weights"].items():
+        assert distance(weight, expected[name]) < 1e-5, name
+
+
+@pytest.mark.thorough
+def test_adapters_of_the_first_layer_are_trained(two_ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
+    """Its input comes from frozen embeddings: only by asking for its gradient is the end of the layer's pass seen."""
+    config = replace(CONFIG, lora=LoraConfig(rank=4))
+    per_rank = [{"steps": [[s[rank::2]] for s in STEPS]} for rank in range(2)]
+    options = {"model_path": str(tiny_model), "config": config, "samples": STEPS[0][:2]}
+    start = two_ranks.run("train_traced", [{"steps": []}] * 2, **options)[0][0]
+    folder = write_adapters(tmp_path / "adapters", start["settings"], start["adapters"])
+    expected, losses, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS, adapters=folder)
+    trained, num_graphs = two_ranks.run("train_traced", per_rank, **options)[0]
+    assert num_graphs > 0
+    assert [s.loss for s in trained["stats"]] == pytest.approx(losses, rel=1e-5)
+    assert [s.grad_norm for s in trained["stats"]] == pytest.approx(norms, rel=1e-5)
+    for name, tensor in trained["adapters"].items():
+        assert distance(tensor, expected[name]) < 1e-5, name
+
+
+def test_weights_on_nvme_are_left_to_deepspeed() -> None:
+    assert gathers_layers(ZeroConfig(stage=3))
+    assert gathers_layers(ZeroConfig(stage=3, offload=CPU_ALL))
+    assert not gathers_layers(ZeroConfig(stage=2))
+    nvme = OffloadConfig(optimizer="nvme", param="nvme", nvme_path="/tmp")
+    assert not gathers_layers(ZeroConfig(stage=3, offload=nvme))
+
+
+def test_a_layer_asks_for_the_gradient_of_its_first_argument() -> None:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2)
+
+        def forward(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            self.seen = hidden.requires_grad
+            return self.inner(hidden) * scale
+
+    model = torch.nn.Sequential(Layer(), torch.nn.Linear(2, 2))
+    make_leaves(model)
+    layer, hidden = model[0], torch.ones(1, 2)
+    assert model[0]._z3_leaf
+    assert not hasattr(model[1], "_z3_leaf")
+    layer(hidden, scale=2.0)
+    assert layer.seen
+    assert not hidden.requires_grad
+    with torch.no_grad():
+        layer(hidden)
+    assert not layer.seen
+    layer.requires_grad_(False)(hidden)
+    assert not layer.seen
+    with pytest.raises(ModelError, match="first argument"):
+        layer(hidden=hidden)
