@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -41,6 +43,24 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2,
         AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
     for layer in layers:
         if stage == 3:
-            layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
+            layer.forward = _with_own_linear(torch.compile(layer.forward, dynamic=True, backend=backend))
         else:
             layer.compile(dynamic=True, backend=backend)
+            layer._compiled_call_impl = _with_own_linear(layer._compiled_call_impl)
+
+
+def _with_own_linear(call: Callable[..., Any]) -> Callable[..., Any]:
+    """DeepSpeed puts a function of its own in the place of torch's linear for the whole process once any model in it is
+    at stage 3, so that no view of a gathered weight is kept for the backward pass. Compiled layers keep none, and
+    torch 2.11 would compile each of them anew for what that function looks at in its weights."""
+
+    @wraps(call)
+    def with_own_linear(*args: Any, **kwargs: Any) -> Any:
+        functional: Any = torch.nn.functional
+        replaced, functional.linear = functional.linear, torch._C._nn.linear
+        try:
+            return call(*args, **kwargs)
+        finally:
+            functional.linear = replaced
+
+    return with_own_linear

@@ -71,8 +71,6 @@ def _zero_section(config: EngineConfig, device_type: str) -> dict[str, Any]:
         section["stage3_param_persistence_threshold"] = zero.param_persistence_elements
         section["stage3_prefetch_bucket_size"] = bucket_elements
         section["stage3_gather_16bit_weights_on_model_save"] = False
-        # DeepSpeed's own linear function keeps no view of a weight for the backward pass; compiled ones keep none.
-        section["memory_efficient_linear"] = not config.compile
         if offload.param != "none":
             section["offload_param"] = _offload_section(offload.param, offload.nvme_path, pin_memory)
     return section

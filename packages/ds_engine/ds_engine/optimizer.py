@@ -10,7 +10,7 @@ from torch import nn
 from .ds_config import deepspeed_config
 from .nvme_gradients import keep_gradients_in_memory
 from .step_norms import batch_step_norms
-from .zero3_gather import batch_gathers
+from .zero3_gather import batch_gathers, keep_whole
 from .zero3_layers import gathers_layers, make_leaves
 from .zero3_step import batch_zero3_step
 
@@ -59,5 +59,6 @@ def start_deepspeed(
     if config.zero.stage == 3:
         batch_gathers(module)
         batch_zero3_step(engine.optimizer)
+        keep_whole(engine.optimizer)
     keep_gradients_in_memory(engine.optimizer)
     return engine

@@ -14,13 +14,13 @@ Shapes: T tokens of the row, padded to a multiple of sp; K targets; R rows a hea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 
 from .errors import EngineConfigError
 
@@ -98,7 +98,8 @@ def _all_to_all(to_each: Tensor, group_name: str) -> Tensor:
     """[sp, ...] for each rank -> [sp, ...] from each rank. An operator of its own: to torch.compile, which could not
     follow what torch.distributed does, one node of a layer's graph."""
     from_each = torch.empty_like(to_each, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(from_each, to_each.contiguous(), group=_resolve_process_group(group_name))
+    group = cast("Any", distributed_c10d)._resolve_process_group(group_name)
+    dist.all_to_all_single(from_each, to_each.contiguous(), group=group)
     return from_each
 
 

@@ -1,58 +1,108 @@
-"""Stage 3's gathers with a handful of kernels for many parameters.
+"""Stage 3's gathers with a handful of calls for many parameters.
 
-DeepSpeed gathers the shards of several parameters by one collective, and then puts every parameter together by itself.
-Here one kernel does so for all of them. Collectives and what they carry stay DeepSpeed's: on every rank its shards of
-the parameters, in the order of their ids.
+DeepSpeed gathers the shards of several parameters by one collective, but puts every parameter together, waits for it
+and lets go of it by itself. Here one kernel and one wait do for all. Collectives and what they carry stay DeepSpeed's:
+on every rank its shards of the parameters, in the order of their ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["batch_gathers"]
+__all__ = ["batch_gathers", "keep_whole"]
 
 
 def batch_gathers(module: nn.Module) -> None:
-    """Have the parameters of `module`, which DeepSpeed has sharded, gathered this way.
+    """Have the parameters of `module`, which DeepSpeed has sharded, gathered and let go of this way.
 
     Left to DeepSpeed: parameters on their own, on NVMe, in several dtypes, and more than one way of sharding.
     """
+    under_way: MutableMapping[Any, Any] = getattr(module, "ds_inflight_param_registry", {})
     for parameter in module.parameters():
-        parameter.all_gather_coalesced = _gatherer(parameter.all_gather_coalesced)
+        _batch_gathers(parameter, under_way)
 
 
-def _gatherer(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_whole(zero_optimizer: Any) -> None:
+    """Where a single rank has all of every weight on the device: have weights be there from the start of a forward pass
+    to the optimizer's step. Nothing is gathered or released on the way, and it costs no memory: a whole weight is a
+    view of the only shard.
+
+    Args:
+        zero_optimizer: DeepSpeed's of stage 3, or what stands in its place for a frozen model; after `batch_gathers`.
+    """
+    offload = getattr(zero_optimizer, "parameter_offload", zero_optimizer)
+    params = list(offload.module.parameters())
+    alone = all(dist.get_world_size(p.ds_process_group) == 1 for p in params)
+    if not alone or any(p.nvme_swapper is not None or p.ds_tensor.device != _device() for p in params):
+        return
+    not_there = _status("NOT_AVAILABLE")
+
+    def reset_step() -> None:
+        _Whole([p for p in params if p.ds_status == not_there]).wait()
+
+    def do_nothing(submodule: Any, forward: bool = False) -> None:
+        pass
+
+    coordinator = offload.get_param_coordinator()
+    coordinator.reset_step = reset_step
+    coordinator.fetch_sub_module = coordinator.release_sub_module = do_nothing
+    # Those that DeepSpeed would gather again, into memory of their own, after each step.
+    zero_optimizer.persistent_parameters = []
+
+
+def _batch_gathers(parameter: Any, under_way: MutableMapping[Any, Any]) -> None:
+    gather: Callable[..., Any] = parameter.all_gather_coalesced
+    partition: Callable[..., None] = parameter.partition
+    there = _status("AVAILABLE")
+    nowhere = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
     def all_gather_coalesced(params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
         ordered = sorted(params, key=lambda p: int(p.ds_id))
-        if safe_mode or quantize or not _is_plain(ordered):
-            return original(ordered, safe_mode=safe_mode, quantize=quantize)
-        return _Whole(ordered) if dist.get_world_size(ordered[0].ds_process_group) == 1 else _Gathered(ordered)
+        if safe_mode or quantize or not _are_alike(ordered):
+            return gather(ordered, safe_mode=safe_mode, quantize=quantize)
+        if dist.get_world_size(ordered[0].ds_process_group) == 1:
+            return _Whole(ordered)
+        return _Gathered(ordered, under_way)
 
-    return all_gather_coalesced
+    def let_go(
+        param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
+    ) -> None:
+        """What DeepSpeed does when a shard is up to date, without asking for all that could be different."""
+        if (
+            param_list is not None
+            or has_been_updated
+            or not free_data
+            or parameter.ds_status != there
+            or parameter.ds_active_sub_modules
+            or not _are_alike((parameter,))
+        ):
+            partition(param_list, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+            return
+        whole = parameter.data
+        if whole.is_cuda:  # it was made on the stream of the gathers
+            whole.record_stream(torch.cuda.current_stream())
+        parameter.data = nowhere
+        parameter.ds_status = _status("NOT_AVAILABLE")
+
+    parameter.all_gather_coalesced = all_gather_coalesced
+    parameter.partition = let_go
 
 
-def _is_plain(params: Sequence[Any]) -> bool:
-    if len(params) < 2:
-        return False
+def _are_alike(params: Sequence[Any]) -> bool:
     first = params[0]
     return all(
         p.nvme_swapper is None
+        and p.ds_tensor is not None
         and p.ds_secondary_tensor is None
         and p.dtype == p.ds_tensor.dtype == first.dtype
         and p.ds_process_group is first.ds_process_group
         for p in params
     )
-
-
-def _status(name: str) -> Any:
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    return ZeroParamStatus[name]
 
 
 class _Whole:
@@ -81,9 +131,10 @@ class _Whole:
 class _Gathered:
     """A collective under way."""
 
-    def __init__(self, params: Sequence[Any]) -> None:
+    def __init__(self, params: Sequence[Any], under_way: MutableMapping[Any, Any]) -> None:
         inflight = _status("INFLIGHT")
         self._params: Sequence[Any] = params
+        self._under_way = under_way
         group = params[0].ds_process_group
         world_size = dist.get_world_size(group)
         self._sizes = [int(p.ds_tensor.ds_numel) for p in params]
@@ -97,10 +148,16 @@ class _Gathered:
         for param in params:
             param.ds_status = inflight
 
-    def wait(self, **_: Any) -> None:
-        """Put the parameters together. What is copied from may be reused once the stream has come that far."""
+    def wait(self, handle_dependency: bool | None = None) -> None:
+        """Put the parameters together. What is copied from may be reused once the stream has come that far.
+
+        Args:
+            handle_dependency: given, whatever it is, where the coordinator would go on to wait for the others one by
+                one, with an event for each; so these are taken off its list.
+        """
         if not self._params:
             return
+        assert self._work is not None, "asynchronous, and this rank is in the group"
         self._work.wait()
         world_size = self._everyone.shape[0]
         # A storage of its own for each: small parameters stay when the others are released.
@@ -110,10 +167,18 @@ class _Gathered:
         for param, tensor in zip(self._params, whole, strict=True):
             param.data = tensor.view(-1)[: param.ds_numel].view(param.ds_shape)
             param.ds_status = available
+            if handle_dependency is not None:
+                self._under_way.pop(param, None)
         if self._everyone.is_cuda:
             self._everyone.record_stream(torch.cuda.current_stream())
         self._params = ()
         del self._everyone, self._work
+
+
+def _status(name: str) -> Any:
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    return ZeroParamStatus[name]
 
 
 def _device() -> torch.device:

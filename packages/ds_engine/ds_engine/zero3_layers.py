@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["gathers_layers", "make_leaves"]
 
 _REMEMBERED = "_ds_engine_parameters"
-"""Attribute of a leaf: all of its parameters."""
+"""Attribute of a leaf and of the model: all of its parameters."""
 
 
 def gathers_layers(zero: ZeroConfig) -> bool:
@@ -43,6 +43,7 @@ def make_leaves(model: Any) -> None:
         set_z3_leaf_module(layer, True)
         layer.register_forward_pre_hook(_ask_for_gradient)
         setattr(layer, _REMEMBERED, tuple(layer.parameters()))
+    setattr(model, _REMEMBERED, tuple(model.parameters()))
     _remember_parameters()
 
 
@@ -60,18 +61,20 @@ def _ask_for_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...
 
 
 def _remember_parameters() -> None:
-    """DeepSpeed walks through the submodules of a leaf several times before and after it runs; once is enough."""
-    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+    """DeepSpeed walks through the submodules of a leaf several times before and after it runs, and through all of the
+    model's in every step; once is enough."""
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
-    walk = coordinator.iter_params
+    walk = partitioned_param_coordinator.iter_params
     if getattr(walk, "remembers", False):
         return
 
     def iter_params(module: Any, recurse: bool = False) -> Iterable[nn.Parameter]:
         own = getattr(module, _REMEMBERED, None) if recurse else None
         if own is None:
-            return walk(module, recurse=recurse)
+            return cast("Iterable[nn.Parameter]", walk(module, recurse=recurse))
         return chain(own, (parameter for _, parameter in module.ds_external_parameters()))
 
-    iter_params.remembers = True
-    coordinator.iter_params = iter_params
+    iter_params.remembers = True  # type: ignore[attr-defined]
+    for user in (parameter_offload, partitioned_param_coordinator):
+        user.iter_params = iter_params

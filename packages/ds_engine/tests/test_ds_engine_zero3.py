@@ -50,6 +50,26 @@ def test_many_parameters_are_put_together_at_once(
         assert len(ours) == 1
 
 
+def test_one_rank_gathers_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    """And resumes: three steps, the last of them by an engine that loads what the first saved after two."""
+    expected, losses, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+    zero = replace(CONFIG.zero, param_persistence_elements=600)
+    options = {"model_path": str(tiny_model), "config": replace(CONFIG, zero=zero, compile=False)}
+    steps = [[s[::2], [], s[1::2]] for s in STEPS]
+    folder = str(tmp_path / "saved")
+    with RankPool(1, tmp_path) as pool:
+        (first,) = pool.run("train_alone", steps=steps[:2], save_to=folder, load_from=None, **options)
+        (second,) = pool.run("train_alone", steps=steps[2:], save_to=None, load_from=folder, **options)
+    stats = first["stats"] + second["stats"]
+    assert [s.loss for s in stats] == pytest.approx(losses, rel=1e-5)
+    assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=1e-5)
+    for name, weight in second["weights"].items():
+        assert distance(weight, expected[name]) < 1e-5, name
+    for result in (first, second):
+        assert result["views"]
+        assert result["operations"] <= {"all_gather"}, "metrics, pickled"
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_heads", [(4, 2), (2, 1)])
 def test_all_to_alls_stay_in_the_graph(two_ranks: RankPool, num_heads: tuple[int, int]) -> None:
