@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -54,7 +53,6 @@ def _with_own_linear(call: Callable[..., Any]) -> Callable[..., Any]:
     at stage 3, so that no view of a gathered weight is kept for the backward pass. Compiled layers keep none, and
     torch 2.11 would compile each of them anew for what that function looks at in its weights."""
 
-    @wraps(call)
     def with_own_linear(*args: Any, **kwargs: Any) -> Any:
         functional: Any = torch.nn.functional
         replaced, functional.linear = functional.linear, torch._C._nn.linear

@@ -8,7 +8,7 @@ an element of the model's dtype (2 or 4), B elements a reduce bucket:
     weights            e N                    e N                 e N                  e P + what stays or is gathered
     optimizer          12 P                   12 P                12 P                 12 P
     gradients          (4 + e) N              (e or 4) N          4 P, or e P          4 P, or e P
-    while stepping     -                      (e+4) P or 4 P      (2e or e)+4 P, or -  4 P
+    while stepping     -                      (e+4) P or 4 P      (2e or e)+4 P, or -  -, or 4 P
     bucket             (4 + e) min(N, 5e8)    (e or 4) B          e B                  (e or 4) B
 
 Optimizer means fp32 weights and Adam's two moments. With the optimizer offloaded it lies in CPU memory together with a
@@ -308,7 +308,8 @@ def _stage_3(case: _Case) -> _States:
         optimizer=optimizer,
         buffers=Place(device=gathered + bucket * (1 if ranks == 1 else 2)),
         late=0,
-        stepping=0 if offloaded else 4 * min(shard, _SUB_GROUP),
+        # Gradients added up in fp32 are what the optimizer steps with (zero3_step).
+        stepping=0 if offloaded or case.accumulate == 4 else 4 * min(shard, _SUB_GROUP),
         casting=0,
     )
 

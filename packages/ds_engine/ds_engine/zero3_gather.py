@@ -20,7 +20,7 @@ __all__ = ["batch_gathers", "keep_whole"]
 def batch_gathers(module: nn.Module) -> None:
     """Have the parameters of `module`, which DeepSpeed has sharded, gathered and let go of this way.
 
-    Left to DeepSpeed: parameters on their own, on NVMe, in several dtypes, and more than one way of sharding.
+    Left to DeepSpeed: parameters on NVMe, in several dtypes, and more than one way of sharding.
     """
     under_way: MutableMapping[Any, Any] = getattr(module, "ds_inflight_param_registry", {})
     for parameter in module.parameters():
@@ -63,7 +63,7 @@ def _batch_gathers(parameter: Any, under_way: MutableMapping[Any, Any]) -> None:
 
     def all_gather_coalesced(params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
         ordered = sorted(params, key=lambda p: int(p.ds_id))
-        if safe_mode or quantize or not _are_alike(ordered):
+        if not ordered or safe_mode or quantize or not _are_alike(ordered):
             return gather(ordered, safe_mode=safe_mode, quantize=quantize)
         if dist.get_world_size(ordered[0].ds_process_group) == 1:
             return _Whole(ordered)

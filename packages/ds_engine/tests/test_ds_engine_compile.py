@@ -83,6 +83,28 @@ def test_compiled_engine_takes_the_same_steps(two_ranks: RankPool, tiny_model: P
         assert float((compiled["weights"][name] - weight).norm() / weight.norm()) < 1e-5, name
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_compiled_layers_see_torchs_own_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """Whatever DeepSpeed has put in its place, and that is back in its place afterwards."""
+    model = load_model(str(write_tiny_model(tmp_path)), EngineConfig(dtype="fp32"), device=CPU, ds_config={})
+    seen = []
+
+    def look(graph: torch.fx.GraphModule, _: object) -> object:
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def linear(*args: torch.Tensor) -> torch.Tensor:
+        return torch._C._nn.linear(*args).clone()
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    compile_layers(model, device_type="cpu", kernel="sdpa", stage=stage, backend=look)
+    install_packed_forward(model, dense_log_prob)
+    model(packed=packed_inputs(make_batch(make_samples(2, seed=0)), device=CPU, kernel="sdpa")[0])
+    assert torch._C._nn.linear in seen
+    assert not any("clone" in str(target) for target in seen)
+    assert torch.nn.functional.linear is linear
+
+
 def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_nvme = OffloadConfig(optimizer="nvme", param="nvme", nvme_path="/tmp")
     with pytest.raises(ValueError, match="compile=True is not allowed: weights on NVMe"):

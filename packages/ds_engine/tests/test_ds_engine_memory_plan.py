@@ -193,7 +193,13 @@ def test_the_command_prints_the_table_without_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "compiled", "tokens", "measured_gib"),
-    [(1, True, 12288, 25.5), (2, True, 12288, 23.3), (2, True, 24576, 37.8), (3, False, 12288, 34.1)],
+    [
+        (1, True, 12288, 25.5),
+        (2, True, 12288, 23.3),
+        (2, True, 24576, 37.8),
+        (3, False, 12288, 34.1),
+        (3, True, 12288, 25.5),
+    ],
 )
 def test_peaks_measured_on_an_h200(stage: int, compiled: bool, tokens: int, measured_gib: float) -> None:
     """Qwen3-0.6B, one GPU, one micro batch, measured by benchmarks/engine_step."""
