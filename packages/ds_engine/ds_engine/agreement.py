@@ -33,10 +33,12 @@ def agree_on_plan(method: str, micro_batches: Sequence[TokenBatch], device: torc
     num_empty = sum(batch.target_ids_K.numel() == 0 for batch in micro_batches)
     content = _checksum(micro_batches) if sp > 1 else 0
     plan = [_METHODS.index(method), len(micro_batches), num_empty, content]
-    mine = torch.tensor(plan, dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    plans = [row.tolist() for row in everyone]
+    plans = [plan]
+    if dist.get_world_size() > 1:
+        mine = torch.tensor(plan, dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        plans = [row.tolist() for row in everyone]
     methods = [_METHODS[plan[0]] for plan in plans]
     counts = [plan[1] for plan in plans]
     if len(set(methods)) > 1:
@@ -73,8 +75,10 @@ def sum_over_ranks(
     Of sp consecutive ranks, which compute the same micro batches, the first counts.
     """
     mine = (_sum(losses), {name: _sum(values) for name, values in metrics.items()})
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone: list[Any] = [mine]
+    if dist.get_world_size() > 1:
+        everyone *= dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
     totals: dict[str, float] = {}
     everyone = everyone[::sp]
     for _, shares in everyone:  # in rank order, so every rank adds in the same order

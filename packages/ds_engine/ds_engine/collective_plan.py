@@ -67,7 +67,15 @@ def planned_step(
         sizes = list(_cut_after(parameter_sizes, _FALLBACK_BUCKET_ELEMENTS))
     else:
         order = ready_order if zero.stage == 2 else [index for group in groups for index in group]
-        sizes = list(_reduced_sizes(parameter_sizes, groups, order, bucket, world_size))
+        # Where the engine itself adds up gradients (gradient_sum), one larger than a bucket is not cut.
+        ours = (
+            zero.stage == 2
+            and zero.fp32_grad_accum
+            and config.dtype != "fp32"
+            and zero.offload.optimizer == "none"
+            and not zero.overlap_comm
+        )
+        sizes = list(_reduced_sizes(parameter_sizes, groups, order, bucket, None if ours else world_size))
     num_reductions = num_micro_batches if zero.stage == 2 else 1
     plan += [_call("all_reduce", _DTYPES[travel], size) for size in sizes] * num_reductions
     if not other_class:
@@ -169,20 +177,21 @@ def _reduced_sizes(
     groups: Sequence[Sequence[int]],
     order: Sequence[int],
     bucket: int,
-    world_size: int,
+    cut_for: int | None,
 ) -> Iterator[int]:
-    """Gradients fill a bucket until the next does not fit; one larger than it goes alone, cut at shard borders."""
+    """Gradients fill a bucket until the next does not fit; one larger than it goes alone, cut at the borders of the
+    shards of `cut_for` ranks."""
     filled = 0
     for index in order:
         size = parameter_sizes[index]
         if filled and filled + size > bucket:
             yield filled
             filled = 0
-        if size > bucket:
+        if size > bucket and cut_for is not None:
             (group,) = (list(g) for g in groups if index in g)
             laid_out = [parameter_sizes[i] for i in group]
             start = sum(laid_out[: group.index(index)])
-            yield from _cut_after(_parts(start, size, _shard_size(laid_out, world_size)), bucket)
+            yield from _cut_after(_parts(start, size, _shard_size(laid_out, cut_for)), bucket)
         else:
             filled += size
     if filled:

@@ -25,6 +25,8 @@ def deepspeed_config(config: EngineConfig, *, device_type: str) -> dict[str, Any
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optim.grad_clip or 0.0,
         "steps_per_print": None,
+        # Its throughput timer waits for the device before every forward pass.
+        "timers": {"throughput": {"enabled": False}},
         "zero_allow_untested_optimizer": True,
         # Offloaded states are stepped by torch's fused CPU AdamW: DeepSpeed's own needs a compiler at run time.
         "zero_force_ds_cpu_optimizer": False,

@@ -150,9 +150,9 @@ class ZeroEngine:
         if not adapters:
             self._require_adapters("log_probs(adapters=False)")
         agree_on_plan("log_probs" if adapters else "log_probs(adapters=False)", micro_batches, self.device, sp=self._sp)
-        self.module.eval()
+        self._set_mode(training=False)
         with nullcontext() if adapters else adapters_off(self.module):
-            rows = [self._micro_batches.forward(batch, temperature)[0].cpu() for batch in micro_batches]
+            rows = self._micro_batches.answer(micro_batches, temperature)
         return [TokenOutputs(log_probs_K=r[0], entropy_K=r[1]) for r in rows]
 
     @torch.no_grad()
@@ -168,8 +168,8 @@ class ZeroEngine:
         """
         self._require_head("value", "values")
         agree_on_plan("values", micro_batches, self.device, sp=self._sp)
-        self.module.eval()
-        return [self._micro_batches.forward(batch)[0][0].cpu() for batch in micro_batches]
+        self._set_mode(training=False)
+        return [rows_1K[0] for rows_1K in self._micro_batches.answer(micro_batches)]
 
     def train_mini_batch(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, temperature: float = 1.0
@@ -189,7 +189,7 @@ class ZeroEngine:
         optimizer = self._require_optimizer("train_mini_batch")
         guarded_before = num_guarded()
         num_empty = agree_on_plan("train_mini_batch", micro_batches, self.device, sp=self._sp)
-        self.module.train()
+        self._set_mode(training=True)
         lr = learning_rate(self._num_steps, self.config.optim, self._total_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -305,6 +305,11 @@ class ZeroEngine:
             dist.destroy_process_group(self._sequence.group)
 
     # ---------------------------------------------------------------- setup
+
+    def _set_mode(self, *, training: bool) -> None:
+        """Switching takes a millisecond with hundreds of modules, in which the device has nothing to do."""
+        if self.module.training != training:
+            self.module.train(training)
 
     def _require_optimizer(self, method: str) -> torch.optim.Optimizer:
         if self._optimizer is None:

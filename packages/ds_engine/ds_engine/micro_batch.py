@@ -12,13 +12,16 @@ from torch import Tensor
 from .batch import TokenOutputs, ValueOutputs
 from .collective_guard import mark
 from .errors import BatchError
-from .packed_model import packed_inputs
+from .packed_model import PackedInputs, packed_inputs
 
 if TYPE_CHECKING:
     from .batch import Head, LossFn, TokenBatch
     from .sequence_parallel import SequenceGroup
 
 __all__ = ["MicroBatches"]
+
+Ready = tuple[tuple[PackedInputs, int], "TokenBatch"]
+"""The model's inputs with the number of targets, and the batch as the loss function sees it; all on the device."""
 
 
 class MicroBatches:
@@ -48,30 +51,42 @@ class MicroBatches:
         losses: list[Tensor] = []
         metrics: dict[str, list[Tensor]] = {}
         self._begin(len(micro_batches))
-        for index, batch in enumerate(micro_batches):
+        # All before the first: a copy in between would wait for the device, which then waits for the host in turn.
+        for index, ready in enumerate([self.ready(batch) for batch in micro_batches]):
             mark(f"{label}, micro batch {index} of {len(micro_batches)}")
             is_last = index == len(micro_batches) - 1
             self.mark_border(is_last)
-            losses.append(self.backward(batch, loss_fn, temperature, metrics))
+            losses.append(self.backward(ready, loss_fn, temperature, metrics))
             if self._step_each_micro or is_last:
                 self._deepspeed.step()
         mark(f"after {label}")
         return losses, metrics
 
-    def forward(self, batch: TokenBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """The head's rows for the targets of `batch`, and a zero that depends on every parameter the pass used."""
-        inputs, num_targets = packed_inputs(batch, device=self._device, kernel=self._kernel, sequence=self._sequence)
-        rows_RK = self._deepspeed(packed=inputs, temperature=temperature)
+    def answer(self, micro_batches: Sequence[TokenBatch], temperature: float = 1.0) -> list[Tensor]:
+        """The head's rows [R, K] for the targets of each, on the CPU."""
+        rows = [self._forward(self._inputs(batch), temperature)[0] for batch in micro_batches]
+        return [rows_RK.cpu() for rows_RK in rows]
+
+    def ready(self, batch: TokenBatch) -> Ready:
+        """`batch` on the device, with what the model takes of it."""
+        return self._inputs(batch), batch.to(self._device)
+
+    def _inputs(self, batch: TokenBatch) -> tuple[PackedInputs, int]:
+        return packed_inputs(batch, device=self._device, kernel=self._kernel, sequence=self._sequence)
+
+    def _forward(self, inputs: tuple[PackedInputs, int], temperature: float) -> tuple[Tensor, Tensor]:
+        """The head's rows for the targets, and a zero that depends on every parameter the pass used."""
+        packed, num_targets = inputs
+        rows_RK = self._deepspeed(packed=packed, temperature=temperature)
         return rows_RK[:, :num_targets], rows_RK.sum() * 0.0
 
-    def backward(
-        self, batch: TokenBatch, loss_fn: LossFn, temperature: float, metrics: dict[str, list[Tensor]]
-    ) -> Tensor:
+    def backward(self, ready: Ready, loss_fn: LossFn, temperature: float, metrics: dict[str, list[Tensor]]) -> Tensor:
         """Forward and backward of one micro batch; returns its detached loss share."""
-        rows_RK, anchor = self.forward(batch, temperature)
+        inputs, batch = ready
+        rows_RK, anchor = self._forward(inputs, temperature)
         loss = anchor
         if rows_RK.numel() > 0:
-            result = loss_fn(self._outputs(rows_RK), batch.to(self._device))
+            result = loss_fn(self._outputs(rows_RK), batch)
             if result.loss.dim() != 0:
                 raise BatchError(f"the loss must be a 0-d tensor, got shape {tuple(result.loss.shape)}")
             # A loss that does not depend on the model (all advantages masked, say) still has to pass backward

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .ds_config import deepspeed_config
+from .gradient_sum import sum_gradients_in_place
 from .nvme_gradients import keep_gradients_in_memory
 from .step_norms import batch_step_norms
 from .zero3_gather import batch_gathers, keep_whole
@@ -55,6 +56,7 @@ def start_deepspeed(
     if gathers_layers(config.zero):
         make_leaves(module)
     engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    sum_gradients_in_place(engine.optimizer)
     batch_step_norms(engine.optimizer)
     if config.zero.stage == 3:
         batch_gathers(module)

@@ -28,6 +28,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with RankPool(1, tmp_path_factory.mktemp("one_rank")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     with RankPool(4, tmp_path_factory.mktemp("four_ranks")) as pool:
         yield pool

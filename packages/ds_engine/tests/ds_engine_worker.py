@@ -27,6 +27,7 @@ from ds_engine_testkit import Sample, make_batch, make_samples, token_loss
 
 import ds_engine
 import ds_engine.loading
+import ds_engine.optimizer
 from ds_engine import EngineConfig, LossOutput, OptimConfig, TokenOutputs, ZeroConfig, ZeroEngine, dense_log_prob
 from ds_engine.collective_guard import record_collectives
 from ds_engine.collective_log import CollectiveRecord
@@ -269,6 +270,12 @@ def train_values(
     return {"before": before, "after": after, "stats": stats, "weights": weights, "refused": refused}
 
 
+def backward(engine: ZeroEngine, samples: list[Sample]) -> None:
+    """One micro batch without the step."""
+    passes = engine._micro_batches
+    passes.backward(passes.ready(make_batch(samples)), weighted_loss, 1.0, {})
+
+
 def naive_and_exact_norms(model_path: str, micro_batches: list[list[Sample]]) -> dict[int, dict[str, float]]:
     """Per stage: DeepSpeed's norm when borders are not marked, the engine's, the true one, the last batch's alone."""
     truth = _true_gradient(model_path, "fp32", micro_batches)
@@ -282,7 +289,7 @@ def naive_and_exact_norms(model_path: str, micro_batches: list[list[Sample]]) ->
         engine.close()
         engine = build(model_path, config)
         for samples in micro_batches:
-            engine._micro_batches.backward(make_batch(samples), weighted_loss, 1.0, {})
+            backward(engine, samples)
         engine._deepspeed.step()
         # Both ranks ran the same batches, so sums are twice one process's.
         norms[stage] = {
@@ -326,7 +333,7 @@ def held_bytes(model_path: str, config: EngineConfig, micro_batches: list[list[S
     most: dict[str, int] = {}
     for index, samples in enumerate(micro_batches):
         engine._micro_batches.mark_border(index == len(micro_batches) - 1)
-        engine._micro_batches.backward(make_batch(samples), weighted_loss, 1.0, {})
+        backward(engine, samples)
         kinds: dict[str, Any] = {
             "weights": [getattr(p, "ds_tensor", p.data) for p in parameters],
             "optimizer": [engine._optimizer.state, [[p.data for p in getattr(zero, name, [])] for name in _SHARDS]],
@@ -358,7 +365,7 @@ def gradient_distance(model_path: str, config: EngineConfig, micro_batches: list
     engine = build(model_path, config)
     for index, samples in enumerate(micro_batches):
         engine._micro_batches.mark_border(index == len(micro_batches) - 1)
-        engine._micro_batches.backward(make_batch(samples), weighted_loss, 1.0, {})
+        backward(engine, samples)
     distance = {}
     for name, parameter in engine.module.named_parameters():
         expected = truth[name]
@@ -378,13 +385,34 @@ def gradient_error(model_path: str, micro_batches: list[list[Sample]], stage: in
     engine = build(model_path, EngineConfig(zero=zero, dtype="bf16"))
     for index, samples in enumerate(micro_batches):
         engine._micro_batches.mark_border(index == len(micro_batches) - 1)
-        engine._micro_batches.backward(make_batch(samples), weighted_loss, 1.0, {})
+        backward(engine, samples)
     square = torch.zeros(2)
     for name, parameter in engine.module.named_parameters():
         gradient = deepspeed.utils.safe_get_full_grad(parameter)
         square += torch.stack(((gradient - truth[name]).square().sum(), truth[name].square().sum()))
     engine.close()
     return float((square[0] / square[1]).sqrt())
+
+
+def fp32_sums(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]], *, ours: bool) -> Any:
+    """This rank's parts of the sums of gradients at stage 2 (without `ours` DeepSpeed's own) and the norm of all."""
+    as_is = ds_engine.optimizer.sum_gradients_in_place
+    try:
+        if not ours:
+            ds_engine.optimizer.sum_gradients_in_place = lambda _: None
+        engine = build(model_path, config)
+    finally:
+        ds_engine.optimizer.sum_gradients_in_place = as_is
+    optimizer = engine._deepspeed.optimizer
+    for index, samples in enumerate(micro_batches):
+        engine._micro_batches.mark_border(index == len(micro_batches) - 1)
+        backward(engine, samples)
+    sums = [group.flat_partition.clone() for group in optimizer.averaged_gradients.values()]
+    assert all(p.grad is None for p in engine.module.parameters())
+    engine._deepspeed.step()
+    norm = float(engine._deepspeed._global_grad_norm)
+    engine.close()
+    return sums, norm
 
 
 def recorded_steps(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ds_engine_testkit import RankPool, make_samples
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
@@ -57,6 +57,10 @@ def check_issued(records: list[CollectiveRecord], plan: list[PlannedCollective])
     num_micro=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
+@example(
+    stage=2, dtype="bf16", fp32_accum=True, fp32_reduce=False, offload="none", bucket_bytes=2048, weight_decay=0.1,
+    num_micro=2, seed=7,
+)  # fmt: skip
 @SLOW
 def test_plan_equals_record(
     two_ranks: RankPool,

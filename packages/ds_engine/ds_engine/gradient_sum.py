@@ -1,0 +1,114 @@
+"""Gradients of stage 2 on their way from the backward pass into the fp32 sum that this rank keeps, in few kernels.
+
+DeepSpeed copies every gradient into a bucket, divides the bucket by the number of ranks (one, too), copies it once more
+to reduce it, and then takes each gradient out by itself: cast to fp32, added to zeros, written back to the bucket. Here
+a bucket is a list of gradients. Several ranks lay it end to end, divide and reduce it, as DeepSpeed does; then what
+belongs to this rank is cast straight into its place: all of a bucket in one kernel when it is the first micro batch's,
+else one addition each. The sums are the same to the last bit (a zero may have the other sign).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["sum_gradients_in_place"]
+
+
+def sum_gradients_in_place(optimizer: Any) -> None:
+    """Let DeepSpeed's optimizer of stage 2 with fp32 accumulation on the device work as said above.
+
+    Any other object is left as it is: so are optimizer offload and reduction during the backward pass.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if (
+        type(optimizer) is DeepSpeedZeroOptimizer
+        and optimizer.partition_gradients
+        and optimizer.dtype != optimizer.gradient_accumulation_dtype == torch.float32
+        and not optimizer.cpu_offload
+        and not optimizer.overlap_comm
+    ):
+        _GradientSum(optimizer).install()
+
+
+class _GradientSum:
+    """Takes the place of the methods of DeepSpeed's optimizer that fill and empty its buckets."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._world_size: int = dist.get_world_size(optimizer.dp_process_group)
+
+    def install(self) -> None:
+        self._optimizer.setup_buckets = self._begin
+        self._optimizer.reduce_independent_p_g_buckets_and_remove_grads = self._take
+        self._optimizer.reduce_ipg_grads = self._reduce
+
+    def _begin(self) -> None:
+        """A backward pass begins (called before every gradient). DeepSpeed would allocate a bucket."""
+        if not self._optimizer.ready_for_gradients:
+            self._optimizer.micro_step_id += 1
+            self._optimizer.ready_for_gradients = True
+
+    def _take(self, param: Any, group: int) -> None:
+        """The gradient of `param` is there: into the bucket with it, after the bucket is emptied if it does not fit."""
+        optimizer = self._optimizer
+        if param.numel() == 0:
+            return
+        comm_dtype = optimizer.get_param_comm_dtype(param)
+        bucket = optimizer.ipg_buckets[comm_dtype]
+        if bucket.elements + param.numel() > optimizer.reduce_bucket_size:
+            self._reduce(comm_dtype)
+        param_id = optimizer.get_param_id(param)
+        assert not optimizer.params_already_reduced[param_id], "a gradient came twice in one backward pass"
+        bucket.params.append((group, param.param_idx_in_group, param_id))
+        bucket.grads.append(param.grad.reshape(-1))
+        bucket.elements += param.numel()
+        param.grad = None
+
+    def _reduce(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Empty the bucket of this dtype, or all at the end of the backward pass."""
+        optimizer = self._optimizer
+        for dtype in list(optimizer.ipg_buckets) if comm_dtype is None else [comm_dtype]:
+            bucket = optimizer.ipg_buckets[dtype]
+            if bucket.grads:
+                self._add(bucket.params, self._sum_over_ranks(bucket.grads, dtype))
+            for _, _, param_id in bucket.params:
+                optimizer.params_already_reduced[param_id] = True
+            bucket.clear()
+
+    def _sum_over_ranks(self, gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """The mean over ranks of each (the engine multiplies losses by their number); may destroy `gradients`."""
+        if self._world_size == 1:
+            return gradients
+        sizes = [gradient.numel() for gradient in gradients]
+        flat = torch.cat(gradients) if len(gradients) > 1 else gradients[0]
+        gradients.clear()
+        flat = flat.to(dtype).div_(self._world_size)
+        dist.all_reduce(flat, group=self._optimizer.dp_process_group)
+        return list(flat.split(sizes))
+
+    def _add(self, params: list[tuple[int, int, int]], gradients: list[Tensor]) -> None:
+        """Add this rank's parts of `gradients` to the fp32 sum, which begins with the first."""
+        optimizer = self._optimizer
+        first: tuple[list[Tensor], list[Tensor]] = [], []
+        for (group, _, param_id), gradient in zip(params, gradients, strict=True):
+            rank = dist.get_rank(optimizer.real_dp_process_group[group])
+            start = optimizer.grad_start_offset[group][rank].get(param_id)
+            if start is None:
+                continue  # other ranks' altogether
+            room = optimizer.partition_size[group] - optimizer.grad_partition_insertion_offset[group][rank][param_id]
+            size = min(gradient.numel() - start, room)
+            total = optimizer._get_compact_grad_partition_slice(group, rank, param_id, size)
+            begun = vars(optimizer.averaged_gradients[group]).setdefault("begun", set())
+            if param_id in begun:
+                total.add_(gradient.narrow(0, start, size))
+            else:
+                begun.add(param_id)
+                first[0].append(total)
+                first[1].append(gradient.narrow(0, start, size))
+        if first[0]:
+            torch._foreach_copy_(*first)
