@@ -1,8 +1,9 @@
 """Causal attention over packed sequences, plugged into Hugging Face models as one attention implementation.
 
 The model sees one row of T tokens; borders travel beside it as a `Packing`, so no [T, T] mask exists and no token is
-padding. Three kernels give the same result:
+padding. Four kernels give the same result:
 
+* flash4   FlashAttention-4, the package flash-attn-4 (Hopper and Blackwell, bf16 or fp16)
 * flash    flash-attn's varlen kernel (CUDA, bf16 or fp16)
 * varlen   torch.nn.attention.varlen, FlashAttention inside torch (CUDA, bf16 or fp16)
 * sdpa     torch's scaled_dot_product_attention, once per sequence (any device and dtype)
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import EngineConfigError, ModelError
+from .flash4 import flash4_attention
 from .sequence_parallel import SequenceGroup, gather_heads, scatter_heads
 
 if TYPE_CHECKING:
@@ -47,29 +49,44 @@ class Packing:
     """Tokens of each sequence."""
     max_seqlen: int
     kernel: str
-    """flash, varlen or sdpa."""
+    """flash4, flash, varlen or sdpa."""
     sequence: SequenceGroup | None = None
     """The ranks that have a slice of the row each; the borders are those of the whole row."""
 
 
 def choose_kernel(wanted: Attention, *, device_type: str, dtype: torch.dtype) -> str:
     """The kernel for `wanted` ("auto" picks the fastest present). Raises EngineConfigError when it cannot run here."""
-    has_flash = importlib.util.find_spec("flash_attn") is not None
-    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
     on_gpu = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if wanted == "auto":
-        if on_gpu and has_flash:
-            return "flash"
-        return "varlen" if on_gpu and has_varlen else "sdpa"
-    if wanted in ("flash", "varlen"):
-        if not on_gpu:
-            raise EngineConfigError(
-                f"attention={wanted!r} needs CUDA and bf16 or fp16, not {device_type} and {dtype}: use auto or sdpa"
-            )
-        if not (has_flash if wanted == "flash" else has_varlen):
-            package = "flash-attn" if wanted == "flash" else "torch.nn.attention.varlen (torch 2.10 or newer)"
-            raise EngineConfigError(f"attention={wanted!r} needs {package}, which is not installed: use auto")
-    return wanted
+    if wanted == "sdpa" or (wanted == "auto" and not on_gpu):
+        return "sdpa"
+    if not on_gpu:
+        raise EngineConfigError(
+            f"attention={wanted!r} needs CUDA and bf16 or fp16, not {device_type} and {dtype}: use auto or sdpa"
+        )
+    for kernel, (module, package) in _MODULES.items():
+        present = _has(module) and (kernel != "flash4" or torch.cuda.get_device_capability()[0] in (9, 10))
+        if wanted in ("auto", kernel) and present:
+            return kernel
+        if wanted == kernel:
+            raise EngineConfigError(f"attention={wanted!r} needs {package}, which is not here: use auto")
+    return "sdpa"
+
+
+_MODULES = {
+    "flash4": ("flash_attn.cute", "flash-attn-4 and a Hopper or Blackwell GPU"),
+    "flash": ("flash_attn", "flash-attn"),
+    "varlen": ("torch.nn.attention.varlen", "torch.nn.attention.varlen (torch 2.10 or newer)"),
+}
+"""What kernels need, the fastest first."""
+
+
+def _has(module: str) -> bool:
+    """flash-attn-4 alone leaves a folder flash_attn without a module of its own."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # the parent's
+        return False
+    return spec is not None and spec.origin is not None
 
 
 def register_packed_attention() -> None:
@@ -122,12 +139,18 @@ def packed_attention(
     if packing.kernel == "sdpa":
         out = _sdpa_per_sequence(query, key, value, packing, scale, sliding_window)
     else:
-        kernel = _flash if packing.kernel == "flash" else _varlen
+        kernel = {"flash4": _flash4, "flash": _flash}.get(packing.kernel, _varlen)
         q_Thd, k_Thd, v_Thd = (x[0].transpose(0, 1) for x in (query, key, value))
         out = kernel(q_Thd, k_Thd, v_Thd, packing, scale, sliding_window).unsqueeze(0)
     if packing.sequence is not None:
         out = gather_heads(out, packing.sequence)
     return out, None
+
+
+def _flash4(
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: Packing, scale: float, sliding_window: int | None
+) -> Tensor:
+    return flash4_attention(q_Thd, k_Thd, v_Thd, packing.cu_seqlens_S1, packing.max_seqlen, scale, sliding_window)
 
 
 def _flash(

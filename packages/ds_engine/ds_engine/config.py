@@ -22,7 +22,7 @@ __all__ = [
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 Dtype = Literal["bf16", "fp16", "fp32"]
-Attention = Literal["auto", "flash", "varlen", "sdpa"]
+Attention = Literal["auto", "flash4", "flash", "varlen", "sdpa"]
 Schedule = Literal["constant", "linear", "cosine"]
 Guard = Literal["off", "auto", "lockstep", "watch"]
 
@@ -210,7 +210,8 @@ class EngineConfig:
     """Compile the layers with torch.compile (needs a C++ compiler, on CUDA also Triton). Attention itself is not
     compiled. The first steps are slow."""
     attention: Attention = "auto"
-    """auto: flash-attn if installed, else torch's varlen attention, on CUDA; SDPA segment by segment on the CPU."""
+    """auto: on CUDA the first of flash-attn-4 (flash4; on Hopper and Blackwell), flash-attn (flash) and torch's varlen
+    attention that is there; SDPA segment by segment on the CPU."""
     seed: int = 0
     """Seeds weights the model folder lacks and dropout."""
     collective_guard: Guard = "off"
@@ -221,10 +222,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _require(self.dtype in ("bf16", "fp16", "fp32"), "dtype", self.dtype, "bf16, fp16 or fp32")
         _require(
-            self.attention in ("auto", "flash", "varlen", "sdpa"),
+            self.attention in ("auto", "flash4", "flash", "varlen", "sdpa"),
             "attention",
             self.attention,
-            "auto, flash, varlen or sdpa",
+            "auto, flash4, flash, varlen or sdpa",
         )
         _require(
             not self.compile or self.zero.offload.param != "nvme",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from ds_engine_testkit import make_batch, make_samples, write_tiny_model
 from ds_engine import EngineConfig, EngineConfigError, ModelError, OffloadConfig, SimpleBatch, dense_log_prob
 from ds_engine.attention import Packing, choose_kernel, packed_attention
 from ds_engine.checkpointing import enable_checkpointing
+from ds_engine.config import Attention
 from ds_engine.errors import BatchError
 from ds_engine.loading import check_offload, load_model
 from ds_engine.packed_model import install_packed_forward, packed_inputs
@@ -146,9 +149,35 @@ def test_missing_borders_and_unknown_scores_are_refused() -> None:
 def test_kernel_choice() -> None:
     assert choose_kernel("auto", device_type="cpu", dtype=torch.bfloat16) == "sdpa"
     assert choose_kernel("auto", device_type="cuda", dtype=torch.float32) == "sdpa"
-    assert choose_kernel("auto", device_type="cuda", dtype=torch.bfloat16) in ("flash", "varlen")
+    assert choose_kernel("auto", device_type="cuda", dtype=torch.bfloat16) in ("flash4", "flash", "varlen")
     with pytest.raises(EngineConfigError, match="needs CUDA"):
         choose_kernel("varlen", device_type="cpu", dtype=torch.bfloat16)
+
+
+def test_kernel_choice_by_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn-4 alone brings a folder flash_attn that is no flash-attn; both share it."""
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+
+    def choose(wanted: Attention = "auto") -> str:
+        importlib.invalidate_caches()
+        sys.modules.pop("flash_attn", None)
+        return choose_kernel(wanted, device_type="cuda", dtype=torch.bfloat16)
+
+    assert choose() == "flash4"
+    assert choose("varlen") == "varlen"
+    with pytest.raises(EngineConfigError, match="needs flash-attn, which is not here"):
+        choose("flash")
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    assert choose("flash") == "flash"
+    capability = (8, 0)
+    assert choose() == "flash"
+    with pytest.raises(EngineConfigError, match="needs flash-attn-4 and a Hopper"):
+        choose("flash4")
+    sys.modules.pop("flash_attn", None)
 
 
 def test_bad_model_folders(tmp_path: Path) -> None:

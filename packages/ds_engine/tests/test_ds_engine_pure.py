@@ -53,7 +53,7 @@ def test_every_export_resolves() -> None:
         (lambda: EngineConfig(gradient_checkpointing=True, checkpoint_every=0), "1 or more"),
         (lambda: EngineConfig(collective_guard="on"), "off, auto, lockstep or watch"),
         (lambda: EngineConfig(dtype="fp8"), "bf16, fp16 or fp32"),
-        (lambda: EngineConfig(attention="eager"), "auto, flash, varlen or sdpa"),
+        (lambda: EngineConfig(attention="eager"), "auto, flash4, flash, varlen or sdpa"),
     ],
 )
 def test_bad_settings_name_field_value_and_remedy(build, message: str) -> None:

@@ -1,0 +1,90 @@
+"""FlashAttention-4 (flash-attn-4, CuTe DSL) on packed rows, as an operator that torch.compile takes into its graphs.
+
+On Hopper and Blackwell. Keys and values are shared by groups of query heads inside the kernels, so nothing is repeated
+or summed up outside. Source: Dao-AILab/flash-attention, flash_attn/cute/interface.py, of which torch itself
+(torch.nn.attention.activate_flash_attention_impl) calls the same two functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["flash4_attention"]
+
+
+def flash4_attention(
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, borders_S1: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention inside each of the sequences between `borders_S1`; [T, heads, head dim].
+
+    Args:
+        longest: tokens of the longest sequence.
+        window: a token sees itself and the `window - 1` before it; None: all before it.
+    """
+    return torch.ops.ds_engine.flash4(q_Thd, k_Thd, v_Thd, borders_S1, longest, scale, window)[0]  # type: ignore[no-any-return]
+
+
+def _shared(borders_S1: Tensor, longest: int, scale: float, window: int | None) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": borders_S1,
+        "cu_seqlens_k": borders_S1,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size_left": None if window is None else window - 1,
+    }
+
+
+@torch.library.custom_op("ds_engine::flash4", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **_shared(borders, longest, scale, window))
+    return out, lse
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("ds_engine::flash4_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Tensor, longest: int,
+    scale: float, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options = _shared(borders, longest, scale, window) | {"deterministic": deterministic}
+    dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad.contiguous(), lse, **options)
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Tensor, longest: int,
+    scale: float, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, borders, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, borders)
+
+
+def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    del grad_lse  # nobody sees the log-sum-exp
+    return (*torch.ops.ds_engine.flash4_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None)
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
