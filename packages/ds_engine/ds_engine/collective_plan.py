@@ -136,7 +136,8 @@ def planned_zero3_steps(
         # Squared norm of the shards, which the device adds up in fp64.
         norm_dtype = "float64" if zero.offload.optimizer == "none" else "float32"
         plan += [_call("all_reduce", norm_dtype, 1)] * len(groups or [()])
-        plan += [_call("all_gather_into_tensor", _DTYPES[config.dtype], shards([index])) for index in persistent]
+        if persistent:
+            plan.append(_call("all_gather_into_tensor", _DTYPES[config.dtype], shards(persistent)))
         plan += _shared_metrics(world_size)
         plans.append(plan)
     return plans

@@ -59,7 +59,7 @@ def start_deepspeed(
     sum_gradients_in_place(engine.optimizer)
     batch_step_norms(engine.optimizer)
     if config.zero.stage == 3:
-        batch_gathers(module)
+        batch_gathers(module, engine.optimizer)
         batch_zero3_step(engine.optimizer)
         keep_whole(engine.optimizer)
     keep_gradients_in_memory(engine.optimizer)

@@ -17,14 +17,37 @@ from torch import Tensor, nn
 __all__ = ["batch_gathers", "keep_whole"]
 
 
-def batch_gathers(module: nn.Module) -> None:
-    """Have the parameters of `module`, which DeepSpeed has sharded, gathered and let go of this way.
+def batch_gathers(module: nn.Module, zero_optimizer: Any) -> None:
+    """Have the parameters of `module`, which DeepSpeed has sharded, gathered and let go of this way, and those small
+    enough to stay gathered by one collective after each step.
 
     Left to DeepSpeed: parameters on NVMe, in several dtypes, and more than one way of sharding.
+
+    Args:
+        zero_optimizer: DeepSpeed's of stage 3, or None.
     """
     under_way: MutableMapping[Any, Any] = getattr(module, "ds_inflight_param_registry", {})
     for parameter in module.parameters():
         _batch_gathers(parameter, under_way)
+    small = getattr(zero_optimizer, "persistent_parameters", [])
+    if small and _are_alike(small):
+        _gather_at_once(small)
+
+
+def _gather_at_once(small: Sequence[Any]) -> None:
+    """DeepSpeed asks the first of them to gather the list, and would send for one after the other."""
+    gather: Callable[..., Any] = small[0].all_gather
+    not_there = _status("NOT_AVAILABLE")
+
+    def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+        if param_list is not small or async_op:
+            return gather(param_list, async_op=async_op, hierarchy=hierarchy)
+        missing = [param for param in small if param.ds_status == not_there]
+        if missing:
+            missing[0].all_gather_coalesced(missing).wait()
+        return None
+
+    small[0].all_gather = all_gather
 
 
 def keep_whole(zero_optimizer: Any) -> None:
