@@ -275,7 +275,11 @@ def _stages_1_and_2(case: _Case) -> _States:
             on_cpu += e * shard
     else:
         held = Place(device=gradients)
-    casting = 4 * min(largest, shard) if separate and largest > case.bucket else 0
+    casting = 0
+    if zero.stage == 1 or offloaded or zero.overlap_comm:  # DeepSpeed's own way, see gradient_sum
+        casting = 4 * min(largest, shard) if separate and largest > case.bucket else 0
+    elif separate and zero.fp32_reduce and ranks > 1:
+        casting = 4 * max(0, largest - case.bucket)
     return _States(
         weights=weights, gradients=held, optimizer=optimizer, buffers=Place(device=buffers, cpu=on_cpu),
         late=held.device, stepping=stepping, casting=casting,

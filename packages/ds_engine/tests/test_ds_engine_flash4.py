@@ -1,4 +1,4 @@
-"""FlashAttention-4 as an operator: arguments, gradients and graphs. Its kernels need a GPU, so plain torch stands in for
+"""FlashAttention-4 as an operator: arguments, gradients, graphs. Its kernels need a GPU, so plain torch stands in for
 the two functions that run them here; ds_engine_gpu_worker.py runs the real ones."""
 
 from __future__ import annotations
