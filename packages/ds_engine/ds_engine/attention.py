@@ -55,7 +55,7 @@ class Packing:
 
 
 def choose_kernel(wanted: Attention, *, device_type: str, dtype: torch.dtype) -> str:
-    """The kernel for `wanted`; "auto": flash, else varlen, else sdpa. Raises EngineConfigError if it cannot run here."""
+    """The kernel for `wanted` ("auto": flash, varlen or sdpa). Raises EngineConfigError when it cannot run here."""
     on_gpu = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if wanted == "sdpa" or (wanted == "auto" and not on_gpu):
         return "sdpa"
