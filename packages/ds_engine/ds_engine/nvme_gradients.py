@@ -1,10 +1,10 @@
 """Gradients of an optimizer on NVMe stay where stage 3 adds them up, in CPU memory.
 
 DeepSpeed writes gradients of 1 MiB and more to the disk before the step and reads them into one buffer, each at its
-parameter's offset. Direct I/O needs addresses that are multiples of the disk's block: at any other offset the read
-fails, nobody looks, and the optimizer steps with what the buffer held before. Models have such offsets behind every
-norm whose share of a rank is not a multiple of the block. The sum that was written is in CPU memory all the while
-(DeepSpeed never frees it), so it is read from there: nothing is lost, in memory or otherwise.
+parameter's offset. Where offsets are no multiples of 512 bytes the optimizer then steps with something else (seen with
+0.19.8; where all are, it is right). Direct I/O needs such addresses: presumably the read fails and nobody looks. Models
+have other offsets behind every norm whose share of a rank is not a multiple of 512 bytes. The sum that was written is in
+CPU memory all the while (DeepSpeed never frees it), so it is read from there: nothing is lost, in memory or otherwise.
 """
 
 from __future__ import annotations
