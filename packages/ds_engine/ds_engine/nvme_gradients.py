@@ -3,8 +3,8 @@
 DeepSpeed writes gradients of 1 MiB and more to the disk before the step and reads them into one buffer, each at its
 parameter's offset. Where offsets are no multiples of 512 bytes the optimizer then steps with something else (seen with
 0.19.8; where all are, it is right). Direct I/O needs such addresses: presumably the read fails and nobody looks. Models
-have other offsets behind every norm whose share of a rank is not a multiple of 512 bytes. The sum that was written is in
-CPU memory all the while (DeepSpeed never frees it), so it is read from there: nothing is lost, in memory or otherwise.
+have other offsets behind every norm whose share of a rank is not a multiple of 512 bytes. The sum that was written is
+in CPU memory all the while (DeepSpeed never frees it), so it is read from there: nothing is lost, in memory or else.
 """
 
 from __future__ import annotations
