@@ -40,7 +40,10 @@ def sequences(num: int, length: int, vocab: int, rank: int) -> torch.Tensor:
 class Plain:
     """transformers' forward, fp32 log-softmax over the logits, DeepSpeed's own backward and step."""
 
-    def __init__(self, folder: str, stage: int, ids_SL: torch.Tensor, device: torch.device, *, recompute: bool) -> None:
+    def __init__(
+        self, folder: str, stage: int, ids_SL: torch.Tensor, device: torch.device, *, recompute: bool, keep_bytes: int
+    ) -> None:
+        del keep_bytes  # autograd keeps all of the logits
         import deepspeed
         from transformers import AutoModelForCausalLM
         from transformers.integrations import HfDeepSpeedConfig
@@ -85,6 +88,7 @@ class Ours:
         device: torch.device,
         *,
         recompute: bool,
+        keep_bytes: int,
         guard: Guard = "off",
     ) -> None:
         config = EngineConfig(
@@ -94,7 +98,8 @@ class Ours:
             compile=True,
             collective_guard=guard,
         )
-        self.engine = ZeroEngine.from_pretrained(folder, config, log_prob_fn=linear_log_prob, device=device)
+        log_prob_fn = partial(linear_log_prob, keep_bytes=keep_bytes)
+        self.engine = ZeroEngine.from_pretrained(folder, config, log_prob_fn=log_prob_fn, device=device)
         self.batch = SimpleBatch.pack([(row[:1], row[1:]) for row in ids_SL.tolist()])
         self.share = 1 / (dist.get_world_size() * self.batch.target_ids_K.numel())
 
@@ -118,7 +123,8 @@ def idle(device: torch.device) -> None:
 def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device: torch.device) -> dict[str, Any]:
     """Builds the contestant, warms it up, times its steps."""
     ids_SL = sequences(args.num_sequences, args.length, CONFIGS[args.model]["vocab_size"], dist.get_rank())
-    contestant = CONTESTANTS[name](folder, stage, ids_SL, device, recompute=args.recompute)
+    keep_bytes = int(args.keep_gib * 2**30)
+    contestant = CONTESTANTS[name](folder, stage, ids_SL, device, recompute=args.recompute, keep_bytes=keep_bytes)
     seconds = []
     for _ in range(args.warm_up + args.rounds):
         idle(device)
@@ -134,6 +140,7 @@ def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device
         "stage": stage,
         "gpus": dist.get_world_size(),
         "recompute": args.recompute,
+        "keep_gib": args.keep_gib,
         "tokens": tokens,
         "median_ms": round(1000 * statistics.median(timed), 1),
         "fastest_ms": round(1000 * min(timed), 1),
@@ -166,6 +173,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing, both contestants")
+    parser.add_argument("--keep-gib", type=float, default=0.5, help="of logits that the fused op may keep")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()

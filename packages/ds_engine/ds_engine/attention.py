@@ -55,7 +55,7 @@ class Packing:
 
 
 def choose_kernel(wanted: Attention, *, device_type: str, dtype: torch.dtype) -> str:
-    """The kernel for `wanted` ("auto": flash, varlen or sdpa). Raises EngineConfigError when it cannot run here."""
+    """The kernel for `wanted` ("auto": the first that can run here). Raises EngineConfigError when it cannot run."""
     on_gpu = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if wanted == "sdpa" or (wanted == "auto" and not on_gpu):
         return "sdpa"
@@ -64,9 +64,9 @@ def choose_kernel(wanted: Attention, *, device_type: str, dtype: torch.dtype) ->
             f"attention={wanted!r} needs CUDA and bf16 or fp16, not {device_type} and {dtype}: use auto or sdpa"
         )
     for kernel, (module, package) in _MODULES.items():
-        if wanted not in ("auto", kernel) or (wanted == "auto" and kernel == "flash4"):
-            continue  # flash4 has not been measured in whole steps yet
-        if _has(module) and (kernel != "flash4" or torch.cuda.get_device_capability()[0] in (9, 10)):
+        if wanted not in ("auto", kernel):
+            continue
+        if _has(module) and (kernel != "flash4" or torch.cuda.get_device_capability()[0] in _FLASH4_RUNS_ON[wanted]):
             return kernel
         if wanted == kernel:
             raise EngineConfigError(f"attention={wanted!r} needs {package}, which is not here: use auto")
@@ -79,6 +79,9 @@ _MODULES = {
     "varlen": ("torch.nn.attention.varlen", "torch.nn.attention.varlen (torch 2.10 or newer)"),
 }
 """What kernels need, the fastest first."""
+
+_FLASH4_RUNS_ON = {"auto": (9,), "flash4": (9, 10)}
+"""Major compute capabilities; on Blackwell, where it has not been measured, it has to be asked for."""
 
 
 def _has(module: str) -> bool:

@@ -79,9 +79,12 @@ def planned_step(
     num_reductions = num_micro_batches if zero.stage == 2 else 1
     plan += [_call("all_reduce", _DTYPES[travel], size) for size in sizes] * num_reductions
     if not other_class:
-        if config.dtype != "fp32":
-            plan.append(_call("all_reduce", "uint8", 1))  # does any rank hold an inf or nan?
-        plan += [_call("all_reduce", "float32", 1)] * len(groups)  # squared norm of the shards
+        if zero.offload.optimizer == "none":
+            plan.append(_call("all_reduce", "float64", 1))  # squared norm of the shards of all groups (step_norms)
+        else:
+            if config.dtype != "fp32":
+                plan.append(_call("all_reduce", "uint8", 1))  # does any rank hold an inf or nan?
+            plan += [_call("all_reduce", "float32", 1)] * len(groups)
     shards = [_shard_size([parameter_sizes[index] for index in group], world_size) for group in groups]
     plan += [_call("all_gather_into_tensor", _DTYPES[config.dtype], shard) for shard in shards]
     return plan + _shared_metrics(world_size)
@@ -133,9 +136,11 @@ def planned_zero3_steps(
                     plan.append(_call("all_gather_into_tensor", _DTYPES[config.dtype], num_elements))
                 else:
                     plan.append(_call("reduce_scatter_tensor", _DTYPES[travel], num_elements * world_size))
-        # Squared norm of the shards, which the device adds up in fp64.
-        norm_dtype = "float64" if zero.offload.optimizer == "none" else "float32"
-        plan += [_call("all_reduce", norm_dtype, 1)] * len(groups or [()])
+        # Squared norm of the shards: of all groups together where the engine itself takes it (step_norms).
+        if zero.offload.optimizer == "none":
+            plan.append(_call("all_reduce", "float64", 1))
+        else:
+            plan += [_call("all_reduce", "float32", 1)] * len(groups or [()])
         if persistent:
             plan.append(_call("all_gather_into_tensor", _DTYPES[config.dtype], shards(persistent)))
         plan += _shared_metrics(world_size)

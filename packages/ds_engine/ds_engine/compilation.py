@@ -12,15 +12,27 @@ from .attention import ATTENTION_NAME, packed_attention
 from .checkpointing import transformer_layers
 from .errors import EngineConfigError, ModelError
 
-__all__ = ["compile_layers"]
+__all__ = ["KEEP_LESS", "compile_layers"]
+
+KEEP_LESS = {"ban_recompute_materialized_backward": False}
+"""torch._functorch.config for the graphs of layers: normalised inputs and the product inside an MLP, which the backward
+pass multiplies by gradients, are made again from what is kept anyway, in the kernels that read that."""
 
 
-def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2, backend: str = "inductor") -> None:
+def _inductor(graph: Any, inputs: Any) -> Any:
+    import torch._functorch.config
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch._functorch.config.patch(KEEP_LESS):
+        return compile_fx(graph, inputs)
+
+
+def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2, backend: Any = _inductor) -> None:
     """Compile each transformer layer in place; names, parameters and activation checkpointing stay as they are.
 
     One compilation serves any number of tokens. Attention by SDPA stays out of it: its loop follows the lengths of the
-    batch, so every batch would be compiled anew. The flash and varlen kernels are single calls and stay in: what lies
-    around them is fused with norms and rotary embeddings, the layout of all-to-alls with it.
+    batch, so every batch would be compiled anew. The flash4, flash and varlen kernels are single calls and stay in:
+    what lies around them is fused with norms and rotary embeddings, the layout of all-to-alls with it.
 
     Args:
         kernel: that of the engine, see `choose_kernel`.

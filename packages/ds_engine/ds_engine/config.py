@@ -210,8 +210,8 @@ class EngineConfig:
     """Compile the layers with torch.compile (needs a C++ compiler, on CUDA also Triton). Attention itself is not
     compiled. The first steps are slow."""
     attention: Attention = "auto"
-    """auto: on CUDA flash-attn (flash) where it is installed, else torch's varlen attention; SDPA segment by segment on
-    the CPU. flash4: flash-attn-4, on Hopper and Blackwell."""
+    """auto: on CUDA flash-attn-4 (flash4) or flash-attn (flash) where they are installed, flash4 on Hopper only, else
+    torch's varlen attention; SDPA segment by segment on the CPU."""
     seed: int = 0
     """Seeds weights the model folder lacks and dropout."""
     collective_guard: Guard = "off"

@@ -25,7 +25,8 @@ layer of the families known here keeps, per token,
     attention     e (2 q + 2 v) + 4 per head; with sp > 1 e q more
     MLP           4 e i
 
-torch.compile keeps no fp32 copies and one product less: 4 e h, e (q + v), the same for attention, 3 e i.
+torch.compile keeps neither fp32 copies nor what is normalised, nor products of activations: 2 e h, e (q + v), the same
+for attention, 2 e i.
 With activation checkpointing a recomputed layer keeps its input e h, and one of them at a time the whole. The peak is
 the largest of four instants: the head's backward pass (all activations, the LM head's gradient e V h, the log-prob
 function's working memory), that of the top layer, that of the embedding (2 e V h, and a cast of it), and the step. In
@@ -338,12 +339,12 @@ def _layer_bytes(case: _Case) -> int:
     shape, e = case.shape, case.e
     lora = case.config.lora
     compiled = case.config.compile
-    fp32_copy = e if compiled else 4
-    normalised = 0 if lora is not None or compiled else e  # kept for the gradient of the norm's scale
+    # Of a norm: its input (and that in fp32), the normalised for the gradient of its scale, what a linear layer gets.
+    norm = e if compiled else 4 + (0 if lora is not None else e)
     q, v = shape.query_width, shape.kv_width
-    norms = 2 * (fp32_copy + normalised + e) * shape.hidden
-    head_norms = (fp32_copy + normalised) * (q + v) if shape.qk_norm else 0
-    products = (3 if compiled else 4) * e * shape.intermediate
+    norms = 2 * (norm + (0 if compiled else e)) * shape.hidden
+    head_norms = norm * (q + v) if shape.qk_norm else 0
+    products = (2 if compiled else 4) * e * shape.intermediate
     attention = e * (2 * q + 2 * v) + 4 * shape.num_heads
     if case.config.sequence_parallel > 1:
         attention += e * q

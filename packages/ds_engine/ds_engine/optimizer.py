@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from .adamw import AdamW
 from .ds_config import deepspeed_config
 from .gradient_sum import sum_gradients_in_place
 from .nvme_gradients import keep_gradients_in_memory
@@ -22,8 +24,8 @@ __all__ = ["build_optimizer", "parameter_groups", "start_deepspeed"]
 
 
 def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """torch's fused AdamW, which runs on CPU and CUDA alike and needs no compiler at run time, unlike DeepSpeed's."""
-    return torch.optim.AdamW(parameter_groups(module, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    """AdamW that runs on CPU and CUDA alike and needs no C++ compiler at run time, unlike DeepSpeed's."""
+    return AdamW(parameter_groups(module, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
 
 def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
@@ -58,9 +60,30 @@ def start_deepspeed(
     engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     sum_gradients_in_place(engine.optimizer)
     batch_step_norms(engine.optimizer)
+    _leave_weights_in_place(engine.optimizer)
     if config.zero.stage == 3:
         batch_gathers(module, engine.optimizer)
         batch_zero3_step(engine.optimizer)
         keep_whole(engine.optimizer)
     keep_gradients_in_memory(engine.optimizer)
     return engine
+
+
+def _leave_weights_in_place(zero_optimizer: Any) -> None:
+    """After each step DeepSpeed's stages 1 and 2 point every parameter at its place in the flat weights, where it is
+    already: milliseconds of the CPU, when the device has little left to do."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if type(zero_optimizer) is not DeepSpeedZeroOptimizer:
+        return
+    point: Callable[[int], None] = zero_optimizer._update_model_bit16_weights
+
+    def point_if_elsewhere(group: int) -> None:
+        flat = zero_optimizer.bit16_groups_flat[group]
+        start, size = flat.data_ptr(), flat.element_size()
+        offsets = zero_optimizer.round_robin_bit16_offsets[group]
+        params = zero_optimizer.round_robin_bit16_groups[group]
+        if any(p.data_ptr() != start + size * offset for p, offset in zip(params, offsets, strict=True)):
+            point(group)
+
+    zero_optimizer._update_model_bit16_weights = point_if_elsewhere

@@ -1,14 +1,16 @@
-"""The gradient norm, the overflow check and clipping of stages 1 and 2 in a handful of kernels.
+"""The gradient norm, the overflow check and clipping in a handful of kernels and one wait.
 
 DeepSpeed asks every gradient by itself for its norm, its largest and its smallest element, in a dozen kernels each that
-the device finishes sooner than they are launched, and scales gradients in a pass of their own. Here one call takes the
-norms of all, once: their sum is finite exactly when all elements are (and their squares do not overflow fp32, at
-gradients of 1e19). torch's fused AdamW divides gradients as it reads them. The collectives stay DeepSpeed's.
+the device finishes sooner than they are launched, waits for the answers of all ranks twice (stage 3 in fp16 only), and
+scales gradients in a pass of their own. Here one call takes the norms of all, and one collective adds them up: the sum
+is finite exactly when all elements are (and their squares do not overflow fp32, at gradients of 1e19), which is all
+that DeepSpeed then waits for. AdamW divides gradients as it reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,52 +24,44 @@ _PIECE = 2**24
 
 
 def batch_step_norms(optimizer: Any) -> None:
-    """Give DeepSpeed's stage 1 and 2 optimizer the methods below; any other object is left as it is."""
+    """Give DeepSpeed's ZeRO optimizer the methods below; any other object, and one offloaded, is left as it is."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    if type(optimizer) is not DeepSpeedZeroOptimizer:
+    if type(optimizer) is DeepSpeedZeroOptimizer and not optimizer.cpu_offload:
+        optimizer.scaled_global_norm = partial(_global_norm, optimizer)
+    elif type(optimizer) is DeepSpeedZeroOptimizer_Stage3 and not optimizer.offload_optimizer:
+        optimizer._get_norm_groups = lambda: [_global_norm(optimizer)]
+    else:
         return
-    norms = _StepNorms(optimizer)
-    optimizer.has_overflow_partitioned_grads_serial = norms.has_overflow
-    optimizer.get_grad_norm_direct = norms.grad_norm
-    if isinstance(optimizer.optimizer, torch.optim.AdamW) and not optimizer.cpu_offload:
-        optimizer.unscale_and_clip_grads = norms.scale_in_step
+    optimizer.check_overflow = _do_nothing  # the norm tells
+    optimizer.unscale_and_clip_grads = _do_nothing  # AdamW does, by what the norm left it
 
 
-class _StepNorms:
-    """What DeepSpeed's step asks for, in the order it does: overflow, norms of parameter groups, scaling of each."""
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._squares: dict[int, Tensor] = {}
 
-    def has_overflow(self) -> Tensor:
-        """[1] bool on the device: does this rank hold an inf or nan?"""
-        groups = self._optimizer.averaged_gradients.values()
-        self._squares = {id(group): _square_norm(group, self._optimizer.device) for group in groups}
-        square = torch.stack(list(self._squares.values())).sum()
-        return square.isfinite().logical_not().reshape(1)
+def _global_norm(optimizer: Any, norm_type: float = 2) -> Tensor:
+    """0-d fp32 norm of the scaled gradients of all parameter groups and ranks, not finite where one of them is not.
 
-    def grad_norm(self, gradients: Iterable[Tensor], params: Iterable[Tensor], norm_type: float = 2) -> Tensor:
-        """0-d fp32 norm over all ranks; -1 where it is not finite, as DeepSpeed has it. Padding is zeros, adds none."""
-        del params
-        assert norm_type == 2, "DeepSpeed's step asks for no other"
-        known = self._squares.pop(id(gradients), None)
-        square = (_square_norm(gradients, self._optimizer.device) if known is None else known).float()
-        dist.all_reduce(square, group=self._optimizer.dp_process_group)
-        norm = square.sqrt()
-        return torch.where(norm.isfinite(), norm, -torch.ones_like(norm))
+    AdamW gets what it is to divide by now, while the device is busy, and not after DeepSpeed has waited for the norm.
+    Padding is zeros and adds none.
+    """
+    assert norm_type == 2, "DeepSpeed's step asks for no other"
+    groups = optimizer.averaged_gradients.values()
+    square = torch.stack([_square_norm(group, optimizer.device) for group in groups]).sum()
+    dist.all_reduce(square, group=optimizer.dp_process_group)
+    norm = square.sqrt().float()
+    optimizer.optimizer.grad_scale = _divisor(norm, optimizer.loss_scale, optimizer.clip_grad)
+    return norm
 
-    def scale_in_step(self, gradients: Any, total_norm: Tensor) -> None:
-        """Hand the loss scale times what exceeds the largest norm to AdamW, which divides each gradient by it."""
-        del gradients
-        loss_scale, largest = self._optimizer.loss_scale, self._optimizer.clip_grad
-        scale = None
-        if largest > 0:
-            scale = loss_scale * ((total_norm / loss_scale + 1e-6) / largest).clamp(min=1.0)
-        elif loss_scale != 1.0:
-            scale = torch.full_like(total_norm, loss_scale)
-        self._optimizer.optimizer.grad_scale = scale
+
+def _divisor(norm: Tensor, loss_scale: float, largest: float) -> Tensor | None:
+    """The loss scale times what exceeds the largest norm; None: gradients are taken as they are."""
+    if largest > 0:
+        return loss_scale * ((norm / loss_scale + 1e-6) / largest).clamp(min=1.0)
+    return torch.full_like(norm, loss_scale) if loss_scale != 1.0 else None
 
 
 def _square_norm(gradients: Iterable[Tensor | None] | None, device: torch.device | str) -> Tensor:

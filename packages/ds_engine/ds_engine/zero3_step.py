@@ -1,13 +1,13 @@
 """What stage 3 does with gradients in a handful of kernels, where they stay on the device.
 
-DeepSpeed adds every gradient by itself to those of earlier micro batches, asks each for its norm, and copies all of
-them once more for the optimizer. The device is done with each of these sooner than the CPU can ask for the next. Here
+DeepSpeed adds every gradient by itself to those of earlier micro batches, and copies all of them once more for the
+optimizer. The device is done with each of these sooner than the CPU can ask for the next. Here
 one call does so for a bucket, or for all. The collectives stay DeepSpeed's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,6 @@ def batch_zero3_step(optimizer: Any) -> None:
         setattr(optimizer, f"{_PRIVATE}avg_scatter_grads", _own_gradients)
     optimizer.reduce_ready_partitions_and_remove_grads = partial(_collect, optimizer)
     optimizer.partition_grads = partial(_add_up, optimizer)
-    optimizer.get_grad_norm_direct = partial(_grad_norm, optimizer)
     optimizer.independent_gradient_partition_epilogue = partial(_end_backward, optimizer)
     if optimizer.gradient_accumulation_dtype == torch.float32:
         optimizer._prepare_fp32_grad_for_sub_group = partial(_hand_over, optimizer)
@@ -92,20 +91,8 @@ def _end_backward(optimizer: Any) -> None:
     optimizer._epilogue_ran_this_backward = True
 
 
-def _grad_norm(optimizer: Any, gradients: Sequence[Tensor], params: Iterable[Any], norm_type: float = 2) -> Tensor:
-    """0-d fp64 norm over all ranks; -1 where it is not finite, as DeepSpeed has it. Padding is zeros and adds none."""
-    del params
-    assert norm_type == 2, "DeepSpeed's step asks for no other"
-    square = torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
-    dist.all_reduce(square, group=optimizer.dp_process_group)
-    return torch.where(square.isfinite(), square.sqrt(), -torch.ones_like(square))
-
-
 def _hand_over(optimizer: Any, sub_group_id: int) -> None:
-    """The sums are as long and in the same order as what the optimizer steps, so it gets them as they lie.
-
-    It scales them in place, which nobody minds: the next micro batch puts its own there.
-    """
+    """The sums are as long and in the same order as what the optimizer steps, so it gets them as they lie."""
     start = sum(len(flat) for flat in optimizer.fp32_partitioned_groups_flat[:sub_group_id])
     flat = optimizer.fp32_partitioned_groups_flat[sub_group_id]
     flat.grad = optimizer.grad_partitions_flat_buffer[start : start + len(flat)]

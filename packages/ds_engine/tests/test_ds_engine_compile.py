@@ -7,10 +7,14 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 from ds_engine_testkit import RankPool, make_batch, make_samples, write_tiny_model
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 
 from ds_engine import (
     EngineConfig,
@@ -22,8 +26,9 @@ from ds_engine import (
     ZeroConfig,
     dense_log_prob,
 )
+from ds_engine.attention import Packing
 from ds_engine.checkpointing import enable_checkpointing
-from ds_engine.compilation import compile_layers
+from ds_engine.compilation import KEEP_LESS, compile_layers
 from ds_engine.loading import load_model
 from ds_engine.lora import add_adapters
 from ds_engine.packed_model import install_packed_forward, packed_inputs
@@ -81,6 +86,37 @@ def test_compiled_engine_takes_the_same_steps(two_ranks: RankPool, tiny_model: P
     assert [s.grad_norm for s in compiled["stats"]] == pytest.approx([s.grad_norm for s in plain["stats"]], rel=1e-5)
     for name, weight in plain["weights"].items():
         assert float((compiled["weights"][name] - weight).norm() / weight.norm()) < 1e-5, name
+
+
+def test_compiled_layers_keep_less(tmp_path: Path) -> None:
+    """Of what a layer's graph hands to its backward pass, cut as inductor has it cut; gradients are as ever."""
+    model = load_model(str(write_tiny_model(tmp_path)), EngineConfig(dtype="fp32"), device=CPU, ds_config={})
+    tokens, hidden, inner = 24, model.config.hidden_size, model.config.intermediate_size
+    x = torch.randn(1, tokens, hidden, requires_grad=True)
+    rotary = model.model.rotary_emb(x, torch.arange(tokens)[None])
+    borders = torch.tensor([0, tokens], dtype=torch.int32)
+    packing = Packing(cu_seqlens_S1=borders, lengths=(tokens,), max_seqlen=tokens, kernel="sdpa")
+
+    def results(settings: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
+        kept: list[int] = []
+
+        def partition(*args: Any, **kwargs: Any) -> Any:
+            with torch._functorch.config.patch(settings):
+                graphs = min_cut_rematerialization_partition(*args, **kwargs)
+            values = [node.meta["val"] for node in graphs[0].graph.output_node().args[0] if hasattr(node, "meta")]
+            kept.append(sum(v.numel() for v in values if isinstance(v, torch.Tensor) and tokens in v.shape))
+            return graphs
+
+        torch._dynamo.reset()
+        backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), partition_fn=partition)
+        layer = torch.compile(model.model.layers[0], backend=backend, fullgraph=True)
+        out = layer(x, position_embeddings=rotary, packing=packing)
+        return [out, *torch.autograd.grad(out.sin().sum(), [x, *model.model.layers[0].parameters()])], kept[0]
+
+    (usual, num_usual), (less, num_less) = results({}), results(KEEP_LESS)
+    assert num_usual - num_less == tokens * (inner + 2 * hidden)
+    for ours, expected in zip(less, usual, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -149,7 +149,7 @@ def test_missing_borders_and_unknown_scores_are_refused() -> None:
 def test_kernel_choice() -> None:
     assert choose_kernel("auto", device_type="cpu", dtype=torch.bfloat16) == "sdpa"
     assert choose_kernel("auto", device_type="cuda", dtype=torch.float32) == "sdpa"
-    assert choose_kernel("auto", device_type="cuda", dtype=torch.bfloat16) in ("flash", "varlen")
+    assert choose_kernel("auto", device_type="cuda", dtype=torch.bfloat16) in ("flash4", "flash", "varlen")
     with pytest.raises(EngineConfigError, match="needs CUDA"):
         choose_kernel("varlen", device_type="cpu", dtype=torch.bfloat16)
 
@@ -167,13 +167,16 @@ def test_kernel_choice_by_what_is_installed(tmp_path: Path, monkeypatch: pytest.
         sys.modules.pop("flash_attn", None)
         return choose_kernel(wanted, device_type="cuda", dtype=torch.bfloat16)
 
-    assert choose() == "varlen"
-    assert choose("flash4") == "flash4"
+    assert choose() == choose("flash4") == "flash4"
     assert choose("varlen") == "varlen"
     with pytest.raises(EngineConfigError, match="needs flash-attn, which is not here"):
         choose("flash")
     (tmp_path / "flash_attn" / "__init__.py").touch()
-    assert choose() == choose("flash") == "flash"
+    assert choose() == "flash4"
+    assert choose("flash") == "flash"
+    capability = (10, 0)
+    assert choose() == "flash"
+    assert choose("flash4") == "flash4"
     capability = (8, 0)
     assert choose() == "flash"
     with pytest.raises(EngineConfigError, match="needs flash-attn-4 and a Hopper"):

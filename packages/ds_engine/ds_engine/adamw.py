@@ -1,0 +1,73 @@
+"""AdamW; on CUDA with a kernel of its own.
+
+torch's fused AdamW writes every gradient that it divides back to memory, where nobody reads it again, and cuts tensors
+into chunks for whole lists of them, where DeepSpeed hands it one long one. States, options and results are torch's.
+
+Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["AdamW"]
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW(fused=True); like it, it divides gradients by the 0-d tensor `grad_scale`, if that is set."""
+
+    grad_scale: Tensor | None = None
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, fused=True, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parameters that have a gradient."""
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not _HAS_TRITON or closure is not None or not all(map(_is_kernels, stepped)):
+            return super().step(closure)
+        for group in self.param_groups:
+            self._step_group(group)
+        return None
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        from .adamw_kernel import adamw
+
+        params: list[Tensor] = []
+        gradients: list[Tensor] = []
+        means: list[Tensor] = []
+        squares: list[Tensor] = []
+        counts: list[Tensor] = []
+        self._init_group(group, params, gradients, means, squares, [], counts)
+        if not params:
+            return
+        torch._foreach_add_(counts, 1)
+        for tensors in zip(params, gradients, means, squares, counts, strict=True):
+            adamw(
+                *tensors,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                grad_scale=self.grad_scale,
+            )
+
+
+def _is_kernels(param: Tensor) -> bool:
+    """Is this a parameter that the kernel steps: fp32 on CUDA, as one piece?"""
+    gradient = param.grad
+    assert gradient is not None
+    return (
+        param.is_cuda
+        and param.dtype == gradient.dtype == torch.float32
+        and param.is_contiguous()
+        and gradient.is_contiguous()
+    )
