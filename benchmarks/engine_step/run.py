@@ -1,8 +1,10 @@
 """One optimizer step: ds_engine with the fused log-prob op beside plain Hugging Face + DeepSpeed, in one run.
 
     python -m benchmarks.engine_step.run [--gpus 2] [--stages 1 2 3] [--device cpu --model qwen3-tiny]
+    python -m benchmarks.engine_step.run --gpus 2 --contestants ours --sequence-parallel 2
 
-Each rank trains on as many sequences of the same length, so that the plain step pays for no padding: its log-probs are
+Each rank (with sequence parallelism each group of ranks) trains on as many sequences of the same length, so that the
+plain step pays for no padding: its log-probs are
 a log-softmax in fp32 of whole logits, its attention torch's SDPA, all else DeepSpeed as it comes. Every case is a group
 of processes of its own, so no case meets the memory of another. A step is timed from before its forward until every
 device is idle. Prints JSON, one line a case: tokens a second of all ranks, the median and the fastest step, and the
@@ -41,8 +43,17 @@ class Plain:
     """transformers' forward, fp32 log-softmax over the logits, DeepSpeed's own backward and step."""
 
     def __init__(
-        self, folder: str, stage: int, ids_SL: torch.Tensor, device: torch.device, *, recompute: bool, keep_bytes: int
+        self,
+        folder: str,
+        stage: int,
+        ids_SL: torch.Tensor,
+        device: torch.device,
+        *,
+        recompute: bool,
+        keep_bytes: int,
+        sp: int,
     ) -> None:
+        assert sp == 1
         del keep_bytes  # autograd keeps all of the logits
         import deepspeed
         from transformers import AutoModelForCausalLM
@@ -89,6 +100,7 @@ class Ours:
         *,
         recompute: bool,
         keep_bytes: int,
+        sp: int,
         guard: Guard = "off",
     ) -> None:
         config = EngineConfig(
@@ -96,12 +108,13 @@ class Ours:
             optim=OptimConfig(grad_clip=1.0),
             gradient_checkpointing=recompute,
             compile=True,
+            sequence_parallel=sp,
             collective_guard=guard,
         )
         log_prob_fn = partial(linear_log_prob, keep_bytes=keep_bytes)
         self.engine = ZeroEngine.from_pretrained(folder, config, log_prob_fn=log_prob_fn, device=device)
         self.batch = SimpleBatch.pack([(row[:1], row[1:]) for row in ids_SL.tolist()])
-        self.share = 1 / (dist.get_world_size() * self.batch.target_ids_K.numel())
+        self.share = 1 / (dist.get_world_size() // sp * self.batch.target_ids_K.numel())
 
     def step(self) -> None:
         share = self.share
@@ -122,9 +135,10 @@ def idle(device: torch.device) -> None:
 
 def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device: torch.device) -> dict[str, Any]:
     """Builds the contestant, warms it up, times its steps."""
-    ids_SL = sequences(args.num_sequences, args.length, CONFIGS[args.model]["vocab_size"], dist.get_rank())
-    keep_bytes = int(args.keep_gib * 2**30)
-    contestant = CONTESTANTS[name](folder, stage, ids_SL, device, recompute=args.recompute, keep_bytes=keep_bytes)
+    sp = args.sequence_parallel
+    ids_SL = sequences(args.num_sequences, args.length, CONFIGS[args.model]["vocab_size"], dist.get_rank() // sp)
+    options = {"recompute": args.recompute, "keep_bytes": int(args.keep_gib * 2**30), "sp": sp}
+    contestant = CONTESTANTS[name](folder, stage, ids_SL, device, **options)
     seconds = []
     for _ in range(args.warm_up + args.rounds):
         idle(device)
@@ -134,11 +148,12 @@ def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device
         seconds.append(time.perf_counter() - start)
     contestant.close()
     timed = seconds[args.warm_up :]
-    tokens = ids_SL.numel() * dist.get_world_size()
+    tokens = ids_SL.numel() * dist.get_world_size() // sp
     return {
         "contestant": name,
         "stage": stage,
         "gpus": dist.get_world_size(),
+        "sequence_parallel": sp,
         "recompute": args.recompute,
         "keep_gib": args.keep_gib,
         "tokens": tokens,
@@ -168,10 +183,11 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--contestants", choices=sorted(CONTESTANTS), nargs="+", default=["plain", "ours"])
-    parser.add_argument("--num-sequences", type=int, default=24, help="of each rank")
+    parser.add_argument("--num-sequences", type=int, default=24, help="of each rank, or group of ranks")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=4)
+    parser.add_argument("--sequence-parallel", type=int, default=1, help="ranks that share their sequences; ours only")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing, both contestants")
     parser.add_argument("--keep-gib", type=float, default=0.5, help="of logits that the fused op may keep")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
@@ -180,6 +196,8 @@ def main() -> None:
     if "RANK" in os.environ:
         work(args)
         return
+    if args.gpus % args.sequence_parallel or (args.sequence_parallel > 1 and "plain" in args.contestants):
+        parser.error("--sequence-parallel must divide --gpus, and plain has none: use --contestants ours")
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.gpus}", "-m", __spec__.name]
     with tempfile.TemporaryDirectory() as folder:
         write_random_model(args.model, Path(folder))
