@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="126m")
     parser.add_argument("--transport", action="append", choices=("shm", "ipc", "nccl", "tcp"))
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[64], help="each of these sizes")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--server-gpu", default="0", help="CUDA_VISIBLE_DEVICES of the server")
     parser.add_argument("--tensor-parallel", type=int, default=1)
@@ -173,20 +173,21 @@ class OneByOne(SyncConfig):
 
 
 def measure(source: Any, model: Any, endpoint: Any, transport: str, args: argparse.Namespace, rank: int) -> None:
-    """Verify once, time the repeats with all buckets and one by one, compare log-probs, print. On every rank."""
-    settings: dict[str, Any] = {"transport": transport, "bucket_mib": args.bucket_mib}
+    """Verify once, time the repeats with each bucket size and one by one, compare log-probs, print. On every rank."""
     if not args.skip_verify:
-        with WeightPusher(
-            source, [endpoint], SyncConfig(verify=True, **settings), rank=rank, device=args.device
-        ) as pusher:
+        config = SyncConfig(verify=True, transport=transport, bucket_mib=args.bucket_mib[0])
+        with WeightPusher(source, [endpoint], config, rank=rank, device=args.device) as pusher:
             verified = pusher.push(0).total_s
             report(rank, f"{transport}: verified byte for byte in {verified:.2f} s")
-    for kind in (SyncConfig, OneByOne) if args.one_by_one else (SyncConfig,):
-        config = kind(checksum=not args.no_checksum, **settings)
+    cases = [(f"{transport}, {size} MiB a bucket", SyncConfig, size) for size in args.bucket_mib]
+    if args.one_by_one:
+        cases.append((f"{transport}, one by one", OneByOne, 1))
+    for name, kind, size in cases:
+        config = kind(checksum=not args.no_checksum, transport=transport, bucket_mib=size)
         with WeightPusher(source, [endpoint], config, rank=rank, device=args.device) as pusher:
             first = pusher.push(1)
             reports = [pusher.push(2 + i) for i in range(args.repeats)]
-        report(rank, describe(transport + (", one by one" if kind is OneByOne else ""), first, reports))
+        report(rank, describe(name, first, reports))
     if model is not None:
         report(rank, f"{transport}: mean absolute log-prob difference {log_prob_difference(model, endpoint):.2e}")
 
