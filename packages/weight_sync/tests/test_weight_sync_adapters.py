@@ -62,7 +62,7 @@ def test_versions_arrive_beside_the_base_model(lora_server: Server, old_model: A
     print(f"adapter: mean absolute log-prob difference {difference:.2e}")
     assert difference <= 1e-4
     assert assert_serves(lora_server, old_model) <= 1e-4
-    monkeypatch.setattr(SyncConfig, "bucket_bytes", 20_000)
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", lambda *_: 20_000)
     with pusher_of(second, [lora_server], SyncConfig(verify=True)) as pusher:
         pusher.push(2)
         assert assert_serves(lora_server, second, NAME) <= 1e-4

@@ -59,7 +59,7 @@ def test_all_servers_or_none_and_a_server_that_comes_back(servers: Servers, monk
         pusher.push(1)
         check_agreement("llama", one, model)
         check_agreement("llama on two ranks", two, model)
-    monkeypatch.setattr(SyncConfig, "bucket_bytes", 40_000)
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", lambda *_: 40_000)
     with WeightPusher(source, [one, two]) as pusher:
         source.process_group = two.process.pid
         with pytest.raises(WeightSyncError, match="version 2 was not published"):

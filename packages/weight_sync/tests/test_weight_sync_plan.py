@@ -107,6 +107,12 @@ def test_config_names_the_field_and_the_value() -> None:
             SyncConfig(**{field: value})
 
 
+def test_bucket_sizes_follow_the_transport() -> None:
+    usual = {name: SyncConfig().bucket_bytes(name) >> 20 for name in ("ipc", "nccl", "shm", "tcp")}
+    assert usual == {"ipc": 256, "nccl": 256, "shm": 64, "tcp": 64}
+    assert SyncConfig(bucket_mib=3).bucket_bytes("ipc") == SyncConfig(bucket_mib=3).bucket_bytes("shm") == 3 << 20
+
+
 def test_errors_cross_process_borders() -> None:
     for error in (ServerError("http://a", "POST /x", 500, "no"), ReceiverError("plan", "w", "wrong", "here")):
         again = pickle.loads(pickle.dumps(error))

@@ -56,7 +56,7 @@ def test_greedy_output_and_log_probs_are_the_new_models(server: Server, old_mode
 
 
 def test_layers_that_span_many_buckets(server: Server, new_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SyncConfig, "bucket_bytes", 10_000)
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", lambda *_: 10_000)
     with WeightPusher(ModuleSource(new_model), [server]) as pusher:
         assert pusher.push(1).num_attempts == 1
         assert pusher._plan is not None
@@ -248,7 +248,7 @@ def test_a_dead_server_is_named_before_anything_is_paused(server: Server, new_mo
 
 
 def test_tcp_carries_the_same_weights(recovered: Server, old_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SyncConfig, "bucket_bytes", 60_000)
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", lambda *_: 60_000)
     with WeightPusher(ModuleSource(old_model), [recovered], SyncConfig(transport="tcp")) as pusher:
         for version in (1, 2):
             assert pusher.push(version).num_attempts == 1
@@ -261,7 +261,7 @@ def test_tcp_carries_the_same_weights(recovered: Server, old_model: Any, monkeyp
 def test_layerwise_reload_carries_the_same_weights(
     recovered: Server, old_model: Any, new_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SyncConfig, "bucket_bytes", 30_000)
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", lambda *_: 30_000)
     with WeightPusher(ModuleSource(old_model), [recovered], SyncConfig(apply="layerwise", verify=True)) as pusher:
         assert pusher.push(1).num_attempts == 1
         assert_serves(recovered, old_model)
@@ -279,7 +279,7 @@ def test_layerwise_reload_carries_the_same_weights(
         assert pusher.push(2).num_attempts == 2
     assert_serves(recovered, new_model)
     # a plan the server has not seen, after a layerwise reload has been through its loaders
-    monkeypatch.setattr(SyncConfig, "bucket_bytes", 33_000)
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", lambda *_: 33_000)
     with WeightPusher(ModuleSource(old_model), [recovered]) as pusher:
         assert pusher.push(3).num_attempts == 1
     assert_serves(recovered, old_model)
@@ -323,7 +323,7 @@ class ChangesItsMind:
 def test_verify_compares_every_byte(
     recovered: Server, new_model: Any, name: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SyncConfig, "bucket_bytes", 60_000)
+    monkeypatch.setattr(SyncConfig, "bucket_bytes", lambda *_: 60_000)
     config = SyncConfig(verify=True)
     with WeightPusher(ModuleSource(new_model), [recovered], config) as pusher:
         assert pusher.push(1).num_attempts == 1

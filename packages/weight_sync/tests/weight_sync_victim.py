@@ -18,5 +18,5 @@ class Dies(HfFolderSource):
         super().fill(bucket, out)
 
 
-SyncConfig.bucket_bytes = 40_000  # type: ignore[assignment]
+SyncConfig.bucket_bytes = lambda *_: 40_000  # type: ignore[method-assign]
 WeightPusher(Dies(sys.argv[1]), [SimpleNamespace(url=sys.argv[2], api_key=None)]).push(1)

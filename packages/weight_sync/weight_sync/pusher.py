@@ -21,7 +21,7 @@ from .control import ServerControl
 from .errors import ManifestError, ReceiverError, SyncConfigError, WeightSyncError
 from .fp8 import Fp8Source
 from .plan import BucketPlan, plan_buckets
-from .session import PROTOCOL, PushSession, Timings, num_passes
+from .session import PROTOCOL, PushSession, Timings, choose_transport, num_passes
 from .sources import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,8 @@ class WeightPusher:
 
     def _plan_once(self) -> BucketPlan:
         if self._plan is None:
-            plan = plan_buckets(self._source.manifest(), self._config.bucket_bytes)
+            bound = self._config.bucket_bytes(choose_transport(self._config, self._device))
+            plan = plan_buckets(self._source.manifest(), bound)
             self._check_same(plan)
             self._plan = plan
         return self._plan
