@@ -74,7 +74,8 @@ class ZeroConfig:
     param_persistence_elements: int = 100_000
     """Stage 3: parameters with fewer elements stay whole on every rank; at least 0."""
     overlap_comm: bool | None = None
-    """Reduce gradients while the backward pass goes on. None: yes at stage 3 on CUDA, no elsewhere."""
+    """DeepSpeed's way to reduce gradients while the backward pass goes on. None: yes at stage 3 on CUDA, no elsewhere
+    (stage 2 does so anyway where the engine adds gradients up itself, see `gradient_sum`)."""
 
     def __post_init__(self) -> None:
         _require(self.stage in (1, 2, 3), "stage", self.stage, "1, 2 or 3")

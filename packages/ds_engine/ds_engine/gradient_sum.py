@@ -2,9 +2,10 @@
 
 DeepSpeed copies every gradient into a bucket, divides the bucket by the number of ranks (one, too), copies it once more
 to reduce it, and then takes each gradient out by itself: cast to fp32, added to zeros, written back to the bucket. Here
-a bucket is a list of gradients. Several ranks lay it end to end, divide and reduce it, as DeepSpeed does; then what
-belongs to this rank is cast straight into its place: all of a bucket in one kernel when it is the first micro batch's,
-else one addition each. The sums are the same to the last bit (a zero may have the other sign).
+a bucket is a list of gradients. Several ranks lay it end to end, divide and reduce it, as DeepSpeed does, but while the
+backward pass goes on. When the next bucket is on its way, what belongs to this rank is cast straight into its place:
+all of a bucket in one kernel when it is the first micro batch's, else one addition each. The sums are the same to the
+last bit (a zero may have the other sign).
 """
 
 from __future__ import annotations
@@ -35,12 +36,20 @@ def sum_gradients_in_place(optimizer: Any) -> None:
         _GradientSum(optimizer).install()
 
 
+_Place = tuple[int, int, int]
+"""A gradient's parameter group, number within it, and id."""
+
+_Sent = tuple[dist.Work, list[_Place], Tensor, list[int]]
+"""A bucket on its way: the collective, whose gradients they are, these laid end to end, elements of each."""
+
+
 class _GradientSum:
     """Takes the place of the methods of DeepSpeed's optimizer that fill and empty its buckets."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._world_size: int = dist.get_world_size(optimizer.dp_process_group)
+        self._under_way: _Sent | None = None
 
     def install(self) -> None:
         self._optimizer.setup_buckets = self._begin
@@ -74,24 +83,36 @@ class _GradientSum:
         optimizer = self._optimizer
         for dtype in list(optimizer.ipg_buckets) if comm_dtype is None else [comm_dtype]:
             bucket = optimizer.ipg_buckets[dtype]
-            if bucket.grads:
-                self._add(bucket.params, self._sum_over_ranks(bucket.grads, dtype))
+            if bucket.grads and self._world_size == 1:
+                self._add(bucket.params, bucket.grads)
+            elif bucket.grads:
+                self._send(list(bucket.params), bucket.grads, dtype)
             for _, _, param_id in bucket.params:
                 optimizer.params_already_reduced[param_id] = True
             bucket.clear()
+        if comm_dtype is None:
+            self._receive()
 
-    def _sum_over_ranks(self, gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The mean over ranks of each (the engine multiplies losses by their number); may destroy `gradients`."""
-        if self._world_size == 1:
-            return gradients
+    def _send(self, params: list[_Place], gradients: list[Tensor], dtype: torch.dtype) -> None:
+        """Have the mean over ranks of each computed (the engine multiplies losses by their number) and take in what was
+        sent before. Empties `gradients`: what travels is a copy."""
         sizes = [gradient.numel() for gradient in gradients]
         flat = torch.cat(gradients) if len(gradients) > 1 else gradients[0]
         gradients.clear()
         flat = flat.to(dtype).div_(self._world_size)
-        dist.all_reduce(flat, group=self._optimizer.dp_process_group)
-        return list(flat.split(sizes))
+        work = dist.all_reduce(flat, group=self._optimizer.dp_process_group, async_op=True)
+        assert work is not None, "asynchronous, and this rank is in the group"
+        self._receive((work, params, flat, sizes))
 
-    def _add(self, params: list[tuple[int, int, int]], gradients: list[Tensor]) -> None:
+    def _receive(self, next_one: _Sent | None = None) -> None:
+        """Take in the bucket that is on its way, if there is one; now `next_one` is."""
+        sent, self._under_way = self._under_way, next_one
+        if sent is not None:
+            work, params, flat, sizes = sent
+            work.wait()
+            self._add(params, list(flat.split(sizes)))
+
+    def _add(self, params: list[_Place], gradients: list[Tensor]) -> None:
         """Add this rank's parts of `gradients` to the fp32 sum, which begins with the first."""
         optimizer = self._optimizer
         first: tuple[list[Tensor], list[Tensor]] = [], []

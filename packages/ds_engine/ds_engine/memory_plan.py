@@ -264,7 +264,9 @@ def _stages_1_and_2(case: _Case) -> _States:
         gradients = 4 * shard if separate else e * shard
         stepping = 0 if separate else stepping
     bucket = case.bucket * (case.accumulate if zero.stage == 1 and separate else e)
-    buffers = bucket * (2 if zero.overlap_comm else 1) + (4 * case.bucket if zero.fp32_reduce and e < 4 else 0)
+    ours = zero.stage == 2 and separate and not offloaded and not zero.overlap_comm  # see gradient_sum
+    under_way = 2 if zero.overlap_comm or (ours and ranks > 1) else 1
+    buffers = bucket * under_way + (4 * case.bucket if zero.fp32_reduce and e < 4 else 0)
     largest = max(w.size for w in case.trained)
     on_cpu = 0
     if offloaded:
@@ -277,9 +279,9 @@ def _stages_1_and_2(case: _Case) -> _States:
     else:
         held = Place(device=gradients)
     casting = 0
-    if zero.stage == 1 or offloaded or zero.overlap_comm:  # DeepSpeed's own way, see gradient_sum
+    if not ours:
         casting = 4 * min(largest, shard) if separate and largest > case.bucket else 0
-    elif separate and zero.fp32_reduce and ranks > 1:
+    elif zero.fp32_reduce and ranks > 1:
         casting = 4 * max(0, largest - case.bucket)
     return _States(
         weights=weights, gradients=held, optimizer=optimizer, buffers=Place(device=buffers, cpu=on_cpu),
