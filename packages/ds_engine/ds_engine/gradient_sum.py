@@ -4,7 +4,7 @@ DeepSpeed copies every gradient into a bucket, divides the bucket by the number 
 to reduce it, and then takes each gradient out by itself: cast to fp32, added to zeros, written back to the bucket. Here
 a bucket is a list of gradients. Several ranks lay it end to end, divide and reduce it, as DeepSpeed does, but while the
 backward pass goes on. When the next bucket is on its way, what belongs to this rank is cast straight into its place:
-all of a bucket in one kernel when it is the first micro batch's, else one addition each. The sums are the same to the
+all of a bucket in one kernel when it is the first micro batch's, else in one call. The sums are the same to the
 last bit (a zero may have the other sign).
 """
 
@@ -95,7 +95,7 @@ class _GradientSum:
 
     def _send(self, params: list[_Place], gradients: list[Tensor], dtype: torch.dtype) -> None:
         """Have the mean over ranks of each computed (the engine multiplies losses by their number) and take in what was
-        sent before. Empties `gradients`: what travels is a copy."""
+        sent before. Empties `gradients`; a single one may itself be what travels."""
         sizes = [gradient.numel() for gradient in gradients]
         flat = torch.cat(gradients) if len(gradients) > 1 else gradients[0]
         gradients.clear()
@@ -114,22 +114,36 @@ class _GradientSum:
 
     def _add(self, params: list[_Place], gradients: list[Tensor]) -> None:
         """Add this rank's parts of `gradients` to the fp32 sum, which begins with the first."""
-        optimizer = self._optimizer
         first: tuple[list[Tensor], list[Tensor]] = [], []
+        later: tuple[list[Tensor], list[Tensor]] = [], []
         for (group, _, param_id), gradient in zip(params, gradients, strict=True):
-            rank = dist.get_rank(optimizer.real_dp_process_group[group])
-            start = optimizer.grad_start_offset[group][rank].get(param_id)
-            if start is None:
-                continue  # other ranks' altogether
-            room = optimizer.partition_size[group] - optimizer.grad_partition_insertion_offset[group][rank][param_id]
-            size = min(gradient.numel() - start, room)
-            total = optimizer._get_compact_grad_partition_slice(group, rank, param_id, size)
-            begun = vars(optimizer.averaged_gradients[group]).setdefault("begun", set())
-            if param_id in begun:
-                total.add_(gradient.narrow(0, start, size))
-            else:
-                begun.add(param_id)
-                first[0].append(total)
-                first[1].append(gradient.narrow(0, start, size))
+            shares = self._shares(group)
+            totals, parts = later if param_id in shares else first
+            if param_id not in shares:
+                shares[param_id] = self._share(group, param_id, gradient.numel())
+            share = shares[param_id]
+            if share is not None:
+                total, start = share
+                totals.append(total)
+                parts.append(gradient.narrow(0, start, total.numel()))
         if first[0]:
             torch._foreach_copy_(*first)
+        if later[0]:
+            torch._foreach_add_(*later)
+
+    def _shares(self, group: int) -> dict[int, tuple[Tensor, int] | None]:
+        """`_share` of each parameter that is in the sum; kept with it, for DeepSpeed makes a sum anew for each step."""
+        gradient_sum = self._optimizer._get_compact_grad_partition_buffer(group)
+        shares: dict[int, tuple[Tensor, int] | None] = vars(gradient_sum).setdefault("shares", {})
+        return shares
+
+    def _share(self, group: int, param_id: int, num_elements: int) -> tuple[Tensor, int] | None:
+        """(Where this rank adds up its part of a gradient, where that begins in the gradient); None if it has none."""
+        optimizer = self._optimizer
+        rank = dist.get_rank(optimizer.real_dp_process_group[group])
+        start = optimizer.grad_start_offset[group][rank].get(param_id)
+        if start is None:
+            return None
+        room = optimizer.partition_size[group] - optimizer.grad_partition_insertion_offset[group][rank][param_id]
+        size = min(num_elements - start, room)
+        return optimizer._get_compact_grad_partition_slice(group, rank, param_id, size), start
