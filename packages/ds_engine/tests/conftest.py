@@ -1,4 +1,4 @@
-"""Fixtures: tiny model folders, and two or four real ranks (gloo, CPU) that run functions of ds_engine_worker.py."""
+"""Fixtures: tiny model folders, and one, two or four real ranks (gloo, CPU)."""
 
 import sys
 from collections.abc import Iterator

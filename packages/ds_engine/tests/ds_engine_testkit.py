@@ -187,7 +187,8 @@ def free_port() -> int:
 
 
 class RankPool:
-    """Processes that joined one gloo group and run functions of ds_engine_worker.py together, one after another."""
+    """Processes (ds_engine_rank.py) that joined one gloo group and run functions of ds_engine_worker.py,
+    ds_engine_gradient_worker.py and ds_engine_collective_worker.py together, one after another."""
 
     def __init__(self, size: int, folder: Path, *, timeout_s: float = 400.0) -> None:
         self.size = size
@@ -195,12 +196,12 @@ class RankPool:
         address = str(folder / "pool.sock")
         listener = Listener(address)
         env = os.environ | {"OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0", "TOKENIZERS_PARALLELISM": "false"}
-        worker = str(Path(__file__).with_name("ds_engine_worker.py"))
+        program = str(Path(__file__).with_name("ds_engine_rank.py"))
         port = str(free_port())
         self.processes = []
         for rank in range(size):
             with open(folder / f"rank_{rank}.log", "wb") as log:
-                command = [sys.executable, worker, address, str(rank), str(size), port]
+                command = [sys.executable, program, address, str(rank), str(size), port]
                 self.processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
         self.logs = [folder / f"rank_{rank}.log" for rank in range(size)]
         connections = [listener.accept() for _ in range(size)]

@@ -1,0 +1,172 @@
+"""What ranks send each other: recorded for tests that compare it with a plan, with DeepSpeed's own, or with nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
+from ds_engine_testkit import Sample, make_batch
+from ds_engine_worker import build, weighted_loss
+
+from ds_engine import EngineConfig, ZeroEngine
+from ds_engine.collective_guard import record_collectives
+from ds_engine.collective_log import CollectiveRecord
+from ds_engine.optimizer import parameter_groups
+from ds_engine.sequence_parallel import gather_heads, join_sequence_group, scatter_heads
+from ds_engine.transfer_plan import Visit
+from ds_engine.zero3_gather import batch_gathers
+
+
+def train_alone(
+    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], save_to: str | None, load_from: str | None
+) -> dict[str, Any]:
+    """One rank: `train` with log-probs between the steps, the collectives of all that, and whether every weight was a
+    view of its shard after each pass."""
+    engine = build(model_path, config)
+    if load_from is not None:
+        engine.log_probs([make_batch(steps[0][0])])  # weights are there when new ones are loaded
+        engine.load_checkpoint(load_from, "tag")
+    stats, views = [], []
+    with record_collectives() as records:
+        for micro in steps:
+            stats.append(engine.train_mini_batch([make_batch(m) for m in micro], weighted_loss))
+            engine.log_probs([make_batch(m) for m in micro])
+            views += [p.data_ptr() == cast("Any", p).ds_tensor.data_ptr() for p in engine.module.parameters()]
+    if save_to is not None:
+        engine.save_checkpoint(save_to, "tag")
+    weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+    engine.close()
+    return {
+        "stats": stats,
+        "weights": weights,
+        "operations": {r.operation for r in records if (r.num_elements or 0) > 8},
+        "views": all(views),
+    }
+
+
+def gathered_both_ways(
+    sizes: list[list[int]], dtype: torch.dtype
+) -> tuple[bool, list[CollectiveRecord], list[CollectiveRecord]]:
+    """(parameters of these shapes gathered at once equal what was sharded, what DeepSpeed issues for it, and ours)."""
+    torch.manual_seed(0)
+    whole = [torch.randn(shape, dtype=dtype) for shape in sizes]
+    parameters = [torch.nn.Parameter(tensor.clone()) for tensor in whole]
+    module = torch.nn.ParameterList(parameters)
+    deepspeed.zero.Init(module=module, dtype=dtype, config_dict_or_path={"train_batch_size": dist.get_world_size()})
+    logs, equal = [], True
+    for ours in (False, True):
+        if ours:
+            batch_gathers(module, None)
+        with record_collectives() as records:
+            cast("Any", parameters[0]).all_gather_coalesced(reversed(parameters)).wait()
+        logs.append(list(records))
+        equal = equal and all(torch.equal(p, t) and p.shape == t.shape for p, t in zip(parameters, whole, strict=True))
+        for parameter in parameters:
+            cast("Any", parameter).partition()
+    return equal, logs[0], logs[1]
+
+
+def swapped_heads(num_heads: tuple[int, int], lengths: list[int]) -> tuple[float, list[bool], int]:
+    """Heads for tokens and back, compiled and not, rows of several lengths: (distance of outputs and gradients,
+    whether the same collectives were issued, graphs)."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    sequence = join_sequence_group(dist.get_world_size())
+    assert sequence is not None
+
+    def there_and_back(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query, key, value = scatter_heads(query * 2, key.sin(), value, sequence)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return gather_heads(out.transpose(1, 2), sequence).cos()
+
+    compiled = torch.compile(there_and_back, dynamic=True, fullgraph=True, backend="aot_eager")
+    farthest, same = 0.0, []
+    for length in lengths:
+        query, kv = (torch.randn(1, n, length, 8, requires_grad=True) for n in num_heads)
+        results, logs = [], []
+        for function in (there_and_back, compiled):
+            with record_collectives() as records:
+                out = function(query, kv, kv)
+                results.append([out.detach(), *torch.autograd.grad(out.square().sum(), (query, kv))])
+            logs.append([(r.operation, r.dtype, r.num_elements) for r in records])
+        farthest = max(farthest, *(float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True)))
+        same.append(logs[0] == logs[1] and len(logs[0]) == 4)
+    dist.destroy_process_group(sequence.group)
+    return farthest, same, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def recorded_steps(
+    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]]
+) -> tuple[list[list[CollectiveRecord]], list[int], list[int], list[list[int]]]:
+    """(what each step issued, sizes of the parameters, order in which their gradients become ready, their groups)."""
+    engine = build(model_path, config)
+    parameters = list(engine.module.parameters())
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
+    ready: list[int] = []
+    hooks = [p.register_post_accumulate_grad_hook(lambda _, i=i: ready.append(i)) for i, p in enumerate(parameters)]
+    logs = []
+    for micro_batches in steps:
+        with record_collectives() as records:
+            engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
+        logs.append(list(records))
+    for hook in hooks:
+        hook.remove()
+    engine.close()
+    numbers = {id(p): i for i, p in enumerate(parameters)}
+    groups = [[numbers[id(p)] for p in g["params"]] for g in parameter_groups(engine.module, config.optim)]
+    return logs, sizes, ready[: len(parameters)], groups
+
+
+def recorded_zero3_steps(
+    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]]
+) -> tuple[list[list[CollectiveRecord]], list[list[Visit]], list[int], list[list[int]]]:
+    """(what each step issued, the hooks of each, sizes of the parameters, groups of the optimizer)."""
+    engine = build(model_path, config)
+    parameters = list(engine.module.parameters())
+    logs, visits = [], []
+    for micro_batches in steps:
+        with record_collectives() as records, noted_visits(engine) as noted:
+            engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
+        logs.append(list(records))
+        visits.append(list(noted))
+    numbers = {id(p): i for i, p in enumerate(parameters)}
+    groups = [[numbers[id(p)] for p in g["params"]] for g in parameter_groups(engine.module, config.optim)]
+    engine.close()
+    return logs, visits, [p.ds_numel for p in parameters], groups
+
+
+@contextmanager
+def noted_visits(engine: ZeroEngine) -> Iterator[list[Visit]]:
+    """What DeepSpeed's hooks of stage 3 are called for inside, in order."""
+    numbers = {id(p): i for i, p in enumerate(engine.module.parameters())}
+    optimizer = engine.deepspeed.optimizer
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    visits: list[Visit] = []
+
+    def note(kind: str, original: Any) -> Any:
+        def hook(submodule: Any, *args: Any, **options: Any) -> Any:
+            own = sorted({numbers[id(p)] for p in iter_params(submodule, recurse=z3_leaf_module(submodule))})
+            visits.append(Visit(kind=kind, submodule=submodule.ds_id, parameters=tuple(own)))
+            return original(submodule, *args, **options)
+
+        return hook
+
+    reduce = optimizer.reduce_ready_partitions_and_remove_grads
+
+    def note_gradient(parameter: Any) -> None:
+        visits.append(Visit(kind="gradient", parameters=(numbers[id(parameter)],)))
+        reduce(parameter)
+
+    optimizer.reduce_ready_partitions_and_remove_grads = note_gradient
+    for kind, name in (("fetch", "fetch_sub_module"), ("release", "release_sub_module")):
+        setattr(coordinator, name, note(kind, getattr(coordinator, name)))
+    yield visits
+    for name in ("fetch_sub_module", "release_sub_module"):
+        delattr(coordinator, name)
+    optimizer.reduce_ready_partitions_and_remove_grads = reduce
