@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -105,13 +106,9 @@ def train_with_loss(model_path: str, config: EngineConfig, micro_batches: list[l
 
 def fp32_sums(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]], *, ours: bool) -> Any:
     """This rank's parts of the sums of gradients at stage 2 (without `ours` DeepSpeed's own) and the norm of all."""
-    as_is = ds_engine.optimizer.sum_gradients_in_place
-    try:
-        if not ours:
-            ds_engine.optimizer.sum_gradients_in_place = lambda _: None
+    sums_in_place = ds_engine.optimizer.sum_gradients_in_place if ours else lambda _: None
+    with patch.object(ds_engine.optimizer, "sum_gradients_in_place", sums_in_place):
         engine = build(model_path, config)
-    finally:
-        ds_engine.optimizer.sum_gradients_in_place = as_is
     optimizer = engine._deepspeed.optimizer
     for index, samples in enumerate(micro_batches):
         engine._micro_batches.mark_border(index == len(micro_batches) - 1)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ds_engine_reshape_check import MemorySource, hand_over, state_of
 from ds_engine_testkit import Sample, make_batch, make_samples, token_loss
 
 import ds_engine
 import ds_engine.loading
+import ds_engine.optimizer
 from ds_engine import EngineConfig, LossOutput, TokenOutputs, ZeroEngine, dense_log_prob
 from ds_engine.compilation import compile_layers
 from ds_engine.quantised_base import Nf4Linear
@@ -70,6 +74,76 @@ def train_traced(**options: Any) -> tuple[dict[str, Any], int]:
     finally:
         ds_engine.loading.compile_layers = compile_layers
     return result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def train_upstream(part: str, **options: Any) -> dict[str, Any]:
+    """`train` with one part of ds_engine.optimizer left to DeepSpeed ("batch_step_norms") or to torch ("AdamW")."""
+    upstream = {"batch_step_norms": lambda _: None, "AdamW": partial(torch.optim.AdamW, fused=True)}[part]
+    with patch.object(ds_engine.optimizer, part, upstream):
+        return train(**options)
+
+
+def train_with_moved_weights(
+    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], *, ours: bool, round_robin: bool
+) -> dict[str, Any]:
+    """Stage 1 or 2: all steps but two, the flat weights moved by DeepSpeed itself, a step, moved by hand, a step.
+
+    Without `ours` DeepSpeed points parameters into the flat weights after every step. Of each of the four parts: how
+    often it did so to a group, and whether parameters lay in the flat weights, whole, at its end.
+    """
+    point, settings = DeepSpeedZeroOptimizer._update_model_bit16_weights, ds_engine.optimizer.deepspeed_config
+    calls: list[int] = []
+    num_pointed, in_place, stats = [], [], []
+
+    def count(self: Any, group: int) -> None:
+        calls.append(group)
+        point(self, group)
+
+    def with_round_robin(*args: Any, **options: Any) -> dict[str, Any]:
+        result = settings(*args, **options)
+        result["zero_optimization"]["round_robin_gradients"] = round_robin
+        return result
+
+    leave = ds_engine.optimizer._leave_weights_in_place if ours else lambda _: None
+    with (
+        patch.object(DeepSpeedZeroOptimizer, "_update_model_bit16_weights", count),
+        patch.object(ds_engine.optimizer, "_leave_weights_in_place", leave),
+        patch.object(ds_engine.optimizer, "deepspeed_config", with_round_robin),
+    ):
+        engine = build(model_path, config)
+        zero = engine.deepspeed.optimizer
+        shapes = [[p.shape for p in group] for group in zero.bit16_groups]
+        calls.clear()
+
+        def step(micro_batches: list[list[Sample]]) -> None:
+            stats.append(engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss))
+
+        def end_part() -> None:
+            num_pointed.append(len(calls))
+            calls.clear()
+            flats = [flat.untyped_storage().data_ptr() for flat in zero.bit16_groups_flat]
+            storages = [{p.untyped_storage().data_ptr() for p in group} for group in zero.bit16_groups]
+            whole = shapes == [[p.shape for p in group] for group in zero.bit16_groups]
+            in_place.append(whole and storages == [{flat} for flat in flats])
+
+        for micro_batches in steps[:-2]:
+            step(micro_batches)
+        end_part()
+        before = [flat.data_ptr() for flat in zero.bit16_groups_flat]
+        zero.offload_states(include=[OffloadStateTypeEnum.lp_params])
+        zero.reload_states()
+        assert not set(before) & {flat.data_ptr() for flat in zero.bit16_groups_flat}
+        end_part()
+        step(steps[-2])
+        end_part()
+        for index, flat in enumerate(zero.bit16_groups_flat):
+            flat.data = flat.data.clone()
+            zero.parallel_partitioned_bit16_groups[index] = zero.get_data_parallel_partitions(flat, index)
+        step(steps[-1])
+        end_part()
+        weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+        engine.close()
+    return {"num_pointed": num_pointed, "in_place": in_place, "stats": stats, "weights": weights}
 
 
 def train_adapters(
