@@ -49,12 +49,15 @@ def start_deepspeed(
 ) -> Any:
     """DeepSpeed's engine for `module`, whose parameters it takes over; without `optimizer` the model is frozen."""
     import deepspeed
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
     if optimizer is None and config.zero.stage < 3:
         return module  # whole and frozen: nothing is left for DeepSpeed to do
     settings = deepspeed_config(config, device_type=device.type)
     if optimizer is None:
         settings["zero_optimization"].pop("offload_optimizer", None)
+    elif type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
+        ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))  # DeepSpeed goes by the very class, and would warn
     if gathers_layers(config.zero):
         make_leaves(module)
     engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
