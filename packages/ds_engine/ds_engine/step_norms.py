@@ -72,4 +72,5 @@ def _square_norm(gradients: Iterable[Tensor | None] | None, device: torch.device
     present = [gradient for gradient in gradients or () if gradient is not None and gradient.numel() > 0]
     if not present:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(present)).double().square().sum()
+    # In fp32: bf16 would round the norms of its gradients, and fp16 overflow long before an element does.
+    return torch.stack(torch._foreach_norm(present, dtype=torch.float32)).double().square().sum()
