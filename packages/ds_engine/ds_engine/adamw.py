@@ -25,8 +25,17 @@ class AdamW(torch.optim.AdamW):
 
     grad_scale: Tensor | None = None
 
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, fused=True, **options)
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        """The options that the kernel knows, with torch's defaults."""
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

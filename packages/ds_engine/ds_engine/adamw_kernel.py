@@ -38,7 +38,7 @@ def adamw(
     num_elements = param.numel()
     _adamw_kernel[(triton.cdiv(num_elements, _BLOCK),)](
         param, gradient, mean, square, of_steps, grad_scale, num_elements,
-        lr, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps, 1 - lr * weight_decay,
+        lr, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps, lr * weight_decay,
         HAS_SCALE=grad_scale is not None, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
@@ -54,7 +54,8 @@ def _adamw_kernel(
     g = tl.load(gradient_ptr + at, inside, 0.0)
     if HAS_SCALE:
         g = g / tl.load(scale_ptr)
-    p = tl.load(param_ptr + at, inside, 0.0) * decay
+    p = tl.load(param_ptr + at, inside, 0.0)
+    p -= p * decay  # not p * (1 - decay): of a decay of 5e-8 or 1e-7 fp32 makes 6e-8 or 1.2e-7 there
     m = tl.load(mean_ptr + at, inside, 0.0) * beta1 + g * rest1
     v = tl.load(square_ptr + at, inside, 0.0) * beta2 + g * g * rest2
     bias1 = tl.load(of_steps_ptr).to(tl.float32)

@@ -1,4 +1,4 @@
-"""The AdamW kernel, by Triton's interpreter, takes the steps of torch's fused AdamW."""
+"""AdamW and its kernel, by Triton's interpreter, take the steps of torch's fused AdamW, and continue its states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from ds_engine_testkit import RankPool, make_samples
 
+from ds_engine import EngineConfig, OptimConfig, ZeroConfig
 from ds_engine.adamw import AdamW
 
 CASES = """
@@ -36,17 +38,80 @@ for size, decay, scale in itertools.product((1, 4096, 10_007), (0.0, 0.1), (None
     for tensor, expected in ((ours, theirs), (mean, state["exp_avg"]), (square, state["exp_avg_sq"])):
         torch.testing.assert_close(tensor, expected.detach(), rtol=2e-6, atol=2e-6)
     print("case")
+
+# A decay so small that fp32 hardly has 1 - lr * decay.
+OPTIONS = dict(lr=1e-6, betas=(0.9, 0.999), eps=1e-8, grad_scale=None)
+for decay in (0.05, 0.1, 0.3):
+    before = 1 + torch.rand(10_000, generator=torch.Generator().manual_seed(0))
+    after, zeros = before.clone(), torch.zeros(10_000)
+    adamw(after, zeros, zeros.clone(), zeros.clone(), torch.ones(()), weight_decay=decay, **OPTIONS)
+    assert torch.equal(after, (before.double() * (1 - 1e-6 * decay)).float())
+    print("case")
+"""
+
+CONTINUED = """
+import torch
+import ds_engine.adamw
+from ds_engine.adamw import AdamW
+
+ds_engine.adamw._is_kernels = lambda param: True  # the interpreter runs it on the CPU
+OPTIONS = dict(betas=(0.8, 0.99), eps=1e-6)
+
+
+def groups():
+    sizes, generator = (40, 5000, 3), torch.Generator().manual_seed(0)
+    tensors = [torch.nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+    return [dict(params=tensors[:2], lr=3e-3, weight_decay=0.1), dict(params=tensors[2:], lr=1e-2, weight_decay=0.0)]
+
+
+def train(optimizer, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        optimizer.grad_scale = torch.tensor(2.0) if step % 2 else None
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+            for param in group["params"]:
+                param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.param_groups[1]["params"][0].grad = None if step == 2 else torch.ones(3)  # a group without gradients
+        optimizer.step()
+
+
+def ours(params):
+    return AdamW(params, **OPTIONS)
+
+
+def theirs(params):
+    return torch.optim.AdamW(params, fused=True, **OPTIONS)
+
+
+expected = theirs(groups())
+train(expected, range(6))
+for first, then in ((ours, theirs), (theirs, ours), (ours, ours)):
+    saved = first(groups())
+    train(saved, range(3))
+    continued = then([dict(params=group["params"]) for group in saved.param_groups])
+    continued.load_state_dict(saved.state_dict())
+    train(continued, range(3, 6))
+    for group, expected_group in zip(continued.param_groups, expected.param_groups, strict=True):
+        for param, expected_param in zip(group["params"], expected_group["params"], strict=True):
+            torch.testing.assert_close(param, expected_param, rtol=1e-5, atol=1e-6)
+            state = continued.state[param]
+            assert state.keys() == expected.state[expected_param].keys()
+            for name, value in expected.state[expected_param].items():
+                torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+    print("case")
 """
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_interpreted_kernel_equals_torch(tmp_path: Path) -> None:
+    """The kernel alone; the class, continued from what it or torch's saved."""
     script = tmp_path / "cases.py"
-    script.write_text(CASES)
+    script.write_text(CASES + CONTINUED)
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("case") == 12
+    assert done.stdout.count("case") == 12 + 3 + 3
 
 
 def test_on_the_cpu_it_is_torchs() -> None:
@@ -65,3 +130,20 @@ def test_on_the_cpu_it_is_torchs() -> None:
     assert our_state["param_groups"] == their_state["param_groups"]
     for name, value in their_state["state"][0].items():
         assert torch.equal(our_state["state"][0][name], value), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "dtype"), [(2, "fp32"), (3, "bf16")])
+def test_checkpoints_of_torchs_are_continued(
+    two_ranks: RankPool, tiny_model: Path, tmp_path: Path, stage: int, dtype: str
+) -> None:
+    """As versions before this class wrote them."""
+    optim = OptimConfig(lr=3e-3, eps=1e-4, weight_decay=0.1)
+    zero = ZeroConfig(stage=stage, param_persistence_elements=0)
+    common = {"model_path": str(tiny_model), "config": EngineConfig(zero=zero, optim=optim, dtype=dtype)}
+    steps = [[make_samples(2, seed=n)] for n in range(3)]
+    whole = two_ranks.run("train", steps=steps, **common)[0]
+    two_ranks.run("train_upstream", part="AdamW", steps=steps[:2], save_to=str(tmp_path), **common)
+    resumed = two_ranks.run("train", steps=steps[2:], load_from=str(tmp_path), **common)[0]
+    assert resumed["stats"] == whole["stats"][2:]
+    assert all(torch.equal(resumed["weights"][name], weight) for name, weight in whole["weights"].items())
