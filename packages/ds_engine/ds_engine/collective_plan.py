@@ -140,6 +140,8 @@ def planned_zero3_steps(
         if zero.offload.optimizer == "none":
             plan.append(_call("all_reduce", "float64", 1))
         else:
+            if config.dtype == "fp16":
+                plan.append(_call("all_reduce", "uint8", 1))  # does any rank hold an inf or nan?
             plan += [_call("all_reduce", "float32", 1)] * len(groups or [()])
         if persistent:
             plan.append(_call("all_gather_into_tensor", _DTYPES[config.dtype], shards(persistent)))

@@ -31,6 +31,8 @@ def weighted_loss(outputs: Any, batch: Any) -> LossOutput:
 
 
 def build(model_path: str, config: EngineConfig, **kwargs: Any) -> ZeroEngine:
+    # torch computes in fp16 on any CPU, only slowly, which is why DeepSpeed asks for instructions this one may lack.
+    get_accelerator().is_fp16_supported = lambda: True
     return ZeroEngine.from_pretrained(model_path, config, log_prob_fn=dense_log_prob, device=CPU, **kwargs)
 
 
@@ -200,8 +202,6 @@ def train_with_overflow(
     The scale rises after `window` good steps between steps, as the engine does it; after `upstream_window` as DeepSpeed
     does it.
     """
-    # torch computes in fp16 on any CPU, only slowly, which is why DeepSpeed asks for instructions this one may lack.
-    get_accelerator().is_fp16_supported = lambda: True
     engine = build(model_path, config)
     engine._loss_scale._window = window
     if upstream_window is not None:

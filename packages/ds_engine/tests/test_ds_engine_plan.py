@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,11 +84,15 @@ def test_plan_equals_record(
         reduce_bucket_bytes=bucket_bytes,
     )
     config = EngineConfig(zero=zero, optim=OptimConfig(weight_decay=weight_decay), dtype=dtype)
-    results = two_ranks.run(
-        "recorded_steps", per_rank_steps(num_micro, seed), model_path=str(tiny_model), config=config
-    )
+    check_plan(two_ranks, tiny_model, config, per_rank_steps(num_micro, seed))
+
+
+def check_plan(two_ranks: RankPool, model: Path, config: EngineConfig, ranks: list[dict]) -> None:
+    """Of stages 1 and 2, all steps of as many micro batches."""
+    num_micro = len(ranks[0]["steps"][0])
+    results = two_ranks.run("recorded_steps", ranks, model_path=str(model), config=config)
     _, sizes, ready, groups = results[0]
-    assert len(groups) == (2 if weight_decay else 1)
+    assert len(groups) == (2 if config.optim.weight_decay else 1)
     plan = planned_step(
         config, parameter_sizes=sizes, ready_order=ready, world_size=2, num_micro_batches=num_micro, groups=groups
     )
@@ -135,7 +140,12 @@ def test_stage_3_plan_equals_record(
     ranks = [
         {"steps": [per_rank_steps(count, seed + i)[r]["steps"][0] for i, count in enumerate(num_micro)]} for r in (0, 1)
     ]
-    results = two_ranks.run("recorded_zero3_steps", ranks, model_path=str(tiny_model), config=config)
+    check_stage_3_plan(two_ranks, tiny_model, config, ranks)
+
+
+def check_stage_3_plan(two_ranks: RankPool, model: Path, config: EngineConfig, ranks: list[dict]) -> None:
+    num_micro = [len(micro_batches) for micro_batches in ranks[0]["steps"]]
+    results = two_ranks.run("recorded_zero3_steps", ranks, model_path=str(model), config=config)
     _, visits, sizes, groups = results[0]
     one = visits[0][: len(visits[0]) // num_micro[0]]
     for _, noted, *_ in results:
@@ -146,6 +156,20 @@ def test_stage_3_plan_equals_record(
     for logs, *_ in results:
         for records, plan in zip(logs, plans, strict=True):
             check_issued(records, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_plan_in_fp16_equals_record(two_ranks: RankPool, tiny_model: Path, stage: int, offload: str) -> None:
+    """Of steps that are applied: losses are so small that nothing overflows at the scale fp16 begins with."""
+    ranks = [
+        {"steps": [[[replace(s, weight=s.weight / 32) for s in m] for m in step] for step in rank["steps"]]}
+        for rank in per_rank_steps(2, 0)
+    ]
+    zero = ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=offload), param_persistence_elements=0)
+    config = EngineConfig(zero=zero, optim=OptimConfig(weight_decay=0.1), dtype="fp16")
+    (check_stage_3_plan if stage == 3 else check_plan)(two_ranks, tiny_model, config, ranks)
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
