@@ -42,16 +42,44 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     [
         ("fp16", 1, "none"),
         ("fp16", 1, "cpu"),
+        ("fp16", 2, "none"),
         ("fp16", 2, "cpu"),
         ("fp16", 3, "none"),
         ("fp16", 3, "cpu"),
         ("bf16", 1, "none"),
+        ("bf16", 2, "none"),
         ("bf16", 2, "cpu"),
         ("bf16", 3, "none"),
     ],
 )
 def test_overflow_on_one_rank(two_ranks: RankPool, tiny_model: Path, dtype: str, stage: int, optimizer: str) -> None:
     """Rank 1's second loss is beyond fp16's range (or beyond any): nothing moves, on either rank."""
+    check_overflow(two_ranks, tiny_model, config(stage, dtype, optimizer), tolerance=5e-3 if dtype == "fp16" else 5e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "zero", "optim"),
+    [
+        (1, {"fp32_grad_accum": False}, {}),
+        (2, {"fp32_grad_accum": False}, {"grad_clip": None}),
+        (2, {"step_each_micro": True}, {"weight_decay": 0.1}),
+        (3, {"fp32_grad_accum": False}, {"weight_decay": 0.1}),
+        (3, {"step_each_micro": True}, {"grad_clip": None}),
+    ],
+)
+def test_overflow_in_fp16_otherwise_set_up(
+    two_ranks: RankPool, tiny_model: Path, stage: int, zero: dict, optim: dict
+) -> None:
+    """Gradients in fp16, no clipping, two parameter groups, DeepSpeed's own count of micro batches."""
+    start = config(stage, "fp16")
+    setup = replace(start, zero=replace(start.zero, **zero), optim=replace(start.optim, **optim))
+    check_overflow(two_ranks, tiny_model, setup, tolerance=2e-2)
+
+
+def check_overflow(two_ranks: RankPool, tiny_model: Path, config: EngineConfig, *, tolerance: float) -> None:
+    """`tolerance` is relative, of norms and weights from those of one process in fp32."""
+    dtype, optim = config.dtype, config.optim
     too_much = 1e30 if dtype == "fp16" else math.inf
     per_rank = [
         {
@@ -60,9 +88,7 @@ def test_overflow_on_one_rank(two_ranks: RankPool, tiny_model: Path, dtype: str,
         }
         for rank in range(2)
     ]
-    results = two_ranks.run(
-        "train_with_overflow", per_rank, model_path=str(tiny_model), config=config(stage, dtype, optimizer), window=2
-    )
+    results = two_ranks.run("train_with_overflow", per_rank, model_path=str(tiny_model), config=config, window=2)
     stats, weights = results[0]
     for mine, theirs in zip(stats, results[1][0], strict=True):
         assert mine.grad_norm == theirs.grad_norm
@@ -74,8 +100,8 @@ def test_overflow_on_one_rank(two_ranks: RankPool, tiny_model: Path, dtype: str,
     assert [s.loss_scale for s in stats] == scales
     # What is left is training without that step, also where the scale has just been raised again.
     good = [STEPS[0], *STEPS[2:]]
-    expected, _, norms = reference_training(tiny_model, good, lr=LR, eps=EPS)
-    tolerance = 5e-3 if dtype == "fp16" else 5e-2
+    options = {"grad_clip": optim.grad_clip, "weight_decay": optim.weight_decay}
+    expected, _, norms = reference_training(tiny_model, good, lr=LR, eps=EPS, **options)
     assert [s.grad_norm for s in stats if s.step_applied] == pytest.approx(norms, rel=tolerance)
     assert distance(weights[-1], expected) < tolerance
 
