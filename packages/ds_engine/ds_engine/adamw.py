@@ -1,4 +1,4 @@
-"""AdamW; on CUDA with a kernel of its own.
+"""AdamW; on CUDA with a kernel of its own, if there are Triton and a C compiler.
 
 torch's fused AdamW writes every gradient that it divides back to memory, where nobody reads it again, and cuts tensors
 into chunks for whole lists of them, where DeepSpeed hands it one long one. States, options and results are torch's.
@@ -9,6 +9,7 @@ Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, al
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor
 
 __all__ = ["AdamW"]
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_HAS_TRITON = importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang")))
+"""Triton builds what starts its kernels with a C compiler; where there is none torch's own step is right as well."""
 
 
 class AdamW(torch.optim.AdamW):

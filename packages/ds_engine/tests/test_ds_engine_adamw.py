@@ -147,3 +147,11 @@ def test_checkpoints_of_torchs_are_continued(
     resumed = two_ranks.run("train", steps=steps[2:], load_from=str(tmp_path), **common)[0]
     assert resumed["stats"] == whole["stats"][2:]
     assert all(torch.equal(resumed["weights"][name], weight) for name, weight in whole["weights"].items())
+
+
+@pytest.mark.slow
+def test_deepspeed_does_not_warn_of_it(two_ranks: RankPool, tiny_model: Path) -> None:
+    two_ranks.run("train", model_path=str(tiny_model), config=EngineConfig(dtype="fp32"), steps=[])
+    log = two_ranks.logs[0].read_text()
+    assert "[WARNING]" in log
+    assert "untested optimizer" not in log

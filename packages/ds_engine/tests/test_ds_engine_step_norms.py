@@ -40,4 +40,3 @@ def test_bf16_gradients_are_clipped_as_by_deepspeed(
     assert ours["stats"][0].grad_norm == pytest.approx(theirs["stats"][0].grad_norm, rel=1e-6)
     assert theirs["stats"][0].grad_norm > 1
     assert all(distance(ours["weights"][name], weight) < 2e-3 for name, weight in theirs["weights"].items())
-    assert "untested optimizer" not in two_ranks.logs[0].read_text()
