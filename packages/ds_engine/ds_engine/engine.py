@@ -184,7 +184,7 @@ class ZeroEngine:
         Raises:
             PlanMismatchError: ranks brought different numbers of micro batches.
             BatchError: a malformed batch or loss.
-            EngineError: the engine was built with trainable=False.
+            EngineError: the engine was built with trainable=False, or an earlier mini batch failed half-way.
         """
         optimizer = self._require_optimizer("train_mini_batch")
         guarded_before = num_guarded()

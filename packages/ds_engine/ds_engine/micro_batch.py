@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .batch import TokenOutputs, ValueOutputs
 from .collective_guard import mark
-from .errors import BatchError
+from .errors import BatchError, EngineError
 from .packed_model import PackedInputs, packed_inputs
 
 if TYPE_CHECKING:
@@ -43,11 +43,21 @@ class MicroBatches:
         self._kernel = kernel
         self._sequence = sequence
         self._step_each_micro = step_each_micro
+        self._unfinished = False
 
     def train(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, temperature: float, *, label: str
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Forward, backward and the optimizer's step; (losses, metrics) of this rank's micro batches, detached."""
+        """Forward, backward and the optimizer's step; (losses, metrics) of this rank's micro batches, detached.
+
+        Raises:
+            EngineError: an earlier call failed between its first backward pass and its step.
+        """
+        if self._unfinished:
+            raise EngineError(
+                "an earlier mini batch failed half-way, and its gradients would be added to this one's: "
+                "build a new engine"
+            )
         losses: list[Tensor] = []
         metrics: dict[str, list[Tensor]] = {}
         self._begin(len(micro_batches))
@@ -59,6 +69,7 @@ class MicroBatches:
             losses.append(self.backward(ready, loss_fn, temperature, metrics))
             if self._step_each_micro or is_last:
                 self._deepspeed.step()
+        self._unfinished = False
         mark(f"after {label}")
         return losses, metrics
 
@@ -96,6 +107,7 @@ class MicroBatches:
                 metrics.setdefault(name, []).append(value.detach())
         # DeepSpeed averages over ranks; shares are to be summed. Of a loss that sp ranks compute together each has the
         # gradient that came through its tokens: they, too, are to be summed.
+        self._unfinished = True
         self._deepspeed.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
         return loss.detach()
 

@@ -85,6 +85,27 @@ def train_upstream(part: str, **options: Any) -> dict[str, Any]:
         return train(**options)
 
 
+def train_with_bad_losses(model_path: str, config: EngineConfig, samples: list[Sample]) -> list[Any]:
+    """StepStats or the error of five calls with two micro batches: the loss of the first is malformed, good, the loss
+    of the second is malformed, good, good."""
+    engine = build(model_path, config)
+    micro_batches = [make_batch(samples[:2]), make_batch(samples[2:])]
+    results: list[Any] = []
+    for bad in (0, None, 1, None, None):
+        calls: list[int] = []
+
+        def loss_fn(outputs: Any, batch: Any, bad: int | None = bad, calls: list[int] = calls) -> LossOutput:
+            calls.append(len(calls))
+            return LossOutput(loss=outputs.log_probs_K) if calls[-1] == bad else weighted_loss(outputs, batch)
+
+        try:
+            results.append(engine.train_mini_batch(micro_batches, loss_fn))
+        except ds_engine.EngineError as error:
+            results.append(error)
+    engine.close()
+    return results
+
+
 def train_with_moved_weights(
     model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], *, ours: bool, round_robin: bool
 ) -> dict[str, Any]:

@@ -10,7 +10,9 @@ import torch
 from ds_engine_testkit import RankPool, make_batch, make_samples
 
 from ds_engine import (
+    BatchError,
     EngineConfig,
+    EngineError,
     OffloadConfig,
     OptimConfig,
     PlanMismatchError,
@@ -47,6 +49,21 @@ def test_unequal_micro_batch_counts_fail_at_once_on_all_ranks(two_ranks: RankPoo
     for error in two_ranks.run("train", per_rank, model_path=str(tiny_model), config=config(2)):
         assert isinstance(error, PlanMismatchError)
         assert "{0: 1, 1: 2}" in str(error)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_failed_mini_batch_is_not_added_to_the_next(one_rank: RankPool, tiny_model: Path, stage: int) -> None:
+    """Before any gradient there is nothing to add; once there is one, nothing but an error may follow."""
+    samples = make_samples(5, seed=3)
+    common = {"model_path": str(tiny_model), "config": config(stage)}
+    early, good, late, *after = one_rank.run("train_with_bad_losses", samples=samples, **common)[0]
+    assert isinstance(early, BatchError)
+    assert good == one_rank.run("train", steps=[[samples[:2], samples[2:]]], **common)[0]["stats"][0]
+    assert isinstance(late, BatchError)
+    assert len(after) == 2
+    for error in after:
+        assert isinstance(error, EngineError)
+        assert "failed half-way" in str(error)
 
 
 def test_unequal_methods_fail_at_once(two_ranks: RankPool, tiny_model: Path) -> None:
