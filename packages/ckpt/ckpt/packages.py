@@ -11,6 +11,7 @@ __all__ = ["package_versions"]
 _RECORDED = (
     "deepspeed",
     "flash-attn",
+    "flash-attn-4",
     "numpy",
     "peft",
     "plinth-ckpt",
