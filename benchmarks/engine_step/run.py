@@ -4,11 +4,10 @@
     python -m benchmarks.engine_step.run --gpus 2 --contestants ours --sequence-parallel 2
 
 Each rank (with sequence parallelism each group of ranks) trains on as many sequences of the same length, so that the
-plain step pays for no padding: its log-probs are
-a log-softmax in fp32 of whole logits, its attention torch's SDPA, all else DeepSpeed as it comes. Every case is a group
-of processes of its own, so no case meets the memory of another. A step is timed from before its forward until every
-device is idle. Prints JSON, one line a case: tokens a second of all ranks, the median and the fastest step, and the
-most device memory ever in use on rank 0.
+plain step pays for no padding: its log-probs are a log-softmax in fp32 of whole logits, its attention torch's SDPA, all
+else DeepSpeed as it comes. Every case is a group of processes of its own, so no case meets the memory of another. A
+step is timed from before its forward until every device is idle. Prints JSON, one line a case: tokens a second of all
+ranks, the median and the fastest step, and the most device memory ever in use on rank 0.
 """
 
 import argparse
@@ -21,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,22 +39,24 @@ def sequences(num: int, length: int, vocab: int, rank: int) -> torch.Tensor:
     return torch.randint(vocab, (num, length), generator=torch.Generator().manual_seed(rank))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What every contestant is given."""
+
+    folder: str
+    stage: int
+    ids_SL: torch.Tensor
+    device: torch.device
+    recompute: bool
+    keep_bytes: int
+    """Of logits that the fused op may keep; autograd keeps them all."""
+    sp: int
+
+
 class Plain:
     """transformers' forward, fp32 log-softmax over the logits, DeepSpeed's own backward and step."""
 
-    def __init__(
-        self,
-        folder: str,
-        stage: int,
-        ids_SL: torch.Tensor,
-        device: torch.device,
-        *,
-        recompute: bool,
-        keep_bytes: int,
-        sp: int,
-    ) -> None:
-        assert sp == 1
-        del keep_bytes  # autograd keeps all of the logits
+    def __init__(self, case: Case) -> None:
         import deepspeed
         from transformers import AutoModelForCausalLM
         from transformers.integrations import HfDeepSpeedConfig
@@ -63,19 +65,19 @@ class Plain:
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 1.0,
             "bf16": {"enabled": True},
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": case.stage},
             "zero_allow_untested_optimizer": True,
         }
-        keep = HfDeepSpeedConfig(settings) if stage == 3 else None
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+        keep = HfDeepSpeedConfig(settings) if case.stage == 3 else None
+        model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=torch.bfloat16, attn_implementation="sdpa")
         del keep
-        if recompute:
+        if case.recompute:
             model.gradient_checkpointing_enable()
-        model.to(device)
+        model.to(case.device)
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
         self.engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-        self.ids_SL = ids_SL.to(device)
+        self.ids_SL = case.ids_SL.to(case.device)
 
     def step(self) -> None:
         logits_SLV = self.engine(input_ids=self.ids_SL, use_cache=False).logits[:, :-1]
@@ -91,30 +93,19 @@ class Plain:
 class Ours:
     """ds_engine on one packed micro batch, rl_core's fused op; `guarded`: every collective compared across ranks."""
 
-    def __init__(
-        self,
-        folder: str,
-        stage: int,
-        ids_SL: torch.Tensor,
-        device: torch.device,
-        *,
-        recompute: bool,
-        keep_bytes: int,
-        sp: int,
-        guard: Guard = "off",
-    ) -> None:
+    def __init__(self, case: Case, *, guard: Guard = "off") -> None:
         config = EngineConfig(
-            zero=ZeroConfig(stage=stage),
+            zero=ZeroConfig(stage=case.stage),
             optim=OptimConfig(grad_clip=1.0),
-            gradient_checkpointing=recompute,
+            gradient_checkpointing=case.recompute,
             compile=True,
-            sequence_parallel=sp,
+            sequence_parallel=case.sp,
             collective_guard=guard,
         )
-        log_prob_fn = partial(linear_log_prob, keep_bytes=keep_bytes)
-        self.engine = ZeroEngine.from_pretrained(folder, config, log_prob_fn=log_prob_fn, device=device)
-        self.batch = SimpleBatch.pack([(row[:1], row[1:]) for row in ids_SL.tolist()])
-        self.share = 1 / (dist.get_world_size() // sp * self.batch.target_ids_K.numel())
+        log_prob_fn = partial(linear_log_prob, keep_bytes=case.keep_bytes)
+        self.engine = ZeroEngine.from_pretrained(case.folder, config, log_prob_fn=log_prob_fn, device=case.device)
+        self.batch = SimpleBatch.pack([(row[:1], row[1:]) for row in case.ids_SL.tolist()])
+        self.share = 1 / (dist.get_world_size() // case.sp * self.batch.target_ids_K.numel())
 
     def step(self) -> None:
         share = self.share
@@ -124,7 +115,7 @@ class Ours:
         self.engine.close()
 
 
-CONTESTANTS: dict[str, Callable[..., Any]] = {"plain": Plain, "ours": Ours, "guarded": partial(Ours, guard="auto")}
+CONTESTANTS: dict[str, Callable[[Case], Any]] = {"plain": Plain, "ours": Ours, "guarded": partial(Ours, guard="auto")}
 
 
 def idle(device: torch.device) -> None:
@@ -137,8 +128,18 @@ def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device
     """Builds the contestant, warms it up, times its steps."""
     sp = args.sequence_parallel
     ids_SL = sequences(args.num_sequences, args.length, CONFIGS[args.model]["vocab_size"], dist.get_rank() // sp)
-    options = {"recompute": args.recompute, "keep_bytes": int(args.keep_gib * 2**30), "sp": sp}
-    contestant = CONTESTANTS[name](folder, stage, ids_SL, device, **options)
+    keep_bytes = int(args.keep_gib * 2**30)
+    contestant = CONTESTANTS[name](
+        Case(
+            folder=folder,
+            stage=stage,
+            ids_SL=ids_SL,
+            device=device,
+            recompute=args.recompute,
+            keep_bytes=keep_bytes,
+            sp=sp,
+        )
+    )
     seconds = []
     for _ in range(args.warm_up + args.rounds):
         idle(device)

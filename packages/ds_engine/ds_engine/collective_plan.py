@@ -79,12 +79,7 @@ def planned_step(
     num_reductions = num_micro_batches if zero.stage == 2 else 1
     plan += [_call("all_reduce", _DTYPES[travel], size) for size in sizes] * num_reductions
     if not other_class:
-        if zero.offload.optimizer == "none":
-            plan.append(_call("all_reduce", "float64", 1))  # squared norm of the shards of all groups (step_norms)
-        else:
-            if config.dtype != "fp32":
-                plan.append(_call("all_reduce", "uint8", 1))  # does any rank hold an inf or nan?
-            plan += [_call("all_reduce", "float32", 1)] * len(groups)
+        plan += _gradient_norm(config, len(groups))
     shards = [_shard_size([parameter_sizes[index] for index in group], world_size) for group in groups]
     plan += [_call("all_gather_into_tensor", _DTYPES[config.dtype], shard) for shard in shards]
     return plan + _shared_metrics(world_size)
@@ -136,13 +131,7 @@ def planned_zero3_steps(
                     plan.append(_call("all_gather_into_tensor", _DTYPES[config.dtype], num_elements))
                 else:
                     plan.append(_call("reduce_scatter_tensor", _DTYPES[travel], num_elements * world_size))
-        # Squared norm of the shards: of all groups together where the engine itself takes it (step_norms).
-        if zero.offload.optimizer == "none":
-            plan.append(_call("all_reduce", "float64", 1))
-        else:
-            if config.dtype == "fp16":
-                plan.append(_call("all_reduce", "uint8", 1))  # does any rank hold an inf or nan?
-            plan += [_call("all_reduce", "float32", 1)] * len(groups or [()])
+        plan += _gradient_norm(config, len(groups or [()]))
         if persistent:
             plan.append(_call("all_gather_into_tensor", _DTYPES[config.dtype], shards(persistent)))
         plan += _shared_metrics(world_size)
@@ -163,6 +152,15 @@ def _check(config: EngineConfig, world_size: int) -> None:
         raise ValueError("all-to-alls of sequence parallelism are not planned: use sequence_parallel=1")
     if world_size < 2:
         raise ValueError(f"world_size={world_size} is not allowed: 2 or more")
+
+
+def _gradient_norm(config: EngineConfig, num_groups: int) -> list[PlannedCollective]:
+    """Squared norms of the shards: of all groups together where the engine itself takes them (step_norms); else
+    DeepSpeed first asks whether any rank holds an inf or nan, at stage 3 in fp16 only."""
+    if config.zero.offload.optimizer == "none":
+        return [_call("all_reduce", "float64", 1)]
+    asks = config.dtype == "fp16" or (config.dtype == "bf16" and config.zero.stage < 3)
+    return [_call("all_reduce", "uint8", 1)] * asks + [_call("all_reduce", "float32", 1)] * num_groups
 
 
 def _shared_metrics(world_size: int) -> list[PlannedCollective]:

@@ -1,8 +1,8 @@
 """What stage 3 does with gradients in a handful of kernels, where they stay on the device.
 
 DeepSpeed adds every gradient by itself to those of earlier micro batches, and copies all of them once more for the
-optimizer. The device is done with each of these sooner than the CPU can ask for the next. Here
-one call does so for a bucket, or for all. The collectives stay DeepSpeed's.
+optimizer. The device is done with each of these sooner than the CPU can ask for the next. Here one call does so for a
+bucket, or for all. The collectives stay DeepSpeed's.
 """
 
 from __future__ import annotations
