@@ -199,7 +199,9 @@ def main() -> None:
         return
     if args.gpus % args.sequence_parallel or (args.sequence_parallel > 1 and "plain" in args.contestants):
         parser.error("--sequence-parallel must divide --gpus, and plain has none: use --contestants ours")
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.gpus}", "-m", __spec__.name]
+    # Standalone: on a free port, so that one host can measure several cases at a time.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += [f"--nproc-per-node={args.gpus}", "-m", __spec__.name]
     with tempfile.TemporaryDirectory() as folder:
         write_random_model(args.model, Path(folder))
         for stage, name in itertools.product(args.stages, args.contestants):

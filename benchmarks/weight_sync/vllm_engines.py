@@ -27,6 +27,9 @@ def engine(name: str, model: Any, url: str, num_workers: int) -> Iterator[Callab
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
     backend, _, packed = name.partition("-")
+    # A tensor larger than the buffer, of 1 GiB if nothing is said, is refused.
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    packing = {"packed": True, "packed_buffer_size_bytes": max(2**30, largest)} if packed else {"packed": False}
     client = HTTPVLLMWeightSyncClient(url)
     meeting = {"master_address": "127.0.0.1", "master_port": _free_port(), "world_size": 1 + num_workers}
     if hasattr(nccl, "NCCLTrainerWeightTransferEngine"):
@@ -34,12 +37,10 @@ def engine(name: str, model: Any, url: str, num_workers: int) -> Iterator[Callab
 
         if backend == "nccl":
             kind, info = nccl.NCCLTrainerWeightTransferEngine, nccl.NCCLTrainerInitInfo
-            trainer = kind.trainer_init(
-                info(rank=0, packed=bool(packed), **meeting), client=client, source=ModuleSource(model)
-            )
+            trainer = kind.trainer_init(info(rank=0, **packing, **meeting), client=client, source=ModuleSource(model))
         else:
             kind, info = ipc.IPCTrainerWeightTransferEngine, ipc.IPCTrainerInitInfo
-            trainer = kind.trainer_init(info(rank=0, packed=bool(packed)), client=client, source=ModuleSource(model))
+            trainer = kind.trainer_init(info(rank=0, **packing), client=client, source=ModuleSource(model))
         yield trainer.send_weights
         trainer.shutdown()
         return
@@ -58,13 +59,13 @@ def engine(name: str, model: Any, url: str, num_workers: int) -> Iterator[Callab
                 "names": [name for name, _ in named],
                 "dtype_names": [str(p.dtype).removeprefix("torch.") for _, p in named],
                 "shapes": [list(p.shape) for _, p in named],
-                "packed": bool(packed),
+                **packing,
             }
             receiving = _background(client.update_weights, update)
-            nccl.NCCLWeightTransferEngine.trainer_send_weights(iter(named), {"group": group, "packed": bool(packed)})
+            nccl.NCCLWeightTransferEngine.trainer_send_weights(iter(named), {"group": group, **packing})
             receiving()
         else:
-            settings = {"send_mode": "http", "url": url, "packed": bool(packed)}
+            settings = {"send_mode": "http", "url": url, **packing}
             ipc.IPCWeightTransferEngine.trainer_send_weights(model.named_parameters(), settings)
         client.finish_weight_update()
 
