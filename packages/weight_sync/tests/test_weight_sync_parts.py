@@ -36,6 +36,7 @@ from weight_sync.checksum import checksum
 from weight_sync.errors import ChannelError
 from weight_sync.sources import slot_view
 from weight_sync.transports.shm import ShmReceiver, ShmSender
+from weight_sync.vllm_plugin.adapters import _mapper
 
 
 def collect(source: WeightSource, bucket_bytes: int = 20_000) -> dict[str, torch.Tensor]:
@@ -238,3 +239,10 @@ def test_a_server_is_asked_how_it_was_started(answers: dict[str, tuple[int, Any]
         with pytest.raises(WeightSyncError) as caught:
             check_server(SimpleNamespace(url=url, api_key="k"))
     assert re.match(error, f"{type(caught.value).__name__}: {caught.value}")
+
+
+@pytest.mark.parametrize("method", ["get_rename_mapper", "get_unstacked_mapper"], ids=["0.29 on", "0.26 to 0.28"])
+def test_names_of_adapters_are_mapped_without_stacking_rules(method: str) -> None:
+    mapper = SimpleNamespace(**{method: lambda: "renames only"})
+    assert _mapper(SimpleNamespace(hf_to_vllm_mapper=mapper)) == "renames only"
+    assert _mapper(SimpleNamespace()) is None

@@ -181,5 +181,7 @@ def _helper(adapter: Adapter) -> Any:
 def _mapper(model: Any) -> Any:
     """Renames between Hugging Face and vLLM that the model declares, without its stacking rules where it has such."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    rename = getattr(mapper, "get_rename_mapper", None)
-    return mapper if rename is None else rename()
+    for without_stacking in ("get_rename_mapper", "get_unstacked_mapper"):  # since vLLM 0.29; before
+        if hasattr(mapper, without_stacking):
+            return getattr(mapper, without_stacking)()
+    return mapper
