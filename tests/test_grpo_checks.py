@@ -39,6 +39,9 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["data.val=some.parquet"], "builtin:tiny"),
         (["warm_start.files=some.parquet"], "builtin:tiny"),
         (["rollout.device=cuda"], "rollout.device"),
+        (["rollout.max_lora_rank=8"], "there are no adapters to serve"),
+        (["rollout.max_lora_rank=8", "actor.lora.rank=16"], "above rollout.max_lora_rank=8"),
+        (["rollout.max_lora_rank=9", "actor.lora.rank=4"], "rollout.max_lora_rank: got 9; allowed is one of 1, 8, 16"),
         (["sync.transport=nccl"], "sync.transport"),
         (["trainer.device=cuda"], "GPUs"),
         (["trainer.ray_address=cluster"], "trainer.ray_address is 'cluster'; allowed: auto, or host:port"),
@@ -93,3 +96,19 @@ def test_a_data_source_without_a_reward_is_refused_with_its_row(tmp_path: Path) 
     overrides = [f"model.path={model}", f"data.train={tmp_path / 'train.parquet'}"]
     with pytest.raises(ValueError, match=r"row 1.*somebody/else"):
         check(load_config(GrpoConfig, presets=[], overrides=overrides))
+
+
+def test_a_model_of_the_hub_is_found_where_its_download_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    stored = tmp_path / "models--somebody--tiny"
+    write_random_model("qwen3-tiny", stored / "snapshots" / "0a1b")
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("0a1b")
+    rows = [{"question": "1+1?", "answer": "#### 2"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    data = f"data.train={tmp_path / 'train.parquet'}"
+    check(load_config(GrpoConfig, presets=[DEMO], overrides=["model.path=somebody/tiny", data, "warm_start.steps=0"]))
+    with pytest.raises(ValueError, match="after `hf download OWNER/NAME`"):
+        check(
+            load_config(GrpoConfig, presets=[DEMO], overrides=["model.path=somebody/else", data, "warm_start.steps=0"])
+        )

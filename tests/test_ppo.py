@@ -60,16 +60,18 @@ def test_an_adaptive_coefficient_goes_on_after_a_resume() -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_two_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+def test_three_steps_train_adapters_served_alone_and_critic(tmp_path: Path, start_app: Callable[..., Any]) -> None:
     app = start_app(
         tmp_path,
-        "trainer.total_training_steps=2",
+        "trainer.total_training_steps=3",
         "algorithm.critic_warmup_steps=1",
         "algorithm.kl_coef=0.05",
         "algorithm.kl_target=0.01",
         "critic.zero.stage=3",
         "actor.lora.rank=4",
         "actor.lora.base_format=nf4",
+        "actor.optim.lr=0.02",
+        "rollout.max_lora_rank=8",
         "task.kind=calculator",
         "episode.function=apps.grpo.calculator:with_calculator",
         "warm_start.steps=20",
@@ -79,26 +81,28 @@ def test_two_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callable
         "sampling.n=2",
         "reward.method=flexible",
         "reward.format_score=0.5",
-        "trainer.save_freq=2",
+        "trainer.save_freq=3",
         app="ppo",
     )
     assert app.finish() == 0, app.output
     assert not app.survivors()
     (run,) = tmp_path.iterdir()
     with (run / "metrics.tsv").open() as file:
-        _, first, second = csv.DictReader(file, delimiter="\t")
+        _, first, second, third = csv.DictReader(file, delimiter="\t")
     assert not first["actor/grad_norm"], "the critic warms up alone"
     assert float(second["actor/grad_norm"]) > 0
     # Values, advantages and both losses step over what the calculator wrote.
-    assert max(float(row["rollout/num_turns"]) for row in (first, second)) > 1
-    for row in (first, second):
+    assert max(float(row["rollout/num_turns"]) for row in (first, second, third)) > 1
+    for row in (first, second, third):
         assert float(row["critic/grad_norm"]) > 0
         assert float(row["critic/vf_loss"]) > 0
+        # The rounded base, which the servers got once, with the adapters of each step: those of the third have changed.
         assert float(row["rollout/log_prob_mismatch"]) < 1e-4
+        assert float(row["sync/num_bytes"]) < 100_000
     assert float(first["actor/ref_kl"]) == pytest.approx(0, abs=1e-6), "the actor still is the reference"
     assert float(first["critic/values/mean"]) == pytest.approx(0, abs=0.2), "a new head starts near zero"
     assert float(second["actor/kl_coef"]) < float(first["actor/kl_coef"]) == 0.05
-    (checkpoint,) = (run / "checkpoints").glob("*2")
+    (checkpoint,) = (run / "checkpoints").glob("*3")
     assert {"actor", "critic"} <= {path.name for path in checkpoint.iterdir()}
     assert "critic_warmup_steps: 1" in (checkpoint / "state.json").read_text()
 

@@ -49,6 +49,7 @@ DOCUMENTED: dict[tuple[str, str], dict[str, Any]] = {
         "actor.lora.rank": 8,
         "actor.lora.alpha": 16,
         "actor.lora.target_modules": "all-linear",
+        "rollout.max_lora_rank": 8,
         "critic.lora": None,
     },
     ("ppo", "dp2_sp2"): {

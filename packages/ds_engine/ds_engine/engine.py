@@ -225,10 +225,15 @@ class ZeroEngine:
         """
         return self._export(whole_tensors(self.module), dtype)
 
-    def whole_tensors(self) -> list[NamedTensor]:
-        """What `export_parameters` hands out, as names, parameters and what is to be merged into them: for tools that
-        gather by themselves, such as a weight sync. Not collective."""
-        return whole_tensors(self.module)
+    def whole_tensors(self, *, merged: bool = True) -> list[NamedTensor]:
+        """What `export_parameters` hands out, as names, parameters and what is to be merged into them (merged=False:
+        nothing): for tools that gather by themselves, such as a weight sync. Not collective."""
+        return whole_tensors(self.module, merged=merged)
+
+    def adapter_tensors(self) -> list[NamedTensor]:
+        """The same of `export_adapters`. Raises as it does."""
+        self._require_adapters("adapter_tensors")
+        return adapter_tensors(self.module)
 
     def export_adapters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The same for adapters alone (and a value head), under the names of PEFT's adapter_model.safetensors.

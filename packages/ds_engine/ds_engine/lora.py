@@ -134,8 +134,12 @@ def low_rank_terms(module: nn.Module) -> dict[str, LowRank]:
     }
 
 
-def whole_tensors(module: nn.Module) -> list[NamedTensor]:
-    """The model without trace of adapters and packing: Hugging Face names, the module's order, tied parameters once."""
+def whole_tensors(module: nn.Module, *, merged: bool = True) -> list[NamedTensor]:
+    """The model without trace of adapters and packing: Hugging Face names, the module's order, tied parameters once.
+
+    Args:
+        merged: False: the frozen base alone, as if there were no adapters.
+    """
     terms = low_rank_terms(module)
     packed = packed_shapes(module)
     adapters = {id(p) for term in terms.values() for p in (term.a_RI, term.b_OR)}
@@ -143,7 +147,7 @@ def whole_tensors(module: nn.Module) -> list[NamedTensor]:
         NamedTensor(
             name=name.replace(".base_layer.", "."),
             parameter=parameter,
-            low_rank=terms.get(name),
+            low_rank=terms.get(name) if merged else None,
             packed=packed.get(name),
         )
         for name, parameter in module.named_parameters()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .rewards import RewardFn, gsm8k_score, register_reward, reward_for
     from .sampler import PromptSampler
     from .tiny_model import build_tiny_model
-    from .tokenizer import check_model_folder, load_tokenizer
+    from .tokenizer import check_model_folder, find_model_folder, load_tokenizer
 
 __all__ = [
     "ArithmeticTask",
@@ -32,6 +32,7 @@ __all__ = [
     "check_demonstrations",
     "check_files",
     "check_model_folder",
+    "find_model_folder",
     "gsm8k_score",
     "load_demonstrations",
     "load_prompts",
@@ -58,6 +59,7 @@ _EXPORTS = {
     "check_demonstrations": ".demonstrations",
     "check_files": ".parquet",
     "check_model_folder": ".tokenizer",
+    "find_model_folder": ".tokenizer",
     "gsm8k_score": ".rewards",
     "load_demonstrations": ".demonstrations",
     "load_prompts": ".prompts",

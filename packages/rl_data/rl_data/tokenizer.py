@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from .errors import ModelFolderError
 
-__all__ = ["TokenizerLike", "check_model_folder", "load_tokenizer"]
+__all__ = ["TokenizerLike", "check_model_folder", "find_model_folder", "load_tokenizer"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
@@ -27,6 +27,22 @@ class TokenizerLike(Protocol):
     ) -> Any: ...
 
 
+def find_model_folder(path: str | Path) -> Path:
+    """The folder that `path` names: itself, or, for OWNER/NAME, where `hf download` put that model of the Hub.
+
+    Nothing is downloaded. What cannot be found is returned as it is, for `check_model_folder` to refuse.
+    """
+    if Path(path).exists() or str(path).count("/") != 1:
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(path), local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return Path(path)
+
+
 def check_model_folder(path: str | Path, *, need_weights: bool = True) -> Path:
     """Check, from file names alone, that `path` is a Hugging Face model folder; return it.
 
@@ -37,8 +53,7 @@ def check_model_folder(path: str | Path, *, need_weights: bool = True) -> Path:
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "no such folder"
         raise ModelFolderError(
-            f"{name}: {what}. Give a local Hugging Face model folder; a model of the Hub is fetched with "
-            "`hf download OWNER/NAME --local-dir FOLDER`.",
+            f"{name}: {what}. Give a local Hugging Face model folder, or OWNER/NAME after `hf download OWNER/NAME`.",
             file=name,
         )
     if not (folder / "config.json").is_file():

@@ -13,7 +13,14 @@ from urllib.parse import urlsplit
 from ckpt import Checkpoint, CheckpointManager
 from ds_engine import EngineConfig
 from ds_engine.schedule import check_schedule
-from rl_data import DataConfig, build_tiny_model, check_demonstrations, check_files, check_model_folder
+from rl_data import (
+    DataConfig,
+    build_tiny_model,
+    check_demonstrations,
+    check_files,
+    check_model_folder,
+    find_model_folder,
+)
 from rollout_vllm import Endpoint, RolloutConfig, SamplingConfig, check_launch, check_running
 from rollout_vllm.checks import check_request_length
 from weight_sync import SyncConfig, check_server
@@ -52,7 +59,7 @@ def check_prompt_files(model: ModelConfig, data: DataConfig, *, any_source: bool
         InputError, rl_data.DataError: with the file or folder and what to do.
     """
     if model.path != BUILTIN_MODEL:
-        check_model_folder(model.path)
+        check_model_folder(find_model_folder(model.path))
     elif data.train or data.val:
         raise InputError(
             f"model.path is {BUILTIN_MODEL}, whose vocabulary knows the built-in task only; "
@@ -124,6 +131,28 @@ def check_lengths(rollout: RolloutConfig, data: DataConfig, samplings: Sequence[
     check_request_length(data.max_prompt_length, max(s.max_tokens for s in samplings), rollout.max_model_len)
 
 
+def check_adapters(actor: EngineConfig, rollout: RolloutConfig, sync: SyncConfig) -> None:
+    """Servers that take adapters alone get some, that fit.
+
+    Raises:
+        InputError
+    """
+    if rollout.max_lora_rank is None:
+        return
+    if actor.lora is None:
+        raise InputError(
+            f"rollout.max_lora_rank is {rollout.max_lora_rank}, but actor.lora.rank is not given: there are no "
+            "adapters to serve; give it, or rollout.max_lora_rank=null"
+        )
+    if actor.lora.rank > rollout.max_lora_rank:
+        raise InputError(
+            f"actor.lora.rank is {actor.lora.rank}, above rollout.max_lora_rank={rollout.max_lora_rank}; raise that, "
+            "or merge adapters into the weights that are pushed: rollout.max_lora_rank=null"
+        )
+    if sync.quantise != "none":
+        raise InputError(f"sync.quantise is {sync.quantise}, which adapters alone (rollout.max_lora_rank) cannot be")
+
+
 def check_servers(
     model: ModelConfig, rollout: RolloutConfig, sync: SyncConfig, trainer: TrainerConfig, placement: Placement
 ) -> None:
@@ -155,7 +184,7 @@ def check_servers(
         check_address(trainer.ray_address)
     elsewhere = trainer.ray_address is not None
     if model.path != BUILTIN_MODEL:
-        check_launch(model.path, rollout, elsewhere=elsewhere)
+        check_launch(str(find_model_folder(model.path)), rollout, elsewhere=elsewhere)
         return
     with TemporaryDirectory() as folder:
         check_launch(build_tiny_model(folder), rollout, elsewhere=elsewhere)

@@ -18,7 +18,8 @@ JUDGE_FIELDS = ("prompt", "response", "ground_truth", "data_source")
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: str = "builtin:tiny"
-    """A Hugging Face causal LM folder, or `builtin:tiny` for the 0.4M-parameter Qwen3 that the project builds."""
+    """A Hugging Face causal LM folder, OWNER/NAME of one that `hf download` fetched, or `builtin:tiny` for the
+    0.4M-parameter Qwen3 that the project builds."""
 
 
 @dataclass(frozen=True, kw_only=True)

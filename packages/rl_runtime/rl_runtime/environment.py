@@ -32,12 +32,18 @@ def visible_gpus() -> list[int]:
     """Indices of the GPUs this process may use.
 
     Raises:
-        PlacementError: CUDA_VISIBLE_DEVICES names GPUs by UUID; ranks and servers are told theirs by index.
+        PlacementError: CUDA_VISIBLE_DEVICES names GPUs by UUID (ranks and servers are told theirs by index), or none
+            of this host's, as it may in a job that was handed another node's list.
     """
     import torch  # here, because importing it imports libraries that read what prepare_driver sets
 
     count = torch.cuda.device_count()
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed and count == 0 and torch.version.cuda and any(entry.strip().isdigit() for entry in listed.split(",")):
+        raise PlacementError(
+            f"CUDA_VISIBLE_DEVICES is {listed}, but no such GPU is here: unset it, name GPUs of this host, or leave it "
+            "empty to run on the CPU"
+        )
     if listed is None or count == 0:
         return list(range(count))
     ids = [entry.strip() for entry in listed.split(",")][:count]

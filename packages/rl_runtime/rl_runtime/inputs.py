@@ -10,6 +10,7 @@ from rl_data import (
     Demonstration,
     Prompt,
     build_tiny_model,
+    find_model_folder,
     load_demonstrations,
     load_prompts,
     load_tokenizer,
@@ -43,7 +44,7 @@ def load_inputs(
     with_prompts: bool = True,
 ) -> Inputs:
     """Reads prompts and demonstrations; the built-in model and its task are written into `folder` first."""
-    model_path = Path(model.path)
+    model_path = find_model_folder(model.path)
     train, val, demonstrations = data.train, data.val, supervised.files
     if model.path == BUILTIN_MODEL:
         model_path = build_tiny_model(folder / "initial_model", seed=seed)

@@ -17,6 +17,7 @@ from rl_data import PromptSampler
 
 from .checkpoints import RunCheckpoints, Stateful
 from .checks import (
+    check_adapters,
     check_engine,
     check_functions,
     check_lengths,
@@ -150,6 +151,7 @@ def check_job(
     validates = config.data.val or not config.data.train
     samplings = [config.sampling, config.validation] if validates else [config.sampling]
     check_lengths(config.rollout, config.data, samplings)
+    check_adapters(config.actor, config.rollout, config.sync)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
     find_checkpoint(config.trainer)
     return placement
@@ -210,6 +212,7 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
             sync,
             max_restarts=config.trainer.max_server_restarts,
             report=job.tracker.info,
+            adapters_alone=config.rollout.max_lora_rank is not None,
         ) as servers,
     ):
         sampler = PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle)

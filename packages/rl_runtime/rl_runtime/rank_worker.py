@@ -29,7 +29,7 @@ from ckpt import (
 )
 from ds_engine import EngineConfig, Head, LossFn, StepStats, TokenBatch, TokenOutputs, ZeroEngine, init_distributed
 from rl_core import linear_log_prob
-from weight_sync import SyncConfig, SyncReport, WeightPusher, ZeroSource
+from weight_sync import Adapter, SyncConfig, SyncReport, WeightPusher, ZeroSource
 
 from .profiling import RankProfiler
 
@@ -111,15 +111,28 @@ class RankWorker:
         with record_function(f"{role}: train"):
             return self._engines[role].train_mini_batch(micro_batches, loss_fn, temperature=temperature)
 
-    def connect_servers(self, role: str, endpoints: Sequence[Any], config: SyncConfig) -> None:
-        """Prepares pushing the weights of `role` into the rollout servers."""
+    def connect_servers(
+        self, role: str, endpoints: Sequence[Any], config: SyncConfig, adapter: str | None = None
+    ) -> None:
+        """Prepares pushing the weights of `role` into the rollout servers.
+
+        Its LoRA adapters are merged into the weights on their way, and servers know nothing of them. With a name in
+        `adapter` the frozen base goes there now, once, and then the adapters alone, to be asked for by that name.
+        """
         if self._pusher is not None:
             self._pusher.close()
+            self._pusher = None
         self._pushed_role = role
         engine = self._engines[role]
-        # Adapters are merged into the weights on their way: servers then serve plain weights and know nothing of them.
-        source = ZeroSource(engine.module if engine.config.lora is None else engine.whole_tensors())
-        self._pusher = WeightPusher(source, endpoints, config, rank=self.rank, device=self.device)
+        pusher = partial(WeightPusher, endpoints=endpoints, config=config, rank=self.rank, device=self.device)
+        if adapter is None:
+            whole = engine.module if engine.config.lora is None else engine.whole_tensors()
+            self._pusher = pusher(ZeroSource(whole))
+            return
+        with pusher(ZeroSource(engine.whole_tensors(merged=False))) as base:
+            base.push(0)
+        served_as = Adapter(name=adapter, settings=engine.adapter_config())
+        self._pusher = pusher(ZeroSource(engine.adapter_tensors()), adapter=served_as)
 
     def push_weights(self, version: int) -> SyncReport:
         """Sends the current weights to every server and publishes them as policy `version`."""

@@ -79,9 +79,9 @@ class Role:
         """Reads the engine's part of a checkpoint, whatever ranks, stage and offload wrote it."""
         self.ranks.call("load", self.name, folder)
 
-    def connect_servers(self, endpoints: Sequence[Any], config: Any) -> None:
-        """Prepares pushing this role's weights into the rollout servers."""
-        self.ranks.call("connect_servers", self.name, tuple(endpoints), config)
+    def connect_servers(self, endpoints: Sequence[Any], config: Any, adapter: str | None = None) -> None:
+        """Prepares pushing this role's weights, or its adapters alone under that name, into the rollout servers."""
+        self.ranks.call("connect_servers", self.name, tuple(endpoints), config, adapter)
 
     def push_weights(self, version: int) -> Any:
         """Sends the weights to every server; rank 0's report."""

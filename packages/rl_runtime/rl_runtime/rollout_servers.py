@@ -18,12 +18,15 @@ from .role import Role
 
 _NOTICE_S = 20.0
 """How long a server's supervisor may take to see that the server is gone."""
+_ADAPTER = "policy-adapter"
+"""The model name of the actor's adapters on the servers, whose own name is the base model's."""
 
 
 class RolloutServers:
     """Pushes the weights of `actor` into the servers; starts each of them again up to `max_restarts` times.
 
     To be used as a context once the servers are ready. `report` gets a line for whatever happens to a server.
+    `adapters_alone`: servers keep the base model, and the actor's LoRA adapters are what is pushed and asked for.
     """
 
     def __init__(
@@ -35,8 +38,11 @@ class RolloutServers:
         *,
         max_restarts: int,
         report: Callable[[str], None],
+        adapters_alone: bool = False,
     ) -> None:
         self._servers, self._client, self._actor, self._sync = servers, client, actor, sync
+        self._adapter = _ADAPTER if adapters_alone else None
+        client.set_model(self._adapter)
         self._report = report
         self._weights = threading.RLock()
         self._connected: list[int] = []
@@ -144,7 +150,7 @@ class RolloutServers:
             return version
 
     def _connect(self, endpoints: list[Endpoint]) -> None:
-        self._actor.connect_servers(endpoints, self._sync)
+        self._actor.connect_servers(endpoints, self._sync, self._adapter)
 
     def _stop_restarts(self) -> None:
         serving = self._serving()

@@ -97,7 +97,7 @@ def plan_session(
         PlacementError: more GPUs asked for than there are.
     """
     return plan_placement(
-        gpu_ids=visible_gpus(),
+        gpu_ids=_gpus(trainer),
         device=trainer.device,
         num_ranks=trainer.num_ranks,
         num_servers=0 if rollout.urls else rollout.num_servers,
@@ -108,10 +108,14 @@ def plan_session(
     )
 
 
+def _gpus(trainer: RanksConfig) -> list[int]:
+    return [] if trainer.device == "cpu" else visible_gpus()
+
+
 def plan_ranks(trainer: RanksConfig) -> Placement:
     """The placement of the ranks alone, for apps without rollout."""
     return plan_placement(
-        gpu_ids=visible_gpus(),
+        gpu_ids=_gpus(trainer),
         device=trainer.device,
         num_ranks=trainer.num_ranks,
         num_servers=0,

@@ -1,7 +1,9 @@
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_runtime.environment import visible_gpus
 from rl_runtime.errors import PlacementError
 from rl_runtime.placement import ClusterNode, plan_placement, plan_server_nodes
 
@@ -118,3 +120,30 @@ def test_servers_are_spread_over_the_other_nodes_or_refused(
         assert all(counts[name] <= room[name] for name in room)
         open_nodes = [counts[name] for name in room if counts[name] < room[name]]
         assert not open_nodes or max(counts.values()) <= min(open_nodes) + 1, "one is crowded beside an emptier one"
+
+
+@pytest.mark.parametrize(
+    ("listed", "count", "expected"),
+    [
+        ("2,3", 2, [2, 3]),
+        ("2,3", 1, [2]),
+        ("", 0, []),
+        (None, 2, [0, 1]),
+        ("NoDevFiles", 0, []),
+        ("2,3", 0, "no such GPU"),
+    ],
+)
+def test_the_gpus_of_cuda_visible_devices(
+    monkeypatch: pytest.MonkeyPatch, listed: str | None, count: int, expected: list[int] | str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    if listed is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    if isinstance(expected, str):  # rather than a run on the CPU that nobody asked for
+        with pytest.raises(PlacementError, match=expected):
+            visible_gpus()
+    else:
+        assert visible_gpus() == expected

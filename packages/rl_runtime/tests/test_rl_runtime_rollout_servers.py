@@ -55,6 +55,9 @@ class Watch:
 class Client:
     policy_version: int = -1
 
+    def set_model(self, model: str | None) -> None:
+        assert model is None
+
     def set_policy_version(self, version: int) -> None:
         self.policy_version = version
 
@@ -68,7 +71,7 @@ class Actor:
     num_connects: int = 0
     _urls: tuple[str, ...] = ()
 
-    def connect_servers(self, endpoints: list[Endpoint], config: SyncConfig) -> None:
+    def connect_servers(self, endpoints: list[Endpoint], config: SyncConfig, adapter: str | None = None) -> None:
         self.num_connects += 1
         self._urls = tuple(endpoint.url for endpoint in endpoints)
 

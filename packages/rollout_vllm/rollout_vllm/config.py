@@ -20,6 +20,7 @@ def _require_positive(config: object, fields: Iterable[str], *, or_none: bool = 
         _require(value is not None and value > 0, field, value, "a number above 0" + (" or None" if or_none else ""))
 
 
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM's --max-lora-rank takes
 _OUR_ARGUMENTS = ("--host", "--port", "--api-key", "--served-model-name", "--model", "--logprobs-mode")
 
 
@@ -43,7 +44,7 @@ class RolloutConfig:
     chunked_prefill: bool | None = None  # None: off on CPU (a per-request seed would kill that engine), on elsewhere
     sleep_mode: bool = False  # servers that can give their GPU memory back between rollouts (control.sleep); GPU only
     control_routes: bool = False  # routes to cut requests short, pause and update weights (behind the API key as all)
-    max_lora_rank: int | None = None  # LoRA adapters up to this rank can be loaded (control.LoraAdapters); None: none
+    max_lora_rank: int | None = None  # servers take LoRA adapters up to this rank, one of vLLM's sizes; None: none
     load_format: str = "auto"  # vLLM's --load-format; "dummy": random weights, for those that push weights anyway
     deterministic: bool = False  # same seeds, same tokens, whatever the batching; slower
     cpu_threads: int | None = (
@@ -69,7 +70,9 @@ class RolloutConfig:
         _require_positive(self, ("num_servers", "tensor_parallel_size", "max_num_seqs", "startup_timeout_s"))
         _require_positive(self, ("request_timeout_s", "connect_timeout_s", "retry_base_s", "retry_max_s"))
         _require_positive(self, ("max_samples_in_flight",))
-        _require_positive(self, ("max_model_len", "kv_cache_gib", "cpu_threads", "max_lora_rank"), or_none=True)
+        _require_positive(self, ("max_model_len", "kv_cache_gib", "cpu_threads"), or_none=True)
+        rank_fits = self.max_lora_rank in (None, *_LORA_RANKS)
+        _require(rank_fits, "max_lora_rank", self.max_lora_rank, f"one of {', '.join(map(str, _LORA_RANKS))}, or None")
         _require(self.stop_grace_s >= 0, "stop_grace_s", self.stop_grace_s, "0 or more seconds")
         _require(self.max_retries >= 0, "max_retries", self.max_retries, "0 or more")
         memory = self.gpu_memory_utilization

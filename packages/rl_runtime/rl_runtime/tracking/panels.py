@@ -49,7 +49,7 @@ _WISHES = (
     ),
     _Wish(
         title="Memory",
-        unit="GiB",
+        unit="GiB (host), GB (GPU)",
         patterns=("memory/host_peak_gib", "perf/max_memory_reserved_gb", "memory/*_gib", "perf/*memory*_gb"),
         limit=5,
     ),
