@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, Self
 
@@ -61,7 +62,7 @@ def mark(label: str) -> None:
 
 def num_guarded() -> int:
     """Collectives that the active guard has seen this rank issue; 0 without one."""
-    return 0 if _active is None else sum(log.count for log in list(_active._logs.values()))
+    return 0 if _active is None else sum(watched.log.count for watched in list(_active._groups.values()))
 
 
 @contextmanager
@@ -106,6 +107,20 @@ def record_collectives() -> Iterator[list[CollectiveRecord]]:
         yield records
 
 
+@dataclass(kw_only=True)
+class _Watched:
+    """A process group that had a collective. What torch forgets when the group is destroyed is remembered."""
+
+    group: Any
+    ranks: list[int]
+    backend: str
+    lockstep: bool
+    last_call_s: float
+    log: GroupLog = field(default_factory=GroupLog)
+    peer_count: int = 0
+    """Collectives of the peer that had issued the fewest when last compared."""
+
+
 class CollectiveGuard:
     """Compares all ranks' collectives while it is active. Enter and leave it on every rank.
 
@@ -141,10 +156,9 @@ class CollectiveGuard:
         self._stall_timeout_s = stall_timeout_s
         self._exit_after_s = exit_after_s
         self._base_store = store
-        self._logs: dict[str, GroupLog] = {}
-        self._ranks: dict[str, list[int]] = {}
-        self._groups: dict[str, Any] = {}
-        self._last_call_s: dict[str, float] = {}
+        self._groups: dict[str, _Watched] = {}
+        self._left: set[int] = set()
+        self._store_is_lost = False
         self._failure: Exception | None = None
         self._judging = False
         self._answered: list[int] = []
@@ -166,12 +180,14 @@ class CollectiveGuard:
         global _active, _num_started
         if _active is not None:
             raise RuntimeError("another CollectiveGuard is active in this process")
-        self._rank = dist.get_rank()
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._began_s = time.monotonic()
         self._main_thread = threading.get_ident()
         _num_started += 1
         self._prefix = f"plinth_collective_guard/{_num_started}"
         if self._base_store is None:
             self._base_store = _rendezvous_store()
+        self._store()  # this thread's connection: when the server is gone after a failure, connecting would wait
         self._patch = _patched(self._before)
         self._patch.__enter__()
         self._watcher = threading.Thread(target=self._watch, name="collective-guard", daemon=True)
@@ -179,12 +195,24 @@ class CollectiveGuard:
         _active = self
 
     def stop(self) -> None:
-        """Stop watching and give torch its methods back."""
+        """Stop watching and give torch its methods back. Ranks that are not there yet are waited for for a second."""
         global _active
         _active = None
         self._patch.__exit__(None, None, None)
+        if self._failure is None and not self._store_is_lost:
+            with suppress(Exception):
+                self._leave()
         self._stop.set()
         self._watcher.join(timeout=5)
+
+    def _leave(self) -> None:
+        """The store may live in this process and end with it: let those who go on know that nothing went wrong."""
+        store = self._store()
+        for name, watched in list(self._groups.items()):
+            self._publish(store, name, watched)
+        store.set(f"left/{self._rank}", "")
+        store.set("left", "")
+        _wait(store, [f"left/{rank}" for rank in range(self._world_size)], 2.5 * _TICK_S)
 
     # ----------------------------------------------- ahead of every collective
 
@@ -192,26 +220,28 @@ class CollectiveGuard:
         if self._failure is not None:
             self._raise()
         name = group.group_name
-        if name not in self._logs:
-            self._ranks[name] = dist.get_process_group_ranks(group)
-            self._groups[name] = group
-            self._last_call_s[name] = time.monotonic()
-            self._logs[name] = GroupLog()  # last: the watcher goes by it
-        record = self._logs[name].append(*describe_call(method, args), call_site(), self.label)
-        self._last_call_s[name] = time.monotonic()
-        if len(self._ranks[name]) > 1 and self._is_lockstep(group):
-            self._exchange(name, record)
+        watched = self._groups.get(name)
+        if watched is None:
+            backend = dist.get_backend(group)
+            watched = self._groups[name] = _Watched(
+                group=group,
+                ranks=dist.get_process_group_ranks(group),
+                backend=backend,
+                lockstep=self._mode == "lockstep" or (self._mode == "auto" and "gloo" in backend),
+                last_call_s=time.monotonic(),
+            )
+        if self._store_is_lost and self._left.intersection(watched.ranks):
+            raise RankStalledError(f"ranks {sorted(self._left)} have left the guard and the rendezvous store is gone")
+        record = watched.log.append(*describe_call(method, args), call_site(), self.label)
+        watched.last_call_s = time.monotonic()
+        if len(watched.ranks) > 1 and watched.lockstep and not self._store_is_lost:
+            self._exchange(name, watched.ranks, record)
 
-    def _is_lockstep(self, group: Any) -> bool:
-        if self._mode == "auto":
-            return "gloo" in dist.get_backend(group)
-        return self._mode == "lockstep"
-
-    def _exchange(self, group: str, record: CollectiveRecord) -> None:
+    def _exchange(self, group: str, ranks: list[int], record: CollectiveRecord) -> None:
         """Tell the group what comes next here; return once all of it says the same."""
         store = self._store()
         store.set(f"next/{group}/{record.index}/{self._rank}", record.signature)
-        peers = [rank for rank in self._ranks[group] if rank != self._rank]
+        peers = [rank for rank in ranks if rank != self._rank]
         keys = [f"next/{group}/{record.index}/{rank}" for rank in peers]
         deadline = time.monotonic() + self._stall_timeout_s
         while not _wait(store, keys, _TICK_S):
@@ -237,31 +267,44 @@ class CollectiveGuard:
                     if not self._judging:
                         self._answer_alarm(store)
                     return
-                for group in list(self._logs):
-                    if len(self._ranks[group]) > 1 and not self._is_lockstep(self._groups[group]):
-                        self._compare(store, group)
+                if store.check(["left"]):
+                    self._left = {rank for rank in range(self._world_size) if store.check([f"left/{rank}"])}
+                for name, watched in list(self._groups.items()):
+                    if len(watched.ranks) > 1 and not watched.lockstep:
+                        self._compare(store, name, watched)
         except Exception as error:  # the store's process is gone, and with it a rank
-            if not self._stop.is_set():
+            self._store_is_lost = True
+            waits = any(
+                w.log.count > w.peer_count for w in self._groups.values() if len(w.ranks) > 1 and not w.lockstep
+            )
+            if not self._stop.is_set() and (waits or not self._left):
                 self._fail(f"the rendezvous store no longer answers, so its rank has ended ({error})", diverged=False)
 
-    def _compare(self, store: Any, group: str) -> None:
-        """Publish this rank's log as (count, hash); the group's first rank compares with all, the others with it."""
-        log = self._logs[group]
-        count = log.count
-        store.set(f"state/{group}/{self._rank}", f"{count} {log.hash_at(count) or 0}")
-        leader = self._ranks[group][0]
-        for peer in self._ranks[group] if self._rank == leader else [leader]:
-            if peer == self._rank or not store.check([f"state/{group}/{peer}"]):
+    def _publish(self, store: Any, name: str, watched: _Watched) -> None:
+        """This rank's log as (count, hash)."""
+        count = watched.log.count
+        store.set(f"state/{name}/{self._rank}", f"{count} {watched.log.hash_at(count) or 0}")
+
+    def _compare(self, store: Any, name: str, watched: _Watched) -> None:
+        """Publish where this rank is; the group's first rank compares with all, the others with it."""
+        self._publish(store, name, watched)
+        log, leader, counts = watched.log, watched.ranks[0], []
+        for peer in watched.ranks if self._rank == leader else [leader]:
+            if peer == self._rank:
                 continue
-            peer_count, peer_hash = map(int, store.get(f"state/{group}/{peer}").decode().split())
+            key = f"state/{name}/{peer}"
+            published = store.get(key).decode() if store.check([key]) else "0 0"  # nothing: it has issued none
+            peer_count, peer_hash = map(int, published.split())
+            counts.append(peer_count)
             mine = log.hash_at(peer_count)
             if peer_count <= log.count and mine is not None and mine != peer_hash:
-                self._sound_alarm(group)
+                self._sound_alarm(name)
                 return
             behind = peer_count < log.count
-            if behind and time.monotonic() - self._last_call_s[group] > self._stall_timeout_s:
-                self._sound_alarm(group)
+            if behind and time.monotonic() - watched.last_call_s > self._stall_timeout_s:
+                self._sound_alarm(name)
                 return
+        watched.peer_count = min(counts)
 
     def _sound_alarm(self, group: str) -> None:
         """Ask all ranks what they were doing. The first to call writes the verdict."""
@@ -271,11 +314,12 @@ class CollectiveGuard:
         self._judging = True
         dumps: dict[int, RankDump] = {self._rank: self._dump(group)}
         deadline = time.monotonic() + _DUMP_WAIT_S
-        for rank in self._ranks[group]:
+        ranks = self._groups[group].ranks
+        for rank in ranks:
             key = f"dump/{rank}"
             if rank != self._rank and _wait(store, [key], max(0.1, deadline - time.monotonic())):
                 dumps[rank] = RankDump.from_json(json.loads(store.get(key)))
-        text, diverged = diagnose(group, self._ranks[group], dumps)
+        text, diverged = diagnose(group, ranks, dumps)
         store.set("verdict", json.dumps([text, diverged, list(dumps)]))
         self._fail(text, diverged=diverged, answered=list(dumps))
 
@@ -289,7 +333,8 @@ class CollectiveGuard:
         self._fail(text, diverged=diverged, answered=answered)
 
     def _dump(self, group: str) -> RankDump:
-        log = self._logs.get(group, GroupLog())
+        watched = self._groups.get(group)
+        log = watched.log if watched is not None else GroupLog()
         frame = sys._current_frames().get(self._main_thread)
         position = "an unknown place"
         if frame is not None:
@@ -299,7 +344,7 @@ class CollectiveGuard:
             rank=self._rank,
             count=log.count,
             records=tuple(log.recent),
-            idle_s=time.monotonic() - self._last_call_s.get(group, time.monotonic()),
+            idle_s=time.monotonic() - (watched.last_call_s if watched is not None else self._began_s),
             position=position,
         )
 
@@ -313,12 +358,12 @@ class CollectiveGuard:
             self._answered = answered
         self._failure = (CollectiveMismatchError if diverged else RankStalledError)(text)
         print(f"collective guard, rank {self._rank}: {text}", file=sys.stderr, flush=True)
-        waiting_in_kernels = [g for g in self._groups.values() if not self._is_lockstep(g)]
+        waiting_in_kernels = [watched for watched in list(self._groups.values()) if not watched.lockstep]
         if not waiting_in_kernels or threading.current_thread() is not self._watcher:
             return
-        for group in waiting_in_kernels:
-            if "gloo" not in dist.get_backend(group):  # gloo's abort releases no one
-                _abort(group)
+        for watched in waiting_in_kernels:
+            if "gloo" not in watched.backend:  # gloo's abort releases no one
+                _abort(watched.group)
         if not self._raised.wait(self._exit_after_s) and not self._stop.is_set():
             os._exit(_EXIT_CODE)
 

@@ -61,6 +61,29 @@ def dead_rank(rank: int) -> None:
     dist.all_reduce(torch.ones(4))
 
 
+def never_began(rank: int) -> None:
+    """One rank is stuck before its first collective of all."""
+    if rank == 1:
+        time.sleep(6)
+    dist.all_reduce(torch.ones(4))
+
+
+def destroyed_group(rank: int) -> None:
+    """A subgroup is used and destroyed, as an engine does that is closed; the others go on."""
+    both = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(4), group=both)
+    dist.destroy_process_group(both)
+    time.sleep(1.5)  # the watcher looks twice a second
+    dist.all_reduce(torch.ones(4))
+
+
+def one_leaves_first(rank: int) -> None:
+    """The rank with the store leaves and ends; the other has seconds of work left, without collectives."""
+    dist.all_reduce(torch.ones(4))
+    if rank == 1:
+        time.sleep(4)
+
+
 def agreeing(rank: int) -> None:
     """Everything legitimate: all operations, a subgroup of one, roots with code of their own, uneven all-to-all."""
     alone = [dist.new_group([r]) for r in range(2)]
@@ -103,7 +126,7 @@ def main() -> None:
         report |= {"error": type(error).__name__, "text": str(error)}
     report["seconds"] = time.monotonic() - began
     guard.stop()
-    if report["error"] is None:
+    if report["error"] is None and scenario != "one_leaves_first":
         dist.all_reduce(torch.ones(2))  # torch's own methods work again
     report["restored"] = vars(dist.ProcessGroup)["allreduce"] is original
     print(json.dumps(report), flush=True)

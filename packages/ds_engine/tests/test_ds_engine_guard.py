@@ -179,3 +179,25 @@ def test_legitimate_programs_pass(mode: str) -> None:
     reports, codes, errors = play("agreeing", mode)
     assert codes == [0, 0], errors
     assert all(report["error"] is None and report["restored"] for report in reports), reports
+
+
+@pytest.mark.slow
+def test_a_destroyed_group_is_no_failure() -> None:
+    reports, codes, errors = play("destroyed_group", "watch")
+    assert codes == [0, 0], errors
+    assert all(report["error"] is None for report in reports), reports
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_began_is_named() -> None:
+    """Gloo's abort releases no one, so in watch mode both processes end."""
+    _, codes, errors = play("never_began", "watch")
+    assert 71 in codes
+    assert any("rank 1 has issued none" in error and "before its first" in error for error in errors), errors
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_first_takes_nobody_along() -> None:
+    reports, codes, errors = play("one_leaves_first", "watch")
+    assert codes == [0, 0], errors
+    assert all(report["error"] is None for report in reports), reports
