@@ -89,8 +89,12 @@ class ModelLoader:
 
     @torch.no_grad()
     def verify(self, bucket: Bucket, bytes_N: Tensor) -> None:
-        """Compare one bucket. Raises ReceiverError('verify', name, ...) at the first difference."""
+        """Compare one bucket; its memory may be reused when this returns.
+
+        Raises ReceiverError('verify', name, ...) at the first difference.
+        """
         self._verifier.verify(bucket, bytes_N)
+        self._synchronize()  # a bucket that completes no parameter was only copied, and nothing waited for that
 
     def finish_verify(self) -> int:
         """The number of tensors compared. Raises ReceiverError('count', name, ...)."""
