@@ -7,7 +7,9 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +21,13 @@ import weight_sync_helpers as helpers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 
 from weight_sync import (
     HfFolderSource,
     ModuleSource,
     SourceError,
+    SyncConfig,
     SyncConfigError,
     WeightSource,
     WeightSyncError,
@@ -34,7 +38,9 @@ from weight_sync import (
 from weight_sync.channel import Channel, Listener, connect
 from weight_sync.checksum import checksum
 from weight_sync.errors import ChannelError
+from weight_sync.session import Link, PushSession
 from weight_sync.sources import slot_view
+from weight_sync.transports.nccl import NcclSender, await_members, join_members
 from weight_sync.transports.shm import ShmReceiver, ShmSender
 from weight_sync.vllm_plugin.adapters import _mapper
 
@@ -182,6 +188,60 @@ def test_segments_are_shared_and_reused(new_model: Any) -> None:
         receiver.attach({"segments": "other", "sizes": [1]}, [], plan)
     sender.close()
     receiver.close()
+
+
+# ---- the meeting before an NCCL communicator -------------------------------------------------------------------------
+@pytest.fixture
+def meeting() -> Iterator[tuple[TCPStore, list[Channel], list[Channel]]]:
+    """A store, and the pusher's and the workers' ends of two links."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    pairs = [socket.socketpair() for _ in range(2)]
+    pushers, workers = ([Channel(pair[side], 5.0) for pair in pairs] for side in range(2))
+    yield store, pushers, workers
+    for channel in [*pushers, *workers]:
+        channel.close()
+
+
+WHERE = ["http://h:1 worker 0.0", "http://h:1 worker 0.1"]
+
+
+def test_members_meet_before_the_communicator_is_made(meeting: Any) -> None:
+    store, pushers, workers = meeting
+    with ThreadPoolExecutor(2) as pool:
+        joins = [pool.submit(join_members, store, 3, rank, workers[rank - 1], 5.0) for rank in (1, 2)]
+        await_members(store, 3, WHERE, pushers, 5.0)
+        for join in joins:
+            join.result(5)
+
+
+def test_a_member_that_does_not_come_is_named(meeting: Any) -> None:
+    store, pushers, workers = meeting
+    with ThreadPoolExecutor(1) as pool:
+        join = pool.submit(join_members, store, 4, 1, workers[0], 30.0)
+        with pytest.raises(WeightSyncError, match=r"^http://h:1 worker 0\.1: did not come .* within 0\.3 s"):
+            await_members(store, 4, WHERE, pushers, 0.3)
+        pushers[0].close()  # as the end of a failed push does: those who came are let go
+        with pytest.raises(ChannelError, match="before the communicator was made"):
+            join.result(5)
+
+
+@pytest.mark.parametrize("says", ["CUDA out of memory", ""])
+def test_a_member_that_fails_before_the_meeting_is_heard(meeting: Any, says: str) -> None:
+    store, pushers, workers = meeting
+    sender = NcclSender.__new__(NcclSender)
+    sender._comm, sender._store, sender._generation, sender._timeout_s = None, store, 5, 30.0
+    sender._where = WHERE
+    session = PushSession.__new__(PushSession)
+    session._sender, session._config = sender, SyncConfig()
+    links = [Link(channel, {}, where) for channel, where in zip(pushers, WHERE, strict=True)]
+    if says:
+        workers[1].send({"type": "error", "kind": "internal", "detail": says})
+    workers[1].close()
+    push: Any = SimpleNamespace(links=links)
+    bucket: Any = SimpleNamespace(index=0)
+    with pytest.raises(WeightSyncError, match=says or r"worker 0\.1: the other side closed") as caught:
+        session._announce(push, bucket, None)
+    assert WHERE[1] in str(caught.value)
 
 
 # ---- servers that run already ---------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ class PushSession:
 
     def _introduce(self, push: "_Push", plan: BucketPlan, version: int) -> None:
         """Both sides agree on the plan before any byte moves."""
-        greetings = [self._sender.greet(link.hello) for link in push.links]
+        greetings = [self._sender.greet({**link.hello, "where": link.where}) for link in push.links]
         common = self._sender.settle()
         for link, (greeting, fds) in zip(push.links, greetings, strict=True):
             message: Message = {"type": "plan", "digest": plan.digest, "version": version}
@@ -267,11 +267,13 @@ class PushSession:
         message: Message = {"type": "bucket", "index": bucket.index}
         if value is not None:
             message["checksum"] = f"{value:016x}"
-        self._broadcast(push, message)
         try:
+            self._broadcast(push, message)
             self._sender.deliver(bucket, [link.channel for link in push.links])
         except ChannelError:
-            self._gather_answers(push, "taken", bucket.index)  # why did it hang up? its own words say more
+            for link in push.links:
+                while link.channel.is_hung_up():  # why? its own words, or its name, say more
+                    link.receive()
             raise
 
     def _broadcast(self, push: "_Push", message: Message) -> None:

@@ -25,6 +25,8 @@ class Sender(Protocol):
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """What this worker needs to attach: a message part and file descriptors.
 
+        ``hello`` is the worker's first message and, as ``where``, how errors name it.
+
         Raises SyncConfigError when this transport cannot reach it.
         """
 
