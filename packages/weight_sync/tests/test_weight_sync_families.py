@@ -10,7 +10,7 @@ import pytest
 import weight_sync_helpers as helpers
 from weight_sync_helpers import Server, assert_serves
 
-from weight_sync import ModuleSource, SyncConfig, WeightPusher, WeightSyncError
+from weight_sync import ModuleSource, ReceiverError, SyncConfig, WeightPusher, WeightSyncError
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +49,26 @@ def test_fused_projections(servers: Servers) -> None:
     with WeightPusher(ModuleSource(model), [servers["phi3"][0]], SyncConfig(verify=True)) as pusher:
         pusher.push(1)
     check_agreement("phi3", servers["phi3"][0], model)
+
+
+def test_two_ranks_stay_in_step_after_failed_pushes(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = servers["two"][0]
+    model = helpers.tiny_model(helpers.tiny_config("llama", tied=False), seed=4)
+    with monkeypatch.context() as patch, WeightPusher(ModuleSource(model), [server]) as pusher:
+        helpers.flip_bytes(patch, 1)
+        assert pusher.push(1).num_attempts == 2
+        other = WeightPusher(ModuleSource(model), [server])
+        with other, pytest.raises(WeightSyncError, match="owned by the live pusher"):
+            other.push(2)
+        check_agreement("llama on two ranks, sent again", server, model)
+    misfit = helpers.tiny_model(helpers.tiny_config("llama", tied=False, hidden=32), seed=4)
+    with WeightPusher(ModuleSource(misfit), [server]) as pusher, pytest.raises(ReceiverError, match="plan"):
+        pusher.push(3)
+    assert helpers.is_paused(server)
+    model = helpers.tiny_model(helpers.tiny_config("llama", tied=False), seed=5)
+    with WeightPusher(ModuleSource(model), [server]) as pusher:
+        assert pusher.push(4).num_attempts == 1
+    check_agreement("llama on two ranks, after a refused plan", server, model)
 
 
 def test_all_servers_or_none_and_a_server_that_comes_back(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
