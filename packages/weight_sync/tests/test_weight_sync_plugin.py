@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
+from weight_sync import Manifest, ReceiverError, TensorEntry, plan_buckets
+from weight_sync.vllm_plugin import layout
 from weight_sync.vllm_plugin.apply import ModelLoader
 from weight_sync.vllm_plugin.replies import keep_in_step
 
@@ -64,3 +67,37 @@ def test_a_failed_call_leaves_no_reply_for_the_next() -> None:
     assert executor.collective_rpc("sleep") == [f"sleep {rank}" for rank in range(3)]
     assert running.result() == "execute_model 2"
     assert not any(replies)
+
+
+class WithDerived(nn.Module):
+    """A layer that, like MLA attention, keeps a product of its weight as a parameter once it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.child = nn.Module()
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+def test_derived_parameters_are_not_asked_for_and_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+    model = WithDerived()
+    record_metadata_for_reloading(model)
+    loader = ModelLoader(model, None, torch.device("cpu"))
+    entries = {
+        "weight": TensorEntry(name="weight", shape=(4, 4), dtype="float32"),
+        "bias": TensorEntry(name="bias", shape=(4,), dtype="float32"),
+    }
+    whole = plan_buckets(Manifest.of(entries.values()), 1024)
+    assert loader.check(whole).direct
+    model.child.register_parameter("W_UV", nn.Parameter(torch.zeros(2, 4)))  # after loading
+    assert not loader.check(whole).direct
+    for missing in entries:  # a bias is not recorded either, and is asked for all the same
+        part = plan_buckets(Manifest.of(e for name, e in entries.items() if name != missing), 1024)
+        with pytest.raises(ReceiverError, match="gets 0 of its") as caught:
+            loader.check(part)
+        assert caught.value.tensor == missing

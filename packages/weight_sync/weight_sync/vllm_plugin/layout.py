@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES, SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from ..errors import ReceiverError
@@ -32,8 +33,16 @@ class Target:
     qualname: str
     meta: Tensor
     live: Tensor
+    since_load: bool = False
+    """Whether it exists only since the model was loaded."""
+
     received: int = 0
     """Elements that the plan's tensors write into it."""
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether vLLM computed it from other parameters (MLA's W_UV and W_UK_T); known after the dry run."""
+        return self.since_load and self.received == 0 and self.meta.numel() > 0
 
     @property
     def in_place(self) -> bool:
@@ -74,7 +83,8 @@ class Layout:
     """Whether the copies written down are all that the loaders do."""
 
     direct: bool = True
-    """Whether every parameter can be written in place or packed layer by layer; else vLLM's layerwise reload loads."""
+    """Whether every parameter can be written in place or packed layer by layer; else vLLM's layerwise reload loads,
+    which also computes anew what is derived from others."""
 
     whole: dict[Target, tuple[int, int]] = field(default_factory=dict)
     """Parameters whose bytes lie in one bucket exactly as the parameter needs them: bucket index and first byte."""
@@ -140,6 +150,7 @@ class DryRun:
 
     def _swap(self, swapped: list[tuple[dict[str, Any], str, Any]]) -> None:
         copies: dict[int, Tensor] = {}
+        is_recorded = any(any(get_layerwise_info(module).restore_metadata) for module in self._model.modules())
         for prefix, module in self._model.named_modules():
             restored = get_layerwise_info(module).restore_metadata
             for table, metas in ((module._parameters, restored[0]), (module._buffers, restored[1])):
@@ -148,6 +159,10 @@ class DryRun:
                         continue
                     if id(live) not in copies:
                         copies[id(live)] = self._meta(module, prefix, name, live, metas.get(name))
+                        if is_recorded and id(live) in self._targets and name not in metas:
+                            # what vLLM leaves in place while it reloads is not recorded either
+                            left = name in SKIP_TENSORS or type(module).__name__ in SKIP_MODULES
+                            self._targets[id(live)].since_load = not left
                     swapped.append((table, name, live))
                     table[name] = copies[id(live)]
 
@@ -191,12 +206,16 @@ class DryRun:
         fed = {copy.target for copies in self._layout.copies.values() for copy in copies}
         for target in self._layout.targets:
             needed = int(getattr(target.meta, "weight_loader_numel", target.meta.numel()))
+            if target.is_derived:
+                continue
             padded = isinstance(target.module, VocabParallelEmbedding)
             if needed and (target not in fed if padded else target.received < needed):
                 detail = f"the server's parameter gets {target.received} of its {needed} elements from this manifest"
                 raise ReceiverError("plan", target.qualname, detail)
 
     def _is_direct(self, target: Target) -> bool:
+        if target.is_derived:
+            return False  # the copies would leave it as it was
         method = getattr(target.module, "quant_method", None)
         if method is not None and type(method).__name__ not in _PLAIN_METHODS:
             return False
