@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.utils import replace_parameter
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 from weight_sync import Manifest, ReceiverError, TensorEntry, plan_buckets
@@ -69,35 +72,53 @@ def test_a_failed_call_leaves_no_reply_for_the_next() -> None:
     assert not any(replies)
 
 
-class WithDerived(nn.Module):
-    """A layer that, like MLA attention, keeps a product of its weight as a parameter once it is loaded."""
+class Attention(MLAAttention):
+    """Of MLA's attention only what matters here: once loaded, it keeps a product of another layer's weight."""
+
+    def __init__(self, model: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self._of = [model]
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        replace_parameter(self, "W_UV", 2 * self._of[0].get_parameter("weight").data)
+
+
+class Mla(nn.Module):
+    """A layer with a bias, and an attention that keeps a parameter derived from it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 4))
-        self.bias = nn.Parameter(torch.zeros(4))
-        self.child = nn.Module()
+        self.weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.attention = Attention(self)
 
     def load_weights(self, weights: Any) -> None:
         for name, tensor in weights:
-            self.get_parameter(name).data.copy_(tensor)
+            param = self.get_parameter(name)
+            getattr(param, "weight_loader", default_weight_loader)(param, tensor)
 
 
-def test_derived_parameters_are_not_asked_for_and_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_derived_parameters_are_not_asked_for_and_are_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
-    model = WithDerived()
+    model = Mla()
     record_metadata_for_reloading(model)
-    loader = ModelLoader(model, None, torch.device("cpu"))
+    loader = ModelLoader(model, SimpleNamespace(dtype=torch.float32), torch.device("cpu"))
     entries = {
         "weight": TensorEntry(name="weight", shape=(4, 4), dtype="float32"),
         "bias": TensorEntry(name="bias", shape=(4,), dtype="float32"),
     }
-    whole = plan_buckets(Manifest.of(entries.values()), 1024)
-    assert loader.check(whole).direct
-    model.child.register_parameter("W_UV", nn.Parameter(torch.zeros(2, 4)))  # after loading
-    assert not loader.check(whole).direct
-    for missing in entries:  # a bias is not recorded either, and is asked for all the same
-        part = plan_buckets(Manifest.of(e for name, e in entries.items() if name != missing), 1024)
+    plan = plan_buckets(Manifest.of(entries.values()), 1024)
+    assert loader.check(plan).direct
+    model.attention.process_weights_after_loading(torch.float32)
+    for missing in entries:  # a bias is not recorded for reloading either, and is asked for all the same
+        part = plan_buckets(Manifest.of(entry for name, entry in entries.items() if name != missing), 1024)
         with pytest.raises(ReceiverError, match="gets 0 of its") as caught:
             loader.check(part)
         assert caught.value.tensor == missing
+
+    loader.begin(loader.check(plan))
+    loader.load(plan.buckets[0], torch.ones(plan.buckets[0].nbytes // 4).view(torch.uint8))
+    assert loader.finish() == 2
+    assert model.weight.eq(1).all()
+    assert model.bias.eq(1).all()
+    assert model.attention.get_parameter("W_UV").eq(2).all()
