@@ -74,6 +74,7 @@ def test_two_steps_write_the_whole_run_folder(tmp_path: Path, start_app: StartAp
     assert str(run) in app.output
 
 
+@pytest.mark.thorough
 def test_ctrl_c_leaves_no_process(tmp_path: Path, start_app: StartApp) -> None:
     app = start_app(tmp_path, *SHORT, "trainer.total_training_steps=500")
     app.wait_for("s/step")

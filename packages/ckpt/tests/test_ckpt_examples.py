@@ -31,6 +31,7 @@ def run(name: str, *arguments: object) -> str:
     return result.stdout
 
 
+@pytest.mark.thorough
 def test_plain_torch_killed_and_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:
     options = ["--steps", 60, "--save-every", 5]
     whole = run("plain_torch.py", tmp_path / "whole", *options)
@@ -53,6 +54,7 @@ def test_plain_torch_killed_and_resumed_ends_with_the_same_bits(tmp_path: Path) 
     assert checksum.findall(resumed) == checksum.findall(whole) != []
 
 
+@pytest.mark.thorough
 def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     run("fsdp2.py", tmp_path / "whole", "--ranks", 1, "--steps", 4)
     run("fsdp2.py", tmp_path / "moved", "--ranks", 2, "--steps", 2)

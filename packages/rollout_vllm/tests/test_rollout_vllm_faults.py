@@ -206,6 +206,7 @@ def when(fault: threading.Event, action: object) -> threading.Thread:
     return thread
 
 
+@pytest.mark.thorough
 def test_one_of_two_servers_is_killed(pair: ServerGroup) -> None:
     client = RolloutClient(pair.endpoints, quick(max_samples_in_flight=64))
     client.set_policy_version(5)
