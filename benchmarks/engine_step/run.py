@@ -29,7 +29,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.random_model import CONFIGS, write_random_model
-from ds_engine import EngineConfig, LossOutput, OptimConfig, SimpleBatch, ZeroConfig, ZeroEngine, init_distributed
+from ds_engine import (
+    CollectiveGuard,
+    EngineConfig,
+    LossOutput,
+    OptimConfig,
+    SimpleBatch,
+    ZeroConfig,
+    ZeroEngine,
+    init_distributed,
+)
 from ds_engine.config import Guard
 from rl_core import linear_log_prob
 
@@ -115,13 +124,30 @@ class Ours:
         self.engine.close()
 
 
-CONTESTANTS: dict[str, Callable[[Case], Any]] = {"plain": Plain, "ours": Ours, "guarded": partial(Ours, guard="auto")}
+CONTESTANTS: dict[str, Callable[[Case], Any]] = {
+    "plain": Plain,
+    "ours": Ours,
+    "guarded": partial(Ours, guard="auto"),
+    "toggled": Ours,  # the guard on and off in turns
+}
 
 
 def idle(device: torch.device) -> None:
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def timed_steps(contestant: Any, args: argparse.Namespace, device: torch.device) -> list[float]:
+    """Seconds of each step after the warm-up, until every device is idle."""
+    seconds = []
+    for _ in range(args.warm_up + args.rounds):
+        idle(device)
+        start = time.perf_counter()
+        contestant.step()
+        idle(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds[args.warm_up :]
 
 
 def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device: torch.device) -> dict[str, Any]:
@@ -140,15 +166,18 @@ def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device
             sp=sp,
         )
     )
-    seconds = []
-    for _ in range(args.warm_up + args.rounds):
-        idle(device)
-        start = time.perf_counter()
-        contestant.step()
-        idle(device)
-        seconds.append(time.perf_counter() - start)
+    timed = timed_steps(contestant, args, device)
+    toggled = {}
+    if name == "toggled":
+        # Two processes of one case differ by more than the guard costs: off and on in turns, in this one.
+        guarded, unguarded = list[float](), list(timed)
+        for _ in range(2):
+            with CollectiveGuard():
+                guarded += timed_steps(contestant, args, device)
+            unguarded += timed_steps(contestant, args, device)
+        medians = statistics.median(unguarded), statistics.median(guarded)
+        toggled = {"toggled_off_ms": round(1000 * medians[0], 1), "toggled_on_ms": round(1000 * medians[1], 1)}
     contestant.close()
-    timed = seconds[args.warm_up :]
     tokens = ids_SL.numel() * dist.get_world_size() // sp
     return {
         "contestant": name,
@@ -162,6 +191,7 @@ def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device
         "fastest_ms": round(1000 * min(timed), 1),
         "tokens_per_s": round(tokens / statistics.median(timed)),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
+        **toggled,
     }
 
 
