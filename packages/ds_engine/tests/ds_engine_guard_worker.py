@@ -109,10 +109,13 @@ def agreeing(rank: int) -> None:
 
 
 def main() -> None:
-    rank, port, scenario, mode = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+    rank, port, scenario, mode, backend = int(sys.argv[1]), *sys.argv[2:]
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.set_default_device("cuda")
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
     original = vars(dist.ProcessGroup)["allreduce"]
     dist.barrier()
@@ -122,6 +125,8 @@ def main() -> None:
     guard.start()
     try:
         globals()[scenario](rank)
+        if backend == "nccl":
+            torch.cuda.synchronize()  # until then a collective is only queued
     except Exception as error:
         report |= {"error": type(error).__name__, "text": str(error)}
     report["seconds"] = time.monotonic() - began

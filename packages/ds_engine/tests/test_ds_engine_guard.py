@@ -103,14 +103,14 @@ def test_bad_settings() -> None:
         CollectiveGuard(stall_timeout_s=0)
 
 
-def play(scenario: str, mode: str) -> tuple[list[dict], list[int], list[str]]:
+def play(scenario: str, mode: str, backend: str = "gloo") -> tuple[list[dict], list[int], list[str]]:
     """(reports, exit codes, stderr) of two real ranks."""
     worker = str(Path(__file__).with_name("ds_engine_guard_worker.py"))
     port = str(free_port())
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, worker, str(rank), port, scenario, mode],
+            [sys.executable, worker, str(rank), port, scenario, mode, backend],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -201,3 +201,28 @@ def test_a_rank_that_leaves_first_takes_nobody_along() -> None:
     reports, codes, errors = play("one_leaves_first", "watch")
     assert codes == [0, 0], errors
     assert all(report["error"] is None for report in reports), reports
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("scenario", ["agreeing", "destroyed_group", "one_leaves_first"])
+def test_legitimate_programs_pass_over_nccl(scenario: str) -> None:
+    reports, codes, errors = play(scenario, "auto", "nccl")
+    assert codes == [0, 0], errors
+    assert all(report["error"] is None and report["restored"] for report in reports), reports
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(
+    ("scenario", "verdict"),
+    [
+        ("stalled_rank", "rank 1 has issued none"),
+        ("never_began", "rank 1 has issued none"),
+        ("dead_rank", "rank 1 no longer answer(s)"),
+        ("hanging_pair", "rank 1 called broadcast of 440467 float32"),
+    ],
+)
+def test_ranks_that_would_hang_over_nccl_are_named(scenario: str, verdict: str) -> None:
+    _, _, errors = play(scenario, "auto", "nccl")
+    assert verdict in errors[0], errors
