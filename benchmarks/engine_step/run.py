@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from ds_engine import (
     ZeroEngine,
     init_distributed,
 )
+from ds_engine.collective_guard import num_guarded as num_guarded_collectives
 from ds_engine.config import Guard
 from rl_core import linear_log_prob
 
@@ -150,6 +151,11 @@ def timed_steps(contestant: Any, args: argparse.Namespace, device: torch.device)
     return seconds[args.warm_up :]
 
 
+def milliseconds(seconds: Iterable[float]) -> float:
+    """Their median."""
+    return round(1000 * statistics.median(seconds), 1)
+
+
 def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device: torch.device) -> dict[str, Any]:
     """Builds the contestant, warms it up, times its steps."""
     sp = args.sequence_parallel
@@ -167,16 +173,21 @@ def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device
         )
     )
     timed = timed_steps(contestant, args, device)
-    toggled = {}
+    toggled: dict[str, Any] = {}
     if name == "toggled":
         # Two processes of one case differ by more than the guard costs: off and on in turns, in this one.
-        guarded, unguarded = list[float](), list(timed)
+        blocks = [timed]
         for _ in range(2):
             with CollectiveGuard():
-                guarded += timed_steps(contestant, args, device)
-            unguarded += timed_steps(contestant, args, device)
-        medians = statistics.median(unguarded), statistics.median(guarded)
-        toggled = {"toggled_off_ms": round(1000 * medians[0], 1), "toggled_on_ms": round(1000 * medians[1], 1)}
+                blocks.append(timed_steps(contestant, args, device))
+                num_guarded = num_guarded_collectives()
+            blocks.append(timed_steps(contestant, args, device))
+        toggled = {
+            "toggled_off_ms": milliseconds(itertools.chain(*blocks[::2])),
+            "toggled_on_ms": milliseconds(itertools.chain(*blocks[1::2])),
+            "off_on_off_on_off_ms": [milliseconds(block) for block in blocks],
+            "collectives_per_step": num_guarded // (args.warm_up + args.rounds),
+        }
     contestant.close()
     tokens = ids_SL.numel() * dist.get_world_size() // sp
     return {
@@ -187,7 +198,7 @@ def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device
         "recompute": args.recompute,
         "keep_gib": args.keep_gib,
         "tokens": tokens,
-        "median_ms": round(1000 * statistics.median(timed), 1),
+        "median_ms": milliseconds(timed),
         "fastest_ms": round(1000 * min(timed), 1),
         "tokens_per_s": round(tokens / statistics.median(timed)),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,

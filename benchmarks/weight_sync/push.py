@@ -103,6 +103,7 @@ def main() -> None:
 
 
 Trainer = tuple[Any, Any, int]
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextlib.contextmanager
@@ -269,8 +270,8 @@ def server(config: Any, args: argparse.Namespace, folder: Path, vllm_engine: str
     command += [*(vllm_engines.server_args(vllm_engine) or server_args(sync, kind)), *args.server_arg]
     env = {**os.environ, **server_env(sync, kind), "HF_HUB_OFFLINE": "1"}
     env |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if vllm_engine else {}  # its IPC handles are pickled
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)  # of torchrun, not of the server
+    for name in [name for name in env if name.startswith("TORCHELASTIC_")] + list(_OF_TORCHRUN):
+        env.pop(name, None)  # TORCHELASTIC_USE_AGENT_STORE alone lets the server wait for a store that nobody serves
     if args.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         env |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}

@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 __all__ = ["CollectiveRecord", "GroupLog", "RankDump", "call_site", "describe_call", "diagnose"]
@@ -147,7 +148,7 @@ def describe_call(method: str, args: Sequence[Any]) -> tuple[str, str, int]:
     position = _SIZED_BY[method]
     dtype, num_elements = "", 0
     for tensor in _tensors(args[position if position is not None else 0] if args else None):
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = _dtype_name(tensor.dtype)
         if position is not None:
             num_elements += tensor.numel()
     return _NAMES.get(method, method), dtype, num_elements
@@ -159,13 +160,29 @@ def _tensors(value: Any) -> list[Any]:
     return [value] if hasattr(value, "numel") else []
 
 
+# Every guarded collective asks these three of the same few files, lines and dtypes: looked up, they cost a third.
+@cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _is_plumbing(file: str) -> bool:
+    return any(part in file for part in _PLUMBING)
+
+
+@cache
+def _site(file: str, line: int, function: str) -> str:
+    path = file.rsplit("site-packages/", 1)[-1]
+    return f"{'/'.join(path.split('/')[-3:])}:{line} in {function}"
+
+
 def call_site() -> str:
     """The innermost line outside of torch.distributed and other plumbing."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _PLUMBING):
+    while frame.f_back is not None and _is_plumbing(frame.f_code.co_filename):
         frame = frame.f_back
-    path = frame.f_code.co_filename.rsplit("site-packages/", 1)[-1]
-    return f"{'/'.join(path.split('/')[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return _site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def diagnose(group: str, ranks: Sequence[int], dumps: Mapping[int, RankDump]) -> tuple[str, bool]:

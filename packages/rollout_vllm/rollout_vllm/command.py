@@ -26,7 +26,10 @@ _DROPPED_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
 )
+_DROPPED_PREFIX = "TORCHELASTIC_"
+"""torchrun's: with TORCHELASTIC_USE_AGENT_STORE a GPU server waits for ever at a store that nobody serves."""
 
 
 def detect_device(version: Callable[[str], str] = metadata.version) -> tuple[Device, str]:
@@ -110,7 +113,7 @@ def server_environment(
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The server's environment: `base` (the launcher's own) with ours and then `extra` laid over it."""
-    env = {k: v for k, v in base.items() if k not in _DROPPED_VARIABLES}
+    env = {k: v for k, v in base.items() if k not in _DROPPED_VARIABLES and not k.startswith(_DROPPED_PREFIX)}
     env |= {
         "VLLM_API_KEY": api_key,
         "VLLM_NO_USAGE_STATS": "1",

@@ -337,12 +337,13 @@ def test_gpu_arguments() -> None:
 
 
 def test_environment() -> None:
-    base = {"PATH": "/bin", "VLLM_CPU_KVCACHE_SPACE": "9", "MASTER_PORT": "1"}
+    base = {"PATH": "/bin", "VLLM_CPU_KVCACHE_SPACE": "9", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     env = server_environment(base, RolloutConfig(), device="cpu", api_key="k", num_cores=2, extra={"A": "1"})
     assert env["PATH"] == "/bin"
     assert env["A"] == "1"
     assert "VLLM_CPU_KVCACHE_SPACE" not in env
     assert "MASTER_PORT" not in env
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in env  # torchrun's: the server would wait for a store of nobody's
     assert (env["OMP_NUM_THREADS"], env["VLLM_API_KEY"], env["PLINTH_ROLLOUT_FORK"]) == ("1", "k", "1")
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     sharded = server_environment(base, RolloutConfig(tensor_parallel_size=2), device="cpu", api_key="k", num_cores=2)
