@@ -138,17 +138,13 @@ def packed_attention(
     if sliding_window is not None and sliding_window >= packing.max_seqlen:
         sliding_window = None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    q_Thd, k_Thd, v_Thd = (x[0].transpose(0, 1) for x in (query, key, value))
     if packing.sequence is not None:
-        query, key, value = scatter_heads(query, key, value, packing.sequence)
-    if packing.kernel == "sdpa":
-        out = _sdpa_per_sequence(query, key, value, packing, scale, sliding_window)
-    else:
-        kernel = {"flash4": _flash4, "flash": _flash}.get(packing.kernel, _varlen)
-        q_Thd, k_Thd, v_Thd = (x[0].transpose(0, 1) for x in (query, key, value))
-        out = kernel(q_Thd, k_Thd, v_Thd, packing, scale, sliding_window).unsqueeze(0)
+        q_Thd, k_Thd, v_Thd = scatter_heads(q_Thd, k_Thd, v_Thd, packing.sequence)
+    out = _KERNELS[packing.kernel](q_Thd, k_Thd, v_Thd, packing, scale, sliding_window)
     if packing.sequence is not None:
         out = gather_heads(out, packing.sequence)
-    return out, None
+    return out.unsqueeze(0), None
 
 
 def _flash4(
@@ -201,10 +197,11 @@ def _varlen_parameters() -> tuple[str, ...]:
 
 
 def _sdpa_per_sequence(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, sliding_window: int | None
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: Packing, scale: float, sliding_window: int | None
 ) -> Tensor:
     lengths = list(packing.lengths)
-    share_kv = query.shape[1] != key.shape[1]
+    share_kv = q_Thd.shape[1] != k_Thd.shape[1]
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q_Thd, k_Thd, v_Thd))
     outs = []
     for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
         length = q.shape[2]
@@ -215,4 +212,7 @@ def _sdpa_per_sequence(
         else:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=share_kv)
         outs.append(out)
-    return torch.cat(outs, dim=2).transpose(1, 2)
+    return torch.cat(outs, dim=2)[0].transpose(0, 1)
+
+
+_KERNELS = {"flash4": _flash4, "flash": _flash, "varlen": _varlen, "sdpa": _sdpa_per_sequence}

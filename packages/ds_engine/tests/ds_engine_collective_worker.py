@@ -81,14 +81,14 @@ def swapped_heads(num_heads: tuple[int, int], lengths: list[int]) -> tuple[float
     assert sequence is not None
 
     def there_and_back(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        query, key, value = scatter_heads(query * 2, key.sin(), value, sequence)
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return gather_heads(out.transpose(1, 2), sequence).cos()
+        heads_first = (x.transpose(0, 1) for x in scatter_heads(query * 2, key.sin(), value, sequence))
+        out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        return gather_heads(out.transpose(0, 1), sequence).cos()
 
     compiled = torch.compile(there_and_back, dynamic=True, fullgraph=True, backend="aot_eager")
     farthest, same = 0.0, []
     for length in lengths:
-        query, kv = (torch.randn(1, n, length, 8, requires_grad=True) for n in num_heads)
+        query, kv = (torch.randn(length, n, 8, requires_grad=True) for n in num_heads)
         results, logs = [], []
         for function in (there_and_back, compiled):
             with record_collectives() as records:
