@@ -160,7 +160,7 @@ def _tensors(value: Any) -> list[Any]:
     return [value] if hasattr(value, "numel") else []
 
 
-# Every guarded collective asks these three of the same few files, lines and dtypes: looked up, they cost a third.
+# Every guarded collective asks these three about the same few files, lines and dtypes.
 @cache
 def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
