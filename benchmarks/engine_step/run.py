@@ -35,11 +35,11 @@ from ds_engine import (
     LossOutput,
     OptimConfig,
     SimpleBatch,
+    StepStats,
     ZeroConfig,
     ZeroEngine,
     init_distributed,
 )
-from ds_engine.collective_guard import num_guarded as num_guarded_collectives
 from ds_engine.config import Guard
 from rl_core import linear_log_prob
 
@@ -117,9 +117,11 @@ class Ours:
         self.batch = SimpleBatch.pack([(row[:1], row[1:]) for row in case.ids_SL.tolist()])
         self.share = 1 / (dist.get_world_size() // case.sp * self.batch.target_ids_K.numel())
 
-    def step(self) -> None:
+    def step(self) -> StepStats:
         share = self.share
-        self.engine.train_mini_batch([self.batch], lambda out, _: LossOutput(loss=-out.log_probs_K.sum() * share))
+        return self.engine.train_mini_batch(
+            [self.batch], lambda out, _: LossOutput(loss=-out.log_probs_K.sum() * share)
+        )
 
     def close(self) -> None:
         self.engine.close()
@@ -180,13 +182,13 @@ def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device
         for _ in range(2):
             with CollectiveGuard():
                 blocks.append(timed_steps(contestant, args, device))
-                num_guarded = num_guarded_collectives()
+                num_guarded = contestant.step().num_guarded_collectives
             blocks.append(timed_steps(contestant, args, device))
         toggled = {
             "toggled_off_ms": milliseconds(itertools.chain(*blocks[::2])),
             "toggled_on_ms": milliseconds(itertools.chain(*blocks[1::2])),
             "off_on_off_on_off_ms": [milliseconds(block) for block in blocks],
-            "collectives_per_step": num_guarded // (args.warm_up + args.rounds),
+            "collectives_per_step": num_guarded,
         }
     contestant.close()
     tokens = ids_SL.numel() * dist.get_world_size() // sp

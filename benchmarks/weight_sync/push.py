@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 import vllm_engines
 
+from rollout_vllm.command import inherited_environment
 from weight_sync import ModuleSource, SyncConfig, SyncReport, WeightPusher, ZeroSource, server_args, server_env
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -103,7 +104,6 @@ def main() -> None:
 
 
 Trainer = tuple[Any, Any, int]
-_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextlib.contextmanager
@@ -268,10 +268,8 @@ def server(config: Any, args: argparse.Namespace, folder: Path, vllm_engine: str
     command += ["--tensor-parallel-size", str(args.tensor_parallel)]
     kind = "cpu" if args.device == "cpu" else "cuda"
     command += [*(vllm_engines.server_args(vllm_engine) or server_args(sync, kind)), *args.server_arg]
-    env = {**os.environ, **server_env(sync, kind), "HF_HUB_OFFLINE": "1"}
+    env = {**inherited_environment(os.environ), **server_env(sync, kind), "HF_HUB_OFFLINE": "1"}
     env |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if vllm_engine else {}  # its IPC handles are pickled
-    for name in [name for name in env if name.startswith("TORCHELASTIC_")] + list(_OF_TORCHRUN):
-        env.pop(name, None)  # TORCHELASTIC_USE_AGENT_STORE alone lets the server wait for a store that nobody serves
     if args.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         env |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}

@@ -173,19 +173,25 @@ def test_watch_mode_ends_ranks_that_wait_for_ever() -> None:
         assert "rank 1 called broadcast of 440467 float32" in error
 
 
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["lockstep", "watch"])
-def test_legitimate_programs_pass(mode: str) -> None:
-    reports, codes, errors = play("agreeing", mode)
+@pytest.mark.parametrize("scenario", ["agreeing", "destroyed_group", "one_leaves_first"])
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    [
+        ("lockstep", "gloo"),
+        ("watch", "gloo"),
+        pytest.param("auto", "nccl", marks=[pytest.mark.gpu, needs_two_gpus]),
+    ],
+)
+def test_legitimate_programs_pass(scenario: str, mode: str, backend: str) -> None:
+    """A destroyed group is no failure, and a rank that leaves first takes nobody along."""
+    reports, codes, errors = play(scenario, mode, backend)
     assert codes == [0, 0], errors
+    assert len(reports) == 2
     assert all(report["error"] is None and report["restored"] for report in reports), reports
-
-
-@pytest.mark.slow
-def test_a_destroyed_group_is_no_failure() -> None:
-    reports, codes, errors = play("destroyed_group", "watch")
-    assert codes == [0, 0], errors
-    assert all(report["error"] is None for report in reports), reports
 
 
 @pytest.mark.slow
@@ -196,24 +202,8 @@ def test_a_rank_that_never_began_is_named() -> None:
     assert any("rank 1 has issued none" in error and "before its first" in error for error in errors), errors
 
 
-@pytest.mark.slow
-def test_a_rank_that_leaves_first_takes_nobody_along() -> None:
-    reports, codes, errors = play("one_leaves_first", "watch")
-    assert codes == [0, 0], errors
-    assert all(report["error"] is None for report in reports), reports
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("scenario", ["agreeing", "destroyed_group", "one_leaves_first"])
-def test_legitimate_programs_pass_over_nccl(scenario: str) -> None:
-    reports, codes, errors = play(scenario, "auto", "nccl")
-    assert codes == [0, 0], errors
-    assert all(report["error"] is None and report["restored"] for report in reports), reports
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@needs_two_gpus
 @pytest.mark.parametrize(
     ("scenario", "verdict"),
     [

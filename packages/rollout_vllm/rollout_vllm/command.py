@@ -102,6 +102,11 @@ def _max_num_seqs(config: RolloutConfig, device: Device) -> str:
     return "1" if config.deterministic and device == "cpu" else str(config.max_num_seqs)
 
 
+def inherited_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """What a server may inherit of `base`: all but settings that would change it unasked, torchrun's among them."""
+    return {k: v for k, v in base.items() if k not in _DROPPED_VARIABLES and not k.startswith(_DROPPED_PREFIX)}
+
+
 def server_environment(
     base: Mapping[str, str],
     config: RolloutConfig,
@@ -113,8 +118,7 @@ def server_environment(
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The server's environment: `base` (the launcher's own) with ours and then `extra` laid over it."""
-    env = {k: v for k, v in base.items() if k not in _DROPPED_VARIABLES and not k.startswith(_DROPPED_PREFIX)}
-    env |= {
+    env = inherited_environment(base) | {
         "VLLM_API_KEY": api_key,
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
