@@ -158,6 +158,29 @@ def milliseconds(seconds: Iterable[float]) -> float:
     return round(1000 * statistics.median(seconds), 1)
 
 
+def guard_in_turns(
+    contestant: Ours, args: argparse.Namespace, device: torch.device, without: list[float]
+) -> dict[str, Any]:
+    """What the guard adds to a step. Two processes of one case differ by more, and one process wanders: so the steps
+    with it are compared, turn by turn, with those before (at first `without`) and after them in the same process."""
+    off, on = [without], []
+    for _ in range(args.turns):
+        with CollectiveGuard():
+            on.append(timed_steps(contestant, args, device))
+            num_guarded = contestant.step().num_guarded_collectives
+        off.append(timed_steps(contestant, args, device))
+    between = [(milliseconds(before) + milliseconds(after)) / 2 for before, after in itertools.pairwise(off)]
+    added = [100 * (milliseconds(block) / base - 1) for block, base in zip(on, between, strict=True)]
+    return {
+        "off_ms": milliseconds(itertools.chain(*off)),
+        "on_ms": milliseconds(itertools.chain(*on)),
+        "guard_adds_percent": round(statistics.mean(added), 2),
+        "standard_error_percent": round(statistics.stdev(added) / args.turns**0.5, 2),
+        "turns": args.turns,
+        "collectives_per_step": num_guarded,
+    }
+
+
 def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device: torch.device) -> dict[str, Any]:
     """Builds the contestant, warms it up, times its steps."""
     sp = args.sequence_parallel
@@ -175,21 +198,7 @@ def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device
         )
     )
     timed = timed_steps(contestant, args, device)
-    toggled: dict[str, Any] = {}
-    if name == "toggled":
-        # Two processes of one case differ by more than the guard costs: off and on in turns, in this one.
-        blocks = [timed]
-        for _ in range(2):
-            with CollectiveGuard():
-                blocks.append(timed_steps(contestant, args, device))
-                num_guarded = contestant.step().num_guarded_collectives
-            blocks.append(timed_steps(contestant, args, device))
-        toggled = {
-            "toggled_off_ms": milliseconds(itertools.chain(*blocks[::2])),
-            "toggled_on_ms": milliseconds(itertools.chain(*blocks[1::2])),
-            "off_on_off_on_off_ms": [milliseconds(block) for block in blocks],
-            "collectives_per_step": num_guarded,
-        }
+    toggled = guard_in_turns(contestant, args, device, timed) if name == "toggled" else {}
     contestant.close()
     tokens = ids_SL.numel() * dist.get_world_size() // sp
     return {
@@ -231,6 +240,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=20, help="of `toggled`, each --rounds steps with the guard")
     parser.add_argument("--sequence-parallel", type=int, default=1, help="ranks that share their sequences; ours only")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing, both contestants")
     parser.add_argument("--keep-gib", type=float, default=0.5, help="of logits that the fused op may keep")
@@ -240,6 +250,8 @@ def main() -> None:
     if "RANK" in os.environ:
         work(args)
         return
+    if args.turns < 2:
+        parser.error("--turns must be 2 or more: one tells nothing of how far they differ")
     if args.gpus % args.sequence_parallel or (args.sequence_parallel > 1 and "plain" in args.contestants):
         parser.error("--sequence-parallel must divide --gpus, and plain has none: use --contestants ours")
     # Standalone: on a free port, so that one host can measure several cases at a time.
