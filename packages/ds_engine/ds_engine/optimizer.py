@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,9 @@ from .gradient_sum import sum_gradients_in_place
 from .nvme_gradients import keep_gradients_in_memory
 from .step_norms import batch_step_norms
 from .zero3_gather import batch_gathers, keep_whole
-from .zero3_layers import gathers_layers, make_leaves
+from .zero3_layers import gathers_layers, make_leaves, shorten_hooks
 from .zero3_step import batch_zero3_step
+from .zero3_visits import shorten_visits
 
 if TYPE_CHECKING:
     from .config import EngineConfig, OptimConfig
@@ -50,6 +52,7 @@ def start_deepspeed(
     """DeepSpeed's engine for `module`, whose parameters it takes over; without `optimizer` the model is frozen."""
     import deepspeed
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+    from deepspeed.utils import nvtx
 
     if optimizer is None and config.zero.stage < 3:
         return module  # whole and frozen: nothing is left for DeepSpeed to do
@@ -58,6 +61,9 @@ def start_deepspeed(
         settings["zero_optimization"].pop("offload_optimizer", None)
     elif type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))  # DeepSpeed goes by the very class, and would warn
+    # A thousand NVTX ranges a step, each with questions to torch.compile before and after: 2.5 ms of 170 on a CPU. They
+    # are back where this is set again.
+    nvtx.enable_nvtx = False
     if gathers_layers(config.zero):
         make_leaves(module)
     engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
@@ -67,26 +73,34 @@ def start_deepspeed(
     if config.zero.stage == 3:
         batch_gathers(module, engine.optimizer)
         batch_zero3_step(engine.optimizer)
+        if gathers_layers(config.zero):
+            shorten_hooks(module, engine.optimizer)
+            shorten_visits(engine.optimizer)
         keep_whole(engine.optimizer)
     keep_gradients_in_memory(engine.optimizer)
     return engine
 
 
 def _leave_weights_in_place(zero_optimizer: Any) -> None:
-    """After each step DeepSpeed's stages 1 and 2 point every parameter at its place in the flat weights, where it is
-    already: milliseconds of the CPU, when the device has little left to do."""
+    """After each step DeepSpeed points every parameter, at stage 3 every shard, at its place in the flat weights, where
+    it is already: milliseconds of the CPU, when the device has little left to do."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    if type(zero_optimizer) is not DeepSpeedZeroOptimizer:
+    if type(zero_optimizer) is DeepSpeedZeroOptimizer:
+        method, flats = "_update_model_bit16_weights", zero_optimizer.bit16_groups_flat
+        groups, offsets = zero_optimizer.round_robin_bit16_groups, zero_optimizer.round_robin_bit16_offsets
+    elif type(zero_optimizer) is DeepSpeedZeroOptimizer_Stage3:
+        method, flats = "_unflatten_partitioned_parameters", zero_optimizer.fp16_partitioned_groups_flat
+        groups = zero_optimizer.fp16_partitioned_groups
+        offsets = [[0, *accumulate(shard.numel() for shard in group)][:-1] for group in groups]
+    else:
         return
-    point: Callable[[int], None] = zero_optimizer._update_model_bit16_weights
+    point: Callable[[int], None] = getattr(zero_optimizer, method)
 
     def point_if_elsewhere(group: int) -> None:
-        flat = zero_optimizer.bit16_groups_flat[group]
-        start, size = flat.data_ptr(), flat.element_size()
-        offsets = zero_optimizer.round_robin_bit16_offsets[group]
-        params = zero_optimizer.round_robin_bit16_groups[group]
-        if any(p.data_ptr() != start + size * offset for p, offset in zip(params, offsets, strict=True)):
+        start, size = flats[group].data_ptr(), flats[group].element_size()
+        if any(p.data_ptr() != start + size * offset for p, offset in zip(groups[group], offsets[group], strict=True)):
             point(group)
 
-    zero_optimizer._update_model_bit16_weights = point_if_elsewhere
+    setattr(zero_optimizer, method, point_if_elsewhere)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from .collectives import all_gather_single
 from .errors import EngineConfigError
 
 __all__ = [
@@ -216,7 +217,7 @@ class _GatherAnswers(torch.autograd.Function):
     def forward(ctx: Any, rows_RW: Tensor, sequence: SequenceGroup) -> Tensor:
         ctx.rank = sequence.rank
         everyone = rows_RW.new_empty(sequence.size * rows_RW.shape[0], rows_RW.shape[1])
-        dist.all_gather_into_tensor(everyone, rows_RW.contiguous(), group=sequence.group)
+        all_gather_single(everyone, rows_RW.contiguous(), group=sequence.group)
         return everyone.view(sequence.size, *rows_RW.shape)
 
     @staticmethod

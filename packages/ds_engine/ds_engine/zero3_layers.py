@@ -7,7 +7,9 @@ weights gathered by hooks of its own, all at once, and its gradients reduced tog
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,11 +18,12 @@ from torch import Tensor, nn
 
 from .checkpointing import transformer_layers
 from .errors import ModelError
+from .zero3_gather import parameter_offload
 
 if TYPE_CHECKING:
     from .config import ZeroConfig
 
-__all__ = ["gathers_layers", "make_leaves"]
+__all__ = ["gathers_layers", "make_leaves", "shorten_hooks"]
 
 _REMEMBERED = "_ds_engine_parameters"
 """Attribute of a leaf and of the model: all of its parameters."""
@@ -45,6 +48,69 @@ def make_leaves(model: Any) -> None:
         setattr(layer, _REMEMBERED, tuple(layer.parameters()))
     setattr(model, _REMEMBERED, tuple(model.parameters()))
     _remember_parameters()
+
+
+def shorten_hooks(model: Any, zero_optimizer: Any) -> None:
+    """Have one autograd function at either end of a layer do what DeepSpeed has two for at each, which bind their
+    arguments by signature and run without gradients too.
+
+    Args:
+        zero_optimizer: DeepSpeed's of stage 3, or what stands in its place for a frozen model; after `make_leaves`.
+    """
+    offload = parameter_offload(zero_optimizer)
+    for layer in transformer_layers(model):
+        hooks = list(layer._backward_hooks.values())
+        if len(hooks) > 1:
+            continue  # somebody else's, too: they stay in order
+        layer._backward_hooks.clear()
+        layer.pre_bwd_fn = _WhereGradients(partial(_BeforeBackward.apply, layer, offload))
+        layer.post_bwd_fn = _WhereGradients(partial(_AfterBackward.apply, layer, offload, hooks))
+
+
+@dataclass(frozen=True)
+class _WhereGradients:
+    """What DeepSpeed's hooks take for an autograd function. Without gradients it does nothing."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        return self.function(tensor) if torch.is_grad_enabled() else tensor
+
+
+class _BeforeBackward(torch.autograd.Function):
+    """Around an output of a layer: its backward pass begins with gathering the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, offload: Any, output: Tensor) -> Tensor:
+        ctx.layer, ctx.offload = layer, offload
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.offload.pre_sub_module_backward_function(ctx.layer)
+        return None, None, *gradients
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Around an input of a layer: when all of them have their gradients, so have the parameters, which are reduced,
+    and the weights may go. DeepSpeed sets the count to zero before each forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Any, offload: Any, reduce: Sequence[Callable[..., None]], given: Tensor) -> Tensor:
+        ctx.layer, ctx.offload, ctx.reduce = layer, offload, reduce
+        if given.requires_grad:
+            layer.ds_grads_remaining += 1
+        return given.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        layer = ctx.layer
+        layer.ds_grads_remaining -= 1
+        if layer.ds_grads_remaining == 0:
+            for hook in ctx.reduce:
+                hook(layer, None, None)
+            ctx.offload.post_sub_module_backward_function(layer)
+        return None, None, None, *gradients
 
 
 def _ask_for_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -1,19 +1,22 @@
 """What stage 3 does with gradients in a handful of kernels, where they stay on the device.
 
-DeepSpeed adds every gradient by itself to those of earlier micro batches, and copies all of them once more for the
-optimizer. The device is done with each of these sooner than the CPU can ask for the next. Here one call does so for a
-bucket, or for all. The collectives stay DeepSpeed's.
+DeepSpeed cuts every gradient into shares by itself, adds it by itself to those of earlier micro batches, and copies all
+of them once more for the optimizer. The device is done with each of these sooner than the CPU can ask for the next.
+Here one call does so for a bucket, or for all. Collectives and what they carry stay DeepSpeed's. The sums, in fp32
+twice as large as the weights' shards, are there from the first gradient to the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .collectives import reduce_scatter_single
 
 __all__ = ["batch_zero3_step"]
 
@@ -26,13 +29,14 @@ def batch_zero3_step(optimizer: Any) -> None:
 
     if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3 or optimizer.offload_optimizer:
         return
-    if dist.get_world_size(optimizer.dp_process_group) == 1:
-        setattr(optimizer, f"{_PRIVATE}avg_scatter_grads", _own_gradients)
+    setattr(optimizer, f"{_PRIVATE}avg_scatter_grads", partial(_scatter, optimizer))
     optimizer.reduce_ready_partitions_and_remove_grads = partial(_collect, optimizer)
     optimizer.partition_grads = partial(_add_up, optimizer)
     optimizer.independent_gradient_partition_epilogue = partial(_end_backward, optimizer)
+    optimizer._post_step = partial(_end_step, optimizer, optimizer._post_step)
     if optimizer.gradient_accumulation_dtype == torch.float32:
         optimizer._prepare_fp32_grad_for_sub_group = partial(_hand_over, optimizer)
+    _free_sums(optimizer)
 
 
 def _collect(optimizer: Any, param: Any) -> None:
@@ -47,27 +51,53 @@ def _collect(optimizer: Any, param: Any) -> None:
 
 
 def _reduce(optimizer: Any, dtype: torch.dtype) -> None:
+    _make_room_for_sums(optimizer)
     stream = optimizer.reduce_and_partition_stream
     if isinstance(stream, torch.cuda.Stream):
         stream.wait_stream(torch.cuda.current_stream())
     getattr(optimizer, f"{_PRIVATE}reduce_and_partition_ipg_grads")(dtype)
 
 
-def _own_gradients(params: Sequence[Any], communication_data_type: torch.dtype) -> list[Tensor]:
-    """The sum over one rank."""
-    return [param.grad.view(-1) for param in params]
+def _scatter(optimizer: Any, params: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
+    """The mean over ranks (the engine multiplies losses by their number) of this rank's shares of the gradients, flat
+    and without padding, computed in `dtype`."""
+    gradients = [param.grad.view(-1) for param in params]
+    group = params[0].ds_process_group
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if world_size == 1:
+        return gradients
+    rows = [_by_rank(gradient, world_size) for gradient in gradients]
+    flat = (torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]).to(dtype).div_(world_size)
+    reduce_scatter_single(flat[rank], flat.view(-1), group=group)
+    shares = flat[rank].split([row.shape[1] for row in rows])
+    sizes = [_share_size(gradient, world_size, rank) for gradient in gradients]
+    return [share[:size] if len(share) > size else share for share, size in zip(shares, sizes, strict=True)]
+
+
+def _by_rank(gradient: Tensor, world_size: int) -> Tensor:
+    """[world size, share], the end padded where the ranks have no equal shares."""
+    missing = -gradient.numel() % world_size
+    if missing:
+        gradient = torch.nn.functional.pad(gradient, (0, missing))
+    return gradient.view(world_size, -1)
+
+
+def _share_size(gradient: Tensor, world_size: int, rank: int) -> int:
+    """Elements, without padding."""
+    size = -(-gradient.numel() // world_size)
+    return max(0, min(size, gradient.numel() - rank * size))
 
 
 def _add_up(optimizer: Any, params: Sequence[Any], partitions: Sequence[Tensor]) -> list[Tensor]:
     """Add this rank's shares of gradients, flat, to those of earlier micro batches, or put them in their place."""
     shares = getattr(optimizer, f"{_PRIVATE}param_id_to_grad_partition")
-    rank = dist.get_rank(optimizer.dp_process_group)
+    stream = torch.cuda.current_stream() if partitions[0].is_cuda else None
     sums, new = [], []
     for param, partition in zip(params, partitions, strict=True):
-        if partition.is_cuda:
-            param.grad.record_stream(torch.cuda.current_stream())
+        if stream is not None:
+            param.grad.record_stream(stream)
         param.grad = None
-        if param.partition_numel() * rank < param.ds_numel:  # else all of it is padding
+        if partition.numel() > 0:  # else all of it is padding
             sums.append(shares[param.ds_id][: partition.numel()])
             new.append(partition)
     if sums and optimizer.micro_step_id == 0:
@@ -97,3 +127,23 @@ def _hand_over(optimizer: Any, sub_group_id: int) -> None:
     flat = optimizer.fp32_partitioned_groups_flat[sub_group_id]
     flat.grad = optimizer.grad_partitions_flat_buffer[start : start + len(flat)]
     optimizer.averaged_gradients[sub_group_id] = None
+
+
+def _end_step(optimizer: Any, post_step: Callable[..., None], *args: Any) -> None:
+    post_step(*args)
+    _free_sums(optimizer)
+
+
+def _free_sums(optimizer: Any) -> None:
+    """Between the step and the next gradients nothing is in the sums, and activations can have their memory. Views of
+    them stay valid: DeepSpeed holds one for each parameter."""
+    optimizer.grad_partitions_flat_buffer.untyped_storage().resize_(0)
+
+
+def _make_room_for_sums(optimizer: Any) -> None:
+    """On the stream of the backward pass, as all else that comes and goes with it. Zeros: padding is never written."""
+    sums: Tensor = optimizer.grad_partitions_flat_buffer
+    storage = sums.untyped_storage()
+    if storage.nbytes() == 0:
+        storage.resize_(sums.numel() * sums.element_size())
+        sums.zero_()

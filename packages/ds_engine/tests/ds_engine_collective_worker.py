@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from ds_engine_testkit import Sample, make_batch
 from ds_engine_worker import build, weighted_loss
 
-from ds_engine import EngineConfig, ZeroEngine
+from ds_engine import EngineConfig, ZeroEngine, zero3_step
 from ds_engine.collective_guard import record_collectives
 from ds_engine.collective_log import CollectiveRecord
 from ds_engine.optimizer import parameter_groups
@@ -51,15 +53,27 @@ def train_alone(
 
 
 def gathered_both_ways(
-    sizes: list[list[int]], dtype: torch.dtype
-) -> tuple[bool, list[CollectiveRecord], list[CollectiveRecord]]:
-    """(parameters of these shapes gathered at once equal what was sharded, what DeepSpeed issues for it, and ours)."""
+    sizes: list[list[int]], dtype: torch.dtype, layers: list[int | None], staying: list[bool]
+) -> tuple[bool, list[CollectiveRecord], list[CollectiveRecord], list[tuple[int, int]]]:
+    """(parameters of these shapes gathered at once equal what was sharded, what DeepSpeed issues for it, and ours,
+    the storage of each and the bytes before it there).
+
+    Args:
+        layers: which leaf each belongs to.
+        staying: which are small enough to stay gathered.
+    """
     torch.manual_seed(0)
     whole = [torch.randn(shape, dtype=dtype) for shape in sizes]
     parameters = [torch.nn.Parameter(tensor.clone()) for tensor in whole]
     module = torch.nn.ParameterList(parameters)
     deepspeed.zero.Init(module=module, dtype=dtype, config_dict_or_path={"train_batch_size": dist.get_world_size()})
+    leaves: dict[int, torch.nn.Module] = {}
+    for parameter, layer, stays in zip(parameters, layers, staying, strict=True):
+        cast("Any", parameter).ds_persist = stays
+        if layer is not None:
+            cast("Any", parameter).ds_z3_leaf_module = leaves.setdefault(layer, torch.nn.Module())
     logs, equal = [], True
+    places: list[tuple[int, int]] = []
     for ours in (False, True):
         if ours:
             batch_gathers(module, None)
@@ -67,9 +81,21 @@ def gathered_both_ways(
             cast("Any", parameters[0]).all_gather_coalesced(reversed(parameters)).wait()
         logs.append(list(records))
         equal = equal and all(torch.equal(p, t) and p.shape == t.shape for p, t in zip(parameters, whole, strict=True))
+        places = [(p.untyped_storage().data_ptr(), p.storage_offset() * p.element_size()) for p in parameters]
         for parameter in parameters:
             cast("Any", parameter).partition()
-    return equal, logs[0], logs[1]
+    return equal, logs[0], logs[1], places
+
+
+def scattered_both_ways(sizes: list[int], dtype: torch.dtype, travel: torch.dtype) -> bool:
+    """Whether this rank's shares of the mean gradients of these sizes are DeepSpeed's to the last bit."""
+    torch.manual_seed(dist.get_rank())
+    gradients = [torch.randn(size, dtype=dtype) for size in sizes]
+    group = dist.group.WORLD
+    params = [SimpleNamespace(grad=gradient.clone(), ds_process_group=group) for gradient in gradients]
+    theirs = reduce_scatter_coalesced([gradient.to(travel) for gradient in gradients], group)
+    ours = zero3_step._scatter(None, params, travel)
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def swapped_heads(num_heads: tuple[int, int], lengths: list[int]) -> tuple[float, list[bool], int]:

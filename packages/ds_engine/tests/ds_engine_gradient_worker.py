@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -105,20 +106,30 @@ def train_with_loss(model_path: str, config: EngineConfig, micro_batches: list[l
 
 
 def fp32_sums(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]], *, ours: bool) -> Any:
-    """This rank's parts of the sums of gradients at stage 2 (without `ours` DeepSpeed's own) and the norm of all."""
-    sums_in_place = ds_engine.optimizer.sum_gradients_in_place if ours else lambda _: None
-    with patch.object(ds_engine.optimizer, "sum_gradients_in_place", sums_in_place):
+    """This rank's parts of the sums of gradients at stage 2 or 3 (without `ours` DeepSpeed's own), the norm of all, and
+    the bytes of stage 3's sums before the first gradient, before the step, and after it. The second step's, so that
+    there was an earlier one."""
+    methods = ("sum_gradients_in_place", "batch_zero3_step")
+    with ExitStack() as stack:
+        for name in methods if not ours else ():
+            stack.enter_context(patch.object(ds_engine.optimizer, name, lambda _: None))
         engine = build(model_path, config)
+    engine.train_mini_batch([make_batch(micro_batches[0])], weighted_loss)
     optimizer = engine._deepspeed.optimizer
+    flat = getattr(optimizer, "grad_partitions_flat_buffer", torch.empty(0))
+    held = [flat.untyped_storage().nbytes()]
     for index, samples in enumerate(micro_batches):
         engine._micro_batches.mark_border(index == len(micro_batches) - 1)
         backward(engine, samples)
-    sums = [group.flat_partition.clone() for group in optimizer.averaged_gradients.values()]
+    groups = optimizer.averaged_gradients.values()
+    sums = [flat.clone()] if config.zero.stage == 3 else [group.flat_partition.clone() for group in groups]
     assert all(p.grad is None for p in engine.module.parameters())
+    held.append(flat.untyped_storage().nbytes())
     engine._deepspeed.step()
+    held.append(flat.untyped_storage().nbytes())
     norm = float(engine._deepspeed._global_grad_norm)
     engine.close()
-    return sums, norm
+    return sums, norm, held
 
 
 _SHARDS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")

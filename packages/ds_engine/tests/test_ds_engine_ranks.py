@@ -201,24 +201,31 @@ def test_bf16_gradient_against_fp32_sum(two_ranks: RankPool, tiny_model: Path, s
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "bucket_bytes", "fp32_reduce"),
-    [(2, 1 << 20, False), (2, 2048, False), (2, 10_000, True), (1, 10_000, False)],
+    ("stage", "num_ranks", "bucket_bytes", "fp32_reduce"),
+    [
+        *[(2, 2, 1 << 20, False), (2, 2, 2048, False), (2, 2, 10_000, True), (2, 1, 10_000, False)],
+        *[(3, 2, 10_000, False), (3, 2, 10_000, True), (3, 1, 10_000, False)],
+    ],
 )
 def test_gradient_sums_are_deepspeeds_to_the_last_bit(
-    request: pytest.FixtureRequest, tiny_model: Path, num_ranks: int, bucket_bytes: int, fp32_reduce: bool
+    request: pytest.FixtureRequest, tiny_model: Path, stage: int, num_ranks: int, bucket_bytes: int, fp32_reduce: bool
 ) -> None:
-    """Three micro batches, one of them empty on a rank, in buckets that hold all, some or less than one gradient."""
+    """Three micro batches, one of them empty on a rank, in buckets that hold all, some or less than one gradient. Stage
+    3's sums take memory from the first gradient to the step alone."""
     pool: RankPool = request.getfixturevalue("two_ranks" if num_ranks == 2 else "one_rank")
     samples = make_samples(6, seed=8)
     per_rank = [{"micro_batches": [samples[:1], samples[1:3], samples[3:4]]}]
     per_rank += [{"micro_batches": [samples[4:], [], samples[:2]]}][: num_ranks - 1]
-    zero = ZeroConfig(reduce_bucket_bytes=bucket_bytes, fp32_reduce=fp32_reduce)
+    zero = ZeroConfig(stage=stage, reduce_bucket_bytes=bucket_bytes, fp32_reduce=fp32_reduce)
     wanted = EngineConfig(zero=zero, optim=OptimConfig(weight_decay=0.1), dtype="bf16")
     common = {"model_path": str(tiny_model), "config": wanted}
     theirs = pool.run("fp32_sums", per_rank, ours=False, **common)
     results = pool.run("fp32_sums", per_rank, ours=True, **common)
-    for (sums, norm), (expected, expected_norm) in zip(results, theirs, strict=True):
-        assert len(sums) == 2
+    for (sums, norm, held), (expected, expected_norm, held_before) in zip(results, theirs, strict=True):
+        assert len(sums) == (2 if stage == 2 else 1)
+        if stage == 3:
+            assert held == [0, 4 * sums[0].numel(), 0]
+            assert held_before == [held[1]] * 3
         assert norm == expected_norm > 0
         assert all(torch.equal(a, b) for a, b in zip(sums, expected, strict=True))
 

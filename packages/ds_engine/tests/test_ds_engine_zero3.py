@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -27,27 +29,49 @@ CONFIG = EngineConfig(
 )
 
 
-@given(
-    sizes=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=2, max_size=6),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-@settings(
+EXAMPLES = settings(
     deadline=None,
     derandomize=True,
     max_examples=20,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3) | st.sampled_from([[64], [2, 64], [32, 8]])
+GATHERED = st.lists(st.tuples(SHAPES, st.sampled_from([None, 0, 1]), st.booleans()), min_size=2, max_size=8)
+
+
+@given(gathered=GATHERED, dtype=DTYPES)
+@EXAMPLES
 def test_many_parameters_are_put_together_at_once(
-    two_ranks: RankPool, sizes: list[list[int]], dtype: torch.dtype
+    two_ranks: RankPool, gathered: list[tuple[list[int], int | None, bool]], dtype: torch.dtype
 ) -> None:
-    """Whatever their sizes, odd ones and single numbers too: by DeepSpeed's own collective."""
-    for equal, upstream, ours in two_ranks.run("gathered_both_ways", sizes=sizes, dtype=dtype):
+    """Whatever their sizes, odd ones and single numbers too: by DeepSpeed's own collective. Only those share memory
+    that go together, and each begins where kernels expect it."""
+    sizes, layers, staying = (list(column) for column in zip(*gathered, strict=True))
+    case = {"sizes": sizes, "layers": layers, "staying": staying, "dtype": dtype}
+    for equal, upstream, ours, places in two_ranks.run("gathered_both_ways", **case):
         assert equal
         assert [(r.operation, r.dtype, r.num_elements) for r in ours] == [
             (r.operation, r.dtype, r.num_elements) for r in upstream
         ]
         assert len(ours) == 1
+        assert all(offset % 128 == 0 for _, offset in places)
+        going = ["stay" if stays else layer for layer, stays in zip(layers, staying, strict=True)]
+        for (i, (storage, _)), (j, (other, _)) in combinations(enumerate(places), 2):
+            if storage == other:
+                assert going[i] == going[j] is not None
+        if all(prod(size) % 64 == 0 for size in sizes):
+            together = {go for go in going if go is not None}
+            assert len({storage for storage, _ in places}) == len(together) + going.count(None)
+
+
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6), dtype=DTYPES, travel=DTYPES)
+@EXAMPLES
+def test_shares_of_gradients_are_deepspeeds_to_the_last_bit(
+    two_ranks: RankPool, sizes: list[int], dtype: torch.dtype, travel: torch.dtype
+) -> None:
+    assert all(two_ranks.run("scattered_both_ways", sizes=sizes, dtype=dtype, travel=travel))
 
 
 def test_one_rank_gathers_nothing(tiny_model: Path, tmp_path: Path) -> None:

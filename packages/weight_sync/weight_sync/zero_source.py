@@ -23,6 +23,10 @@ from .manifest import DTYPE_BYTES, Manifest, TensorEntry
 from .plan import Bucket, Slot
 from .sources import Staging, dtype_name, slot_view, torch_dtype, wire_dtype
 
+_dist: Any = dist
+# torch 2.13 warns at every use of the old name.
+_all_gather_single = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
+
 
 class Addition(Protocol):
     """What training added to a parameter that is frozen itself, such as LoRA's scale * B @ A."""
@@ -168,7 +172,7 @@ class ZeroSource:
                 else:
                     gathered = torch.empty(numel, dtype=shard.dtype, device=device)
                     casts.append((slot, gathered))
-                dist.all_gather_into_tensor(gathered, shard.view(-1)[: shard.ds_numel], group=group)
+                _all_gather_single(gathered, shard.view(-1)[: shard.ds_numel], group=group)
         for slot, gathered in casts:
             slot_view(target, slot).view(-1).copy_(gathered[: _numel(slot)])
         if out is not None and not direct:
