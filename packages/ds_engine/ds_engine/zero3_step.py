@@ -22,6 +22,9 @@ __all__ = ["batch_zero3_step"]
 
 _PRIVATE = "_DeepSpeedZeroOptimizer_Stage3__"
 
+_READERS = ("_get_fp32_grad_state_partition", "update_fp32_grad_for_param_vectorized", "offload_states")
+"""Other methods that look into the sums, for DeepSpeed's tools (`safe_get_full_grad`, ...), at any time."""
+
 
 def batch_zero3_step(optimizer: Any) -> None:
     """Give DeepSpeed's stage 3 optimizer the methods below; any other object, and one offloaded, is left as it is."""
@@ -36,6 +39,8 @@ def batch_zero3_step(optimizer: Any) -> None:
     optimizer._post_step = partial(_end_step, optimizer, optimizer._post_step)
     if optimizer.gradient_accumulation_dtype == torch.float32:
         optimizer._prepare_fp32_grad_for_sub_group = partial(_hand_over, optimizer)
+    for name in _READERS:
+        setattr(optimizer, name, partial(_read_sums, optimizer, getattr(optimizer, name)))
     _free_sums(optimizer)
 
 
@@ -127,6 +132,12 @@ def _hand_over(optimizer: Any, sub_group_id: int) -> None:
     flat = optimizer.fp32_partitioned_groups_flat[sub_group_id]
     flat.grad = optimizer.grad_partitions_flat_buffer[start : start + len(flat)]
     optimizer.averaged_gradients[sub_group_id] = None
+
+
+def _read_sums(optimizer: Any, reader: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Where there are no gradients it finds zeros; what has no memory cannot be read."""
+    _make_room_for_sums(optimizer)
+    return reader(*args, **options)
 
 
 def _end_step(optimizer: Any, post_step: Callable[..., None], *args: Any) -> None:

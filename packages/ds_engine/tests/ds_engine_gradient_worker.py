@@ -106,9 +106,9 @@ def train_with_loss(model_path: str, config: EngineConfig, micro_batches: list[l
 
 
 def fp32_sums(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]], *, ours: bool) -> Any:
-    """This rank's parts of the sums of gradients at stage 2 or 3 (without `ours` DeepSpeed's own), the norm of all, and
-    the bytes of stage 3's sums before the first gradient, before the step, and after it. The second step's, so that
-    there was an earlier one."""
+    """This rank's parts of the sums of gradients at stage 2 or 3 (without `ours` DeepSpeed's own), the norm of all, the
+    bytes of stage 3's sums before the first gradient, before the step, and after it, and the sizes of gradients that
+    DeepSpeed finds then. The second step's, so that there was an earlier one."""
     methods = ("sum_gradients_in_place", "batch_zero3_step")
     with ExitStack() as stack:
         for name in methods if not ours else ():
@@ -128,8 +128,11 @@ def fp32_sums(model_path: str, config: EngineConfig, micro_batches: list[list[Sa
     engine._deepspeed.step()
     held.append(flat.untyped_storage().nbytes())
     norm = float(engine._deepspeed._global_grad_norm)
+    found = (
+        [deepspeed.utils.safe_get_full_grad(p) for p in engine.module.parameters()] if config.zero.stage == 3 else []
+    )
     engine.close()
-    return sums, norm, held
+    return sums, norm, held, sum(float(gradient.abs().sum()) for gradient in found)
 
 
 _SHARDS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")

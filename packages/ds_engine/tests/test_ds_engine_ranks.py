@@ -221,11 +221,12 @@ def test_gradient_sums_are_deepspeeds_to_the_last_bit(
     common = {"model_path": str(tiny_model), "config": wanted}
     theirs = pool.run("fp32_sums", per_rank, ours=False, **common)
     results = pool.run("fp32_sums", per_rank, ours=True, **common)
-    for (sums, norm, held), (expected, expected_norm, held_before) in zip(results, theirs, strict=True):
+    for (sums, norm, held, after), (expected, expected_norm, always_held, _) in zip(results, theirs, strict=True):
         assert len(sums) == (2 if stage == 2 else 1)
         if stage == 3:
             assert held == [0, 4 * sums[0].numel(), 0]
-            assert held_before == [held[1]] * 3
+            assert always_held == [held[1]] * 3
+            assert after == 0.0
         assert norm == expected_norm > 0
         assert all(torch.equal(a, b) for a, b in zip(sums, expected, strict=True))
 
