@@ -375,10 +375,11 @@ def _peak(case: _Case, states: _States, tokens: int, targets: int, log_prob_byte
     if _is_packed(config):
         largest = max(w.size for w in shape.linear_layers())
         inner += e * largest + _UNPACKING * min(largest, UNPACKED_AT_ONCE)
-    at_layer = kept + (layer if recomputed else 0) + inner + below_head
+    again = layer if recomputed else 0
+    at_layer = kept + again + inner + below_head
     # When the first bucket is full and its gradients get their place, the layers that filled it have let go of theirs.
     layer_size = sum(w.size for w in case.trained if w.name not in ("embed_tokens", "lm_head")) // shape.num_layers
     in_bucket = min(shape.num_layers, case.bucket // max(1, layer_size))
-    at_first_bucket = kept * (shape.num_layers - in_bucket) // shape.num_layers + inner + below_head
+    at_first_bucket = kept * (shape.num_layers - in_bucket) // shape.num_layers + again + inner + below_head
     at_embedding = tokens * hidden * e + table + below_head + states.casting
     return max(at_head - late, at_layer - late, at_first_bucket, at_embedding, states.stepping)
