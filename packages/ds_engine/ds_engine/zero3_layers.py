@@ -58,10 +58,11 @@ def shorten_hooks(model: Any, zero_optimizer: Any) -> None:
         zero_optimizer: DeepSpeed's of stage 3, or what stands in its place for a frozen model; after `make_leaves`.
     """
     offload = parameter_offload(zero_optimizer)
+    deepspeeds = {handle.id for handle in getattr(zero_optimizer, "_leaf_module_hooks", ())}
     for layer in transformer_layers(model):
-        hooks = list(layer._backward_hooks.values())
-        if len(hooks) > 1:
+        if not deepspeeds.issuperset(layer._backward_hooks):
             continue  # somebody else's, too: they stay in order
+        hooks = list(layer._backward_hooks.values())
         layer._backward_hooks.clear()
         layer.pre_bwd_fn = _WhereGradients(partial(_BeforeBackward.apply, layer, offload))
         layer.post_bwd_fn = _WhereGradients(partial(_AfterBackward.apply, layer, offload, hooks))

@@ -15,6 +15,7 @@ from ds_engine_worker import CPU, build, weighted_loss
 
 import ds_engine.optimizer
 from ds_engine import EngineConfig, LossOutput, OptimConfig, TokenOutputs, ZeroConfig, ZeroEngine, dense_log_prob
+from ds_engine.checkpointing import transformer_layers
 from ds_engine.loading import load_model
 from ds_engine.packed_model import install_packed_forward, packed_inputs
 
@@ -133,6 +134,25 @@ def fp32_sums(model_path: str, config: EngineConfig, micro_batches: list[list[Sa
     )
     engine.close()
     return sums, norm, held, sum(float(gradient.abs().sum()) for gradient in found)
+
+
+def train_hooked(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]], *, hooked: bool) -> Any:
+    """The norm and the weights after a step of an engine whose first layer had (`hooked`) a full backward hook of its
+    own, and how often that was called."""
+    calls: list[Any] = []
+    make_leaves = ds_engine.optimizer.make_leaves
+
+    def with_hook(model: Any) -> None:
+        if hooked:
+            transformer_layers(model)[0].register_full_backward_hook(lambda *arguments: calls.append(arguments[0]))
+        make_leaves(model)
+
+    with patch.object(ds_engine.optimizer, "make_leaves", with_hook):
+        engine = build(model_path, config)
+    stats = engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
+    weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+    engine.close()
+    return stats.grad_norm, weights, len(calls)
 
 
 _SHARDS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")

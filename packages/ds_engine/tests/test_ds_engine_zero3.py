@@ -74,6 +74,21 @@ def test_shares_of_gradients_are_deepspeeds_to_the_last_bit(
     assert all(two_ranks.run("scattered_both_ways", sizes=sizes, dtype=dtype, travel=travel))
 
 
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, target_modules=("q_proj",))], ids=["whole", "adapters"])
+def test_somebodys_hook_of_a_layer_is_called(two_ranks: RankPool, tiny_model: Path, lora: LoraConfig | None) -> None:
+    """And changes nothing: with it the layer keeps DeepSpeed's hooks, which here are the longer way."""
+    samples = make_samples(4, seed=7)
+    per_rank = [{"micro_batches": [samples[rank : rank + 1], samples[rank + 2 : rank + 3]]} for rank in range(2)]
+    config = replace(CONFIG, compile=False, lora=lora)
+    common = {"model_path": str(tiny_model), "config": config}
+    without = two_ranks.run("train_hooked", per_rank, hooked=False, **common)
+    hooked = two_ranks.run("train_hooked", per_rank, hooked=True, **common)
+    for (norm, weights, calls), (expected, expected_weights, none) in zip(hooked, without, strict=True):
+        assert (calls, none) == (2, 0)
+        assert norm == expected > 0
+        assert all(torch.equal(weights[name], weight) for name, weight in expected_weights.items())
+
+
 def test_one_rank_gathers_nothing(tiny_model: Path, tmp_path: Path) -> None:
     """And resumes: three steps, the last of them by an engine that loads what the first saved after two."""
     expected, losses, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
