@@ -204,7 +204,8 @@ def test_bf16_gradient_against_fp32_sum(two_ranks: RankPool, tiny_model: Path, s
     ("stage", "num_ranks", "bucket_bytes", "fp32_reduce"),
     [
         *[(2, 2, 1 << 20, False), (2, 2, 2048, False), (2, 2, 10_000, True), (2, 1, 10_000, False)],
-        *[(3, 2, 10_000, False), (3, 2, 10_000, True), (3, 1, 10_000, False)],
+        *[(3, 2, 10_000, True), (3, 1, 10_000, False)],
+        pytest.param(3, 2, 10_000, False, marks=pytest.mark.thorough),
     ],
 )
 def test_gradient_sums_are_deepspeeds_to_the_last_bit(

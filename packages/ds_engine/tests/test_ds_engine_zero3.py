@@ -74,7 +74,11 @@ def test_shares_of_gradients_are_deepspeeds_to_the_last_bit(
     assert all(two_ranks.run("scattered_both_ways", sizes=sizes, dtype=dtype, travel=travel))
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, target_modules=("q_proj",))], ids=["whole", "adapters"])
+@pytest.mark.parametrize(
+    "lora",
+    [None, pytest.param(LoraConfig(rank=2, target_modules=("q_proj",)), marks=pytest.mark.thorough)],
+    ids=["whole", "adapters"],
+)
 def test_somebodys_hook_of_a_layer_is_called(two_ranks: RankPool, tiny_model: Path, lora: LoraConfig | None) -> None:
     """And changes nothing: with it the layer keeps DeepSpeed's hooks, which here are the longer way."""
     samples = make_samples(4, seed=7)
