@@ -32,7 +32,7 @@ def batch_zero3_step(optimizer: Any) -> None:
 
     if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3 or optimizer.offload_optimizer:
         return
-    setattr(optimizer, f"{_PRIVATE}avg_scatter_grads", partial(_scatter, optimizer))
+    setattr(optimizer, f"{_PRIVATE}avg_scatter_grads", _scatter)
     optimizer.reduce_ready_partitions_and_remove_grads = partial(_collect, optimizer)
     optimizer.partition_grads = partial(_add_up, optimizer)
     optimizer.independent_gradient_partition_epilogue = partial(_end_backward, optimizer)
@@ -63,7 +63,7 @@ def _reduce(optimizer: Any, dtype: torch.dtype) -> None:
     getattr(optimizer, f"{_PRIVATE}reduce_and_partition_ipg_grads")(dtype)
 
 
-def _scatter(optimizer: Any, params: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
+def _scatter(params: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
     """The mean over ranks (the engine multiplies losses by their number) of this rank's shares of the gradients, flat
     and without padding, computed in `dtype`."""
     gradients = [param.grad.view(-1) for param in params]

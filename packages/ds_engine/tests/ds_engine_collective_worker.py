@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -16,6 +17,7 @@ from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from ds_engine_testkit import Sample, make_batch
 from ds_engine_worker import build, weighted_loss
 
+import ds_engine.optimizer
 from ds_engine import EngineConfig, ZeroEngine, zero3_step
 from ds_engine.collective_guard import record_collectives
 from ds_engine.collective_log import CollectiveRecord
@@ -94,7 +96,7 @@ def scattered_both_ways(sizes: list[int], dtype: torch.dtype, travel: torch.dtyp
     group = dist.group.WORLD
     params = [SimpleNamespace(grad=gradient.clone(), ds_process_group=group) for gradient in gradients]
     theirs = reduce_scatter_coalesced([gradient.to(travel) for gradient in gradients], group)
-    ours = zero3_step._scatter(None, params, travel)
+    ours = zero3_step._scatter(params, travel)
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -149,6 +151,40 @@ def recorded_steps(
     return logs, sizes, ready[: len(parameters)], groups
 
 
+def visited_both_ways(
+    model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], *, short: bool
+) -> tuple[list[Any], dict[str, torch.Tensor], list[tuple[Any, ...]], list[int], list[int]]:
+    """(stats, weights at the end, collectives of all steps; of each step: visits in which DeepSpeed looked for weights,
+    elements it counts as gathered at the end of the last backward pass)."""
+    shorten = ds_engine.optimizer.shorten_visits if short else lambda _: None
+    with patch.object(ds_engine.optimizer, "shorten_visits", shorten):
+        engine = build(model_path, config)
+    optimizer = engine.deepspeed.optimizer
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    look, end_step = coordinator._fetch_sub_module_impl, optimizer.step
+    looks: list[int] = []
+    live: list[int] = []
+
+    def count(*arguments: Any) -> None:
+        looks[-1] += 1
+        look(*arguments)
+
+    def note_and_step(*arguments: Any, **options: Any) -> None:
+        live.append(coordinator._PartitionedParameterCoordinator__n_available_params)
+        end_step(*arguments, **options)
+
+    coordinator._fetch_sub_module_impl, optimizer.step = count, note_and_step
+    stats = []
+    with record_collectives() as records:
+        for micro_batches in steps:
+            looks.append(0)
+            stats.append(engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss))
+            engine.log_probs([make_batch(m) for m in micro_batches])
+    weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
+    engine.close()
+    return stats, weights, [(r.operation, r.dtype, r.num_elements) for r in records], looks, live
+
+
 def recorded_zero3_steps(
     model_path: str, config: EngineConfig, steps: list[list[list[Sample]]]
 ) -> tuple[list[list[CollectiveRecord]], list[list[Visit]], list[int], list[list[int]]]:
@@ -190,9 +226,10 @@ def noted_visits(engine: ZeroEngine) -> Iterator[list[Visit]]:
         reduce(parameter)
 
     optimizer.reduce_ready_partitions_and_remove_grads = note_gradient
-    for kind, name in (("fetch", "fetch_sub_module"), ("release", "release_sub_module")):
-        setattr(coordinator, name, note(kind, getattr(coordinator, name)))
+    originals = {kind: getattr(coordinator, f"{kind}_sub_module") for kind in ("fetch", "release")}
+    for kind, original in originals.items():
+        setattr(coordinator, f"{kind}_sub_module", note(kind, original))
     yield visits
-    for name in ("fetch_sub_module", "release_sub_module"):
-        delattr(coordinator, name)
+    for kind, original in originals.items():  # the engine's own, not DeepSpeed's: those would come back by delattr
+        setattr(coordinator, f"{kind}_sub_module", original)
     optimizer.reduce_ready_partitions_and_remove_grads = reduce

@@ -93,6 +93,22 @@ def test_somebodys_hook_of_a_layer_is_called(two_ranks: RankPool, tiny_model: Pa
         assert all(torch.equal(weights[name], weight) for name, weight in expected_weights.items())
 
 
+@pytest.mark.parametrize("persistent", [0, 600])
+def test_visits_to_weights_that_are_there_are_short(two_ranks: RankPool, tiny_model: Path, persistent: int) -> None:
+    """Two micro batches a step and log-probs after it: numbers, collectives and counts are those of the long way."""
+    zero = replace(CONFIG.zero, param_persistence_elements=persistent)
+    per_rank = [{"steps": [[s[rank::4], s[rank + 2 :: 4]] for s in [*STEPS, *STEPS]]} for rank in range(2)]
+    common = {"model_path": str(tiny_model), "config": replace(CONFIG, zero=zero, compile=False)}
+    long = two_ranks.run("visited_both_ways", per_rank, short=False, **common)
+    short = two_ranks.run("visited_both_ways", per_rank, short=True, **common)
+    for (stats, weights, collectives, looks, live), expected in zip(short, long, strict=True):
+        assert stats == expected[0]
+        assert all(torch.equal(weights[name], weight) for name, weight in expected[1].items())
+        assert collectives == expected[2]
+        assert live == expected[4]
+        assert looks[-1] < expected[3][-1] / 2
+
+
 def test_one_rank_gathers_nothing(tiny_model: Path, tmp_path: Path) -> None:
     """And resumes: three steps, the last of them by an engine that loads what the first saved after two."""
     expected, losses, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
