@@ -61,8 +61,8 @@ def start_deepspeed(
         settings["zero_optimization"].pop("offload_optimizer", None)
     elif type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))  # DeepSpeed goes by the very class, and would warn
-    # A thousand NVTX ranges a step, each with questions to torch.compile before and after: 2.5 ms of 170 on a CPU. They
-    # are back where this is set again.
+    # Ranges around every visit, wait and release, each with questions to torch.compile before and after, while the
+    # device waits. They are back where this is set again.
     nvtx.enable_nvtx = False
     if gathers_layers(config.zero):
         make_leaves(module)

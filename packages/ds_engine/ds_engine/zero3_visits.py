@@ -2,7 +2,7 @@
 
 Before and after every module, forward and backward, DeepSpeed goes through its parameters several times, with sets and
 tables keyed by them: what is under way, what comes next, what may go. Once everything the pass will need has been sent
-for (a model within `stage3_max_live_parameters` is there at the tenth visit), it is enough to note who uses a weight.
+for (of a model within `stage3_max_live_parameters`, after the first layers), it is enough to note who uses a weight.
 """
 
 from __future__ import annotations
