@@ -27,7 +27,8 @@ from apps.bench.runner import finished, run_case
 from apps.bench.statistics import Interval, judge, student_t_quantile
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
-from rl_runtime import InputError, load_config
+from rl_runtime import InputError
+from run_kit import load_config
 
 REPO = Path(__file__).resolve().parents[1]
 PRESETS = {"ppo": (PpoConfig, REPO / "apps/ppo/presets"), "grpo": (GrpoConfig, REPO / "apps/grpo/presets")}
@@ -190,7 +191,7 @@ def test_the_live_table() -> None:
 APP = """
 import sys, time
 from pathlib import Path
-from rl_runtime import RunFolder, Tracker, TrackingConfig
+from run_kit import RunFolder, Tracker, TrackingConfig
 
 given = dict(argument.split("=", 1) for argument in sys.argv[1:])
 tries = Path(given["tries"])

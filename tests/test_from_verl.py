@@ -10,8 +10,8 @@ from apps.bench.config import SixCaseConfig, StageGateConfig
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
 from apps.sft.config import SftConfig
-from rl_runtime import load_config
-from rl_runtime.config_schema import all_paths
+from run_kit import load_config
+from run_kit.config.schema import all_paths
 
 REPO = Path(__file__).resolve().parents[1]
 DOCUMENT = REPO / "docs" / "from-verl.md"

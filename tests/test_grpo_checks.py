@@ -9,7 +9,7 @@ import pytest
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import check
 from benchmarks.random_model import write_random_model
-from rl_runtime import load_config
+from run_kit import load_config
 
 DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo.yaml"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
-LEAVES = ("rl_core", "ds_engine", "rollout_vllm", "weight_sync", "ckpt", "rl_data")
+LEAVES = ("rl_core", "ds_engine", "rollout_vllm", "weight_sync", "ckpt", "rl_data", "run_kit")
 PACKAGES = (*LEAVES, "rl_runtime")
 HEAVY = ("torch", "deepspeed", "vllm", "ray", "transformers")
 
@@ -77,7 +77,7 @@ def test_benchmarks_import_no_app() -> None:
 def test_import_scanner_sees_every_form(tmp_path: Path) -> None:
     source = tmp_path / "module.py"
     source.write_text(
-        "import rl_core.kl as kl\n"
+        "import rl_core.kl.estimators as kl\n"
         "from ds_engine import ZeroEngine\n"
         "def later():\n"
         "    from apps import grpo\n"
@@ -85,7 +85,7 @@ def test_import_scanner_sees_every_form(tmp_path: Path) -> None:
         "from . import rl_data\n"
     )
     found = {module for _, module in imported_modules(source)}
-    assert {"rl_core.kl", "ds_engine", "ds_engine.ZeroEngine", "apps.grpo", "ckpt.manager"} <= found
+    assert {"rl_core.kl.estimators", "ds_engine", "ds_engine.ZeroEngine", "apps.grpo", "ckpt.manager"} <= found
     assert not any("rl_data" in module for module in found), "a relative import is the module's own"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from apps.ppo.config import PpoConfig
 from apps.ppo.main import KlCoefficient, check, num_updates
-from rl_runtime import load_config
+from run_kit import load_config
 
 DEMO = Path(__file__).resolve().parents[1] / "apps" / "ppo" / "presets" / "demo.yaml"
 

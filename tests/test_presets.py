@@ -10,7 +10,8 @@ import apps.grpo.main
 import apps.ppo.main
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
-from rl_runtime import JobConfig, job_layout, load_config
+from rl_runtime import JobConfig, job_layout
+from run_kit import load_config
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
 CONFIGS: dict[str, type[JobConfig]] = {"grpo": GrpoConfig, "ppo": PpoConfig}

@@ -46,4 +46,4 @@ def plinth_app():
     )
 
 
-PACKAGES = ("rl_core", "ds_engine", "rollout_vllm", "weight_sync", "ckpt", "rl_data", "rl_runtime")
+PACKAGES = ("rl_core", "ds_engine", "rollout_vllm", "weight_sync", "ckpt", "rl_data", "run_kit", "rl_runtime")

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from apps.bench.plan import Case
 from apps.bench.results import Reached
-from rl_runtime.tracking.progress import duration_text
+from run_kit.tracking.progress import duration_text
 
 _COLUMNS = ("case", "status", "step", "score", "tok/s", "s/step", "GB", "wall")
 

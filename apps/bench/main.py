@@ -12,7 +12,8 @@ from typing import Any
 
 from apps.bench.config import BenchConfig, SixCaseConfig, StageGateConfig
 from apps.bench.plan import Case, plan_gate, plan_six
-from rl_runtime import InputError, RunFolder, run_cli, to_yaml
+from rl_runtime import InputError
+from run_kit import RunFolder, run_cli, to_yaml
 
 BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], list[Case]]]] = {
     "six_case": (SixCaseConfig, plan_six),

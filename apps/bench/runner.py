@@ -16,7 +16,7 @@ from typing import Any
 from apps.bench.plan import Case
 from apps.bench.results import Reached, read_reached
 from rl_runtime import InputError
-from rl_runtime.environment import python_path
+from rl_runtime.ranks.environment import python_path
 
 RECORD = "case.json"
 USER_MISTAKE = 2

@@ -12,7 +12,7 @@ from pathlib import Path
 import rl_core
 import rl_runtime
 from apps.grpo.config import GrpoConfig
-from rl_runtime import run_cli
+from run_kit import run_cli
 
 
 def learn(

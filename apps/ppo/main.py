@@ -16,7 +16,7 @@ import ds_engine
 import rl_core
 import rl_runtime
 from apps.ppo.config import AlgorithmConfig, PpoConfig
-from rl_runtime import run_cli
+from run_kit import run_cli
 
 
 def critic_loss(

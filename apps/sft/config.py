@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from ds_engine import EngineConfig
 from rl_data import DataConfig
-from rl_runtime import ModelConfig, RanksConfig, SupervisedConfig, TaskSize, TrackingConfig
+from rl_runtime import ModelConfig, RanksConfig, SupervisedConfig, TaskSize
+from run_kit import TrackingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

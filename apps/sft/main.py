@@ -8,14 +8,15 @@ from dataclasses import replace
 
 import rl_core
 import rl_runtime
+import run_kit
 from apps.sft.config import SftConfig
-from rl_runtime import run_cli
+from run_kit import run_cli
 
 
 def check(config: SftConfig) -> "rl_runtime.Placement":
     """Refuses what cannot work before any process starts; which rank runs on which device."""
     rl_runtime.prepare_driver(config.trainer.device)
-    rl_runtime.check_tracking(config.tracking)
+    run_kit.check_tracking(config.tracking)
     rl_runtime.check_sequence_parallel(config.engine, section="engine", num_ranks=config.trainer.num_ranks)
     placement = rl_runtime.plan_ranks(config.trainer)
     rl_runtime.check_prompt_files(config.model, config.data)
@@ -26,8 +27,8 @@ def check(config: SftConfig) -> "rl_runtime.Placement":
 def main(config: SftConfig) -> None:
     """Trains on the demonstrations and writes the model."""
     placement = check(config)
-    run = rl_runtime.RunFolder.create(config.trainer.output_dir, config.trainer.experiment)
-    with rl_runtime.Tracker(run, config, num_steps=config.supervised.steps, supervised=True) as tracker:
+    run = run_kit.RunFolder.create(config.trainer.output_dir, config.trainer.experiment)
+    with run_kit.Tracker(run, config, num_steps=config.supervised.steps, supervised=True) as tracker:
         inputs = rl_runtime.load_inputs(
             config.model,
             config.data,

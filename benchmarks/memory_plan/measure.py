@@ -28,8 +28,8 @@ from ds_engine import (
     estimate_memory,
     init_distributed,
 )
-from ds_engine.attention import ATTENTION_NAME, register_packed_attention
-from ds_engine.quantised_base import quantise_base
+from ds_engine.model.attention import ATTENTION_NAME, register_packed_attention
+from ds_engine.model.quantized_base import quantise_base
 from rl_core import linear_log_prob
 
 # Model -> (tokens of a micro batch, the same with activation checkpointing). Both fit into 141 GB.

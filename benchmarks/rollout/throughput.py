@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.random_model import CONFIGS, write_random_model
 from rollout_vllm import Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup
-from rollout_vllm.command import Device, detect_device, server_arguments, server_environment
+from rollout_vllm.servers.command import Device, detect_device, server_arguments, server_environment
 
 _MARK = "seconds: "  # vLLM logs to stdout too
 # Arguments of the HTTP front end, which `LLM` has not: name -> number of values.

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 import vllm_engines
 
-from rollout_vllm.command import inherited_environment
+from rollout_vllm.servers.command import inherited_environment
 from weight_sync import ModuleSource, SyncConfig, SyncReport, WeightPusher, ZeroSource, server_args, server_env
 
 SHAPES: dict[str, dict[str, Any]] = {

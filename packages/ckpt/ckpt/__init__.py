@@ -4,11 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .async_saver import AsyncSaver, rank_file
-    from .capture import Capture
-    from .deepspeed_async import DeepSpeedState
-    from .deepspeed_export import export_deepspeed
-    from .deepspeed_load import loading_without_pickle
     from .errors import (
         ArchitectureMismatchError,
         CheckpointDamagedError,
@@ -25,18 +20,23 @@ if TYPE_CHECKING:
         UntrustedFileError,
     )
     from .hf_export import HfExport, save_hf_folder
-    from .lora_export import export_merged, merge_lora, save_adapter
     from .manager import Checkpoint, CheckpointManager
     from .manifest import FileEntry, Manifest, Problem, describe_files, verify_folder
     from .models import check_model, describe_model
     from .packages import package_versions
-    from .rank_notes import Ranks
-    from .remote import RemoteCheckpoints
     from .retention import Retention
-    from .rng import capture_rng, restore_rng
-    from .state_dicts import load_state_dict, save_state_dict
-    from .universal import UniversalCheckpoint, write_universal
-    from .zero_checkpoint import ZeroCheckpoint
+    from .savers.async_saver import AsyncSaver, rank_file
+    from .savers.capture import Capture
+    from .savers.deepspeed_async import DeepSpeedState
+    from .savers.rank_notes import Ranks
+    from .savers.rng import capture_rng, restore_rng
+    from .savers.state_dicts import load_state_dict, save_state_dict
+    from .tools.deepspeed_export import export_deepspeed
+    from .tools.lora_export import export_merged, merge_lora, save_adapter
+    from .tools.remote import RemoteCheckpoints
+    from .tools.universal import UniversalCheckpoint, write_universal
+    from .zero.deepspeed_load import loading_without_pickle
+    from .zero.zero_checkpoint import ZeroCheckpoint
 
 __all__ = [
     "ArchitectureMismatchError",
@@ -87,8 +87,8 @@ __all__ = [
 
 _EXPORTS = {
     "ArchitectureMismatchError": ".errors",
-    "AsyncSaver": ".async_saver",
-    "Capture": ".capture",
+    "AsyncSaver": ".savers.async_saver",
+    "Capture": ".savers.capture",
     "Checkpoint": ".manager",
     "CheckpointDamagedError": ".errors",
     "CheckpointError": ".errors",
@@ -99,37 +99,37 @@ _EXPORTS = {
     "CheckpointSpaceError": ".errors",
     "CheckpointStateError": ".errors",
     "CheckpointUsageError": ".errors",
-    "DeepSpeedState": ".deepspeed_async",
+    "DeepSpeedState": ".savers.deepspeed_async",
     "ExportError": ".errors",
     "FileEntry": ".manifest",
     "HfExport": ".hf_export",
     "Manifest": ".manifest",
     "Problem": ".manifest",
-    "Ranks": ".rank_notes",
-    "RemoteCheckpoints": ".remote",
+    "Ranks": ".savers.rank_notes",
+    "RemoteCheckpoints": ".tools.remote",
     "Retention": ".retention",
     "ShardError": ".errors",
-    "UniversalCheckpoint": ".universal",
+    "UniversalCheckpoint": ".tools.universal",
     "UnsupportedFormatError": ".errors",
     "UntrustedFileError": ".errors",
-    "ZeroCheckpoint": ".zero_checkpoint",
-    "capture_rng": ".rng",
+    "ZeroCheckpoint": ".zero.zero_checkpoint",
+    "capture_rng": ".savers.rng",
     "check_model": ".models",
     "describe_files": ".manifest",
     "describe_model": ".models",
-    "export_deepspeed": ".deepspeed_export",
-    "export_merged": ".lora_export",
-    "load_state_dict": ".state_dicts",
-    "loading_without_pickle": ".deepspeed_load",
-    "merge_lora": ".lora_export",
+    "export_deepspeed": ".tools.deepspeed_export",
+    "export_merged": ".tools.lora_export",
+    "load_state_dict": ".savers.state_dicts",
+    "loading_without_pickle": ".zero.deepspeed_load",
+    "merge_lora": ".tools.lora_export",
     "package_versions": ".packages",
-    "rank_file": ".async_saver",
-    "restore_rng": ".rng",
-    "save_adapter": ".lora_export",
+    "rank_file": ".savers.async_saver",
+    "restore_rng": ".savers.rng",
+    "save_adapter": ".tools.lora_export",
     "save_hf_folder": ".hf_export",
-    "save_state_dict": ".state_dicts",
+    "save_state_dict": ".savers.state_dicts",
     "verify_folder": ".manifest",
-    "write_universal": ".universal",
+    "write_universal": ".tools.universal",
 }
 
 

@@ -131,7 +131,7 @@ def _export(options: argparse.Namespace) -> int:
     # Imports torch; looking and checking do without.
     import torch
 
-    from .deepspeed_export import export_deepspeed
+    from .tools.deepspeed_export import export_deepspeed
 
     progress = Progress("read")
     try:
@@ -156,7 +156,7 @@ def _reshape(options: argparse.Namespace) -> int:
     source = _source(options)
     if source is None:
         return 1
-    from .universal import write_universal
+    from .tools.universal import write_universal
 
     progress = Progress("written")
     try:

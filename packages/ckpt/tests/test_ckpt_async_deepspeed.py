@@ -13,7 +13,7 @@ import torch
 from ckpt_ranks import CPU_ENVIRONMENT, run_script
 
 from ckpt import ArchitectureMismatchError, CheckpointDamagedError, CheckpointManager, ZeroCheckpoint, check_model
-from ckpt.deepspeed_export import iterate_deepspeed_weights
+from ckpt.tools.deepspeed_export import iterate_deepspeed_weights
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt import CheckpointDamagedError, CheckpointManager, FileEntry, hashed_file
+from ckpt import CheckpointDamagedError, CheckpointManager, FileEntry
 from ckpt.digest import CHUNK_BYTES, hash_files, write_hashed
-from ckpt.hashed_file import HashedFile
 from ckpt.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
+from ckpt.savers import hashed_file
+from ckpt.savers.hashed_file import HashedFile
 from ckpt.threads import Pool
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)

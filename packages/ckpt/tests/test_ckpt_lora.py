@@ -20,7 +20,7 @@ from ckpt import (
     save_adapter,
     save_hf_folder,
 )
-from ckpt.lora_export import read_adapter
+from ckpt.tools.lora_export import read_adapter
 
 IDS = torch.arange(12).reshape(2, 6)
 

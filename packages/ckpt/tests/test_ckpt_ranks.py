@@ -25,7 +25,7 @@ from ckpt import (
     load_state_dict,
     rank_file,
 )
-from ckpt.rank_notes import NOTES_PREFIX, RankNotes
+from ckpt.savers.rank_notes import NOTES_PREFIX, RankNotes
 
 
 def notes(root: Path) -> list[str]:

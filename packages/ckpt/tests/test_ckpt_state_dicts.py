@@ -35,9 +35,9 @@ from ckpt import (
     restore_rng,
     save_state_dict,
 )
-from ckpt.host_copying import HostCopying
 from ckpt.manifest import FileEntry
-from ckpt.state_dicts import HostSnapshot
+from ckpt.savers.host_copying import HostCopying
+from ckpt.savers.state_dicts import HostSnapshot
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.zero_layout import ZeroLayout
+from ckpt.zero.zero_layout import ZeroLayout
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
 SHAPES = st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=5)

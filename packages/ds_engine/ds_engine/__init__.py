@@ -5,10 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .batch import Head, LogProbFn, LossFn, LossOutput, StepStats, TokenBatch, TokenOutputs, ValueOutputs
-    from .collective_guard import CollectiveGuard, mark, record_collectives
     from .config import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
     from .distributed import init_distributed, shutdown_distributed
-    from .ds_config import deepspeed_config
     from .engine import ZeroEngine
     from .errors import (
         BatchError,
@@ -20,16 +18,18 @@ if TYPE_CHECKING:
         PlanMismatchError,
         RankStalledError,
     )
-    from .memory import MemoryReport, memory_stats
-    from .memory_plan import MemoryEstimate, estimate_memory
-    from .reshape import StateLayout, StateSource
-    from .schedule import learning_rate
+    from .guard.collective_guard import CollectiveGuard, mark, record_collectives
+    from .planning.memory_plan import MemoryEstimate, estimate_memory
     from .simple import SimpleBatch, dense_log_prob
+    from .state.reshape import StateLayout, StateSource
+    from .zero.ds_config import deepspeed_config
+    from .zero.memory import MemoryReport, memory_stats
+    from .zero.schedule import learning_rate
 
 _EXPORTS = {
     "BatchError": ".errors",
     "CheckpointError": ".errors",
-    "CollectiveGuard": ".collective_guard",
+    "CollectiveGuard": ".guard.collective_guard",
     "CollectiveMismatchError": ".errors",
     "EngineConfig": ".config",
     "EngineConfigError": ".errors",
@@ -39,30 +39,30 @@ _EXPORTS = {
     "LoraConfig": ".config",
     "LossFn": ".batch",
     "LossOutput": ".batch",
-    "MemoryEstimate": ".memory_plan",
-    "MemoryReport": ".memory",
+    "MemoryEstimate": ".planning.memory_plan",
+    "MemoryReport": ".zero.memory",
     "ModelError": ".errors",
     "OffloadConfig": ".config",
     "OptimConfig": ".config",
     "PlanMismatchError": ".errors",
     "RankStalledError": ".errors",
     "SimpleBatch": ".simple",
-    "StateLayout": ".reshape",
-    "StateSource": ".reshape",
+    "StateLayout": ".state.reshape",
+    "StateSource": ".state.reshape",
     "StepStats": ".batch",
     "TokenBatch": ".batch",
     "TokenOutputs": ".batch",
     "ValueOutputs": ".batch",
     "ZeroConfig": ".config",
     "ZeroEngine": ".engine",
-    "deepspeed_config": ".ds_config",
+    "deepspeed_config": ".zero.ds_config",
     "dense_log_prob": ".simple",
-    "estimate_memory": ".memory_plan",
+    "estimate_memory": ".planning.memory_plan",
     "init_distributed": ".distributed",
-    "learning_rate": ".schedule",
-    "mark": ".collective_guard",
-    "memory_stats": ".memory",
-    "record_collectives": ".collective_guard",
+    "learning_rate": ".zero.schedule",
+    "mark": ".guard.collective_guard",
+    "memory_stats": ".zero.memory",
+    "record_collectives": ".guard.collective_guard",
     "shutdown_distributed": ".distributed",
 }
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .config import EngineConfig
-from .memory_plan import LOG_PROB_BYTES, estimate_memory
+from .planning.memory_plan import LOG_PROB_BYTES, estimate_memory
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,22 +12,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .agreement import agree_on_plan, sum_over_ranks
-from .attention import choose_kernel
 from .batch import Head, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
-from .collective_guard import num_guarded, start_guard
-from .ds_config import deepspeed_config
 from .errors import EngineError
-from .export import NamedTensor, export_tensors
-from .loading import check_offload, load_model, prepare_model, torch_dtype
-from .lora import adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
-from .loss_scale import LossScale, check_fp16
-from .memory import EngineMemory, MemoryReport, memory_stats
+from .guard.collective_guard import num_guarded, start_guard
 from .micro_batch import MicroBatches
-from .optimizer import build_optimizer, start_deepspeed
-from .reshape import StateSource, fill_state, has_layout
-from .saved_state import load_state, save_state
-from .schedule import check_schedule, learning_rate
-from .sequence_parallel import join_sequence_group
+from .model.attention import choose_kernel
+from .model.loading import check_offload, load_model, prepare_model, torch_dtype
+from .model.lora import adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
+from .model.sequence_parallel import join_sequence_group
+from .state.export import NamedTensor, export_tensors
+from .state.reshape import StateSource, fill_state, has_layout
+from .state.saved_state import load_state, save_state
+from .zero.ds_config import deepspeed_config
+from .zero.loss_scale import LossScale, check_fp16
+from .zero.memory import EngineMemory, MemoryReport, memory_stats
+from .zero.optimizer import build_optimizer, start_deepspeed
+from .zero.schedule import check_schedule, learning_rate
 
 if TYPE_CHECKING:
     from .config import EngineConfig

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .batch import TokenOutputs, ValueOutputs
-from .collective_guard import mark
 from .errors import BatchError, EngineError
-from .packed_model import PackedInputs, packed_inputs
+from .guard.collective_guard import mark
+from .model.packed_model import PackedInputs, packed_inputs
 
 if TYPE_CHECKING:
     from .batch import Head, LossFn, TokenBatch
-    from .sequence_parallel import SequenceGroup
+    from .model.sequence_parallel import SequenceGroup
 
 __all__ = ["MicroBatches"]
 

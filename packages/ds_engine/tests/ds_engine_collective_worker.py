@@ -17,14 +17,15 @@ from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from ds_engine_testkit import Sample, make_batch
 from ds_engine_worker import build, weighted_loss
 
-import ds_engine.optimizer
-from ds_engine import EngineConfig, ZeroEngine, zero3_step
-from ds_engine.collective_guard import record_collectives
-from ds_engine.collective_log import CollectiveRecord
-from ds_engine.optimizer import parameter_groups
-from ds_engine.sequence_parallel import gather_heads, join_sequence_group, scatter_heads
-from ds_engine.transfer_plan import Visit
-from ds_engine.zero3_gather import batch_gathers
+import ds_engine.zero.optimizer
+from ds_engine import EngineConfig, ZeroEngine
+from ds_engine.guard.collective_guard import record_collectives
+from ds_engine.guard.collective_log import CollectiveRecord
+from ds_engine.model.sequence_parallel import gather_heads, join_sequence_group, scatter_heads
+from ds_engine.planning.transfer_plan import Visit
+from ds_engine.zero import zero3_step
+from ds_engine.zero.optimizer import parameter_groups
+from ds_engine.zero.zero3_gather import batch_gathers
 
 
 def train_alone(
@@ -156,8 +157,8 @@ def visited_both_ways(
 ) -> tuple[list[Any], dict[str, torch.Tensor], list[tuple[Any, ...]], list[int], list[int]]:
     """(stats, weights at the end, collectives of all steps; of each step: visits in which DeepSpeed looked for weights,
     elements it counts as gathered at the end of the last backward pass)."""
-    shorten = ds_engine.optimizer.shorten_visits if short else lambda _: None
-    with patch.object(ds_engine.optimizer, "shorten_visits", shorten):
+    shorten = ds_engine.zero.optimizer.shorten_visits if short else lambda _: None
+    with patch.object(ds_engine.zero.optimizer, "shorten_visits", shorten):
         engine = build(model_path, config)
     optimizer = engine.deepspeed.optimizer
     coordinator = optimizer.parameter_offload.get_param_coordinator()

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from ds_engine_testkit import Sample, make_batch
 from ds_engine_worker import CPU, build, weighted_loss
 
-import ds_engine.optimizer
+import ds_engine.zero.optimizer
 from ds_engine import EngineConfig, LossOutput, OptimConfig, TokenOutputs, ZeroConfig, ZeroEngine, dense_log_prob
-from ds_engine.checkpointing import transformer_layers
-from ds_engine.loading import load_model
-from ds_engine.packed_model import install_packed_forward, packed_inputs
+from ds_engine.model.loading import load_model
+from ds_engine.model.packed_model import install_packed_forward, packed_inputs
+from ds_engine.model.recomputation import transformer_layers
 
 
 def backward(engine: ZeroEngine, samples: list[Sample]) -> None:
@@ -113,7 +113,7 @@ def fp32_sums(model_path: str, config: EngineConfig, micro_batches: list[list[Sa
     methods = ("sum_gradients_in_place", "batch_zero3_step")
     with ExitStack() as stack:
         for name in methods if not ours else ():
-            stack.enter_context(patch.object(ds_engine.optimizer, name, lambda _: None))
+            stack.enter_context(patch.object(ds_engine.zero.optimizer, name, lambda _: None))
         engine = build(model_path, config)
     engine.train_mini_batch([make_batch(micro_batches[0])], weighted_loss)
     optimizer = engine._deepspeed.optimizer
@@ -140,14 +140,14 @@ def train_hooked(model_path: str, config: EngineConfig, micro_batches: list[list
     """The norm and the weights after a step of an engine whose first layer had (`hooked`) a full backward hook of its
     own, and how often that was called."""
     calls: list[Any] = []
-    make_leaves = ds_engine.optimizer.make_leaves
+    make_leaves = ds_engine.zero.optimizer.make_leaves
 
     def with_hook(model: Any) -> None:
         if hooked:
             transformer_layers(model)[0].register_full_backward_hook(lambda *arguments: calls.append(arguments[0]))
         make_leaves(model)
 
-    with patch.object(ds_engine.optimizer, "make_leaves", with_hook):
+    with patch.object(ds_engine.zero.optimizer, "make_leaves", with_hook):
         engine = build(model_path, config)
     stats = engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
     weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}

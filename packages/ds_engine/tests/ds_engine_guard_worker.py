@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ds_engine.collective_guard import CollectiveGuard, mark
+from ds_engine.guard.collective_guard import CollectiveGuard, mark
 
 LARGE = 440_467  # document 5's stuck gradient all-reduce had a thousand times as many elements
 

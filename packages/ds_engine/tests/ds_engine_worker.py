@@ -16,11 +16,11 @@ from ds_engine_reshape_check import MemorySource, hand_over, state_of
 from ds_engine_testkit import Sample, make_batch, make_samples, token_loss
 
 import ds_engine
-import ds_engine.loading
-import ds_engine.optimizer
+import ds_engine.model.loading
+import ds_engine.zero.optimizer
 from ds_engine import EngineConfig, LossOutput, TokenOutputs, ZeroEngine, dense_log_prob
-from ds_engine.compilation import compile_layers
-from ds_engine.quantised_base import Nf4Linear
+from ds_engine.model.compilation import compile_layers
+from ds_engine.model.quantized_base import Nf4Linear
 
 CPU = torch.device("cpu")
 
@@ -71,18 +71,18 @@ def train_traced(**options: Any) -> tuple[dict[str, Any], int]:
     compiler: graphs run one operator after the other."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    ds_engine.loading.compile_layers = partial(compile_layers, backend="aot_eager")
+    ds_engine.model.loading.compile_layers = partial(compile_layers, backend="aot_eager")
     try:
         result = (train_adapters if options["config"].lora else train)(**options)
     finally:
-        ds_engine.loading.compile_layers = compile_layers
+        ds_engine.model.loading.compile_layers = compile_layers
     return result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def train_upstream(part: str, **options: Any) -> dict[str, Any]:
-    """`train` with one part of ds_engine.optimizer left to DeepSpeed ("batch_step_norms") or to torch ("AdamW")."""
+    """`train` with one part of zero.optimizer left to DeepSpeed ("batch_step_norms") or to torch ("AdamW")."""
     upstream = {"batch_step_norms": lambda _: None, "AdamW": partial(torch.optim.AdamW, fused=True)}[part]
-    with patch.object(ds_engine.optimizer, part, upstream):
+    with patch.object(ds_engine.zero.optimizer, part, upstream):
         return train(**options)
 
 
@@ -118,7 +118,7 @@ def train_with_moved_weights(
     sharded = config.zero.stage == 3
     kind = DeepSpeedZeroOptimizer_Stage3 if sharded else DeepSpeedZeroOptimizer
     method = "_unflatten_partitioned_parameters" if sharded else "_update_model_bit16_weights"
-    point, settings = getattr(kind, method), ds_engine.optimizer.deepspeed_config
+    point, settings = getattr(kind, method), ds_engine.zero.optimizer.deepspeed_config
     calls: list[int] = []
     num_pointed, in_place, stats = [], [], []
 
@@ -131,11 +131,11 @@ def train_with_moved_weights(
         result["zero_optimization"]["round_robin_gradients"] = round_robin
         return result
 
-    leave = ds_engine.optimizer._leave_weights_in_place if ours else lambda _: None
+    leave = ds_engine.zero.optimizer._leave_weights_in_place if ours else lambda _: None
     with (
         patch.object(kind, method, count),
-        patch.object(ds_engine.optimizer, "_leave_weights_in_place", leave),
-        patch.object(ds_engine.optimizer, "deepspeed_config", with_round_robin),
+        patch.object(ds_engine.zero.optimizer, "_leave_weights_in_place", leave),
+        patch.object(ds_engine.zero.optimizer, "deepspeed_config", with_round_robin),
     ):
         engine = build(model_path, config)
         zero = engine.deepspeed.optimizer

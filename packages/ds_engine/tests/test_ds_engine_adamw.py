@@ -13,12 +13,12 @@ import torch
 from ds_engine_testkit import RankPool, make_samples
 
 from ds_engine import EngineConfig, OptimConfig, ZeroConfig
-from ds_engine.adamw import AdamW
+from ds_engine.zero.adamw import AdamW
 
 CASES = """
 import itertools
 import torch
-from ds_engine.adamw_kernel import adamw
+from ds_engine.zero.adamw_kernel import adamw
 
 OPTIONS = dict(lr=3e-3, betas=(0.8, 0.99), eps=1e-6)
 for size, decay, scale in itertools.product((1, 4096, 10_007), (0.0, 0.1), (None, 4.0)):
@@ -51,10 +51,10 @@ for decay in (0.05, 0.1, 0.3):
 
 CONTINUED = """
 import torch
-import ds_engine.adamw
-from ds_engine.adamw import AdamW
+import ds_engine.zero.adamw
+from ds_engine.zero.adamw import AdamW
 
-ds_engine.adamw._is_kernels = lambda param: True  # the interpreter runs it on the CPU
+ds_engine.zero.adamw._is_kernels = lambda param: True  # the interpreter runs it on the CPU
 OPTIONS = dict(betas=(0.8, 0.99), eps=1e-6)
 
 

@@ -26,12 +26,12 @@ from ds_engine import (
     ZeroConfig,
     dense_log_prob,
 )
-from ds_engine.attention import Packing
-from ds_engine.checkpointing import enable_checkpointing
-from ds_engine.compilation import KEEP_LESS, compile_layers
-from ds_engine.loading import load_model
-from ds_engine.lora import add_adapters
-from ds_engine.packed_model import install_packed_forward, packed_inputs
+from ds_engine.model.attention import Packing
+from ds_engine.model.compilation import KEEP_LESS, compile_layers
+from ds_engine.model.loading import load_model
+from ds_engine.model.lora import add_adapters
+from ds_engine.model.packed_model import install_packed_forward, packed_inputs
+from ds_engine.model.recomputation import enable_checkpointing
 
 CPU = torch.device("cpu")
 

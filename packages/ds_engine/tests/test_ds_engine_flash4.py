@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_engine.attention import Packing, packed_attention
+from ds_engine.model.attention import Packing, packed_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 

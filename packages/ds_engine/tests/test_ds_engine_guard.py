@@ -15,8 +15,8 @@ from ds_engine_testkit import free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_engine.collective_guard import CollectiveGuard
-from ds_engine.collective_log import CollectiveRecord, GroupLog, RankDump, describe_call, diagnose
+from ds_engine.guard.collective_guard import CollectiveGuard
+from ds_engine.guard.collective_log import CollectiveRecord, GroupLog, RankDump, describe_call, diagnose
 
 OPERATIONS = st.tuples(
     st.sampled_from(["all_reduce", "broadcast", "barrier"]),

@@ -22,8 +22,8 @@ from ds_engine import (
     OptimConfig,
     ZeroConfig,
 )
-from ds_engine.loading import load_model
-from ds_engine.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
+from ds_engine.model.loading import load_model
+from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
 
 LR, EPS = 3e-3, 1e-4
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]

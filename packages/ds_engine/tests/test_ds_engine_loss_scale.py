@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, EngineConfigError, OffloadConfig, OptimConfig, ZeroConfig
-from ds_engine.loss_scale import LossScale, check_fp16
+from ds_engine.zero.loss_scale import LossScale, check_fp16
 
 # Small losses: at the scale fp16 starts with, ordinary ones overflow by themselves.
 STEPS = [[replace(s, weight=s.weight / 32) for s in make_samples(4, seed=n)] for n in range(5)]
@@ -131,7 +131,7 @@ def test_scale_by_the_book(overflows: list[bool], window: int) -> None:
     """Against DeepSpeed's own scaler, told never to raise: halved by each overflow, doubled by `window` good steps."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    from ds_engine.ds_config import deepspeed_config
+    from ds_engine.zero.ds_config import deepspeed_config
 
     section = deepspeed_config(config(2, "fp16"), device_type="cpu")["fp16"]
     scaler = DynamicLossScaler(

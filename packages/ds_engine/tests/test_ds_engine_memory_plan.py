@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
-from ds_engine.memory_plan import MemoryEstimate, estimate_memory
+from ds_engine.planning.memory_plan import MemoryEstimate, estimate_memory
 
 QWEN3_06B = {
     "model_type": "qwen3",

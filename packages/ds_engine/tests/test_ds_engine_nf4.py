@@ -27,12 +27,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_engine import EngineConfig, LoraConfig, ModelError, OffloadConfig, OptimConfig, ZeroConfig, dense_log_prob
-from ds_engine import nf4 as nf4_module
-from ds_engine.loading import load_model
-from ds_engine.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
-from ds_engine.nf4 import VALUES, PackedShape
-from ds_engine.packed_model import install_packed_forward, packed_inputs
-from ds_engine.quantised_base import Nf4Linear, quantise_base
+from ds_engine.model import nf4 as nf4_module
+from ds_engine.model.loading import load_model
+from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
+from ds_engine.model.nf4 import VALUES, PackedShape
+from ds_engine.model.packed_model import install_packed_forward, packed_inputs
+from ds_engine.model.quantized_base import Nf4Linear, quantise_base
 
 CPU = torch.device("cpu")
 LR, EPS = 3e-3, 1e-4

@@ -11,12 +11,12 @@ import torch
 from ds_engine_testkit import make_batch, make_samples, write_tiny_model
 
 from ds_engine import EngineConfig, EngineConfigError, ModelError, OffloadConfig, SimpleBatch, dense_log_prob
-from ds_engine.attention import Packing, choose_kernel, packed_attention
-from ds_engine.checkpointing import enable_checkpointing
 from ds_engine.config import Attention
 from ds_engine.errors import BatchError
-from ds_engine.loading import check_offload, load_model
-from ds_engine.packed_model import install_packed_forward, packed_inputs
+from ds_engine.model.attention import Packing, choose_kernel, packed_attention
+from ds_engine.model.loading import check_offload, load_model
+from ds_engine.model.packed_model import install_packed_forward, packed_inputs
+from ds_engine.model.recomputation import enable_checkpointing
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
-from ds_engine.collective_log import CollectiveRecord
-from ds_engine.collective_plan import PlannedCollective, planned_step, planned_zero3_steps
-from ds_engine.transfer_plan import Visit, planned_transfers
+from ds_engine.guard.collective_log import CollectiveRecord
+from ds_engine.planning.collective_plan import PlannedCollective, planned_step, planned_zero3_steps
+from ds_engine.planning.transfer_plan import Visit, planned_transfers
 
 SLOW = settings(
     deadline=None,

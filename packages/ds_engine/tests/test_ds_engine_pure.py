@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ds_engine
 from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig, deepspeed_config, learning_rate
 from ds_engine.errors import EngineConfigError
-from ds_engine.schedule import check_schedule
+from ds_engine.zero.schedule import check_schedule
 
 
 def test_import_is_light() -> None:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, EngineConfigError, LoraConfig, OptimConfig, PlanMismatchError, ZeroConfig
-from ds_engine.collective_plan import planned_step
-from ds_engine.packed_model import packed_inputs
-from ds_engine.sequence_parallel import SequenceGroup, check_heads, kv_copies, share_targets
+from ds_engine.model.packed_model import packed_inputs
+from ds_engine.model.sequence_parallel import SequenceGroup, check_heads, kv_copies, share_targets
+from ds_engine.planning.collective_plan import planned_step
 
 LR, EPS = 3e-3, 1e-4
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]

@@ -9,7 +9,7 @@ import torch
 from ds_engine_testkit import RankPool, distance, make_samples
 
 from ds_engine import EngineConfig, OptimConfig, ZeroConfig
-from ds_engine.step_norms import _square_norm
+from ds_engine.zero.step_norms import _square_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -9,9 +9,9 @@ import torch
 from ds_engine_testkit import RankPool, make_samples, reference_training, write_tiny_model
 
 from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
-from ds_engine.loading import load_model
-from ds_engine.lora import add_adapters
-from ds_engine.optimizer import parameter_groups
+from ds_engine.model.loading import load_model
+from ds_engine.model.lora import add_adapters
+from ds_engine.zero.optimizer import parameter_groups
 
 LR, EPS, DECAY = 3e-3, 1e-4, 0.3
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
 from ds_engine.errors import ModelError
-from ds_engine.zero3_layers import gathers_layers, make_leaves
+from ds_engine.zero.zero3_layers import gathers_layers, make_leaves
 
 pytestmark = pytest.mark.slow
 LR, EPS = 3e-3, 1e-4

@@ -4,33 +4,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .advantages import dr_grpo_advantages, group_advantages, remax_advantages, rloo_advantages
-    from .aggregate import LossAggregation, aggregate_loss, global_totals, token_weights
-    from .batch_math import MicroBatchPlan, plan_micro_batches, split_mini_batches
-    from .cispo import cispo_loss
-    from .config import BatchConfig
-    from .dynamic_sampling import DynamicSelection, informative_groups, select_groups
-    from .entropy import entropy_bonus, entropy_from_logits
+    from .advantages.gae import gae
+    from .advantages.group import dr_grpo_advantages, group_advantages, remax_advantages, rloo_advantages
+    from .advantages.reinforce_pp import reinforce_pp_advantages, reinforce_pp_baseline_advantages
+    from .advantages.token_rewards import token_rewards
+    from .advantages.whiten import masked_whiten
+    from .batching.config import BatchConfig
+    from .batching.dynamic_sampling import DynamicSelection, informative_groups, select_groups
+    from .batching.layout import BatchLayout, batch_layout
+    from .batching.ordering import inverse_order, reorder, restore
+    from .batching.overlong import overlong_keep, overlong_penalty
+    from .batching.packing import PackedBatch, SequenceData, pack, unpack, unpack_column
+    from .batching.padded import flatten_padded, pad_flat
+    from .batching.partition import balanced_partition
+    from .batching.plan import MicroBatchPlan, plan_micro_batches, split_mini_batches
+    from .batching.segments import broadcast_to_tokens, returns_to_go, segment_mean, segment_sum
     from .errors import BatchError, RLCoreError, ShapeError
     from .fused_log_prob import linear_log_prob
-    from .gae_advantages import gae
-    from .gspo import gspo_loss
-    from .importance import ImportanceLevel, ImportanceMode, rollout_weights
-    from .kl import KLKind, kl_estimate, kl_loss
-    from .kl_control import AdaptiveKL, FixedKL, KLController
-    from .layout import BatchLayout, batch_layout
-    from .mismatch import effective_sample_size, mismatch_metrics
-    from .ordering import inverse_order, reorder, restore
-    from .overlong import overlong_keep, overlong_penalty
-    from .packing import PackedBatch, SequenceData, pack, unpack, unpack_column
-    from .padded import flatten_padded, pad_flat
-    from .partition import balanced_partition
-    from .policy_loss import PolicyLossStats, policy_metric_shares, ppo_clip_loss
-    from .reinforce_pp import reinforce_pp_advantages, reinforce_pp_baseline_advantages
-    from .rewards import token_rewards
-    from .segments import broadcast_to_tokens, returns_to_go, segment_mean, segment_sum
-    from .value import value_loss
-    from .whiten import masked_whiten
+    from .importance.mismatch import effective_sample_size, mismatch_metrics
+    from .importance.weights import ImportanceLevel, ImportanceMode, rollout_weights
+    from .kl.control import AdaptiveKL, FixedKL, KLController
+    from .kl.estimators import KLKind, kl_estimate, kl_loss
+    from .losses.aggregate import LossAggregation, aggregate_loss, global_totals, token_weights
+    from .losses.cispo import cispo_loss
+    from .losses.entropy import entropy_bonus, entropy_from_logits
+    from .losses.gspo import gspo_loss
+    from .losses.policy import PolicyLossStats, policy_metric_shares, ppo_clip_loss
+    from .losses.value import value_loss
 
 __all__ = [
     "AdaptiveKL",
@@ -98,31 +98,31 @@ __all__ = [
 ]
 
 _MODULES = {
-    ".advantages": (
+    ".advantages.group": (
         "dr_grpo_advantages",
         "group_advantages",
         "remax_advantages",
         "rloo_advantages",
     ),
-    ".aggregate": (
+    ".losses.aggregate": (
         "LossAggregation",
         "aggregate_loss",
         "global_totals",
         "token_weights",
     ),
-    ".batch_math": (
+    ".batching.plan": (
         "MicroBatchPlan",
         "plan_micro_batches",
         "split_mini_batches",
     ),
-    ".cispo": ("cispo_loss",),
-    ".config": ("BatchConfig",),
-    ".dynamic_sampling": (
+    ".losses.cispo": ("cispo_loss",),
+    ".batching.config": ("BatchConfig",),
+    ".batching.dynamic_sampling": (
         "DynamicSelection",
         "informative_groups",
         "select_groups",
     ),
-    ".entropy": (
+    ".losses.entropy": (
         "entropy_bonus",
         "entropy_from_logits",
     ),
@@ -131,71 +131,71 @@ _MODULES = {
         "RLCoreError",
         "ShapeError",
     ),
-    ".gae_advantages": ("gae",),
-    ".gspo": ("gspo_loss",),
-    ".importance": (
+    ".advantages.gae": ("gae",),
+    ".losses.gspo": ("gspo_loss",),
+    ".importance.weights": (
         "ImportanceLevel",
         "ImportanceMode",
         "rollout_weights",
     ),
-    ".kl": (
+    ".kl.estimators": (
         "KLKind",
         "kl_estimate",
         "kl_loss",
     ),
-    ".kl_control": (
+    ".kl.control": (
         "AdaptiveKL",
         "FixedKL",
         "KLController",
     ),
-    ".layout": (
+    ".batching.layout": (
         "BatchLayout",
         "batch_layout",
     ),
     ".fused_log_prob": ("linear_log_prob",),
-    ".mismatch": (
+    ".importance.mismatch": (
         "effective_sample_size",
         "mismatch_metrics",
     ),
-    ".ordering": (
+    ".batching.ordering": (
         "inverse_order",
         "reorder",
         "restore",
     ),
-    ".overlong": (
+    ".batching.overlong": (
         "overlong_keep",
         "overlong_penalty",
     ),
-    ".packing": (
+    ".batching.packing": (
         "PackedBatch",
         "SequenceData",
         "pack",
         "unpack",
         "unpack_column",
     ),
-    ".padded": (
+    ".batching.padded": (
         "flatten_padded",
         "pad_flat",
     ),
-    ".partition": ("balanced_partition",),
-    ".policy_loss": (
+    ".batching.partition": ("balanced_partition",),
+    ".losses.policy": (
         "PolicyLossStats",
         "policy_metric_shares",
         "ppo_clip_loss",
     ),
-    ".reinforce_pp": (
+    ".advantages.reinforce_pp": (
         "reinforce_pp_advantages",
         "reinforce_pp_baseline_advantages",
     ),
-    ".rewards": ("token_rewards",),
-    ".segments": (
+    ".advantages.token_rewards": ("token_rewards",),
+    ".batching.segments": (
         "broadcast_to_tokens",
         "returns_to_go",
         "segment_mean",
         "segment_sum",
     ),
-    ".value": ("value_loss",),
-    ".whiten": ("masked_whiten",),
+    ".losses.value": ("value_loss",),
+    ".advantages.whiten": ("masked_whiten",),
 }
 _EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
 

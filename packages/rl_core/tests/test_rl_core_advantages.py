@@ -23,7 +23,7 @@ from rl_core import (
     returns_to_go,
     rloo_advantages,
 )
-from rl_core.whiten import _merged, _moments
+from rl_core.advantages.whiten import _merged, _moments
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
 ESTIMATORS = {

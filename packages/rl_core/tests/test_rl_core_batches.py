@@ -21,8 +21,8 @@ from rl_core import (
     restore,
     split_mini_batches,
 )
-from rl_core.batch_math import _split_to
-from rl_core.partition import first_fit, level_bins
+from rl_core.batching.partition import first_fit, level_bins
+from rl_core.batching.plan import _split_to
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
 lengths_strategy = st.lists(st.integers(1, 300), min_size=1, max_size=60)

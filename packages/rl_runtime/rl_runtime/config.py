@@ -7,9 +7,7 @@ from urllib.parse import urlsplit
 
 from ds_engine import OptimConfig
 from rl_data import RewardConfig
-
-EXPERIMENT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
-"""What a run may be called: the name becomes a folder's."""
+from run_kit import EXPERIMENT_PATTERN
 
 JUDGE_FIELDS = ("prompt", "response", "ground_truth", "data_source")
 """What a judge's prompt may name."""

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from ckpt import ArchitectureMismatchError, Checkpoint, CheckpointManager, capture_rng
-from rl_runtime.checkpoints import RunCheckpoints
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError
+from rl_runtime.training.checkpoints import RunCheckpoints
 
 MODEL = {"w": {"shape": [2, 3], "dtype": "bfloat16"}}
 

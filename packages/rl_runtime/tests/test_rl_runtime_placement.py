@@ -3,9 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_runtime.environment import visible_gpus
 from rl_runtime.errors import PlacementError
-from rl_runtime.placement import ClusterNode, plan_placement, plan_server_nodes
+from rl_runtime.launch.placement import ClusterNode, plan_placement, plan_server_nodes
+from rl_runtime.ranks.environment import visible_gpus
 
 
 @given(

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from rl_runtime.config import TrainerConfig
-from rl_runtime.profiling import DRIVER_PID, RankProfiler, StepProfiler, phase_events
-from rl_runtime.timing import PhaseTimer, Span
+from rl_runtime.ranks.profiler import RankProfiler
+from run_kit.profiling import DRIVER_PID, StepProfiler, phase_events
+from run_kit.timing import PhaseTimer, Span
 
 
 class OneRank:

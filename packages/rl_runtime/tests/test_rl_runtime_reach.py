@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError
-from rl_runtime.reach import sync_that_reaches
+from rl_runtime.launch.reachability import sync_that_reaches
 from rollout_vllm import RolloutConfig
 from weight_sync import SyncConfig
 

@@ -10,12 +10,12 @@ import pytest
 
 from ds_engine import EngineConfig, TokenOutputs
 from rl_core import BatchConfig, BatchError
+from rl_runtime.app.job import job_layout
+from rl_runtime.app.job_config import JobConfig
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError
 from rl_runtime.experience import Experience, ExperienceBatch
-from rl_runtime.job import job_layout
-from rl_runtime.job_config import JobConfig
-from rl_runtime.role import Role, together
+from rl_runtime.ranks.model_handle import Role, together
 
 
 class EchoRanks:

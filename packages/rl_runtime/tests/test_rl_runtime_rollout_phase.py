@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
+from rl_runtime.app.job_config import JobConfig, without_secrets
 from rl_runtime.config import EpisodeConfig, OversamplingConfig, ScoringConfig
-from rl_runtime.config_loader import to_yaml
 from rl_runtime.errors import InputError, RolloutFailed
-from rl_runtime.job_config import JobConfig, without_secrets
-from rl_runtime.metrics import mismatch
-from rl_runtime.rollout_meter import RolloutMeter
-from rl_runtime.rollout_phase import RolloutPhase, load_rollout
-from rl_runtime.scoring import Scorer, load_reward
+from rl_runtime.rollout.meter import RolloutMeter
+from rl_runtime.rollout.phase import RolloutPhase, load_rollout
+from rl_runtime.rollout.scoring import Scorer, load_reward
+from rl_runtime.training.metrics import mismatch
 from rollout_vllm import (
     Failure,
     FirstGroups,
@@ -30,8 +29,9 @@ from rollout_vllm import (
     SamplingConfig,
     VersionSpan,
 )
-from rollout_vllm.partial import fresh_group
+from rollout_vllm.client.partial import fresh_group
 from rollout_vllm.samples import PartialSample
+from run_kit.config.loader import to_yaml
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rl_runtime import rollout_servers
 from rl_runtime.errors import RankError, RlRuntimeError
-from rl_runtime.rollout_servers import RolloutServers
+from rl_runtime.rollout import servers as rollout_servers
+from rl_runtime.rollout.servers import RolloutServers
 from rollout_vllm import Endpoint, ServerDiedError, WatchEvent
 from weight_sync import ReceiverError, SyncConfig, WeightSyncError
 

@@ -4,10 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .client import RolloutClient
+    from .client.client import RolloutClient
+    from .client.partial import token_versions
     from .config import RolloutConfig, SamplingConfig
-    from .control import LoraAdapters
-    from .episodes import Episode, EpisodeGroup, EpisodeResult, TurnFailedError, run_episodes
+    from .episodes.episodes import Episode, EpisodeGroup, EpisodeResult, TurnFailedError, run_episodes
+    from .episodes.remote_rewards import RemoteReward, classification_reward, http_reward, judge_reward, pooling_reward
+    from .episodes.rewards import RewardOutcome, RewardPool
     from .errors import (
         ControlError,
         KVCacheTooSmallError,
@@ -20,11 +22,6 @@ if TYPE_CHECKING:
         ServerDiedError,
         ServerStartError,
     )
-    from .partial import token_versions
-    from .ray_servers import launch_on_ray
-    from .remote_rewards import RemoteReward, classification_reward, http_reward, judge_reward, pooling_reward
-    from .rewards import RewardOutcome, RewardPool
-    from .running import check_running
     from .samples import (
         Endpoint,
         Failure,
@@ -36,8 +33,11 @@ if TYPE_CHECKING:
         VersionSpan,
         request_seed,
     )
-    from .server import ServerGroup, check_launch
-    from .watch import ServerWatch, WatchEvent
+    from .servers.control import LoraAdapters
+    from .servers.ray_servers import launch_on_ray
+    from .servers.running import check_running
+    from .servers.server import ServerGroup, check_launch
+    from .servers.watch import ServerWatch, WatchEvent
 
 __all__ = [
     "ControlError",
@@ -87,46 +87,46 @@ __all__ = [
 _EXPORTS = {
     "ControlError": ".errors",
     "Endpoint": ".samples",
-    "Episode": ".episodes",
-    "EpisodeGroup": ".episodes",
-    "EpisodeResult": ".episodes",
+    "Episode": ".episodes.episodes",
+    "EpisodeGroup": ".episodes.episodes",
+    "EpisodeResult": ".episodes.episodes",
     "Failure": ".samples",
     "FirstGroups": ".samples",
     "GroupResult": ".samples",
     "KVCacheTooSmallError": ".errors",
-    "LoraAdapters": ".control",
+    "LoraAdapters": ".servers.control",
     "ModelFolderError": ".errors",
     "NoServerError": ".errors",
     "PartialGroup": ".samples",
     "PortInUseError": ".errors",
-    "RemoteReward": ".remote_rewards",
+    "RemoteReward": ".episodes.remote_rewards",
     "Request": ".samples",
     "RequestTooLongError": ".errors",
-    "RewardOutcome": ".rewards",
-    "RewardPool": ".rewards",
-    "RolloutClient": ".client",
+    "RewardOutcome": ".episodes.rewards",
+    "RewardPool": ".episodes.rewards",
+    "RolloutClient": ".client.client",
     "RolloutConfig": ".config",
     "RolloutConfigError": ".errors",
     "RolloutError": ".errors",
     "Sample": ".samples",
     "SamplingConfig": ".config",
     "ServerDiedError": ".errors",
-    "ServerGroup": ".server",
+    "ServerGroup": ".servers.server",
     "ServerStartError": ".errors",
-    "ServerWatch": ".watch",
-    "TurnFailedError": ".episodes",
+    "ServerWatch": ".servers.watch",
+    "TurnFailedError": ".episodes.episodes",
     "VersionSpan": ".samples",
-    "WatchEvent": ".watch",
-    "check_launch": ".server",
-    "check_running": ".running",
-    "classification_reward": ".remote_rewards",
-    "http_reward": ".remote_rewards",
-    "judge_reward": ".remote_rewards",
-    "launch_on_ray": ".ray_servers",
-    "pooling_reward": ".remote_rewards",
+    "WatchEvent": ".servers.watch",
+    "check_launch": ".servers.server",
+    "check_running": ".servers.running",
+    "classification_reward": ".episodes.remote_rewards",
+    "http_reward": ".episodes.remote_rewards",
+    "judge_reward": ".episodes.remote_rewards",
+    "launch_on_ray": ".servers.ray_servers",
+    "pooling_reward": ".episodes.remote_rewards",
     "request_seed": ".samples",
-    "run_episodes": ".episodes",
-    "token_versions": ".partial",
+    "run_episodes": ".episodes.episodes",
+    "token_versions": ".client.partial",
 }
 
 

@@ -22,7 +22,7 @@ from rollout_vllm import (
     ServerGroup,
     token_versions,
 )
-from rollout_vllm.process import call
+from rollout_vllm.servers.process import call
 
 pytestmark = pytest.mark.slow
 LONG = SamplingConfig(n=4, max_tokens=200, ignore_eos=True, temperature=0.8)

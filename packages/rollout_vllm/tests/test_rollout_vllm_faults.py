@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rollout_vllm_helpers import HarmfulProxy, assert_complete, config_for_tests, make_requests, wait_until
 
-import rollout_vllm.transport
+import rollout_vllm.client.transport
 from rollout_vllm import (
     Endpoint,
     GroupResult,
@@ -26,7 +26,7 @@ from rollout_vllm import (
     ServerGroup,
     ServerWatch,
 )
-from rollout_vllm.watch import version_problem
+from rollout_vllm.servers.watch import version_problem
 
 pytestmark = pytest.mark.slow
 SHORT = SamplingConfig(n=3, max_tokens=5)
@@ -104,7 +104,7 @@ def test_a_slow_network_is_waited_for(proxy: HarmfulProxy) -> None:
 
 def test_a_stale_connection_is_survived(pair: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """uvicorn closes idle connections after 5 s; here the client would keep them longer."""
-    monkeypatch.setattr(rollout_vllm.transport, "_KEEP_ALIVE_S", 60.0)
+    monkeypatch.setattr(rollout_vllm.client.transport, "_KEEP_ALIVE_S", 60.0)
     requests = make_requests(8)
     with RolloutClient(pair.endpoints, quick()) as client:
         assert all(g.complete for g in client.generate_blocking(requests, SHORT))
@@ -166,8 +166,8 @@ class Synchroniser:
         self._before, self._times = before, times
 
     def __call__(self, index: int, endpoint: Endpoint) -> int:
-        from rollout_vllm.metrics import server_metrics
-        from rollout_vllm.process import call
+        from rollout_vllm.client.metrics import server_metrics
+        from rollout_vllm.servers.process import call
 
         if self._before is not None and self._times > 0:
             self._times -= 1
@@ -252,7 +252,7 @@ def test_the_only_server_hangs_or_is_killed(pair: ServerGroup) -> None:
 
 def test_a_server_that_cannot_be_restarted_is_given_up(pair: ServerGroup, tmp_path: Path) -> None:
     """With plain processes in the server's place: they end at once, as a server with a broken setup does."""
-    from rollout_vllm.process import ServerProcess
+    from rollout_vllm.servers.process import ServerProcess
 
     endpoint = Endpoint("http://127.0.0.1:9", "k", "policy")
     server = ServerProcess(0, endpoint, ["--no-such-argument"], {"PYTHONHOME": str(tmp_path)}, tmp_path / "log")

@@ -24,11 +24,11 @@ from rollout_vllm import (
     VersionSpan,
     run_episodes,
 )
-from rollout_vllm.attempts import Answer, Call, GivenUp
-from rollout_vllm.dispatch import Dispatcher
-from rollout_vllm.group_run import GroupRun
-from rollout_vllm.partial import extend, fresh_group, merge_spans, remaining, seed_of, token_versions
-from rollout_vllm.protocol import Choice
+from rollout_vllm.client.attempts import Answer, Call, GivenUp
+from rollout_vllm.client.dispatch import Dispatcher
+from rollout_vllm.client.group_run import GroupRun
+from rollout_vllm.client.partial import extend, fresh_group, merge_spans, remaining, seed_of, token_versions
+from rollout_vllm.client.protocol import Choice
 from rollout_vllm.samples import Endpoint, PartialSample
 
 QUICK = settings(deadline=None, derandomize=True)

@@ -18,7 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_vllm import errors
-from rollout_vllm.checks import (
+from rollout_vllm.client.metrics import combine, parse_prometheus, server_metrics
+from rollout_vllm.client.protocol import MalformedAnswerError, completion_body, error_message, parse_completion
+from rollout_vllm.client.retry import backoff_s, judge_status
+from rollout_vllm.client.routing import Router
+from rollout_vllm.config import RolloutConfig, SamplingConfig
+from rollout_vllm.samples import Endpoint, request_seed
+from rollout_vllm.servers.checks import (
     available_memory_bytes,
     check_context,
     check_kv_cache,
@@ -28,14 +34,8 @@ from rollout_vllm.checks import (
     kv_bytes_per_token,
     reserve_port,
 )
-from rollout_vllm.command import detect_device, plan_cpu_threads, server_arguments, server_environment
-from rollout_vllm.config import RolloutConfig, SamplingConfig
-from rollout_vllm.diagnose import diagnose
-from rollout_vllm.metrics import combine, parse_prometheus, server_metrics
-from rollout_vllm.protocol import MalformedAnswerError, completion_body, error_message, parse_completion
-from rollout_vllm.retry import backoff_s, judge_status
-from rollout_vllm.routing import Router
-from rollout_vllm.samples import Endpoint, request_seed
+from rollout_vllm.servers.command import detect_device, plan_cpu_threads, server_arguments, server_environment
+from rollout_vllm.servers.diagnose import diagnose
 
 QUICK = settings(deadline=None, derandomize=True)
 QWEN = {

@@ -24,7 +24,7 @@ from rollout_vllm import (
     ServerStartError,
     launch_on_ray,
 )
-from rollout_vllm.process import call
+from rollout_vllm.servers.process import call
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 ray: Any = pytest.importorskip("ray")

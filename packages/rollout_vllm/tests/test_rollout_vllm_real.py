@@ -37,13 +37,13 @@ from rollout_vllm import (
     ServerGroup,
     ServerStartError,
     check_running,
-    control,
     judge_reward,
     request_seed,
     run_episodes,
 )
-from rollout_vllm.command import server_environment
-from rollout_vllm.process import call
+from rollout_vllm.servers import control
+from rollout_vllm.servers.command import server_environment
+from rollout_vllm.servers.process import call
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ import pytest
 
 import rollout_vllm
 
-SUPERVISE = str(Path(rollout_vllm.__file__).with_name("_supervise.py"))
+SUPERVISE = str(Path(rollout_vllm.__file__).with_name("servers") / "_supervise.py")
 
 # A command with a child, a grandchild in a session of its own, and an orphan whose parent is gone already.
 TREE = """

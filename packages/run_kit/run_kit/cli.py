@@ -15,24 +15,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from .config_help import PresetFile, help_text, list_presets
-from .config_loader import load_config, to_yaml
-from .config_schema import all_paths, nearest_paths
-from .errors import ConfigError, ConfigProblem
+from .config.help import PresetFile, help_text, list_presets
+from .config.loader import load_config, to_yaml
+from .config.schema import all_paths, nearest_paths
+from .errors import OWN_PACKAGES, ConfigError, ConfigProblem
 
 ConfigT = TypeVar("ConfigT")
 
 _HELP = ("--help", "-h", "help")
 _SOURCES = ("preset", "overlay", "config")
 # Packages whose errors count as a user's mistake when they are also ValueErrors.
-_OWN_PACKAGES = frozenset(
-    {"rl_core", "ds_engine", "rollout_vllm", "weight_sync", "ckpt", "rl_data", "rl_runtime", "apps"}
-)
 
 
 def is_user_error(error: BaseException) -> bool:
     """Whether an exception is a user's mistake: a ValueError that one of these packages defines."""
-    own = any(base.__module__.partition(".")[0] in _OWN_PACKAGES for base in type(error).__mro__)
+    own = any(base.__module__.partition(".")[0] in OWN_PACKAGES for base in type(error).__mro__)
     return isinstance(error, ConfigError) or (isinstance(error, ValueError) and own)
 
 

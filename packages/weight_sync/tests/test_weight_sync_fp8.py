@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from weight_sync import ModuleSource, SyncConfig, plan_buckets, quantise_blocks, restore_blocks
-from weight_sync.fp8 import Fp8Source
-from weight_sync.sources import slot_view
+from weight_sync.sources.base import slot_view
+from weight_sync.sources.fp8 import Fp8Source
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)

@@ -39,7 +39,7 @@ from weight_sync.channel import Channel, Listener, connect
 from weight_sync.checksum import checksum
 from weight_sync.errors import ChannelError
 from weight_sync.session import Link, PushSession
-from weight_sync.sources import slot_view
+from weight_sync.sources.base import slot_view
 from weight_sync.transports.nccl import NcclSender, await_members, join_members
 from weight_sync.transports.shm import ShmReceiver, ShmSender
 from weight_sync.vllm_plugin.adapters import _mapper

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from weight_sync import ModuleSource, plan_buckets
-from weight_sync.sources import slot_view
+from weight_sync.sources.base import slot_view
 
 rank, port = int(sys.argv[1]), sys.argv[2]
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}

@@ -17,7 +17,7 @@ import transformers
 from transformers.integrations import HfDeepSpeedConfig
 
 from weight_sync import WeightPusher, ZeroSource, plan_buckets
-from weight_sync.sources import slot_view
+from weight_sync.sources.base import slot_view
 
 
 def build_engine(folder: str, stage: int, **settings: Any) -> tuple[Any, Any]:

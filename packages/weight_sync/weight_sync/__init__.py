@@ -15,13 +15,13 @@ if TYPE_CHECKING:
         SyncConfigError,
         WeightSyncError,
     )
-    from .fp8 import quantise_blocks, restore_blocks
     from .manifest import Manifest, TensorEntry
     from .plan import Bucket, BucketPlan, Slot, plan_buckets
     from .pusher import Endpoint, SyncReport, WeightPusher
     from .server import check_server, server_args, server_env
-    from .sources import HfFolderSource, ModuleSource, WeightSource
-    from .zero_source import ZeroSource
+    from .sources.base import HfFolderSource, ModuleSource, WeightSource
+    from .sources.fp8 import quantise_blocks, restore_blocks
+    from .sources.zero import ZeroSource
 
 __all__ = [
     "Adapter",
@@ -60,10 +60,10 @@ _EXPORTS = {
     "BucketPlan": ".plan",
     "ChannelError": ".errors",
     "Endpoint": ".pusher",
-    "HfFolderSource": ".sources",
+    "HfFolderSource": ".sources.base",
     "Manifest": ".manifest",
     "ManifestError": ".errors",
-    "ModuleSource": ".sources",
+    "ModuleSource": ".sources.base",
     "ReceiverError": ".errors",
     "ServerError": ".errors",
     "Slot": ".plan",
@@ -73,14 +73,14 @@ _EXPORTS = {
     "SyncReport": ".pusher",
     "TensorEntry": ".manifest",
     "WeightPusher": ".pusher",
-    "WeightSource": ".sources",
+    "WeightSource": ".sources.base",
     "WeightSyncError": ".errors",
-    "ZeroSource": ".zero_source",
+    "ZeroSource": ".sources.zero",
     "check_server": ".server",
     "peft_name": ".adapter",
     "plan_buckets": ".plan",
-    "quantise_blocks": ".fp8",
-    "restore_blocks": ".fp8",
+    "quantise_blocks": ".sources.fp8",
+    "restore_blocks": ".sources.fp8",
     "server_args": ".server",
     "server_env": ".server",
 }

@@ -19,10 +19,10 @@ from .adapter import Adapter
 from .config import SyncConfig
 from .control import ServerControl
 from .errors import ManifestError, ReceiverError, SyncConfigError, WeightSyncError
-from .fp8 import Fp8Source
 from .plan import BucketPlan, plan_buckets
 from .session import PROTOCOL, PushSession, Timings, choose_transport, num_passes
-from .sources import WeightSource
+from .sources.base import WeightSource
+from .sources.fp8 import Fp8Source
 
 logger = logging.getLogger(__name__)
 

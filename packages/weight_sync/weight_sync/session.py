@@ -36,7 +36,7 @@ from .config import SyncConfig
 from .control import ServerControl
 from .errors import ChannelError, ReceiverError, ServerError, WeightSyncError
 from .plan import Bucket, BucketPlan
-from .sources import WeightSource
+from .sources.base import WeightSource
 from .transports.base import NUM_SLOTS, Sender
 from .transports.shm import ShmSender
 from .transports.tcp import TcpSender

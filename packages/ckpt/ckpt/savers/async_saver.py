@@ -11,12 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..errors import CheckpointUsageError
+from ..manager import CheckpointManager, state_to_json
+from ..manifest import FileEntry
+from ..reader import Checkpoint
 from .capture import Capture
-from .errors import CheckpointUsageError
-from .manager import CheckpointManager, state_to_json
-from .manifest import FileEntry
 from .rank_notes import RankNotes, Ranks
-from .reader import Checkpoint
 from .state_dicts import HostSnapshot
 
 __all__ = ["AsyncSaver", "rank_file"]

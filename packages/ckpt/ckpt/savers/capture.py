@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
-from .manifest import FileEntry
+from ..manifest import FileEntry
 
 __all__ = ["Capture"]
 

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ..errors import CheckpointSpaceError, CheckpointUsageError
+from ..files import is_disk_full
+from ..manifest import FileEntry
 from .capture import Capture
-from .errors import CheckpointSpaceError, CheckpointUsageError
-from .files import is_disk_full
 from .hashed_file import HashedFile
 from .host_copying import HostCopying
-from .manifest import FileEntry
 
 __all__ = ["DeepSpeedState"]
 

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from .digest import CHUNK_BYTES, FLUSH_BYTES, combine, hash_views, num_threads, write_views
-from .manifest import FileEntry
-from .threads import Pool
+from ..digest import CHUNK_BYTES, FLUSH_BYTES, combine, hash_views, num_threads, write_views
+from ..manifest import FileEntry
+from ..threads import Pool
 
 __all__ = ["HashedFile"]
 

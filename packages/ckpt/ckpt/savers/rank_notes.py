@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import errors
-from .errors import CheckpointError, CheckpointUsageError
-from .files import write_text
-from .manifest import FileEntry
+from .. import errors
+from ..errors import CheckpointError, CheckpointUsageError
+from ..files import write_text
+from ..manifest import FileEntry
 
 __all__ = ["NOTES_PREFIX", "RankNotes", "Ranks"]
 

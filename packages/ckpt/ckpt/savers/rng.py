@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import CheckpointStateError, CheckpointUsageError
+from ..errors import CheckpointStateError, CheckpointUsageError
 
 __all__ = ["capture_rng", "restore_rng"]
 

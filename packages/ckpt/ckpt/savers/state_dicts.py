@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .digest import write_hashed
-from .errors import CheckpointNotFoundError, CheckpointSpaceError, CheckpointStateError
-from .files import is_disk_full
-from .hf_export import DTYPE_NAMES
+from ..digest import write_hashed
+from ..errors import CheckpointNotFoundError, CheckpointSpaceError, CheckpointStateError
+from ..files import is_disk_full
+from ..hf_export import DTYPE_NAMES
+from ..manifest import FileEntry
 from .host_copying import HostCopying
-from .manifest import FileEntry
 
 if TYPE_CHECKING:
     import torch

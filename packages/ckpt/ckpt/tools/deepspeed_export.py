@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import ExportError
-from .hf_export import HfExport, save_hf_folder
-from .zero_checkpoint import ZeroCheckpoint
+from ..errors import ExportError
+from ..hf_export import HfExport, save_hf_folder
+from ..zero.zero_checkpoint import ZeroCheckpoint
 
 if TYPE_CHECKING:
     import torch

@@ -19,9 +19,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import ExportError
-from .files import fsync_file, new_folder
-from .hf_export import HfExport, save_hf_folder
+from ..errors import ExportError
+from ..files import fsync_file, new_folder
+from ..hf_export import HfExport, save_hf_folder
 
 if TYPE_CHECKING:
     import torch

@@ -19,17 +19,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .errors import (
+from ..errors import (
     CheckpointDamagedError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointStateError,
     CheckpointUsageError,
 )
-from .files import check_space, fsync_file
-from .manager import CheckpointManager
-from .manifest import MANIFEST_NAME, Manifest, ManifestError, verify_folder
-from .reader import Checkpoint, folder_name
+from ..files import check_space, fsync_file
+from ..manager import CheckpointManager
+from ..manifest import MANIFEST_NAME, Manifest, ManifestError, verify_folder
+from ..reader import Checkpoint, folder_name
 
 __all__ = ["RemoteCheckpoints"]
 

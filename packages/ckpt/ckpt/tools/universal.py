@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ExportError
-from .files import check_space, fsync_file, new_folder, write_text
-from .zero_checkpoint import KINDS, ZeroCheckpoint
+from ..errors import ExportError
+from ..files import check_space, fsync_file, new_folder, write_text
+from ..zero.zero_checkpoint import KINDS, ZeroCheckpoint
 
 __all__ = ["UniversalCheckpoint", "write_universal"]
 

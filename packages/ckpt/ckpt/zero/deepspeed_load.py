@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from .errors import CheckpointUsageError, UntrustedFileError
+from ..errors import CheckpointUsageError, UntrustedFileError
 
 __all__ = ["loading_without_pickle"]
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import ShardError
+from ..errors import ShardError
 from .zero_layout import Shape, ZeroLayout
 
 if TYPE_CHECKING:

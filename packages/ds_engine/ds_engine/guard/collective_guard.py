@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from ..errors import CollectiveMismatchError, RankStalledError
 from .collective_log import METHODS, CollectiveRecord, GroupLog, RankDump, call_site, describe_call, diagnose
-from .errors import CollectiveMismatchError, RankStalledError
 
 __all__ = ["CollectiveGuard", "mark", "record_collectives"]
 

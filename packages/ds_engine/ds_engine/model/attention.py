@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .errors import EngineConfigError, ModelError
+from ..errors import EngineConfigError, ModelError
 from .flash4 import flash4_attention
 from .sequence_parallel import SequenceGroup, gather_heads, scatter_heads
 
 if TYPE_CHECKING:
-    from .config import Attention
+    from ..config import Attention
 
 __all__ = ["ATTENTION_NAME", "Packing", "choose_kernel", "packed_attention", "register_packed_attention"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ..errors import EngineConfigError, ModelError
 from .attention import ATTENTION_NAME, packed_attention
-from .checkpointing import transformer_layers
-from .errors import EngineConfigError, ModelError
+from .recomputation import transformer_layers
 
 __all__ = ["KEEP_LESS", "compile_layers"]
 

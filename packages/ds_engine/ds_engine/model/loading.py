@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from ..errors import EngineConfigError, ModelError
 from .attention import ATTENTION_NAME, choose_kernel, register_packed_attention
-from .checkpointing import enable_checkpointing
 from .compilation import compile_layers
-from .errors import EngineConfigError, ModelError
 from .lora import add_adapters
 from .packed_model import VALUE_HEAD, install_packed_forward
-from .quantised_base import quantise_base
+from .quantized_base import quantise_base
+from .recomputation import enable_checkpointing
 from .sequence_parallel import check_heads
 
 if TYPE_CHECKING:
-    from .batch import Head, LogProbFn
-    from .config import EngineConfig, OffloadConfig
+    from ..batch import Head, LogProbFn
+    from ..config import EngineConfig, OffloadConfig
 
 __all__ = ["check_offload", "load_model", "prepare_model", "torch_dtype"]
 

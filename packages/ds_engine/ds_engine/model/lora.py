@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from .errors import EngineConfigError, ModelError
-from .export import LowRank, NamedTensor
-from .quantised_base import Nf4Linear, packed_shapes
+from ..errors import EngineConfigError, ModelError
+from ..state.export import LowRank, NamedTensor
+from .quantized_base import Nf4Linear, packed_shapes
 
 if TYPE_CHECKING:
-    from .batch import Head
-    from .config import LoraConfig
+    from ..batch import Head
+    from ..config import LoraConfig
 
 __all__ = [
     "adapter_settings",

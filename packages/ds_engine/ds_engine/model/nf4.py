@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .model_shape import NF4_BLOCK, UNPACKED_AT_ONCE, nf4_bytes
+from ..planning.model_shape import NF4_BLOCK, UNPACKED_AT_ONCE, nf4_bytes
 
 __all__ = ["VALUES", "PackedShape"]
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import BatchError, ModelError
 from .attention import Packing
-from .errors import BatchError, ModelError
 from .sequence_parallel import SequenceGroup, TargetShare, gather_answers, share_targets
 
 if TYPE_CHECKING:
-    from .batch import LogProbFn, TokenBatch
+    from ..batch import LogProbFn, TokenBatch
 
 __all__ = ["VALUE_HEAD", "PackedInputs", "install_packed_forward", "packed_inputs"]
 

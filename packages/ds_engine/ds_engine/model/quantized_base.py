@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .errors import ModelError
+from ..errors import ModelError
 from .nf4 import PackedShape
 
 __all__ = ["Nf4Linear", "packed_shapes", "quantise_base"]

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from .errors import ModelError
+from ..errors import ModelError
 
 __all__ = ["enable_checkpointing", "transformer_layers"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .config import EngineConfig
+from ..config import EngineConfig
 from .transfer_plan import Visit, planned_transfers
 
 __all__ = ["PlannedCollective", "planned_step", "planned_zero3_steps"]

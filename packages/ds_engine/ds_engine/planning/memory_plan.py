@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .config import EngineConfig
+from ..config import EngineConfig
 from .model_shape import UNPACKED_AT_ONCE, ModelShape, Weight, nf4_bytes
 
 __all__ = ["MemoryEstimate", "Place", "estimate_memory"]

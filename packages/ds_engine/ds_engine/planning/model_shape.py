@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .config import LoraConfig
+from ..config import LoraConfig
 
 __all__ = ["NF4_BLOCK", "UNPACKED_AT_ONCE", "ModelShape", "Weight", "nf4_bytes"]
 

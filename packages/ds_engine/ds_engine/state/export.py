@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .nf4 import PackedShape
+from ..model.nf4 import PackedShape
 
 __all__ = ["LowRank", "NamedTensor", "export_tensors"]
 

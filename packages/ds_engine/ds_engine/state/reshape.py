@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 __all__ = ["StateLayout", "StateSource", "fill_state", "has_layout"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 __all__ = ["load_state", "save_state"]
 

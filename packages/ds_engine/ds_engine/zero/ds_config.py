@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .config import EngineConfig, OffloadDevice
+from ..config import EngineConfig, OffloadDevice
 from .loss_scale import NEVER
 
 __all__ = ["deepspeed_config"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import EngineConfigError
+from ..errors import EngineConfigError
 
 __all__ = ["NEVER", "LossScale", "check_fp16"]
 

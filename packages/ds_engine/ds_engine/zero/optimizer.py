@@ -11,7 +11,7 @@ from torch import nn
 
 from .adamw import AdamW
 from .ds_config import deepspeed_config
-from .gradient_sum import sum_gradients_in_place
+from .grad_accumulation import sum_gradients_in_place
 from .nvme_gradients import keep_gradients_in_memory
 from .step_norms import batch_step_norms
 from .zero3_gather import batch_gathers, keep_whole
@@ -20,7 +20,7 @@ from .zero3_step import batch_zero3_step
 from .zero3_visits import shorten_visits
 
 if TYPE_CHECKING:
-    from .config import EngineConfig, OptimConfig
+    from ..config import EngineConfig, OptimConfig
 
 __all__ = ["build_optimizer", "parameter_groups", "start_deepspeed"]
 

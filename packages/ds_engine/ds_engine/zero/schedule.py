@@ -2,8 +2,8 @@
 
 import math
 
-from .config import OptimConfig
-from .errors import EngineConfigError
+from ..config import OptimConfig
+from ..errors import EngineConfigError
 
 __all__ = ["check_schedule", "learning_rate"]
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .collectives import all_gather_single
-from .errors import EngineError
+from ..collectives import all_gather_single
+from ..errors import EngineError
 
 __all__ = ["batch_gathers", "keep_whole", "param_status", "parameter_offload"]
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from .checkpointing import transformer_layers
-from .errors import ModelError
+from ..errors import ModelError
+from ..model.recomputation import transformer_layers
 from .zero3_gather import parameter_offload
 
 if TYPE_CHECKING:
-    from .config import ZeroConfig
+    from ..config import ZeroConfig
 
 __all__ = ["gathers_layers", "make_leaves", "shorten_hooks"]
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import reduce_scatter_single
+from ..collectives import reduce_scatter_single
 
 __all__ = ["batch_zero3_step"]
 

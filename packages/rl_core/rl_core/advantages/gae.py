@@ -6,9 +6,9 @@ Shapes: K response tokens of all sequences one after another, S sequences.
 import torch
 from torch import Tensor
 
-from ._tensors import require_1d, require_same_shape, upcast
-from .errors import ShapeError
-from .segments import reverse_scan
+from .._tensors import require_1d, require_same_shape, upcast
+from ..batching.segments import reverse_scan
+from ..errors import ShapeError
 
 __all__ = ["gae"]
 

@@ -8,7 +8,7 @@ A group whose scores are all equal, or that has one sample, says nothing about t
 import torch
 from torch import Tensor
 
-from ._tensors import require_1d, require_same_shape, upcast
+from .._tensors import require_1d, require_same_shape, upcast
 
 __all__ = ["dr_grpo_advantages", "group_advantages", "remax_advantages", "rloo_advantages"]
 

@@ -6,8 +6,8 @@ Shapes: K response tokens of all sequences one after another, N sequences (the s
 import torch
 from torch import Tensor
 
-from .advantages import group_advantages
-from .segments import broadcast_to_tokens, returns_to_go
+from ..batching.segments import broadcast_to_tokens, returns_to_go
+from .group import group_advantages
 from .whiten import masked_whiten
 
 __all__ = ["reinforce_pp_advantages", "reinforce_pp_baseline_advantages"]

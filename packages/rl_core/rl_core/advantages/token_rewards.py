@@ -6,8 +6,8 @@ Shapes: K response tokens of all sequences one after another, S sequences.
 import torch
 from torch import Tensor
 
-from ._tensors import require_1d, require_same_shape, upcast
-from .errors import ShapeError
+from .._tensors import require_1d, require_same_shape, upcast
+from ..errors import ShapeError
 
 __all__ = ["token_rewards"]
 

@@ -1,6 +1,6 @@
 """DAPO's dynamic sampling: train on groups whose samples differ in score, and ask for more until there are enough.
 
-Shapes: N samples; `group_ids_N` as in `rl_core.advantages`.
+Shapes: N samples; `group_ids_N` as in `rl_core.advantages.group`.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._tensors import require_1d, require_same_shape
+from .._tensors import require_1d, require_same_shape
 
 __all__ = ["DynamicSelection", "informative_groups", "select_groups"]
 

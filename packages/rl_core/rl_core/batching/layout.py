@@ -11,9 +11,9 @@ world size = dp * sp as well as for DeepSpeed told `sequence_parallel_size` (wor
 from dataclasses import dataclass
 from math import gcd
 
-from .batch_math import listed, nearest_divisors, nearest_multiples
+from ..errors import BatchError
 from .config import BatchConfig
-from .errors import BatchError
+from .plan import listed, nearest_divisors, nearest_multiples
 
 __all__ = ["BatchLayout", "batch_layout"]
 

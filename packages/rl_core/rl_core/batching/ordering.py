@@ -6,7 +6,7 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from .errors import BatchError
+from ..errors import BatchError
 
 __all__ = ["inverse_order", "reorder", "restore"]
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .errors import ShapeError
+from ..errors import ShapeError
 
 __all__ = ["PackedBatch", "SequenceData", "pack", "unpack", "unpack_column"]
 

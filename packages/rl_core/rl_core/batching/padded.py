@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ._tensors import require_same_shape
-from .errors import ShapeError
+from .._tensors import require_same_shape
+from ..errors import ShapeError
 
 __all__ = ["flatten_padded", "pad_flat"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .errors import BatchError
+from ..errors import BatchError
 from .partition import Bins, balanced_partition, first_fit, level_bins
 
 __all__ = ["MicroBatchPlan", "plan_micro_batches", "split_mini_batches"]

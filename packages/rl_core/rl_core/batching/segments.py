@@ -6,8 +6,8 @@ Shapes: K values of all sequences one after another, S sequences, `lens_S` how m
 import torch
 from torch import Tensor
 
-from ._tensors import require_1d
-from .errors import ShapeError
+from .._tensors import require_1d
+from ..errors import ShapeError
 
 __all__ = ["broadcast_to_tokens", "returns_to_go", "segment_mean", "segment_sum"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._tensors import require_same_shape
-from .segments import segment_mean, segment_sum
+from .._tensors import require_same_shape
+from ..batching.segments import segment_mean, segment_sum
 
 __all__ = ["effective_sample_size", "mismatch_metrics"]
 

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._tensors import require_same_shape, safe_exp, upcast
-from .segments import broadcast_to_tokens, segment_mean, segment_sum
+from .._tensors import require_same_shape, safe_exp, upcast
+from ..batching.segments import broadcast_to_tokens, segment_mean, segment_sum
 
 __all__ = ["ImportanceLevel", "ImportanceMode", "rollout_weights"]
 

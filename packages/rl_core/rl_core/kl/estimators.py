@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ._tensors import require_same_shape, safe_exp, upcast
+from .._tensors import require_same_shape, safe_exp, upcast
 
 __all__ = ["KLKind", "kl_estimate", "kl_loss"]
 

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._tensors import require_1d, require_same_shape, upcast
-from .segments import broadcast_to_tokens
+from .._tensors import require_1d, require_same_shape, upcast
+from ..batching.segments import broadcast_to_tokens
 
 __all__ = ["LossAggregation", "aggregate_loss", "global_totals", "token_weights"]
 

@@ -6,8 +6,8 @@ Shapes: K response tokens; any other shape works too, as long as all tensors agr
 import torch
 from torch import Tensor
 
-from ._tensors import require_same_shape, safe_exp, upcast
-from .policy_loss import PolicyLossStats, require_bounds
+from .._tensors import require_same_shape, safe_exp, upcast
+from .policy import PolicyLossStats, require_bounds
 
 __all__ = ["cispo_loss"]
 

@@ -5,7 +5,7 @@ Shapes: K response tokens, V vocabulary.
 
 from torch import Tensor
 
-from ._tensors import upcast
+from .._tensors import upcast
 
 __all__ = ["entropy_bonus", "entropy_from_logits"]
 

@@ -5,9 +5,9 @@ Shapes: K response tokens of all sequences one after another, S sequences.
 
 from torch import Tensor
 
-from ._tensors import require_same_shape, safe_exp, upcast
-from .policy_loss import PolicyLossStats, clipped_surrogate, require_bounds
-from .segments import broadcast_to_tokens, segment_mean
+from .._tensors import require_same_shape, safe_exp, upcast
+from ..batching.segments import broadcast_to_tokens, segment_mean
+from .policy import PolicyLossStats, clipped_surrogate, require_bounds
 
 __all__ = ["gspo_loss"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._tensors import require_same_shape, safe_exp, upcast
+from .._tensors import require_same_shape, safe_exp, upcast
 
 __all__ = ["PolicyLossStats", "policy_metric_shares", "ppo_clip_loss"]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._tensors import require_same_shape, upcast
+from .._tensors import require_same_shape, upcast
 
 __all__ = ["value_loss"]
 

@@ -17,7 +17,7 @@ from rl_data import (
     write_task,
 )
 
-from .config import ModelConfig, SupervisedConfig, TaskSize
+from ..config import ModelConfig, SupervisedConfig, TaskSize
 
 BUILTIN_MODEL = "builtin:tiny"
 

@@ -14,9 +14,25 @@ from ckpt import Checkpoint
 from ds_engine import EngineConfig, Head
 from rl_core import BatchLayout, batch_layout
 from rl_data import PromptSampler
+from run_kit.config.loader import to_yaml
+from run_kit.memory import MemorySampler
+from run_kit.profiling import StepProfiler
+from run_kit.tracking import RunFolder, Tracker, check_tracking
 
-from .checkpoints import RunCheckpoints, Stateful
-from .checks import (
+from ..launch.placement import Placement
+from ..launch.reachability import sync_that_reaches
+from ..launch.session import Session, open_session, plan_session
+from ..ranks.environment import prepare_driver
+from ..ranks.model_handle import Role
+from ..rollout.phase import RolloutPhase
+from ..rollout.scoring import Scorer
+from ..rollout.servers import RolloutServers
+from ..training.checkpoints import RunCheckpoints, Stateful
+from ..training.loop import Learn, LoopResult, TrainingLoop
+from ..training.supervised import train_supervised
+from .inputs import Inputs, load_inputs
+from .job_config import JobConfig, without_secrets
+from .preflight import (
     check_adapters,
     check_engine,
     check_functions,
@@ -27,22 +43,6 @@ from .checks import (
     check_supervised,
     find_checkpoint,
 )
-from .config_loader import to_yaml
-from .environment import prepare_driver
-from .inputs import Inputs, load_inputs
-from .job_config import JobConfig, without_secrets
-from .loop import Learn, LoopResult, TrainingLoop
-from .memory import MemorySampler
-from .placement import Placement
-from .profiling import StepProfiler
-from .reach import sync_that_reaches
-from .role import Role
-from .rollout_phase import RolloutPhase
-from .rollout_servers import RolloutServers
-from .scoring import Scorer
-from .session import Session, open_session, plan_session
-from .supervised import train_supervised
-from .tracking import RunFolder, Tracker, check_tracking
 
 
 @dataclass(frozen=True, kw_only=True)

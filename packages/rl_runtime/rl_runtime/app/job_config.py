@@ -7,9 +7,10 @@ from ds_engine import EngineConfig
 from rl_core import BatchConfig
 from rl_data import DataConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
+from run_kit.tracking import TrackingConfig
 from weight_sync import SyncConfig
 
-from .config import (
+from ..config import (
     EpisodeConfig,
     ModelConfig,
     OversamplingConfig,
@@ -18,7 +19,6 @@ from .config import (
     TaskSize,
     TrainerConfig,
 )
-from .tracking import TrackingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

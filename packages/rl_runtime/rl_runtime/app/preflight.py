@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from ckpt import Checkpoint, CheckpointManager
 from ds_engine import EngineConfig
-from ds_engine.schedule import check_schedule
+from ds_engine.zero.schedule import check_schedule
 from rl_data import (
     DataConfig,
     build_tiny_model,
@@ -22,17 +22,17 @@ from rl_data import (
     find_model_folder,
 )
 from rollout_vllm import Endpoint, RolloutConfig, SamplingConfig, check_launch, check_running
-from rollout_vllm.checks import check_request_length
+from rollout_vllm.servers.checks import check_request_length
 from weight_sync import SyncConfig, check_server
 
-from .cluster import check_address
-from .config import EpisodeConfig, ModelConfig, ScoringConfig, SupervisedConfig, TrainerConfig
-from .errors import InputError
+from ..config import EpisodeConfig, ModelConfig, ScoringConfig, SupervisedConfig, TrainerConfig
+from ..errors import InputError
+from ..launch.cluster import check_address
+from ..launch.placement import Placement
+from ..launch.reachability import sync_that_reaches, why_unreachable
+from ..rollout.phase import load_rollout
+from ..rollout.scoring import load_reward
 from .inputs import BUILTIN_MODEL
-from .placement import Placement
-from .reach import sync_that_reaches, why_unreachable
-from .rollout_phase import load_rollout
-from .scoring import load_reward
 
 
 def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:

@@ -8,11 +8,11 @@ from typing import Literal
 import ray
 
 from rollout_vllm import RolloutConfig, ServerGroup, launch_on_ray
-from rollout_vllm.ray_servers import default_resources
+from rollout_vllm.servers.ray_servers import default_resources
 
-from .errors import InputError
+from ..errors import InputError
 from .placement import ClusterNode, plan_server_nodes
-from .reach import why_unreachable
+from .reachability import why_unreachable
 
 
 def check_address(address: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .errors import PlacementError
+from ..errors import PlacementError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 from rollout_vllm import RolloutConfig
 from weight_sync import SyncConfig
 
-from .config import TrainerConfig
-from .errors import InputError
+from ..config import TrainerConfig
+from ..errors import InputError
 
 _PROBE_TIMEOUT_S = 10.0
 

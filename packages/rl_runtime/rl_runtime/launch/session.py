@@ -17,11 +17,11 @@ import ray
 from rollout_vllm import RolloutClient, RolloutConfig, ServerGroup
 from weight_sync import SyncConfig, server_args, server_env
 
+from ..config import RanksConfig, TrainerConfig
+from ..ranks.environment import visible_gpus
+from ..ranks.group import RankGroup
 from .cluster import join_cluster, launch_on_other_nodes
-from .config import RanksConfig, TrainerConfig
-from .environment import visible_gpus
 from .placement import Placement, plan_placement
-from .rank_group import RankGroup
 
 NUM_RAY_ATTEMPTS = 3
 

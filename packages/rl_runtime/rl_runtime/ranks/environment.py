@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .errors import PlacementError
+from ..errors import PlacementError
 
 # Libraries that would otherwise write progress bars and warnings over the run's own lines.
 _QUIET = {

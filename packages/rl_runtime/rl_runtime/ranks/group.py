@@ -9,9 +9,9 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ..errors import RankError
 from .environment import rank_env
-from .errors import RankError
-from .rank_worker import RankWorker
+from .worker import RankWorker
 
 
 class RankGroup:

@@ -11,8 +11,8 @@ import numpy as np
 from ds_engine import EngineConfig, Head, LossFn, OptimConfig, StepStats
 from rl_core import BatchConfig, MicroBatchPlan, PackedBatch, plan_micro_batches
 
-from .experience import ExperienceBatch, Float32Array
-from .rank_group import RankGroup
+from ..experience import ExperienceBatch, Float32Array
+from .group import RankGroup
 
 T = TypeVar("T")
 

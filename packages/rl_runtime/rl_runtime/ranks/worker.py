@@ -31,7 +31,7 @@ from ds_engine import EngineConfig, Head, LossFn, StepStats, TokenBatch, TokenOu
 from rl_core import linear_log_prob
 from weight_sync import Adapter, SyncConfig, SyncReport, WeightPusher, ZeroSource
 
-from .profiling import RankProfiler
+from .profiler import RankProfiler
 
 _RNG = "rng"
 

@@ -8,7 +8,7 @@ from rl_data import Prompt
 from rollout_vllm import PartialGroup, Request, VersionSpan
 from rollout_vllm.samples import PartialSample
 
-from .experience import PromptLike
+from ..experience import PromptLike
 
 
 @dataclass(frozen=True, kw_only=True)

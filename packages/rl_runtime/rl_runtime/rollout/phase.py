@@ -28,13 +28,13 @@ from rollout_vllm import (
     token_versions,
 )
 
-from .carried import Carried
-from .config import EpisodeConfig, OversamplingConfig
-from .errors import RolloutFailed
-from .experience import Experience, ExperienceBatch, PromptLike
-from .functions import load_function
-from .rollout_meter import RolloutMeter
+from ..config import EpisodeConfig, OversamplingConfig
+from ..errors import RolloutFailed
+from ..experience import Experience, ExperienceBatch, PromptLike
+from .meter import RolloutMeter
+from .partial_rollouts import Carried
 from .scoring import Scorer
+from .user_functions import load_function
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 RolloutFunction = Callable[[Episode, PromptLike, Any], Awaitable[None]]

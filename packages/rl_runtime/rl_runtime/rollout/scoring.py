@@ -15,9 +15,9 @@ from rollout_vllm import (
     pooling_reward,
 )
 
-from .config import ScoringConfig
-from .experience import PromptLike
-from .functions import load_function
+from ..config import ScoringConfig
+from ..experience import PromptLike
+from .user_functions import load_function
 
 
 class Scorer:

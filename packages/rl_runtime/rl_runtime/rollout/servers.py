@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from rollout_vllm import Endpoint, RolloutClient, ServerGroup, ServerWatch
 from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
 
-from .errors import RankError, RlRuntimeError
-from .role import Role
+from ..errors import RankError, RlRuntimeError
+from ..ranks.model_handle import Role
 
 _NOTICE_S = 20.0
 """How long a server's supervisor may take to see that the server is gone."""

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .errors import InputError
+from ..errors import InputError
 
 
 def load_function(name: str, *, key: str, arguments: tuple[str, ...], is_coroutine: bool = False) -> Callable[..., Any]:

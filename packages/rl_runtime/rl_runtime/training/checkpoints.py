@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from ckpt import AsyncSaver, Checkpoint, CheckpointManager, Ranks, Retention, capture_rng, check_model, restore_rng
 
-from .config import TrainerConfig
-from .errors import InputError
-from .rank_group import RankGroup
-from .role import Role
+from ..config import TrainerConfig
+from ..errors import InputError
+from ..ranks.group import RankGroup
+from ..ranks.model_handle import Role
 
 
 class Stateful(Protocol):

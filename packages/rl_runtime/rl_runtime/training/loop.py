@@ -11,19 +11,19 @@ from typing import Any
 from ckpt import Checkpoint
 from rl_data import PromptSampler
 from rollout_vllm import SamplingConfig
+from run_kit.memory import MemorySampler
+from run_kit.profiling import StepProfiler
+from run_kit.timing import PhaseTimer
+from run_kit.tracking import Tracker
 
+from ..config import TrainerConfig
+from ..errors import RankError, RolloutFailed
+from ..experience import ExperienceBatch, PromptLike
+from ..launch.session import Session
+from ..rollout.phase import RolloutPhase
+from ..rollout.servers import RolloutServers
 from .checkpoints import RunCheckpoints
-from .config import TrainerConfig
-from .errors import RankError, RolloutFailed
-from .experience import ExperienceBatch, PromptLike
-from .memory import MemorySampler
 from .metrics import rollout_metrics, throughput
-from .profiling import StepProfiler
-from .rollout_phase import RolloutPhase
-from .rollout_servers import RolloutServers
-from .session import Session
-from .timing import PhaseTimer
-from .tracking import Tracker
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 Learn = Callable[[int, ExperienceBatch, Phase], dict[str, float]]

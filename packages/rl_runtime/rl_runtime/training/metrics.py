@@ -6,8 +6,8 @@ import numpy as np
 
 from ds_engine import StepStats
 
-from .experience import ExperienceBatch
-from .rollout_phase import Collected
+from ..experience import ExperienceBatch
+from ..rollout.phase import Collected
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from ds_engine import LossOutput, TokenBatch, TokenOutputs
 
-    from .experience import ExperienceBatch
+    from ..experience import ExperienceBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ import torch
 from ds_engine import LossOutput, StepStats, TokenBatch, TokenOutputs
 from rl_core import SequenceData, pack, token_weights
 
-from .config import SupervisedConfig
-from .role import Role
+from ..config import SupervisedConfig
+from ..ranks.model_handle import Role
 
 
 class DemonstrationLike(Protocol):

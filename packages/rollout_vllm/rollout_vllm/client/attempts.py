@@ -14,13 +14,13 @@ from typing import Protocol
 
 import aiohttp
 
-from .config import RolloutConfig, SamplingConfig
+from ..config import RolloutConfig, SamplingConfig
+from ..errors import ControlError
+from ..samples import FailureKind
 from .dispatch import Dispatcher
-from .errors import ControlError
 from .metrics import ClientCounters
 from .protocol import Choice, MalformedAnswerError, completion_body, engine_request_id, error_message, parse_completion
 from .retry import ABORTED, CONNECTION_LOST, MALFORMED, TIMED_OUT, Verdict, backoff_s, judge_status
-from .samples import FailureKind
 from .transport import Transport
 
 _ABORT_TIMEOUT_S = 30.0

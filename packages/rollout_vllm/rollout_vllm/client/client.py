@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from ..config import RolloutConfig, SamplingConfig
+from ..errors import ControlError, NoServerError
+from ..samples import Endpoint, FirstGroups, GroupResult, PartialGroup, Request
 from .attempts import Asker
-from .config import RolloutConfig, SamplingConfig
 from .dispatch import Dispatcher
-from .errors import ControlError, NoServerError
 from .group_run import GroupRun
 from .metrics import ClientCounters, Rates, combine, server_metrics
 from .partial import fresh_group
-from .samples import Endpoint, FirstGroups, GroupResult, PartialGroup, Request
 from .transport import HttpClient
 
 T = TypeVar("T")

@@ -7,10 +7,10 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+from ..config import SamplingConfig
+from ..samples import Failure, FailureKind, GroupResult, PartialGroup
 from .attempts import Asker, Call, GivenUp
-from .config import SamplingConfig
 from .partial import extend, finished_sample, remaining, seed_of
-from .samples import Failure, FailureKind, GroupResult, PartialGroup
 
 
 class GroupRun:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from .config import SamplingConfig
+from ..config import SamplingConfig
+from ..samples import PartialGroup, PartialSample, Request, Sample, VersionSpan, request_seed
 from .protocol import Choice
-from .samples import PartialGroup, PartialSample, Request, Sample, VersionSpan, request_seed
 
 
 def fresh_group(request: Request, n: int) -> PartialGroup:

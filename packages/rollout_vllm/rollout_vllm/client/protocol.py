@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from .config import SamplingConfig
-from .samples import FinishReason
+from ..config import SamplingConfig
+from ..samples import FinishReason
 
 _FINISH_REASONS = ("stop", "length", "abort")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .samples import FailureKind
+from ..samples import FailureKind
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any, Self
 
 import aiohttp
 
+from ..config import RolloutConfig
+from ..samples import Endpoint
 from ._loop import LoopThread
-from .config import RolloutConfig
 from .protocol import MalformedAnswerError, error_message
-from .samples import Endpoint
 
 # Shorter than the 5 s after which uvicorn closes an idle connection, so that a stale one is rarely picked up at all.
 _KEEP_ALIVE_S = 3.0

@@ -22,11 +22,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .client import RolloutClient
-from .config import SamplingConfig
-from .errors import RolloutError
-from .partial import merge_spans
-from .samples import Failure, FailureKind, FinishReason, Request, Sample, VersionSpan, request_seed
+from ..client.client import RolloutClient
+from ..client.partial import merge_spans
+from ..config import SamplingConfig
+from ..errors import RolloutError
+from ..samples import Failure, FailureKind, FinishReason, Request, Sample, VersionSpan, request_seed
 
 
 class TurnFailedError(RolloutError):

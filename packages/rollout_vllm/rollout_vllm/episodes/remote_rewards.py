@@ -21,12 +21,12 @@ from typing import Any
 
 import aiohttp
 
-from .config import RolloutConfig
-from .protocol import MalformedAnswerError, error_message
-from .retry import backoff_s, judge_status
+from ..client.protocol import MalformedAnswerError, error_message
+from ..client.retry import backoff_s, judge_status
+from ..client.transport import HttpClient
+from ..config import RolloutConfig
+from ..samples import Endpoint
 from .rewards import RewardOutcome
-from .samples import Endpoint
-from .transport import HttpClient
 
 _RETRY_BASE_S, _RETRY_MAX_S = 0.2, 5.0
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..config import RolloutConfig
+from ..errors import KVCacheTooSmallError, ModelFolderError, PortInUseError, RequestTooLongError, RolloutConfigError
 from .command import Device, kv_cache_bytes_of
-from .config import RolloutConfig
-from .errors import KVCacheTooSmallError, ModelFolderError, PortInUseError, RequestTooLongError, RolloutConfigError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")

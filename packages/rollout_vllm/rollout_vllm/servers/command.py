@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Literal
 
-from .config import RolloutConfig
-from .errors import RolloutConfigError
+from ..config import RolloutConfig
+from ..errors import RolloutConfigError
 
 Device = Literal["cpu", "cuda"]
 SERVED_MODEL_NAME = "policy"

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from .errors import ControlError, RolloutConfigError
+from ..errors import ControlError, RolloutConfigError
+from ..samples import Endpoint
 from .process import call
-from .samples import Endpoint
 
 WakeTag = Literal["weights", "kv_cache"]
 

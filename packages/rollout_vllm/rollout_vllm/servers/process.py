@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from ..errors import ServerDiedError, ServerStartError
+from ..samples import Endpoint
 from .command import describe_environment
 from .diagnose import diagnose
-from .errors import ServerDiedError, ServerStartError
-from .samples import Endpoint
 
 _HERE = Path(__file__).resolve().parent
 _MAX_LOG_BYTES = 4 << 20  # of the log, read for a diagnosis

@@ -19,12 +19,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..config import RolloutConfig
+from ..errors import ModelFolderError, RolloutConfigError, ServerDiedError, ServerStartError
+from ..samples import Endpoint
 from .checks import check_device_features
 from .command import Device, detect_device
-from .config import RolloutConfig
-from .errors import ModelFolderError, RolloutConfigError, ServerDiedError, ServerStartError
 from .process import ServerProcess
-from .samples import Endpoint
 from .server import ServerGroup, build_server, check_launch
 
 _CALL_TIMEOUT_S = 30.0

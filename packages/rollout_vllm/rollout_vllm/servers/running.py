@@ -6,10 +6,10 @@ import http.client
 import json
 from typing import Any
 
-from .config import RolloutConfig
-from .errors import RequestTooLongError, RolloutConfigError
+from ..config import RolloutConfig
+from ..errors import RequestTooLongError, RolloutConfigError
+from ..samples import Endpoint
 from .process import call
-from .samples import Endpoint
 
 _CALL_TIMEOUT_S = 30.0
 

@@ -12,6 +12,9 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 
+from ..config import RolloutConfig
+from ..errors import RolloutConfigError, ServerStartError
+from ..samples import Endpoint
 from .checks import (
     available_memory_bytes,
     check_context,
@@ -22,11 +25,8 @@ from .checks import (
     reserve_port,
 )
 from .command import SERVED_MODEL_NAME, Device, detect_device, server_arguments, server_environment
-from .config import RolloutConfig
-from .errors import RolloutConfigError, ServerStartError
 from .process import Server, ServerProcess, try_generation
 from .running import is_paused
-from .samples import Endpoint
 
 
 def check_launch(model_path: str | Path, config: RolloutConfig, *, elsewhere: bool = False) -> Device:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from .client import RolloutClient
-from .errors import RolloutConfigError, ServerDiedError, ServerStartError
+from ..client.client import RolloutClient
+from ..errors import RolloutConfigError, ServerDiedError, ServerStartError
+from ..samples import Endpoint
 from .process import Server, call
-from .samples import Endpoint
 from .server import ServerGroup
 
 OnRestart = Callable[[int, Endpoint], int | None]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config_docs import class_doc, field_doc
-from .config_loader import plain_tree
-from .config_schema import MISSING, Key, Section, entries, field_default, nearest_paths, type_text
+from .field_docs import class_doc, field_doc
+from .loader import plain_tree
+from .schema import MISSING, Key, Section, entries, field_default, nearest_paths, type_text
 
 _WIDTH = 110
 

@@ -15,7 +15,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from .config_schema import (
+from ..errors import ConfigError, ConfigProblem
+from .schema import (
     MISSING,
     accepts_text,
     allowed_words,
@@ -29,8 +30,7 @@ from .config_schema import (
     value_hint,
     wants_text,
 )
-from .config_yaml import YamlError, dump, parse_typed
-from .errors import ConfigError, ConfigProblem
+from .yaml import YamlError, dump, parse_typed
 
 ConfigT = TypeVar("ConfigT")
 

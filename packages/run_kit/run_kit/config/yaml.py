@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from .config_schema import field_hints, item_hint, section_class, value_hint, wants_text
+from .schema import field_hints, item_hint, section_class, value_hint, wants_text
 
 _TAG = "tag:yaml.org,2002:"
 _RESOLVERS: list[tuple[str, str, str]] = [

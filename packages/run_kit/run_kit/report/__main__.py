@@ -1,4 +1,4 @@
-"""`python -m rl_runtime.report RUN_FOLDER... [output=FILE.html]`: the page of one run, or of several compared."""
+"""`python -m run_kit.report RUN_FOLDER... [output=FILE.html]`: the page of one run, or of several compared."""
 
 import sys
 from collections.abc import Sequence

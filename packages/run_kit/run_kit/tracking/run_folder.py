@@ -12,15 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from ..config import EXPERIMENT_PATTERN
-from ..config_loader import to_yaml
-from ..errors import TrackingError
+from ..config.loader import to_yaml
+from ..errors import OWN_PACKAGES, TrackingError
 from .metrics_table import atomic_write
+
+EXPERIMENT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
+"""What a run may be called: the name becomes a folder's."""
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-# Loggers of these packages speak from INFO on; everybody else's from WARNING on.
-_OWN_LOGGERS = ("rl_core", "ds_engine", "rollout_vllm", "weight_sync", "ckpt", "rl_data", "rl_runtime", "apps")
 
 
 class RunFolder:
@@ -252,5 +252,5 @@ class _Capture:
 
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
-    own = record.name.partition(".")[0] in _OWN_LOGGERS
+    own = record.name.partition(".")[0] in OWN_PACKAGES
     return record.levelno >= (logging.INFO if own else logging.WARNING)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
-from ..config_loader import plain_tree
+from ..config.loader import plain_tree
 from .config import TrackingConfig
 from .metrics_table import MetricsTable, atomic_write
 from .progress import Progress, duration_text

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from .errors import SourceError
-from .manifest import Manifest, TensorEntry
-from .plan import Bucket, Slot
+from ..errors import SourceError
+from ..manifest import Manifest, TensorEntry
+from ..plan import Bucket, Slot
 
 
 class WeightSource(Protocol):

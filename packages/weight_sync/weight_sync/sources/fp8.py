@@ -7,9 +7,9 @@ when its own checkpoint is of that kind (``quant_method: fp8`` with ``weight_blo
 import torch
 from torch import Tensor, nn
 
-from .manifest import Manifest, TensorEntry
-from .plan import Bucket, plan_buckets
-from .sources import WeightSource, slot_view
+from ..manifest import Manifest, TensorEntry
+from ..plan import Bucket, plan_buckets
+from .base import WeightSource, slot_view
 
 BLOCK = 128
 _LARGEST = 448.0  # of float8_e4m3fn

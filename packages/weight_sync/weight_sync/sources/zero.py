@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .errors import SourceError
-from .manifest import DTYPE_BYTES, Manifest, TensorEntry
-from .plan import Bucket, Slot
-from .sources import Staging, dtype_name, slot_view, torch_dtype, wire_dtype
+from ..errors import SourceError
+from ..manifest import DTYPE_BYTES, Manifest, TensorEntry
+from ..plan import Bucket, Slot
+from .base import Staging, dtype_name, slot_view, torch_dtype, wire_dtype
 
 _dist: Any = dist
 # torch 2.13 warns at every use of the old name.

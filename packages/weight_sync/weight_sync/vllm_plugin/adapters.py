@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..adapter import Adapter
 from ..errors import ReceiverError, SyncConfigError
 from ..plan import Bucket, BucketPlan, Slot
-from ..sources import slot_view
+from ..sources.base import slot_view
 
 _STORE = "pushed_by_weight_sync"
 

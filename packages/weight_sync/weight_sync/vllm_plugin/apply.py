@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from ..errors import ReceiverError
 from ..plan import Bucket, BucketPlan
-from ..sources import slot_view
+from ..sources.base import slot_view
 from .layout import DryRun, Layout, Target, like
 from .scratch import ScratchPool
 from .verify import Verifier

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from ..errors import ReceiverError
 from ..plan import Bucket, BucketPlan, Slot
-from ..sources import torch_dtype
+from ..sources.base import torch_dtype
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 

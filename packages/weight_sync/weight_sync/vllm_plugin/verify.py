@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ReceiverError
 from ..plan import Bucket
-from ..sources import slot_view
+from ..sources.base import slot_view
 from .layout import Layout, Target, like
 from .scratch import ScratchPool
 

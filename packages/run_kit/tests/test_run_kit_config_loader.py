@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rl_runtime.config_docs import class_doc, field_doc, source_docs
-from rl_runtime.config_loader import load_config, to_yaml
-from rl_runtime.config_schema import all_paths, nearest_paths
-from rl_runtime.errors import ConfigError
+from run_kit.config.field_docs import class_doc, field_doc, source_docs
+from run_kit.config.loader import load_config, to_yaml
+from run_kit.config.schema import all_paths, nearest_paths
+from run_kit.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rl_runtime_example_config import Actor, Data, Example, Optim, Zero
+from run_kit_example_config import Actor, Data, Example, Optim, Zero
 
 
 def load(*overrides: str, presets: tuple[Path, ...] = ()) -> Example:

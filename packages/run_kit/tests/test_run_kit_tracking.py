@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_runtime.config_loader import load_config
-from rl_runtime.errors import TrackingError
-from rl_runtime.tracking import (
+from run_kit.config.loader import load_config
+from run_kit.errors import TrackingError
+from run_kit.tracking import (
     MetricsTable,
     Progress,
     RunFolder,
@@ -30,11 +30,11 @@ from rl_runtime.tracking import (
     write_curves,
     write_rollouts,
 )
-from rl_runtime.tracking.panels import choose_panels
-from rl_runtime.tracking.progress import duration_text
-from rl_runtime.tracking.rollouts import choose_sample
-from rl_runtime.tracking.run_folder import visible_line
-from rl_runtime.tracking.summary import smooth
+from run_kit.tracking.panels import choose_panels
+from run_kit.tracking.progress import duration_text
+from run_kit.tracking.rollouts import choose_sample
+from run_kit.tracking.run_folder import visible_line
+from run_kit.tracking.summary import smooth
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rl_runtime.cli import is_user_error, run_cli
-from rl_runtime.errors import ConfigError, RankError, TrackingError
+from rl_runtime.errors import RankError
+from run_kit.cli import is_user_error, run_cli
+from run_kit.errors import ConfigError, TrackingError
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from rl_runtime_example_config import Example  # noqa: E402
+from run_kit_example_config import Example  # noqa: E402
 
 
 @pytest.fixture
@@ -177,8 +178,8 @@ APP = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {here!r})
-from rl_runtime_example_config import Example
-from rl_runtime import run_cli
+from run_kit_example_config import Example
+from run_kit import run_cli
 
 def main(config):
     try:
@@ -229,7 +230,7 @@ def test_help_is_fast_and_light(tmp_path: Path) -> None:
     script = tmp_path / "app.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
-        "from rl_runtime_example_config import Example\nfrom rl_runtime import run_cli\n"
+        "from run_kit_example_config import Example\nfrom rl_runtime import run_cli\n"
         "try:\n    run_cli(Example, print, app_name='x')\nfinally:\n"
         "    heavy = {'torch', 'ray', 'numpy', 'matplotlib', 'pydantic', 'omegaconf'} & set(sys.modules)\n"
         "    print('heavy:', sorted(heavy), file=sys.stderr)\n"
@@ -248,7 +249,7 @@ def test_help_into_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     script = tmp_path / "app.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
-        "from rl_runtime_example_config import Example\nfrom rl_runtime import run_cli\n"
+        "from run_kit_example_config import Example\nfrom rl_runtime import run_cli\n"
         "import os; r, w = os.pipe(); os.dup2(w, 1); os.close(w); os.close(r)\n"
         "run_cli(Example, print, app_name='x')\n"
     )

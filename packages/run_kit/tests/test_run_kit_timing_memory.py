@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_runtime.memory import GIB, MemorySampler, TreeMemory, process_tree_memory
-from rl_runtime.timing import PhaseTimer
+from run_kit.memory import GIB, MemorySampler, TreeMemory, process_tree_memory
+from run_kit.timing import PhaseTimer
 
 
 class Clock:

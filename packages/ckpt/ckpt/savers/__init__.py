@@ -1,0 +1,1 @@
+"""Background savers: state capture, host copies, hashing while writing, per-rank files."""

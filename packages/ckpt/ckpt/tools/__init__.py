@@ -1,0 +1,1 @@
+"""Tools around checkpoints: remote storage, universal format, exports, command line."""

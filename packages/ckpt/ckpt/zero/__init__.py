@@ -1,0 +1,1 @@
+"""Reading DeepSpeed ZeRO checkpoints, for any number of ranks."""

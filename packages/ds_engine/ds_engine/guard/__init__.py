@@ -1,0 +1,1 @@
+"""The collective guard: detects ranks whose collectives diverge."""

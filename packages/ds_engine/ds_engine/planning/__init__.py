@@ -1,0 +1,1 @@
+"""Memory and collective plans, computed without processes."""

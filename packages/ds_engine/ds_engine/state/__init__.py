@@ -1,0 +1,1 @@
+"""Engine state: save, load, reshape to another world size or stage, export."""

@@ -1,0 +1,1 @@
+"""Advantage estimators: group-relative, GAE, REINFORCE++; whitening and token rewards."""

@@ -1,0 +1,1 @@
+"""Batch math: layouts, micro-batch plans, packing, segments, dynamic sampling."""

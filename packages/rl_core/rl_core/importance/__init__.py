@@ -1,0 +1,1 @@
+"""Importance weights and rollout/trainer mismatch metrics."""

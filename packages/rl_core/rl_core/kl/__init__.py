@@ -1,0 +1,1 @@
+"""KL estimators and KL coefficient controllers."""

@@ -1,0 +1,1 @@
+"""An app's run: job config, preflight checks, inputs, composition."""

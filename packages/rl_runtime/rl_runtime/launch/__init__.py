@@ -1,0 +1,1 @@
+"""Starting a run: placement on devices, Ray, ranks and rollout servers."""

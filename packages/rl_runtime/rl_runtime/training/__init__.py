@@ -1,0 +1,1 @@
+"""The training loop, the policy loss, metrics and run checkpoints."""

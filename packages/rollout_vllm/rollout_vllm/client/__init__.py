@@ -1,0 +1,1 @@
+"""The HTTP client: requests, dispatch, retries, partial rollouts, metrics."""

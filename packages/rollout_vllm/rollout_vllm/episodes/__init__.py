@@ -1,0 +1,1 @@
+"""Multi-turn episodes, reward pools and reward services."""

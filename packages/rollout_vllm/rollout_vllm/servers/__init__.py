@@ -1,0 +1,1 @@
+"""vLLM server processes: command lines, start, watch, restart, control."""

@@ -1,0 +1,1 @@
+"""Typed config: YAML, presets, dotted overrides, help."""

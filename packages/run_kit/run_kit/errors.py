@@ -1,0 +1,75 @@
+"""Errors of this package.
+
+RunKitError
+├── ConfigError (ValueError)    the configuration holds one or more problems
+├── TrackingError (ValueError)  a run folder, metric or tracker cannot be used as asked
+└── ReportError (ValueError)    a run folder from which no report can be written
+
+Errors that are also ValueErrors are a user's mistake: `run_cli` prints them as one `error: …` and exits with code 2.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+OWN_PACKAGES = (
+    "rl_core",
+    "ds_engine",
+    "rollout_vllm",
+    "weight_sync",
+    "ckpt",
+    "rl_data",
+    "run_kit",
+    "rl_runtime",
+    "apps",
+)
+"""Packages whose ValueErrors are a user's mistake and whose loggers speak from INFO on."""
+
+
+class RunKitError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigProblem:
+    """One thing wrong with a configuration."""
+
+    path: str
+    """Dotted path of the key; empty for the configuration as a whole."""
+    message: str
+    """What is wrong, what is allowed, what is nearest."""
+    source: str = ""
+    """Where the value came from: a file, `command line`; empty when it is a default."""
+
+    def __str__(self) -> str:
+        head = f"{self.path}: " if self.path else ""
+        tail = f" (from {self.source})" if self.source else ""
+        return f"{head}{self.message}{tail}"
+
+
+class ConfigError(RunKitError, ValueError):
+    """The configuration is wrong; `problems` lists everything found, not only the first."""
+
+    def __init__(self, problems: ConfigProblem | str | tuple[ConfigProblem, ...] | list[ConfigProblem]) -> None:
+        if isinstance(problems, str):
+            problems = ConfigProblem(path="", message=problems)
+        if isinstance(problems, ConfigProblem):
+            problems = (problems,)
+        self.problems: tuple[ConfigProblem, ...] = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return str(self.problems[0])
+        lines = "\n".join(f"  {problem}" for problem in self.problems)
+        return f"{len(self.problems)} problems in the configuration\n{lines}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.problems,))
+
+
+class TrackingError(RunKitError, ValueError):
+    """A run folder, metric or tracker cannot be used as asked."""
+
+
+class ReportError(RunKitError, ValueError):
+    """A run folder from which no report can be written."""

@@ -1,0 +1,1 @@
+"""Where weights come from: plain tensors, ZeRO shards, FP8-quantized."""
