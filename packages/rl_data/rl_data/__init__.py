@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .errors import DataError, ModelFolderError, RlDataError, SamplerStateError, UnknownDataSourceError
     from .parquet import check_files
     from .prompts import Prompt, load_prompts
-    from .rewards import RewardFn, gsm8k_score, register_reward, reward_for
+    from .scoring import RewardFn, gsm8k_score, register_reward, reward_for
     from .sampler import PromptSampler
     from .tiny_model import build_tiny_model
     from .tokenizer import check_model_folder, find_model_folder, load_tokenizer
@@ -51,7 +51,7 @@ _EXPORTS = {
     "Prompt": ".prompts",
     "PromptSampler": ".sampler",
     "RewardConfig": ".config",
-    "RewardFn": ".rewards",
+    "RewardFn": ".scoring",
     "RlDataError": ".errors",
     "SamplerStateError": ".errors",
     "UnknownDataSourceError": ".errors",
@@ -60,12 +60,12 @@ _EXPORTS = {
     "check_files": ".parquet",
     "check_model_folder": ".tokenizer",
     "find_model_folder": ".tokenizer",
-    "gsm8k_score": ".rewards",
+    "gsm8k_score": ".scoring",
     "load_demonstrations": ".demonstrations",
     "load_prompts": ".prompts",
     "load_tokenizer": ".tokenizer",
-    "register_reward": ".rewards",
-    "reward_for": ".rewards",
+    "register_reward": ".scoring",
+    "reward_for": ".scoring",
     "write_task": ".arithmetic",
 }
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import DataError, UnknownDataSourceError
-from .rewards import reward_for
+from .scoring import reward_for
 
 __all__ = [
     "GSM8K_DATA_SOURCE",

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_data import DataError, RewardConfig, UnknownDataSourceError, gsm8k_score, register_reward, reward_for
-from rl_data.rewards import extract_answer
+from rl_data.scoring import extract_answer
 
 STRICT = RewardConfig(method="strict", score=1.0, format_score=0.1)
 FLEXIBLE = RewardConfig(method="flexible", score=1.0, format_score=0.1)
