@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv: Python 3.11, the pinned CPU stack of 3rdparty/cpu.txt, and every package of packages/ in editable form.
+# Makes .venv: Python 3.11, the pinned CPU stack of 3rdparty/cpu.txt, and every package of packages/ and the apps in editable form.
 #
 #   scripts/setup.sh            does what is missing; a second call finds its stamp and ends at once
 #   scripts/setup.sh --force    does it all again in the .venv that is there
@@ -26,7 +26,7 @@ die() {
 
 # The stamp says what .venv was made from, one line for each part, and where: a moved .venv does not work.
 stack_line="stack $(cat "$list" scripts/setup.sh | sha256sum | cut -c1-40) $root"
-packages_line="packages $(ls -d packages/*/pyproject.toml | xargs -r sha256sum | sha256sum | cut -c1-40)"
+packages_line="packages $(ls -d packages/*/pyproject.toml apps/pyproject.toml | xargs -r sha256sum | sha256sum | cut -c1-40)"
 if [ "${1:-}" = --force ]; then
   rm -f "$stamp"
 elif [ $# -gt 0 ]; then
@@ -143,11 +143,11 @@ PYTHON
 
 install_packages() {
   local project editables=()
-  for project in packages/*/pyproject.toml; do
+  for project in packages/*/pyproject.toml apps/pyproject.toml; do
     [ -f "$project" ] && editables+=(--editable "$(dirname "$project")")
   done
   [ ${#editables[@]} -gt 0 ] || return 0
-  say "installing $((${#editables[@]} / 2)) packages of packages/ in editable form"
+  say "installing $((${#editables[@]} / 2)) packages in editable form"
   pip install --no-deps --no-build-isolation --no-index "${editables[@]}"
   sed -i '/^packages /d' "$stamp"
   echo "$packages_line" >> "$stamp"

@@ -70,8 +70,9 @@ def _folder(config: BenchConfig) -> Path:
     return earlier[-1].parent.resolve() if earlier else RunFolder.create(config.output_dir, config.run_tag).path
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """The command line; ends by SystemExit."""
+    arguments = sys.argv[1:] if argv is None else argv
     name = arguments[0] if arguments else ""
     if name not in BENCHMARKS:
         print(f"{__doc__}\nEach has its own keys: python -m apps.bench.main six_case --help")
@@ -89,4 +90,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -8,8 +8,10 @@ configuration is known to be right.
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -24,7 +26,9 @@ ConfigT = TypeVar("ConfigT")
 
 _HELP = ("--help", "-h", "help")
 _SOURCES = ("preset", "overlay", "config")
-# Packages whose errors count as a user's mistake when they are also ValueErrors.
+
+INVOKED_AS: ContextVar[str] = ContextVar("INVOKED_AS", default="")
+"""The command the user typed, such as `plinth grpo`; empty where the app's module was run directly."""
 
 
 def is_user_error(error: BaseException) -> bool:
@@ -61,13 +65,13 @@ def run_cli(
         user_errors: further exception classes to report as a user's mistake.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    app_name = app_name if " " in app_name else f"python -m {app_name}"
+    app_name = INVOKED_AS.get() or (app_name if " " in app_name else f"python -m {app_name}")
     try:
         if any(arg in _HELP for arg in args):
             under = next((arg for arg in args if arg not in _HELP and "=" not in arg), "")
             _print_and_exit(_help(config_cls, app_name, preset_dir, doc=doc, examples=examples, under=under))
         request = _parse(args, config_cls, preset_dir, default_preset, default_preset_unless)
-        config = load_config(config_cls, presets=request.files, overrides=request.overrides)
+        config = _load(config_cls, request)
         if request.print_config:
             _print_and_exit(to_yaml(config))
     except ConfigError as error:
@@ -94,6 +98,19 @@ class _Request:
     files: list[Path] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
     print_config: bool = False
+
+
+def _load(cls: type[ConfigT], request: _Request) -> ConfigT:
+    """The configuration; deprecated keys are named on stderr, where Python itself would hide the warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DeprecationWarning)
+        config = load_config(cls, presets=request.files, overrides=request.overrides)
+    for warning in caught:
+        if issubclass(warning.category, DeprecationWarning):
+            print(f"warning: {warning.message}", file=sys.stderr)
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return config
 
 
 def _run(

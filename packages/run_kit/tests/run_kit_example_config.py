@@ -1,7 +1,7 @@
-"""A configuration of every shape the loader knows, for the tests of rl_runtime."""
+"""A configuration of every shape the loader knows, for the tests of run_kit."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,7 +10,7 @@ class Zero:
 
     stage: Literal[1, 2, 3] = 2
     """ZeRO stage."""
-    offload: Literal["none", "cpu", "off"] = "none"  # where the optimizer's state lives
+    offload: Literal["none", "cpu", "off"] = "none"  # device of the optimizer states
     #: Bytes of a bucket.
     #: Above 0.
     bucket_bytes: int = 1000
@@ -39,6 +39,8 @@ class Actor:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
+    RENAMED_KEYS: ClassVar[dict[str, str]] = {"prompt": "system_prompt"}
+
     train: tuple[str, ...] = ()
     """Parquet files."""
     weights: list[float] = field(default_factory=list)

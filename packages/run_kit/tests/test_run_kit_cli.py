@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_runtime.errors import RankError
 from run_kit.cli import is_user_error, run_cli
-from run_kit.errors import ConfigError, TrackingError
+from run_kit.errors import ConfigError, RunKitError, TrackingError
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -137,7 +136,7 @@ def test_print_config_writes_yaml(capsys: pytest.CaptureFixture[str]) -> None:
 def test_user_errors_are_value_errors_of_these_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert is_user_error(ConfigError("x"))
     assert is_user_error(TrackingError("x"))
-    assert not is_user_error(RankError("x"))
+    assert not is_user_error(RunKitError("x"))
     assert not is_user_error(ValueError("x"))
 
     def fail(_: Example) -> None:
@@ -145,6 +144,13 @@ def test_user_errors_are_value_errors_of_these_packages(capsys: pytest.CaptureFi
 
     assert run(main=fail)[0] == 2
     assert capsys.readouterr().err == "error: no such folder\n"
+
+
+def test_a_deprecated_key_is_named_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    status, (config,) = run("data.prompt=hi")
+    assert (status, config.data.system_prompt) == (0, "hi")
+    expected = "warning: data.prompt is deprecated: write data.system_prompt (from command line)\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_other_errors_keep_their_traceback() -> None:
@@ -230,7 +236,7 @@ def test_help_is_fast_and_light(tmp_path: Path) -> None:
     script = tmp_path / "app.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
-        "from run_kit_example_config import Example\nfrom rl_runtime import run_cli\n"
+        "from run_kit_example_config import Example\nfrom run_kit import run_cli\n"
         "try:\n    run_cli(Example, print, app_name='x')\nfinally:\n"
         "    heavy = {'torch', 'ray', 'numpy', 'matplotlib', 'pydantic', 'omegaconf'} & set(sys.modules)\n"
         "    print('heavy:', sorted(heavy), file=sys.stderr)\n"
@@ -249,7 +255,7 @@ def test_help_into_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     script = tmp_path / "app.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
-        "from run_kit_example_config import Example\nfrom rl_runtime import run_cli\n"
+        "from run_kit_example_config import Example\nfrom run_kit import run_cli\n"
         "import os; r, w = os.pipe(); os.dup2(w, 1); os.close(w); os.close(r)\n"
         "run_cli(Example, print, app_name='x')\n"
     )

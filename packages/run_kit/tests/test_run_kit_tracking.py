@@ -491,7 +491,7 @@ def test_tracking_config_checks(override: str, words: str) -> None:
 
 def test_tracking_a_run_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom rl_runtime import RunFolder, Tracker, TrackingConfig\n"
+        "import sys\nfrom run_kit import RunFolder, Tracker, TrackingConfig\n"
         f"with Tracker(RunFolder.create({str(tmp_path)!r}, 'x'), TrackingConfig(), num_steps=1) as t:\n"
         "    t.log(1, {'a': 1})\n"
         "print(sorted({'torch', 'tensorflow', 'ray', 'matplotlib.pyplot'} & set(sys.modules)))\n"

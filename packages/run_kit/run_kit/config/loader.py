@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +22,7 @@ from .schema import (
     accepts_text,
     allowed_words,
     alternatives,
+    current_key,
     field_default,
     field_hints,
     item_hint,
@@ -57,6 +59,9 @@ def load_config(cls: type[ConfigT], *, presets: Sequence[Path | str] = (), overr
 
     Raises:
         ConfigError: unreadable file, unknown key, missing or bad value; all of them at once.
+
+    Warns:
+        DeprecationWarning: a key under its old name (`RENAMED_KEYS` of its config class).
     """
     problems: list[ConfigProblem] = []
     layers = [layer for path in presets for layer in _file_layers(cls, Path(path), problems)]
@@ -153,7 +158,7 @@ def _hint_at(cls: type, words: Sequence[str]) -> Any | None:
     hint: Any = cls
     for word in words:
         nested = section_class(hint)
-        hint = field_hints(nested).get(word) if nested is not None else value_hint(hint)
+        hint = field_hints(nested).get(current_key(nested, word)) if nested is not None else value_hint(hint)
         if hint is None:
             return None
     return hint
@@ -178,8 +183,18 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
             return MISSING
         return value
     out = {}
-    for key, inner in value.items():
+    for given, inner in value.items():
+        key = current_key(nested, given)
         inner_path = f"{path}.{key}" if path else key
+        if key != given:
+            old_path = f"{path}.{given}" if path else given
+            if key in value:
+                message = f"given twice: {old_path} is its old name; give one of them"
+                problems.append(ConfigProblem(path=inner_path, message=message, source=source))
+                continue
+            warnings.warn(
+                f"{old_path} is deprecated: write {inner_path} (from {source})", DeprecationWarning, stacklevel=2
+            )
         if key not in field_hints(nested):
             near = nearest_paths(root, inner_path)
             message = f"unknown key (given {_short(inner)}); " + (

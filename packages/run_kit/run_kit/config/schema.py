@@ -42,6 +42,12 @@ def field_hints(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
+def current_key(cls: type, key: str) -> str:
+    """The name of a key today: a config class maps keys it renamed in `RENAMED_KEYS`, old name -> new name."""
+    renamed: Mapping[str, str] = getattr(cls, "RENAMED_KEYS", {})
+    return renamed.get(key, key)
+
+
 def field_default(cls: type, name: str) -> Any:
     """Default value of a field, or MISSING."""
     field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from .schema import field_hints, item_hint, section_class, value_hint, wants_text
+from .schema import current_key, field_hints, item_hint, section_class, value_hint, wants_text
 
 _TAG = "tag:yaml.org,2002:"
 _RESOLVERS: list[tuple[str, str, str]] = [
@@ -93,7 +93,8 @@ def _construct(node: yaml.Node, hint: Any) -> Any:
         key = str(key_node.value)
         if key in out:
             raise YamlError(f"the key {key!r} is given twice{_where(key_node)}")
-        out[key] = _construct(value_node, hints.get(key, other))
+        hint_of_value = hints.get(current_key(nested, key), other) if nested is not None else other
+        out[key] = _construct(value_node, hint_of_value)
     return out
 
 

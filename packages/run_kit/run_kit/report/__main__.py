@@ -1,4 +1,4 @@
-"""`python -m run_kit.report RUN_FOLDER... [output=FILE.html]`: the page of one run, or of several compared."""
+"""`plinth report RUN_FOLDER... [output=FILE.html]`: writes an HTML page about one run, or comparing several."""
 
 import sys
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ from .page import write_report
 USAGE = __doc__ or ""
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 for a user's mistake."""
+    arguments = sys.argv[1:] if argv is None else argv
     outputs = [argument.partition("=")[2] for argument in arguments if argument.startswith("output=")]
     folders = [argument for argument in arguments if not argument.startswith("output=")]
     if not folders or any(folder.startswith("-") for folder in folders):
@@ -37,4 +38,4 @@ def _labels(folders: Sequence[str]) -> dict[str, Path | str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

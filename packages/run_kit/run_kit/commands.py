@@ -1,0 +1,51 @@
+"""The `plinth` command: `plinth NAME [argument ...]` runs a command that an installed package registers.
+
+A package registers one through an entry point: `[project.entry-points."plinth.commands"]`, `NAME = "module:function"`.
+The function takes the arguments after NAME and returns an exit code, or ends the process itself.
+"""
+
+import ast
+import difflib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from .cli import INVOKED_AS
+
+GROUP = "plinth.commands"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command, or lists them all; returns 2 for an unknown one."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {command.name: command for command in sorted(entry_points(group=GROUP), key=lambda found: found.name)}
+    name = arguments[0] if arguments else "--help"
+    if name in ("--help", "-h", "help"):
+        print(_overview(commands))
+        return 0
+    if name not in commands:
+        near = difflib.get_close_matches(name, commands, n=1)
+        hint = f"; nearest: {near[0]}" if near else ""
+        print(f"error: unknown command {name!r}{hint}; available: {', '.join(commands)}", file=sys.stderr)
+        return 2
+    INVOKED_AS.set(f"plinth {name}")
+    code = commands[name].load()(arguments[1:])
+    return code if isinstance(code, int) else 0
+
+
+def _overview(commands: dict[str, EntryPoint]) -> str:
+    width = max(map(len, commands), default=0)
+    lines = ["usage: plinth COMMAND [argument ...]; plinth COMMAND --help describes one", ""]
+    lines += [f"  {name:<{width}}  {_summary(command)}" for name, command in commands.items()]
+    return "\n".join(lines)
+
+
+def _summary(command: EntryPoint) -> str:
+    """First line of the docstring of the command's module, read without importing the module."""
+    spec = importlib.util.find_spec(command.module)
+    if spec is None or spec.origin is None:
+        return ""
+    doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    return doc.partition("\n")[0]

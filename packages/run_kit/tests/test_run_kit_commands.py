@@ -1,0 +1,53 @@
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from run_kit import commands
+from run_kit.cli import INVOKED_AS
+
+
+def echo(argv: list[str]) -> int:
+    print(INVOKED_AS.get(), *argv)
+    return 3
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "run_kit_commands_test", sys.modules[__name__])
+    found = [
+        EntryPoint(name="echo", value="run_kit_commands_test:echo", group=commands.GROUP),
+        EntryPoint(name="report", value="run_kit.report.__main__:main", group=commands.GROUP),
+    ]
+    monkeypatch.setattr(commands, "entry_points", lambda group: found)
+
+
+def test_a_command_gets_its_arguments_and_its_exit_code_is_returned(capsys: pytest.CaptureFixture[str]) -> None:
+    token = INVOKED_AS.set("")
+    try:
+        assert commands.main(["echo", "a=1", "--help"]) == 3
+    finally:
+        INVOKED_AS.reset(token)
+    assert capsys.readouterr().out == "plinth echo a=1 --help\n"
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["reprot"]) == 2
+    assert capsys.readouterr().err == "error: unknown command 'reprot'; nearest: report; available: echo, report\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_the_overview_shows_every_command_with_its_modules_first_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "run_kit_commands_test")
+    assert commands.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "\n  echo" in out
+    assert "\n  report  `plinth report RUN_FOLDER" in out
+
+
+def test_the_console_script_runs() -> None:
+    done = subprocess.run([sys.executable, "-c", "from run_kit.commands import main; main(['report', '--help'])"])
+    assert done.returncode == 0
