@@ -48,7 +48,7 @@ from ds_engine import (
     init_distributed,
     shutdown_distributed,
 )
-from rl_runtime.ranks.worker import RankWorker
+from rl_runtime.ranks.trainer_worker import RankWorker
 
 CPU = torch.device("cpu")
 State = dict[str, torch.Tensor]

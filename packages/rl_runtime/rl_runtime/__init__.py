@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .launch.placement import Placement, plan_placement
     from .launch.session import Session, open_ranks, open_session, plan_ranks, plan_session
     from .ranks.environment import prepare_driver
-    from .ranks.group import RankGroup
+    from .ranks.worker_group import RankGroup
     from .ranks.model_handle import Role, together
     from .rollout.phase import RolloutPhase, Validation
     from .rollout.scoring import Scorer
@@ -84,7 +84,7 @@ _EXPORTS = {
     "PolicyConfig": ".training.policy",
     "policy_loss": ".training.policy",
     "with_loss_weights": ".training.policy",
-    "RankGroup": ".ranks.group",
+    "RankGroup": ".ranks.worker_group",
     "Role": ".ranks.model_handle",
     "together": ".ranks.model_handle",
     "RolloutPhase": ".rollout.phase",

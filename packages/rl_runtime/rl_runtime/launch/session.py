@@ -19,7 +19,7 @@ from weight_sync import SyncConfig, server_args, server_env
 
 from ..config import RanksConfig, TrainerConfig
 from ..ranks.environment import visible_gpus
-from ..ranks.group import RankGroup
+from ..ranks.worker_group import RankGroup
 from .cluster import join_cluster, launch_on_other_nodes
 from .placement import Placement, plan_placement
 

@@ -12,7 +12,7 @@ from ds_engine import EngineConfig, Head, LossFn, OptimConfig, StepStats
 from rl_core import BatchConfig, MicroBatchPlan, PackedBatch, plan_micro_batches
 
 from ..experience import ExperienceBatch, Float32Array
-from .group import RankGroup
+from .worker_group import RankGroup
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from ckpt import AsyncSaver, Checkpoint, CheckpointManager, Ranks, Retention, ca
 
 from ..config import TrainerConfig
 from ..errors import InputError
-from ..ranks.group import RankGroup
+from ..ranks.worker_group import RankGroup
 from ..ranks.model_handle import Role
 
 

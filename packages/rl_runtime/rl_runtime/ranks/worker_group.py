@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..errors import RankError
 from .environment import rank_env
-from .worker import RankWorker
+from .trainer_worker import RankWorker
 
 
 class RankGroup:
