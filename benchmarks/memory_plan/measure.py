@@ -29,7 +29,7 @@ from ds_engine import (
     init_distributed,
 )
 from ds_engine.model.attention import ATTENTION_NAME, register_packed_attention
-from ds_engine.model.quantized_base import quantise_base
+from ds_engine.model.nf4 import quantize_base
 from rl_core import linear_log_prob
 
 # Model -> (tokens of a micro batch, the same with activation checkpointing). Both fit into 141 GB.
@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=ATTENTION_NAME)
     if args.nf4:
-        quantise_base(model, device=device)
+        quantize_base(model, device=device)
         torch.cuda.empty_cache()
     engine = ZeroEngine(model, config, log_prob_fn=linear_log_prob, device=device)
     batch = random_batch(args.tokens, args.length, shape.vocab_size)

@@ -17,7 +17,7 @@ import ds_engine.zero.optimizer
 from ds_engine import EngineConfig, LossOutput, OptimConfig, TokenOutputs, ZeroConfig, ZeroEngine, dense_log_prob
 from ds_engine.model.loading import load_model
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs
-from ds_engine.model.recomputation import transformer_layers
+from ds_engine.model.parts import transformer_layers
 
 
 def backward(engine: ZeroEngine, samples: list[Sample]) -> None:

@@ -20,7 +20,7 @@ import ds_engine.model.loading
 import ds_engine.zero.optimizer
 from ds_engine import EngineConfig, LossOutput, TokenOutputs, ZeroEngine, dense_log_prob
 from ds_engine.model.compilation import compile_layers
-from ds_engine.model.quantized_base import Nf4Linear
+from ds_engine.model.nf4 import Nf4Linear
 
 CPU = torch.device("cpu")
 

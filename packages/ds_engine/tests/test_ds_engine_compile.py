@@ -26,7 +26,7 @@ from ds_engine import (
     ZeroConfig,
     dense_log_prob,
 )
-from ds_engine.model.attention import Packing
+from ds_engine.model.attention import PackedLayout
 from ds_engine.model.compilation import KEEP_LESS, compile_layers
 from ds_engine.model.loading import load_model
 from ds_engine.model.lora import add_adapters
@@ -95,7 +95,7 @@ def test_compiled_layers_keep_less(tmp_path: Path) -> None:
     x = torch.randn(1, tokens, hidden, requires_grad=True)
     rotary = model.model.rotary_emb(x, torch.arange(tokens)[None])
     borders = torch.tensor([0, tokens], dtype=torch.int32)
-    packing = Packing(cu_seqlens_S1=borders, lengths=(tokens,), max_seqlen=tokens, kernel="sdpa")
+    packing = PackedLayout(cu_seqlens_S1=borders, lengths=(tokens,), max_seqlen=tokens, kernel="sdpa")
 
     def results(settings: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
         kept: list[int] = []

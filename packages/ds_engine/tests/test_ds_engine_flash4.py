@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_engine.model.attention import Packing, packed_attention
+from ds_engine.model.attention import PackedLayout, packed_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -79,7 +79,7 @@ def attend(lengths: list[int], window: int | None, kernel: str, *, compiled: boo
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    packing = Packing(cu_seqlens_S1=borders, lengths=tuple(lengths), max_seqlen=max(lengths), kernel=kernel)
+    packing = PackedLayout(cu_seqlens_S1=borders, lengths=tuple(lengths), max_seqlen=max(lengths), kernel=kernel)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return packed_attention(None, q.sin(), k.cos(), v, None, sliding_window=window, packing=packing)[0]

@@ -30,9 +30,8 @@ from ds_engine import EngineConfig, LoraConfig, ModelError, OffloadConfig, Optim
 from ds_engine.model import nf4 as nf4_module
 from ds_engine.model.loading import load_model
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
-from ds_engine.model.nf4 import VALUES, PackedShape
+from ds_engine.model.nf4 import VALUES, Nf4Linear, Nf4Packing, quantize_base
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs
-from ds_engine.model.quantized_base import Nf4Linear, quantise_base
 
 CPU = torch.device("cpu")
 LR, EPS = 3e-3, 1e-4
@@ -49,8 +48,8 @@ def config(stage: int, *, optimizer: str = "none", param: str = "none", dtype: s
     return EngineConfig(**{"zero": zero, "optim": optim, "lora": LORA, "dtype": dtype, "seed": 5} | extra)
 
 
-def packing(weight: torch.Tensor) -> PackedShape:
-    return PackedShape(shape=tuple(weight.shape), dtype=weight.dtype)
+def packing(weight: torch.Tensor) -> Nf4Packing:
+    return Nf4Packing(shape=tuple(weight.shape), dtype=weight.dtype)
 
 
 # ------------------------------------------------------------------ the format
@@ -190,14 +189,14 @@ def test_layers_are_packed_one_after_another(tiny_model: Path, monkeypatch: pyte
     model = load_model(str(tiny_model), EngineConfig(dtype="bf16"), device=CPU, ds_config={})
     before = [weakref.ref(m.weight) for m in model.model.modules() if type(m) is nn.Linear]
     alive: list[int] = []
-    original = PackedShape.pack
+    original = Nf4Packing.pack
 
-    def pack(self: PackedShape, weight: torch.Tensor) -> torch.Tensor:
+    def pack(self: Nf4Packing, weight: torch.Tensor) -> torch.Tensor:
         alive.append(sum(each() is not None for each in before))
         return original(self, weight)
 
-    monkeypatch.setattr(PackedShape, "pack", pack)
-    quantise_base(model, device=CPU)
+    monkeypatch.setattr(Nf4Packing, "pack", pack)
+    quantize_base(model, device=CPU)
     assert alive == list(range(len(before), 0, -1))
     assert type(model.lm_head) is nn.Linear
 
@@ -235,7 +234,7 @@ def test_weights_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
     broken = transformers.AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "tiny"))
     broken.model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.nan
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight: it holds weights that are infinite or not"):
-        quantise_base(broken, device=CPU)
+        quantize_base(broken, device=CPU)
 
 
 def test_bad_settings() -> None:

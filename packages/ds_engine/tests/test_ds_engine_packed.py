@@ -13,7 +13,7 @@ from ds_engine_testkit import make_batch, make_samples, write_tiny_model
 from ds_engine import EngineConfig, EngineConfigError, ModelError, OffloadConfig, SimpleBatch, dense_log_prob
 from ds_engine.config import Attention
 from ds_engine.errors import BatchError
-from ds_engine.model.attention import Packing, choose_kernel, packed_attention
+from ds_engine.model.attention import PackedLayout, choose_kernel, packed_attention
 from ds_engine.model.loading import check_offload, load_model
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs
 from ds_engine.model.recomputation import enable_checkpointing
@@ -123,7 +123,7 @@ def test_attention_per_sequence(seed: int) -> None:
     total = sum(lengths)
     tensors = [torch.randn(1, heads, total, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     borders = torch.tensor([0, *lengths]).cumsum(0).int()
-    packing = Packing(cu_seqlens_S1=borders, lengths=tuple(lengths), max_seqlen=max(lengths), kernel="sdpa")
+    packing = PackedLayout(cu_seqlens_S1=borders, lengths=tuple(lengths), max_seqlen=max(lengths), kernel="sdpa")
     out, _ = packed_attention(None, *tensors, None, scaling=0.3, packing=packing)
     segment = torch.repeat_interleave(torch.arange(5), torch.tensor(lengths))
     mask = (segment[:, None] == segment[None, :]).tril()
@@ -139,8 +139,8 @@ def test_attention_per_sequence(seed: int) -> None:
 
 def test_missing_borders_and_unknown_scores_are_refused() -> None:
     q = torch.randn(1, 2, 3, 4)
-    packing = Packing(cu_seqlens_S1=torch.tensor([0, 3]), lengths=(3,), max_seqlen=3, kernel="sdpa")
-    with pytest.raises(ModelError, match="does not hand keyword"):
+    packing = PackedLayout(cu_seqlens_S1=torch.tensor([0, 3]), lengths=(3,), max_seqlen=3, kernel="sdpa")
+    with pytest.raises(ModelError, match="does not pass keyword"):
         packed_attention(None, q, q, q, None)
     with pytest.raises(ModelError, match="softcap"):
         packed_attention(None, q, q, q, None, packing=packing, softcap=30.0)
@@ -169,7 +169,7 @@ def test_kernel_choice_by_what_is_installed(tmp_path: Path, monkeypatch: pytest.
 
     assert choose() == choose("flash4") == "flash4"
     assert choose("varlen") == "varlen"
-    with pytest.raises(EngineConfigError, match="needs flash-attn, which is not here"):
+    with pytest.raises(EngineConfigError, match="needs flash-attn, which is not available here"):
         choose("flash")
     (tmp_path / "flash_attn" / "__init__.py").touch()
     assert choose() == "flash4"

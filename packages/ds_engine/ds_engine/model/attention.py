@@ -1,16 +1,16 @@
-"""Causal attention over packed sequences, plugged into Hugging Face models as one attention implementation.
+"""Causal attention over packed sequences, registered with transformers as an attention implementation.
 
-The model sees one row of T tokens; borders travel beside it as a `Packing`, so no [T, T] mask exists and no token is
-padding. Four kernels give the same result:
+The model receives one row of T tokens without padding. A `PackedLayout` carries the sequence boundaries, so no [T, T]
+mask is built. Four kernels compute the same result:
 
 * flash4   FlashAttention-4, the package flash-attn-4 (Hopper and Blackwell, bf16 or fp16)
 * flash    flash-attn's varlen kernel (CUDA, bf16 or fp16)
 * varlen   torch.nn.attention.varlen, FlashAttention inside torch (CUDA, bf16 or fp16)
 * sdpa     torch's scaled_dot_product_attention, once per sequence (any device and dtype)
 
-On the CPU, 128 sequences of about 32 tokens take as long one by one as padded into one [S, L] call (25 to 27 ms a layer
-forward and backward, one core), and ragged ones take less, so there is no padded variant. Splitting with
-`Tensor.split` matters: slices would each scatter a full-length gradient in the backward pass (5x slower).
+On the CPU, 128 sequences of about 32 tokens take the same time one by one as in one padded [S, L] call (25 to 27 ms per
+layer, forward and backward, one core), and sequences of unequal length take less, so there is no padded variant.
+`Tensor.split` is essential: each slice would scatter a full-length gradient in the backward pass (5x slower).
 """
 
 from __future__ import annotations
@@ -31,31 +31,36 @@ from .sequence_parallel import SequenceGroup, gather_heads, scatter_heads
 if TYPE_CHECKING:
     from ..config import Attention
 
-__all__ = ["ATTENTION_NAME", "Packing", "choose_kernel", "packed_attention", "register_packed_attention"]
+__all__ = ["ATTENTION_NAME", "PackedLayout", "choose_kernel", "packed_attention", "register_packed_attention"]
 
 ATTENTION_NAME = "plinth_packed"
-"""The name under which transformers knows this implementation."""
+"""Name of this implementation in transformers' attention registry."""
 
 _CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "cum_seq_lens")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packing:
-    """Where the sequences of a packed row begin and end, and which kernel is to run."""
+class PackedLayout:
+    """Boundaries of the sequences in a packed row, and the attention kernel to run."""
 
     cu_seqlens_S1: Tensor
-    """int32, on the device of the tokens."""
+    """int32 cumulative sequence lengths, starting with 0, on the device of the tokens."""
     lengths: tuple[int, ...]
-    """Tokens of each sequence."""
+    """Number of tokens of each sequence."""
     max_seqlen: int
+    """Number of tokens of the longest sequence."""
     kernel: str
     """flash4, flash, varlen or sdpa."""
     sequence: SequenceGroup | None = None
-    """The ranks that have a slice of the row each; the borders are those of the whole row."""
+    """Ranks that share the row (sequence parallelism). Lengths describe the whole row, not this rank's slice."""
 
 
 def choose_kernel(wanted: Attention, *, device_type: str, dtype: torch.dtype) -> str:
-    """The kernel for `wanted` ("auto": the first that can run here). Raises EngineConfigError when it cannot run."""
+    """Return the kernel to run for `wanted`; "auto" selects the fastest one available on this machine.
+
+    Raises:
+        EngineConfigError: the requested kernel cannot run here.
+    """
     on_gpu = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if wanted == "sdpa" or (wanted == "auto" and not on_gpu):
         return "sdpa"
@@ -69,7 +74,7 @@ def choose_kernel(wanted: Attention, *, device_type: str, dtype: torch.dtype) ->
         if _has(module) and (kernel != "flash4" or torch.cuda.get_device_capability()[0] in _FLASH4_RUNS_ON[wanted]):
             return kernel
         if wanted == kernel:
-            raise EngineConfigError(f"attention={wanted!r} needs {package}, which is not here: use auto")
+            raise EngineConfigError(f"attention={wanted!r} needs {package}, which is not available here: use auto")
     return "sdpa"
 
 
@@ -78,26 +83,26 @@ _MODULES = {
     "flash": ("flash_attn", "flash-attn"),
     "varlen": ("torch.nn.attention.varlen", "torch.nn.attention.varlen (torch 2.10 or newer)"),
 }
-"""What kernels need, the fastest first."""
+"""Module and requirement of each kernel, fastest first."""
 
 _FLASH4_RUNS_ON = {"auto": (9,), "flash4": (9, 10)}
-"""Major compute capabilities; on Blackwell, where it has not been measured, it has to be asked for."""
+"""Supported major compute capabilities. Blackwell is not measured, so "auto" does not select flash4 there."""
 
 
 def _has(module: str) -> bool:
-    """flash-attn-4 alone leaves a folder flash_attn without a module of its own."""
+    """Whether `module` can be imported. A namespace package does not count: flash-attn-4 makes `flash_attn` one."""
     try:
         spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # the parent's
+    except ModuleNotFoundError:  # raised if the parent package is missing
         return False
     return spec is not None and spec.origin is not None
 
 
 def register_packed_attention() -> None:
-    """Make `attn_implementation=ATTENTION_NAME` known to transformers. Calling it again changes nothing."""
+    """Register `attn_implementation=ATTENTION_NAME` with transformers. Idempotent."""
     from transformers import AttentionInterface
 
-    # Without an entry of the same name among the mask functions transformers builds no mask, as wanted here.
+    # transformers builds no mask because no mask function is registered under this name.
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
@@ -110,31 +115,34 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    packing: Packing | None = None,
+    packing: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the form transformers calls it.
+    """Compute packed attention with the signature that transformers calls.
 
     Args:
         query: [1, heads, T, head dim]; key and value: [1, kv heads, T, head dim].
-        sliding_window: a token sees itself and the `sliding_window - 1` before it; None: all before it.
-        packing: borders; handed down by the packed forward.
+        sliding_window: number of tokens a token attends to, itself included; None attends to all tokens before it.
+        packing: sequence boundaries, which the packed forward passes down.
 
     Returns:
         ([1, T, heads, head dim], None)
 
     Raises:
-        ModelError: the model does not hand `packing` down, or asks for scores this function does not compute.
+        ModelError: the model does not pass `packing` down to attention, or modifies scores in
+            a way this function does not support.
     """
-    del dropout  # log-probs must not be noisy: every attention dropout is off
+    del dropout  # attention dropout is always off: it would add noise to the log-probs
     if packing is None:
         raise ModelError(
-            f"{type(module).__name__} did not receive the packed borders: its forward does not hand keyword "
-            "arguments on to attention, so sequences would see each other"
+            f"{type(module).__name__} did not receive the sequence boundaries: its forward does not pass keyword "
+            "arguments on to attention, so sequences would attend to each other"
         )
     unsupported = [name for name in _CHANGES_SCORES if kwargs.get(name) is not None]
     if unsupported:
-        raise ModelError(f"{type(module).__name__} asks for {', '.join(unsupported)}, which packed attention lacks")
+        raise ModelError(
+            f"{type(module).__name__} uses {', '.join(unsupported)}, which packed attention does not support"
+        )
     if sliding_window is not None and sliding_window >= packing.max_seqlen:
         sliding_window = None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -148,13 +156,13 @@ def packed_attention(
 
 
 def _flash4(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: Packing, scale: float, sliding_window: int | None
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: PackedLayout, scale: float, sliding_window: int | None
 ) -> Tensor:
     return flash4_attention(q_Thd, k_Thd, v_Thd, packing.cu_seqlens_S1, packing.max_seqlen, scale, sliding_window)
 
 
 def _flash(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: Packing, scale: float, sliding_window: int | None
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: PackedLayout, scale: float, sliding_window: int | None
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
@@ -167,7 +175,7 @@ def _flash(
 
 
 def _varlen(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: Packing, scale: float, sliding_window: int | None
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: PackedLayout, scale: float, sliding_window: int | None
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -184,20 +192,20 @@ def _varlen(
         options["is_causal"] = True
     borders, longest = packing.cu_seqlens_S1, packing.max_seqlen
     out = varlen_attn(q_Thd, k_Thd, v_Thd, borders, borders, longest, longest, **options)
-    assert isinstance(out, Tensor), "no auxiliary output was asked for"
+    assert isinstance(out, Tensor), "no auxiliary output was requested"
     return out
 
 
 @torch.compiler.assume_constant_result
 def _varlen_parameters() -> tuple[str, ...]:
-    """Names of what this torch's varlen_attn takes; a constant to torch.compile, which cannot look."""
+    """Parameter names of this torch version's varlen_attn; a constant because torch.compile cannot trace `inspect`."""
     from torch.nn.attention.varlen import varlen_attn
 
     return tuple(inspect.signature(varlen_attn).parameters)
 
 
 def _sdpa_per_sequence(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: Packing, scale: float, sliding_window: int | None
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: PackedLayout, scale: float, sliding_window: int | None
 ) -> Tensor:
     lengths = list(packing.lengths)
     share_kv = q_Thd.shape[1] != k_Thd.shape[1]

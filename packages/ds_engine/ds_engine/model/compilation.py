@@ -10,7 +10,7 @@ import torch
 
 from ..errors import EngineConfigError, ModelError
 from .attention import ATTENTION_NAME, packed_attention
-from .recomputation import transformer_layers
+from .parts import transformer_layers
 
 __all__ = ["KEEP_LESS", "compile_layers"]
 

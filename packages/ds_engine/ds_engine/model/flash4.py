@@ -1,8 +1,8 @@
-"""FlashAttention-4 (flash-attn-4, CuTe DSL) on packed rows, as an operator that torch.compile takes into its graphs.
+"""FlashAttention-4 (flash-attn-4, CuTe DSL) on packed rows, as a custom operator that torch.compile can trace.
 
-On Hopper and Blackwell. Keys and values are shared by groups of query heads inside the kernels, so nothing is repeated
-or summed up outside. Source: Dao-AILab/flash-attention, flash_attn/cute/interface.py, of which torch itself
-(torch.nn.attention.activate_flash_attention_impl) calls the same two functions.
+Runs on Hopper and Blackwell. The kernels implement grouped-query attention, so keys and values are not repeated.
+Source: Dao-AILab/flash-attention, flash_attn/cute/interface.py; torch.nn.attention.activate_flash_attention_impl calls
+the same two functions.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ __all__ = ["flash4_attention"]
 def flash4_attention(
     q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, borders_S1: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
-    """Causal attention inside each of the sequences between `borders_S1`; [T, heads, head dim].
+    """Compute causal attention within each sequence; returns [T, heads, head dim].
 
     Args:
-        longest: tokens of the longest sequence.
-        window: a token sees itself and the `window - 1` before it; None: all before it.
+        borders_S1: int32 cumulative sequence lengths.
+        longest: number of tokens of the longest sequence.
+        window: number of tokens a token attends to, itself included; None attends to all tokens before it.
     """
     return torch.ops.ds_engine.flash4(q_Thd, k_Thd, v_Thd, borders_S1, longest, scale, window)[0]  # type: ignore[no-any-return]
 
@@ -83,7 +84,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    del grad_lse  # nobody sees the log-sum-exp
+    del grad_lse  # the log-sum-exp is not an output of flash4_attention
     return (*torch.ops.ds_engine.flash4_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None)
 
 

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face model for a ZeRO stage: whole at stages 1 and 2, sharded as it is read at stage 3."""
+"""Loads a Hugging Face model for a ZeRO stage: complete at stages 1 and 2, sharded while it is read at stage 3."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ..errors import EngineConfigError, ModelError
 from .attention import ATTENTION_NAME, choose_kernel, register_packed_attention
 from .compilation import compile_layers
 from .lora import add_adapters
-from .packed_model import VALUE_HEAD, install_packed_forward
-from .quantized_base import quantise_base
+from .nf4 import quantize_base
+from .packed_model import install_packed_forward
+from .parts import VALUE_HEAD
 from .recomputation import enable_checkpointing
 from .sequence_parallel import check_heads
 
@@ -32,10 +33,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def check_offload(offload: OffloadConfig) -> None:
-    """Refuse NVMe where it cannot work, before anything is loaded.
+    """Check, before anything is loaded, that NVMe offload can work here.
 
     Raises:
-        EngineConfigError: no such folder, or DeepSpeed's asynchronous I/O cannot be built here.
+        EngineConfigError: `nvme_path` is not a folder, or DeepSpeed's asynchronous I/O cannot be built here.
     """
     if offload.nvme_path is None:
         return
@@ -53,16 +54,17 @@ def check_offload(offload: OffloadConfig) -> None:
 def load_model(
     model_path: str, config: EngineConfig, *, device: torch.device, ds_config: dict[str, Any], head: Head = "lm"
 ) -> nn.Module:
-    """The model in `config.dtype` with packed attention, on `device` (stage 3: sharded over the ranks).
+    """Load the model in `config.dtype` with packed attention, on `device` (stage 3: sharded over the ranks).
 
-    A base of adapters that is to be in four bits is packed layer by layer on the way there.
+    With `lora.base_format="nf4"` the linear layers are quantized one at a time before the model moves to the device.
 
     Args:
-        head: "lm" for the causal LM as it is; "value" for its backbone with one number a token instead, read from the
-            folder if that holds such a head, else drawn by `config.seed`, small: values start near zero.
+        head: "lm" loads the causal LM unchanged. "value" replaces the LM head by a linear layer to one number per
+            token. It is read from the folder if present, otherwise drawn with `config.seed` from a small normal
+            distribution, so that values start near zero.
 
     Raises:
-        ModelError: no such folder, or not a model transformers can load with this head.
+        ModelError: the folder does not exist, or transformers cannot load it with this head.
     """
     if not (Path(model_path) / "config.json").is_file():
         raise ModelError(f"model path {model_path!r} is not a Hugging Face model folder: it has no config.json")
@@ -72,7 +74,7 @@ def load_model(
     with _zero3_loading(ds_config) if sharded else _nothing():
         model = _read_folder(model_path, torch_dtype(config.dtype), head, seed=config.seed)
     if config.lora is not None and config.lora.base_format == "nf4":
-        quantise_base(model, device=device)
+        quantize_base(model, device=device)
     if not sharded:
         return model.to(device)
     _restore_fp32_buffers(model)
@@ -88,10 +90,10 @@ def prepare_model(
     trainable: bool,
     head: Head,
 ) -> None:
-    """Make of a loaded model, in place, the one to be trained: adapters, recomputed or compiled layers, packed calls.
+    """Prepare a loaded model in place: adapters, activation checkpointing, compilation and the packed forward.
 
     Raises:
-        ModelError: the architecture lacks what is needed for one of these.
+        ModelError: the architecture does not support one of these.
         EngineConfigError: a setting cannot work here.
     """
     check_heads(module.config, config.sequence_parallel)
@@ -132,7 +134,7 @@ def _read_folder(model_path: str, dtype: torch.dtype, head: Head, *, seed: int) 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """transformers warns of a head that is missing, which is the normal case for a new critic."""
+    """Silence transformers' warning about a missing head, which is normal for a new critic."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -144,7 +146,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _draw_value_head(weight_1H: nn.Parameter, seed: int) -> None:
-    """The same numbers on every rank and at every stage, which transformers' own initialisation would not give."""
+    """Initialize the head identically on every rank and at every stage, which transformers does not."""
     import deepspeed
 
     hidden = int(getattr(weight_1H, "ds_numel", weight_1H.numel()))
@@ -155,10 +157,10 @@ def _draw_value_head(weight_1H: nn.Parameter, seed: int) -> None:
 
 
 def _restore_fp32_buffers(model: Any) -> None:
-    """Recompute in fp32 what stage 3 rounded to the model's dtype, above all the rotary frequencies.
+    """Recompute in fp32 the buffers that stage 3 rounded to the model's dtype, mainly the rotary frequencies.
 
-    DeepSpeed turns every floating tensor made while the model is built into bf16. Parameters should be; frequencies
-    rounded to 8 bits shift the angles of far positions by whole radians, and no other stage rounds them.
+    At stage 3 DeepSpeed casts every floating-point tensor created during construction to the model's dtype. In bf16,
+    with 8 bits of precision, rotary frequencies shift the angles of far positions by whole radians.
     """
     for module in model.modules():
         buffers = {
@@ -174,7 +176,7 @@ def _restore_fp32_buffers(model: Any) -> None:
 
 @contextmanager
 def _zero3_loading(ds_config: dict[str, Any]) -> Iterator[None]:
-    """transformers shards while reading as long as this object lives; it keeps only a weak reference to it."""
+    """Keep HfDeepSpeedConfig alive: transformers holds only a weak reference and shards while reading if it exists."""
     from transformers.integrations import HfDeepSpeedConfig
 
     alive = HfDeepSpeedConfig(ds_config)

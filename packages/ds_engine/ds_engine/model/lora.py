@@ -20,7 +20,8 @@ from torch import nn
 
 from ..errors import EngineConfigError, ModelError
 from ..state.export import LowRank, NamedTensor
-from .quantized_base import Nf4Linear, packed_shapes
+from .nf4 import Nf4Linear, nf4_packings
+from .parts import VALUE_HEAD, linear_layers
 
 if TYPE_CHECKING:
     from ..batch import Head
@@ -53,8 +54,6 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None
         import peft
     except ImportError as error:
         raise EngineConfigError("lora needs PEFT: pip install peft") from error
-    from .packed_model import VALUE_HEAD
-
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -76,11 +75,7 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None
 
 def _target_names(model: Any, lora: LoraConfig) -> list[str]:
     """Last parts of the names of the layers to adapt: what PEFT matches, and writes into the adapter's folder."""
-    prefix = getattr(model, "base_model_prefix", "") or "model"
-    backbone = getattr(model, prefix, None)
-    layers = (
-        [f"{prefix}.{n}" for n, m in backbone.named_modules() if type(m) in (nn.Linear, Nf4Linear)] if backbone else []
-    )
+    layers = linear_layers(model, nn.Linear, Nf4Linear)
     if not layers:
         raise ModelError(f"{type(model).__name__} has no linear layer in its backbone to put an adapter beside")
     if lora.target_modules == "all-linear":
@@ -141,7 +136,7 @@ def whole_tensors(module: nn.Module, *, merged: bool = True) -> list[NamedTensor
         merged: False: the frozen base alone, as if there were no adapters.
     """
     terms = low_rank_terms(module)
-    packed = packed_shapes(module)
+    packed = nf4_packings(module)
     adapters = {id(p) for term in terms.values() for p in (term.a_RI, term.b_OR)}
     return [
         NamedTensor(

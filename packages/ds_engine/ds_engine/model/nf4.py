@@ -15,13 +15,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..errors import ModelError
 from ..planning.model_shape import NF4_BLOCK, UNPACKED_AT_ONCE, nf4_bytes
+from .parts import linear_layers
 
-__all__ = ["VALUES", "PackedShape"]
+__all__ = ["VALUES", "Nf4Linear", "Nf4Packing", "nf4_packings", "quantize_base"]
 
 VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -32,7 +35,7 @@ VALUES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedShape:
+class Nf4Packing:
     """What a packed weight is when unpacked.
 
     Packed it is a flat tensor whose bytes are as above and whose dtype is a label: it says `dtype` too, so that what
@@ -112,3 +115,79 @@ def _pairs(device: torch.device) -> Tensor:
     """[256, 2]: both weights of a byte of indices, unscaled."""
     byte = torch.arange(256, device=device)
     return _values(device)[torch.stack((byte >> 4, byte & 15), dim=1)]
+
+
+class Nf4Linear(nn.Linear):
+    """y = x W' + b with W' unpacked for the call; a linear layer to PEFT."""
+
+    def __init__(self, linear: nn.Linear, weight_M: nn.Parameter, packed: Nf4Packing) -> None:
+        """In place of `linear`, whose weight is `packed` in `weight_M` (as `Nf4Packing.pack` gives it)."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.packed = packed
+        self.weight = weight_M
+        self.bias = linear.bias
+        self.train(linear.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] to [..., out], in the input's dtype, which is that of the model."""
+        return cast("Tensor", _Product.apply(input, self.weight, self.bias, self.packed))
+
+
+class _Product(torch.autograd.Function):
+    """Autograd's own product would keep the unpacked weight from the forward to the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_M: Tensor, bias: Tensor | None, packed: Nf4Packing) -> Tensor:
+        ctx.save_for_backward(weight_M)
+        ctx.packed = packed
+        return nn.functional.linear(x, packed.unpack(weight_M), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:
+        (weight_M,) = ctx.saved_tensors
+        return grads[0] @ ctx.packed.unpack(weight_M), None, None, None
+
+
+def quantize_base(model: Any, *, device: torch.device) -> None:
+    """Put every linear layer of the backbone into NF4, in place, one after another; embeddings and head stay.
+
+    A layer's own memory is free before the next is begun. Weights that ZeRO-3 has sharded are gathered and sharded
+    again, so every rank calls this. Every rank computes the same bits.
+
+    Args:
+        device: where layers are packed and stay; those that ZeRO-3 has sharded are where it keeps them.
+
+    Raises:
+        ModelError: the backbone has no linear layer, or one whose weights are no whole blocks of 64 or not finite.
+    """
+    layers = linear_layers(model, nn.Linear)
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no linear layer in its backbone to put into NF4")
+    for name in list(layers):
+        linear = layers.pop(name)
+        try:
+            model.set_submodule(name, _packed(linear, device))
+        except ValueError as error:
+            raise ModelError(
+                f"lora.base_format='nf4' cannot pack {name}.weight: {error}. Use base_format='plain'"
+            ) from None
+
+
+def _packed(linear: nn.Linear, device: torch.device) -> Nf4Linear:
+    old: Any = linear.weight
+    packed = Nf4Packing(shape=tuple(getattr(old, "ds_shape", old.shape)), dtype=old.dtype)
+    if not hasattr(old, "ds_id"):
+        return Nf4Linear(linear, nn.Parameter(packed.pack(old.to(device)), requires_grad=False), packed)
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([old]):
+        weight_M = nn.Parameter(packed.pack(old), requires_grad=False)
+    old.convert_to_zero_parameters(param_list=[weight_M])
+    old.ds_tensor = None  # DeepSpeed's closures hold the parameter in a circle; its shard need not wait for that
+    return Nf4Linear(linear, weight_M, packed)
+
+
+def nf4_packings(module: nn.Module) -> dict[str, Nf4Packing]:
+    """What is packed in `module`, by the parameter's name."""
+    return {f"{n}.weight": layer.packed for n, layer in module.named_modules() if isinstance(layer, Nf4Linear)}

@@ -1,10 +1,10 @@
-"""Turns a Hugging Face model into one that answers about given targets instead of with logits of every token.
+"""Packed forward of a Hugging Face model: log-probs or values of K targets instead of logits of every token.
 
-The model stays the same module with the same parameter names; only a second way to call it is added:
-`model(packed=PackedInputs(...), temperature=...)` runs the backbone, picks the hidden states that predict a target and
-calls the head, whose own forward answers with one row per output: an LM head runs the injected log-prob function and
-gives [2, K], log-probs and entropies; a value head gives [1, K]. The head's weight is used inside the head's forward
-because that is where ZeRO-3 has it gathered, tied to the embedding or not.
+The module and its parameter names stay the same. `install_packed_forward` adds a second way to call it,
+`model(packed=PackedInputs(...), temperature=...)`: run the backbone, select the hidden states that predict a target and
+call the head. The LM head runs the injected log-prob function and returns [2, K], log-probs and entropies; the value
+head returns [1, K]. The computation runs inside the head's own forward because ZeRO-3 gathers the head's weight there,
+also when it is tied to the embedding.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BatchError, ModelError
-from .attention import Packing
+from .attention import PackedLayout
+from .parts import VALUE_HEAD, find_backbone
 from .sequence_parallel import SequenceGroup, TargetShare, gather_answers, share_targets
 
 if TYPE_CHECKING:
     from ..batch import LogProbFn, TokenBatch
 
-__all__ = ["VALUE_HEAD", "PackedInputs", "install_packed_forward", "packed_inputs"]
-
-VALUE_HEAD = "score"
-"""Attribute of a model with a value head that holds it; what transformers calls it in all families."""
+__all__ = ["PackedInputs", "install_packed_forward", "packed_inputs"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedInputs:
-    """One micro batch on the device, as the model's packed forward takes it. Never empty: see `packed_inputs`."""
+    """Input of the packed forward: one micro batch on the device. Never empty, see `packed_inputs`."""
 
     input_ids_1T: Tensor
     position_ids_1T: Tensor
-    packing: Packing
+    packing: PackedLayout
     target_index_K: Tensor
     target_ids_K: Tensor
     share: TargetShare | None = None
-    """With sequence parallelism T and K are this rank's share, and this says how answers come together again."""
+    """Set with sequence parallelism: T and K are then this rank's part, and `share` says how to gather all outputs."""
 
 
 def packed_inputs(
     batch: TokenBatch, *, device: torch.device, kernel: str, sequence: SequenceGroup | None = None
 ) -> tuple[PackedInputs, int]:
-    """The model's inputs for `batch` (with `sequence`, this rank's share of them) and its number of targets in all.
+    """Build the model's inputs for `batch` and count its targets; with `sequence`, inputs are this rank's slice.
 
-    A batch without targets becomes one token predicting one token: that is the cheapest forward that passes through
-    every module, so it takes part in every collective. Its output is to be multiplied by zero.
+    A batch without targets becomes one token that predicts one token: the cheapest forward that runs every module and
+    so takes part in every collective. The caller must multiply its output by zero.
+
+    Raises:
+        BatchError: `cu_seqlens_S1` does not describe the tokens of `input_ids_T`.
     """
     num_targets = batch.target_ids_K.numel()
     if num_targets == 0:
@@ -70,11 +71,11 @@ def packed_inputs(
         start = sequence.rank * part
         ids, positions = ids[start : start + part], positions[start : start + part]
         share = share_targets(index, tokens_per_rank=part, sequence_rank=sequence.rank, sp=sequence.size)
-        # A rank without a target answers for some token all the same, so that it passes through the head as the others.
+        # A rank without targets computes one dummy target, so that it runs the head and its collectives too.
         own = share.own_k if len(share.own_k) else share.own_k.new_zeros(1)
         index, targets = (index[own] - start).clamp(0, part - 1), targets[own]
         share = share.to(device)
-    packing = Packing(
+    packing = PackedLayout(
         cu_seqlens_S1=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device),
         lengths=tuple(lengths),
         max_seqlen=max(lengths),
@@ -92,7 +93,7 @@ def packed_inputs(
 
 
 def _pad(ids_T: Tensor, positions_T: Tensor, lengths: list[int], multiple: int) -> tuple[Tensor, Tensor, list[int]]:
-    """One more sequence of zeros at the end, if needed, to make T a multiple. Nothing looks at it."""
+    """Pad T to a multiple of `multiple` with one more sequence of zeros at the end, which no target uses."""
     missing = -len(ids_T) % multiple
     if missing == 0:
         return ids_T, positions_T, lengths
@@ -101,22 +102,22 @@ def _pad(ids_T: Tensor, positions_T: Tensor, lengths: list[int], multiple: int) 
 
 
 def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None) -> None:
-    """Add the packed way of calling to `model`. Ordinary calls keep working.
+    """Add the packed forward to `model`, in place. Calls without `packed` work as before.
 
     Args:
-        model: a transformers causal LM; without `log_prob_fn`, one with a value head (`VALUE_HEAD`).
+        model: a transformers causal LM; if `log_prob_fn` is None, a model with a value head (`VALUE_HEAD`).
 
     Raises:
-        ModelError: the model has no backbone or head to be found.
+        ModelError: the model has no separate backbone, or its head is missing or not supported.
     """
     if log_prob_fn is None:
         head = getattr(model, VALUE_HEAD, None)
     else:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    backbone = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
-    if not isinstance(head, nn.Module) or not isinstance(backbone, nn.Module) or backbone is model:
+    _, backbone = find_backbone(model)
+    if not isinstance(head, nn.Module) or backbone is None:
         kind = "value model with a backbone and a value head" if log_prob_fn is None else "causal language model"
-        raise ModelError(f"{type(model).__name__} is not a {kind} whose parts can be called one by one")
+        raise ModelError(f"{type(model).__name__} is not a {kind} whose parts can be called separately")
     hidden_scale = 1.0
     if log_prob_fn is None:
         _install_value_forward(head)
@@ -154,8 +155,8 @@ def _install_lm_forward(head: Any, log_prob_fn: LogProbFn, options: dict[str, An
             return original(hidden)
         extra = dict(options, bias=head.bias) if has_bias else options
         log_probs_K, entropy_K = log_prob_fn(hidden, head.weight, targets_K, temperature, **extra)
-        # One tensor, not two: ZeRO-3 hooks each output of a module, and a loss that uses the entropy on one rank only
-        # would leave the ranks with different traces of the backward pass, which then gather in different orders.
+        # One tensor, not two: ZeRO-3 hooks each output tensor of a module. A loss that uses the entropy on only one
+        # rank would make the backward passes differ, and ranks would gather parameters in different orders.
         return torch.stack((log_probs_K, entropy_K))
 
     head.forward = forward
@@ -167,7 +168,7 @@ def _install_value_forward(head: Any) -> None:
     def forward(hidden: Tensor, *, targets_K: Tensor | None = None, temperature: float = 1.0) -> Any:
         if targets_K is None:
             return original(hidden)
-        # A value in bf16 has three digits; returns differ in the fourth.
+        # fp32: bf16 has three significant digits, and returns differ in the fourth.
         return nn.functional.linear(hidden.float(), head.weight.float()).T
 
     head.forward = forward
@@ -181,7 +182,7 @@ def _head_options(model: Any, head: nn.Module) -> dict[str, Any]:
 
 
 def _hidden_scale(model: Any) -> float:
-    """Some families scale their logits; the head being linear, scaling its input does the same."""
+    """Scale of the logits that some families apply; the head is linear, so its input is scaled instead."""
     config: Any = model.config
     if getattr(config, "logit_scale", None) is not None:  # Cohere multiplies
         return float(config.logit_scale)

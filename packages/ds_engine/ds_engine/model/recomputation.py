@@ -10,8 +10,9 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ModelError
+from .parts import transformer_layers
 
-__all__ = ["enable_checkpointing", "transformer_layers"]
+__all__ = ["enable_checkpointing"]
 
 
 def enable_checkpointing(model: Any, *, every: int = 1, to_cpu: bool = False) -> None:
@@ -32,13 +33,6 @@ def enable_checkpointing(model: Any, *, every: int = 1, to_cpu: bool = False) ->
         layer.gradient_checkpointing = number % every == 0
         if to_cpu:
             layer._gradient_checkpointing_func = _checkpoint_to_cpu
-
-
-def transformer_layers(model: Any) -> list[Any]:
-    """The layers of a transformers model, in order."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _checkpoint_to_cpu(call: Callable[..., Any], *args: Any) -> Any:

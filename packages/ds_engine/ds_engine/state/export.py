@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..model.nf4 import PackedShape
+from ..model.nf4 import Nf4Packing
 
 __all__ = ["LowRank", "NamedTensor", "export_tensors"]
 
@@ -42,7 +42,7 @@ class NamedTensor:
     name: str
     parameter: nn.Parameter
     low_rank: LowRank | None = None
-    packed: PackedShape | None = None
+    packed: Nf4Packing | None = None
     """Set where the parameter is packed: what it is unpacked."""
 
     @property

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from ..model.recomputation import transformer_layers
+from ..model.parts import transformer_layers
 from .zero3_gather import parameter_offload
 
 if TYPE_CHECKING:

@@ -1,0 +1,34 @@
+"""Finds the parts of a transformers model: backbone, transformer layers, heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["VALUE_HEAD", "find_backbone", "linear_layers", "transformer_layers"]
+
+VALUE_HEAD = "score"
+"""Attribute that holds the value head, as transformers names it in every family."""
+
+
+def find_backbone(model: Any) -> tuple[str, nn.Module | None]:
+    """(attribute name, module) of the model without its head; the module is None if the model has no such attribute."""
+    name = getattr(model, "base_model_prefix", "") or "model"
+    backbone = getattr(model, name, None)
+    return name, backbone if isinstance(backbone, nn.Module) and backbone is not model else None
+
+
+def linear_layers(model: Any, *types: type[nn.Linear]) -> dict[str, Any]:
+    """Layers of exactly one of `types` inside the backbone, keyed by name in `model`, in the model's order."""
+    prefix, backbone = find_backbone(model)
+    if backbone is None:
+        return {}
+    return {f"{prefix}.{name}": layer for name, layer in backbone.named_modules() if type(layer) in types}
+
+
+def transformer_layers(model: Any) -> list[Any]:
+    """The transformer layers of `model` (transformers' GradientCheckpointingLayer), in order."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
