@@ -1,24 +1,22 @@
-"""One writing process a folder, held by the kernel, so that a dead process never holds anything.
+"""One writing process per checkpoint folder, by a file lock that the kernel drops when its holder dies.
 
-A POSIX record lock belongs to a process: it ends with it, however it ends, and a forked child does not inherit it. The
-file's text says who holds it, for the message to whoever is refused. Two traps shape the code: closing any descriptor
-of the file drops the process's lock, so a process opens the file once and shares it among its managers; and the file
-is never deleted, for a lock on a deleted file excludes nobody.
+The lock file's text names the holder, for the error message of a process that is refused. The file is never deleted: a
+lock on a deleted file excludes nobody. `filelock` closes the descriptor in forked children, so they do not hold it.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import socket
 import sys
 import threading
-from collections import deque
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from weakref import WeakValueDictionary
+
+from filelock import FileLock, SoftFileLock, Timeout
 
 from .errors import CheckpointLockedError, CheckpointUsageError
 
@@ -27,34 +25,44 @@ __all__ = ["LOCK_NAME", "WriterLock"]
 LOCK_NAME = ".lock"
 
 
-@dataclass
-class _Held:
-    """One process-wide lock and the number of its users."""
+class _ProcessLock:
+    """The lock of this process, shared by its managers. It is released when the last reference to it is dropped."""
 
-    descriptor: int
-    pid: int
-    num_users: int = 0
-
-    def is_for(self, path: Path) -> bool:
-        """Whether this process still holds the file that bears the name now."""
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = FileLock(path, thread_local=False)
         try:
-            there, ours = os.stat(path), os.fstat(self.descriptor)
-        except OSError:
-            return False
-        return self.pid == os.getpid() and (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+            self._file.acquire(blocking=False)
+        except Timeout:
+            raise CheckpointLockedError(
+                f"{path.parent}: {_read_holder(path)} is writing checkpoints here, and only one process may. Stop it, "
+                "or save to another folder."
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            if not isinstance(error, OSError) or error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise _no_locks(path) from None
+            raise
+        if isinstance(self._file, SoftFileLock):  # it outlives a killed process
+            self._file.release(force=True)
+            raise _no_locks(path)
+        path.write_text(_describe_self(), encoding="utf-8")
+        self._pid, self._inode = os.getpid(), _inode(path)
+
+    def is_valid(self) -> bool:
+        """Whether this process holds the file that is at the path now; a fork or a deleted folder ends that."""
+        return self._pid == os.getpid() and self._inode == _inode(self._path)
 
 
-_held: dict[Path, _Held] = {}
-_forgotten: deque[WriterLock] = deque()
+_locks: WeakValueDictionary[Path, _ProcessLock] = WeakValueDictionary()
 _guard = threading.Lock()
 
 
 class WriterLock:
-    """This process's right to write in `root`; several of these in one process share it."""
+    """This process's right to write in `root`; several of these in one process share one lock."""
 
     def __init__(self, root: Path) -> None:
         self._path = (root / LOCK_NAME).absolute()
-        self._entry: _Held | None = None
+        self._lock: _ProcessLock | None = None
 
     def acquire(self) -> None:
         """Take the lock unless this object has it. `root` must exist.
@@ -63,65 +71,28 @@ class WriterLock:
         has no locks.
         """
         with _guard:
-            entry = _held.get(self._path)
-            if entry is None or not entry.is_for(self._path):
-                entry = _held[self._path] = _Held(descriptor=_lock_file(self._path), pid=os.getpid())
-            if self._entry is not entry:
-                self._entry = entry
-                entry.num_users += 1
-        self._release_forgotten()
+            lock = _locks.get(self._path)
+            if lock is None or not lock.is_valid():
+                lock = _locks[self._path] = _ProcessLock(self._path)
+            self._lock = lock
 
     def release(self) -> None:
-        """Give it back; the last user in the process unlocks. Does nothing when it is not held."""
-        with _guard:
-            self._release()
-
-    def release_when_collected(self) -> None:
-        """As `release`, for the garbage collector, which may run in the middle of any of these methods."""
-        _forgotten.append(self)
-        self._release_forgotten()
-
-    @staticmethod
-    def _release_forgotten() -> None:
-        if _guard.acquire(blocking=False):  # else the thread inside does it when it is through
-            try:
-                while _forgotten:
-                    _forgotten.pop()._release()
-            finally:
-                _guard.release()
-
-    def _release(self) -> None:
-        entry, self._entry = self._entry, None
-        if entry is None or entry.pid != os.getpid():
-            return
-        entry.num_users -= 1
-        if entry.num_users == 0:
-            os.close(entry.descriptor)
-            if _held.get(self._path) is entry:
-                del _held[self._path]
+        """Give the lock back; the last user in the process unlocks. Does nothing when it is not held."""
+        self._lock = None
 
 
-def _lock_file(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def _inode(path: Path) -> tuple[int, int] | None:
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _describe_self().encode(), 0)
-    except OSError as error:
-        holder = _read_holder(descriptor) if error.errno in (errno.EACCES, errno.EAGAIN) else None
-        os.close(descriptor)
-        if holder is not None:
-            raise CheckpointLockedError(
-                f"{path.parent}: {holder} is writing checkpoints here, and only one process may. Stop it, or save to "
-                "another folder."
-            ) from None
-        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise CheckpointUsageError(
-                f"{path.parent}: this file system has no locks ({error.strerror}). Pass lock=False and make sure "
-                "yourself that one process alone writes here."
-            ) from None
-        raise
-    return descriptor
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _no_locks(path: Path) -> CheckpointUsageError:
+    return CheckpointUsageError(
+        f"{path.parent}: this file system has no locks. Pass lock=False and make sure that only one process writes here."
+    )
 
 
 def _describe_self() -> str:
@@ -130,9 +101,9 @@ def _describe_self() -> str:
     return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": started, "command": command}) + "\n"
 
 
-def _read_holder(descriptor: int) -> str:
+def _read_holder(path: Path) -> str:
     try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
+        holder = json.loads(path.read_text(encoding="utf-8"))
         return f"process {holder['pid']} on {holder['host']} (since {holder['since']}: {holder['command']})"
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return "another process"

@@ -17,7 +17,6 @@ whenever, finds only whole checkpoints. One process at a time writes to a root; 
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -75,8 +74,6 @@ class CheckpointManager(CheckpointReader):
         self.retention = retention if retention is not None else Retention(keep_last=keep_last)
         self._preparing: set[int] = set()
         self._lock = WriterLock(self.root) if lock else None
-        if self._lock is not None:
-            weakref.finalize(self, self._lock.release_when_collected)
 
     def close(self) -> None:
         """Let another process write here. The manager can be used again; its next write takes the lock again."""

@@ -246,8 +246,23 @@ def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _WRITER, str(tmp_path)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "CheckpointLockedError" in refused.stderr, "closing one does not unlock the other"
-    del second
     first.prepare(3)
+    CheckpointManager(tmp_path).prepare(4)
+    del first
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n", "managers that were collected hold nothing"
+        process.kill()
+
+
+def test_a_folder_that_was_deleted_and_made_again_is_locked_again(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "checkpoints")
+    manager.prepare(1)
+    shutil.rmtree(manager.root)
+    manager.prepare(1)
+    command = [sys.executable, "-c", _WRITER, str(manager.root)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert f"process {os.getpid()} on" in refused.stderr
 
 
 def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_structures_and_generators_hold_plain_values_only(tmp_path: Path) -> Non
 def test_the_package_has_no_other_way_to_read_a_pickle() -> None:
     """Every torch.load says weights_only=True; nothing else that unpickles is called at all."""
     calls = 0
-    for path in Path(ckpt.__file__).parent.glob("*.py"):
+    for path in Path(ckpt.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
                 continue
