@@ -1,4 +1,4 @@
-"""torch.compile, layer by layer."""
+"""Compiles each transformer layer with torch.compile."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .parts import transformer_layers
 __all__ = ["KEEP_LESS", "compile_layers"]
 
 KEEP_LESS = {"ban_recompute_materialized_backward": False}
-"""torch._functorch.config for the graphs of layers: normalised inputs and the product inside an MLP, which the backward
-pass multiplies by gradients, are made again from what is kept anyway, in the kernels that read that."""
+"""torch._functorch.config for the layers' graphs: the backward pass recomputes normalized inputs and the MLP's product
+from tensors that are kept anyway, fused into the kernels that read them."""
 
 
 def _inductor(graph: Any, inputs: Any) -> Any:
@@ -28,20 +28,20 @@ def _inductor(graph: Any, inputs: Any) -> Any:
 
 
 def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2, backend: Any = _inductor) -> None:
-    """Compile each transformer layer in place; names, parameters and activation checkpointing stay as they are.
+    """Compile each transformer layer in place; names, parameters and activation checkpointing stay the same.
 
-    One compilation serves any number of tokens. Attention by SDPA stays out of it: its loop follows the lengths of the
-    batch, so every batch would be compiled anew. The flash4, flash and varlen kernels are single calls and stay in:
-    what lies around them is fused with norms and rotary embeddings, the layout of all-to-alls with it.
+    One compilation serves any number of tokens. SDPA attention is excluded: it loops over the sequence lengths, so
+    every batch would recompile. The flash4, flash and varlen kernels are single calls and stay in the graph, where the
+    code around them is fused with norms and rotary embeddings.
 
     Args:
-        kernel: that of the engine, see `choose_kernel`.
-        stage: of ZeRO; stage 3 gathers a layer's weights in hooks around it, which stay out.
-        backend: torch.compile's.
+        kernel: the engine's attention kernel, see `choose_kernel`.
+        stage: ZeRO stage; the hooks with which stage 3 gathers a layer's weights stay outside the graph.
+        backend: backend of torch.compile.
 
     Raises:
-        EngineConfigError: there is no compiler.
-        ModelError: the model has no layers to be found.
+        EngineConfigError: no C++ compiler is found (CPU).
+        ModelError: the model has no transformer layers.
     """
     if device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         raise EngineConfigError("compile=True needs a C++ compiler (g++ or clang++) on the CPU")
@@ -61,9 +61,12 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2,
 
 
 def _with_own_linear(call: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed puts a function of its own in the place of torch's linear for the whole process once any model in it is
-    at stage 3, so that no view of a gathered weight is kept for the backward pass. Compiled layers keep none, and
-    torch 2.11 would compile each of them anew for what that function looks at in its weights."""
+    """Call the compiled layer with torch's own `linear`.
+
+    At stage 3 DeepSpeed replaces torch.nn.functional.linear in the whole process, so that no view of a gathered weight
+    is saved for the backward pass. Compiled layers save no such view, and the attributes that the replacement reads
+    from the weights would make torch 2.11 recompile each layer.
+    """
 
     def with_own_linear(*args: Any, **kwargs: Any) -> Any:
         functional: Any = torch.nn.functional

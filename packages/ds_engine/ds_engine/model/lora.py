@@ -1,11 +1,11 @@
-"""LoRA through PEFT: adapters beside frozen linear layers, and the names and tensors they are known by elsewhere.
+"""LoRA through PEFT: adapters on frozen linear layers, and the names and tensors used to export them.
 
 y = W x + s * B (A dropout(x)),   s = alpha / rank, or alpha / sqrt(rank) with rslora
 
 PEFT replaces each adapted `q_proj` by a layer that holds the frozen weight as `q_proj.base_layer.weight` and the two
 trained matrices as `q_proj.lora_A.default.weight` [rank, in] and `q_proj.lora_B.default.weight` [out, rank]. The model
-keeps its class, so packing and DeepSpeed see it as before; only names change, and are changed back on the way out:
-`whole_tensors` gives merged weights under Hugging Face names, `adapter_tensors` the trained ones under PEFT's.
+keeps its class; only parameter names change, and the export restores them: `whole_tensors` returns merged weights under
+Hugging Face names, `adapter_tensors` the trained tensors under the names of PEFT's adapter files.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None:
-    """Freeze `model` and put adapters beside its linear layers, in place; a value head stays trained.
+    """Freeze `model` and add adapters to its linear layers, in place; a value head remains trainable.
 
-    Adapters start as a zero change (B = 0, A drawn with `seed`), the same on every rank and at every stage.
+    Adapters are initialized to a zero change (B = 0, A drawn with `seed`), identical on every rank and at every stage.
 
     Raises:
         EngineConfigError: PEFT is not installed.
-        ModelError: a name in `target_modules` belongs to no linear layer of the backbone.
+        ModelError: a name in `target_modules` matches no linear layer of the backbone.
     """
     try:
         import peft
@@ -65,33 +65,33 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # Not get_peft_model, which wraps the model and changes every name.
+        # Not get_peft_model: it wraps the model and changes every parameter name.
         peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
     if head == "value":
-        # Said afterwards, for the adapter's folder only: told before, PEFT trains a copy of the head under a new name.
+        # Set after injection, for adapter_config.json only: otherwise PEFT trains a copy of the head under a new name.
         settings.modules_to_save = [VALUE_HEAD]
         getattr(model, VALUE_HEAD).requires_grad_(True)
 
 
 def _target_names(model: Any, lora: LoraConfig) -> list[str]:
-    """Last parts of the names of the layers to adapt: what PEFT matches, and writes into the adapter's folder."""
+    """Target modules as PEFT matches them and writes them to adapter_config.json: suffixes of layer names."""
     layers = linear_layers(model, nn.Linear, Nf4Linear)
     if not layers:
-        raise ModelError(f"{type(model).__name__} has no linear layer in its backbone to put an adapter beside")
+        raise ModelError(f"{type(model).__name__} has no linear layer in its backbone to adapt")
     if lora.target_modules == "all-linear":
         return sorted({name.rpartition(".")[2] for name in layers})
     unknown = [t for t in lora.target_modules if not any(n == t or n.endswith(f".{t}") for n in layers)]
     if unknown:
         known = sorted({name.rpartition(".")[2] for name in layers})
         raise ModelError(
-            f"lora.target_modules: {unknown} name no linear layer of {type(model).__name__}'s backbone, which has "
-            f"{known} (the head is not among them: it computes log-probs itself)"
+            f"lora.target_modules: {unknown} match no linear layer of {type(model).__name__}'s backbone, which has "
+            f"{known} (the head cannot be adapted: the log-prob function reads its weight)"
         )
     return list(lora.target_modules)
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether `add_adapters` was here."""
+    """Whether `add_adapters` has added adapters to `module`."""
     return getattr(module, "peft_config", None) is not None
 
 
@@ -107,9 +107,9 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` computes what it did before training: the base model."""
+    """Context in which `module` computes without its adapters: the base model."""
     layers = [layer for _, layer in _layers(module)]
-    # PEFT's own switch also turns requires_grad off and on, which DeepSpeed's hooks should not see.
+    # PEFT's own switch also toggles requires_grad, which DeepSpeed's hooks must not see.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -120,7 +120,7 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def low_rank_terms(module: nn.Module) -> dict[str, LowRank]:
-    """What is to be added to which parameter, by the parameter's name in `module`; empty without adapters."""
+    """The low-rank update of each adapted weight, keyed by parameter name in `module`; empty without adapters."""
     return {
         f"{name}.base_layer.weight": LowRank(
             a_RI=layer.lora_A[_ADAPTER].weight, b_OR=layer.lora_B[_ADAPTER].weight, scale=layer.scaling[_ADAPTER]
@@ -130,10 +130,10 @@ def low_rank_terms(module: nn.Module) -> dict[str, LowRank]:
 
 
 def whole_tensors(module: nn.Module, *, merged: bool = True) -> list[NamedTensor]:
-    """The model without trace of adapters and packing: Hugging Face names, the module's order, tied parameters once.
+    """The model's tensors as an export sees them: Hugging Face names, in the module's order, tied parameters once.
 
     Args:
-        merged: False: the frozen base alone, as if there were no adapters.
+        merged: merge the adapters into the weights; False returns the frozen base model.
     """
     terms = low_rank_terms(module)
     packed = nf4_packings(module)
@@ -151,7 +151,7 @@ def whole_tensors(module: nn.Module, *, merged: bool = True) -> list[NamedTensor
 
 
 def adapter_tensors(module: nn.Module) -> list[NamedTensor]:
-    """What is trained, under the names of PEFT's adapter files: adapters, and a value head."""
+    """The trainable tensors (adapters, and a value head if present) under the names of PEFT's adapter files."""
     return [
         NamedTensor(name=_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."), parameter=parameter)
         for name, parameter in module.named_parameters()
@@ -160,7 +160,7 @@ def adapter_tensors(module: nn.Module) -> list[NamedTensor]:
 
 
 def adapter_settings(module: nn.Module) -> dict[str, Any]:
-    """adapter_config.json as PEFT and vLLM read it."""
+    """Content of adapter_config.json, as PEFT and vLLM read it."""
     settings = cast("Any", module).peft_config[_ADAPTER].to_dict() | {"inference_mode": True}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     return cast("dict[str, Any]", json.loads(json.dumps(plain)))

@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute layers in the backward pass instead of keeping what they made."""
+"""Activation checkpointing: recomputes layers in the backward pass instead of keeping their activations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def enable_checkpointing(model: Any, *, every: int = 1, to_cpu: bool = False) ->
     """Recompute layers 0, k, 2k, ... of a transformers model (k = `every`) when it is in training mode.
 
     Args:
-        to_cpu: keep the inputs of recomputed layers in (pinned) CPU memory until they are needed.
+        to_cpu: keep the inputs of recomputed layers in (pinned) CPU memory until the backward pass.
 
     Raises:
-        ModelError: the model has no layers that can be recomputed.
+        ModelError: the model has no layers that support activation checkpointing.
     """
-    # Non-reentrant: the reentrant form runs backward passes inside the backward pass, which ZeRO's hooks count wrongly.
+    # Non-reentrant: the reentrant form nests backward passes, which ZeRO's hooks miscount.
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = [layer for layer in transformer_layers(model) if layer.gradient_checkpointing]
     if not layers:
@@ -36,6 +36,6 @@ def enable_checkpointing(model: Any, *, every: int = 1, to_cpu: bool = False) ->
 
 
 def _checkpoint_to_cpu(call: Callable[..., Any], *args: Any) -> Any:
-    # The hooks of save_on_cpu see the layer's inputs only: inside, the checkpoint's own hooks are the innermost.
+    # save_on_cpu sees only the layer's inputs, because the checkpoint's own hooks are the innermost ones.
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(call, *args, use_reentrant=False)

@@ -1,14 +1,14 @@
-"""Ulysses sequence parallelism: sp ranks compute one micro batch together, each a contiguous slice of its tokens.
+"""Ulysses sequence parallelism: sp ranks compute one micro batch together, each on a contiguous slice of its tokens.
 
-Everything but attention looks at one token at a time, so a rank computes it for its slice alone. Around attention two
-all-to-alls swap what is split: before it each rank gives away the tokens' other heads and gets all tokens of its own
-heads, after it the reverse (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509). Each rank then answers for the targets
-in its slice, log-prob work included, and all answers are handed to every rank, which calls the loss function with them.
+All layers but attention work on single tokens, so each rank computes them for its slice. Two all-to-alls around
+attention exchange the split dimension: before it, T / sp tokens of all heads become all T tokens of h / sp heads; after
+it, the reverse (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509). Each rank computes the outputs (log-probs or
+values) of the targets in its slice. An all-gather gives all outputs to every rank, which calls the loss function.
 
-The gradient: a rank's backward pass starts at its own answers only, so a rank ends with the part of the gradient that
-came through its slice, and the sum over the sp ranks is that of the loss, counted once.
+Gradient: the backward pass of a rank starts from its own outputs only. Each rank so holds the part of the gradient that
+flows through its slice, and the sum over the sp ranks is the gradient of the loss, counted once.
 
-Shapes: T tokens of the row, padded to a multiple of sp; K targets; R rows a head answers with; h heads, d head size.
+Shapes: T tokens of the row, padded to a multiple of sp; K targets; R rows of head outputs; h heads; d head size.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceGroup:
-    """The ranks that share a micro batch, as one of them sees it."""
+    """The sequence-parallel group of this rank."""
 
     group: dist.ProcessGroup
     rank: int
-    """This rank's number in the group: it has the rank-th slice."""
+    """Rank within the group; the rank-th slice of the tokens is this rank's."""
     size: int
     """sp"""
     name: str = ""
-    """torch's of the group."""
+    """torch's name of the group, by which custom operators look it up."""
 
 
 def join_sequence_group(sp: int) -> SequenceGroup | None:
-    """This rank's group of sp consecutive ranks; None for sp = 1. Collective over all ranks.
+    """Create groups of sp consecutive ranks and return this rank's; None for sp = 1. Collective over all ranks.
 
     Raises:
         EngineConfigError: sp does not divide the number of ranks.
@@ -68,24 +68,24 @@ def join_sequence_group(sp: int) -> SequenceGroup | None:
 
 
 def check_heads(model_config: Any, sp: int) -> None:
-    """Refuse a model (its Hugging Face configuration) whose attention heads cannot be divided among sp ranks.
+    """Check that sp divides the number of attention heads in a Hugging Face configuration.
 
     Raises:
-        EngineConfigError: names what would do.
+        EngineConfigError: it does not; the message lists the values that do.
     """
     text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
     num_heads = int(text_config.num_attention_heads)
     if num_heads % sp != 0:
         fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise EngineConfigError(
-            f"sequence_parallel={sp} cannot divide {num_heads} attention heads among ranks: use one of {fits}"
+            f"sequence_parallel={sp} does not divide the {num_heads} attention heads: use one of {fits}"
         )
 
 
 def kv_copies(num_heads: int, num_kv_heads: int, sp: int) -> int:
-    """How often each key/value head is repeated so that sp ranks get equally many; `num_heads` is a multiple of sp.
+    """Smallest number of copies of each key/value head that gives every rank equally many.
 
-    The fewest that work. A rank's query heads then find their key/value heads on the same rank.
+    `num_heads` must be a multiple of sp. Each query head is then on the same rank as its key/value head.
     """
     sharing = num_heads // num_kv_heads
     return next(n for n in range(1, sharing + 1) if sharing % n == 0 and num_kv_heads * n % sp == 0)
@@ -94,13 +94,13 @@ def kv_copies(num_heads: int, num_kv_heads: int, sp: int) -> int:
 # ------------------------------------------------------------------ attention
 
 
-# Operators of their own, since torch.compile could not follow what torch.distributed does: nodes of a layer's graph.
-# Laying out what is sent is their work too: compiled for any number of tokens, a kernel divides by that number for each
-# element it moves and took 1.3 to 1.7 ms for 100 MB on an H200 (torch 2.11), where sending them took 0.2.
+# Custom operators, because torch.compile cannot trace torch.distributed's calls. They include the layout of the send
+# buffer: a compiled kernel with a dynamic number of tokens divides by that number for each element and took 1.3 to
+# 1.7 ms for 100 MB on an H200 (torch 2.11), where the transfer took 0.2 ms.
 
 
 def _exchange(to_each: Tensor, group_name: str) -> Tensor:
-    """[sp, ...] for each rank -> [sp, ...] from each rank."""
+    """All-to-all: [sp, ...], one entry for each rank -> [sp, ...], one entry from each rank."""
     from_each = torch.empty_like(to_each)
     group = cast("Any", distributed_c10d)._resolve_process_group(group_name)
     dist.all_to_all_single(from_each, to_each, group=group)
@@ -109,7 +109,7 @@ def _exchange(to_each: Tensor, group_name: str) -> Tensor:
 
 @torch.library.custom_op("ds_engine::to_heads", mutates_args=())
 def _to_heads(parts: list[Tensor], sp: int, group_name: str) -> Tensor:
-    """Tensors [T / sp, h_i, d] of this rank's tokens -> [T, sum of h_i / sp, d], this rank's heads of each in turn."""
+    """Tensors [T / sp, h_i, d] of this rank's tokens -> [T, sum of h_i / sp, d], this rank's heads of each tensor."""
     num_tokens, _, size = parts[0].shape
     own = [part.shape[1] // sp for part in parts]
     to_each = parts[0].new_empty(sp, num_tokens, sum(own), size)
@@ -120,7 +120,7 @@ def _to_heads(parts: list[Tensor], sp: int, group_name: str) -> Tensor:
 
 @torch.library.custom_op("ds_engine::to_tokens", mutates_args=())
 def _to_tokens(joined: Tensor, heads: list[int], sp: int, group_name: str) -> list[Tensor]:
-    """The way back, from [T, sum of h_i / sp, d] to tensors [T / sp, h_i, d] (h_i in `heads`)."""
+    """Inverse of `_to_heads`: [T, sum of h_i / sp, d] -> tensors [T / sp, h_i, d] (h_i in `heads`)."""
     from_each = _exchange(joined.contiguous().unflatten(0, (sp, -1)), group_name)
     parts = []
     for slot, count in zip(from_each.split([n // sp for n in heads], dim=2), heads, strict=True):
@@ -150,7 +150,7 @@ def _remember_exchange(ctx: Any, inputs: tuple[Tensor, list[int], int, str], out
     ctx.exchange = inputs[2:]
 
 
-# Each is the other's inverse and moves every element once, so each is the other's backward.
+# Both only permute elements and are inverse to each other, so each one is the other's backward.
 _to_heads.register_autograd(
     lambda ctx, grad: (_to_tokens(grad, ctx.heads, *ctx.exchange), None, None), setup_context=_remember_heads
 )
@@ -181,22 +181,22 @@ def gather_heads(out: Tensor, sequence: SequenceGroup) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetShare:
-    """Which targets a rank answers for, and where the others' answers are found."""
+    """Which targets this rank computes, and where the gathered outputs of all targets are."""
 
     own_k: Tensor
-    """int64, the targets whose index is in this rank's slice; may be empty."""
+    """int64 indices of the targets in this rank's slice; may be empty."""
     width: int
-    """Answers that each rank sends: as many as the busiest has, at least 1."""
+    """Number of outputs each rank sends: the largest number of targets on a rank, at least 1."""
     source_K: Tensor
-    """int64 places of all K answers among the sp * width that were sent."""
+    """int64 positions of the K outputs among the sp * width gathered ones."""
 
     def to(self, device: torch.device) -> TargetShare:
-        """The same on `device`."""
+        """Copy to `device`."""
         return TargetShare(own_k=self.own_k.to(device), width=self.width, source_K=self.source_K.to(device))
 
 
 def share_targets(target_index_K: Tensor, *, tokens_per_rank: int, sequence_rank: int, sp: int) -> TargetShare:
-    """Divide targets, in any order, by the slices their indices fall into. A pure function."""
+    """Assign each target to the rank whose slice holds its index. Targets may be in any order. A pure function."""
     owner_K = target_index_K // tokens_per_rank
     order_K = owner_K.argsort(stable=True)
     counts_P = owner_K.bincount(minlength=sp)
@@ -211,7 +211,7 @@ def share_targets(target_index_K: Tensor, *, tokens_per_rank: int, sequence_rank
 
 
 class _GatherAnswers(torch.autograd.Function):
-    """[R, W] -> [sp, R, W] of all ranks. Backward takes this rank's part: the others start from theirs themselves."""
+    """All-gather [R, W] -> [sp, R, W]. Backward keeps this rank's part: the other ranks start from their own."""
 
     @staticmethod
     def forward(ctx: Any, rows_RW: Tensor, sequence: SequenceGroup) -> Tensor:
@@ -226,7 +226,7 @@ class _GatherAnswers(torch.autograd.Function):
 
 
 def gather_answers(rows_Rk: Tensor, share: TargetShare, sequence: SequenceGroup) -> Tensor:
-    """[R, k] answers of this rank (k its own targets, or 1 to be ignored if it has none) -> [R, K] of all."""
+    """[R, k] outputs of this rank's k targets (one dummy output if it has none) -> [R, K] outputs of all targets."""
     rows_RW = F.pad(rows_Rk, (0, share.width - rows_Rk.shape[1]))
     everyone: Tensor = _GatherAnswers.apply(rows_RW, sequence)
     return everyone.transpose(0, 1).flatten(1).index_select(1, share.source_K)
