@@ -1,0 +1,79 @@
+"""Randomly initialized causal language models of some ten thousand parameters, and word-level tokenizers for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["random_model", "tiny_config", "write_tiny_model", "write_word_tokenizer"]
+
+_CONFIGS = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig", "phi3": "Phi3Config"}
+
+
+def tiny_config(family: str = "qwen3", **changes: Any) -> Any:
+    """A transformers config: 64 tokens, hidden size 32, 2 layers, 4 heads on 2 KV heads, tied embeddings.
+
+    Args:
+        family: qwen3, qwen2, llama or phi3.
+        changes: other values, under transformers' names. `intermediate_size` and `head_dim` follow `hidden_size`.
+    """
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,  # ten times the usual: predictions far from uniform, so that a wrong weight shows
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | changes
+    derived = {
+        "intermediate_size": 2 * sizes["hidden_size"],
+        "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
+    }
+    return getattr(transformers, _CONFIGS[family])(**(derived | sizes))
+
+
+def random_model(config: Any, *, seed: int = 0, random_norms: bool = False) -> Any:
+    """A causal language model in fp32 and eval mode.
+
+    Args:
+        random_norms: draws one-dimensional weights from [0.5, 1.5] instead of leaving them at 1 or 0.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if random_norms:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+def write_tiny_model(folder: Path, family: str = "qwen3", *, seed: int = 0, **changes: Any) -> Path:
+    """Writes `random_model(tiny_config(family, **changes))` as a Hugging Face folder without a tokenizer."""
+    random_model(tiny_config(family, **changes), seed=seed).save_pretrained(folder)
+    return folder
+
+
+def write_word_tokenizer(folder: Path, vocab_size: int = 64, **special_tokens: str) -> None:
+    """Adds a tokenizer to a model folder: token i is the word "w<i>"; unknown words are "w1".
+
+    Args:
+        special_tokens: of `PreTrainedTokenizerFast`, say `eos_token="w0"`; also `chat_template`.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special_tokens).save_pretrained(folder)

@@ -1,0 +1,93 @@
+"""Processes that a test starts: they have process groups of their own and do not outlive the test run."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+__all__ = ["die_with_parent", "free_port", "run_script", "start_process", "stop_process", "wait_until"]
+
+_PR_SET_PDEATHSIG = 1
+CPU_ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""What every process gets unless the caller sets it: two cores are shared, and tests download nothing."""
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 300.0, *, interval_s: float = 0.05) -> None:
+    """Calls `condition` until it is true; an AssertionError after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not true within {timeout_s} s"
+        time.sleep(interval_s)
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def start_process(
+    command: Sequence[str], log: Path | IO[bytes], env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts `command` in a process group of its own. Its output goes to `log`; it dies with the test run."""
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(log.open("wb")) if isinstance(log, Path) else log
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **CPU_ENVIRONMENT, **(env or {})},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+
+def stop_process(process: subprocess.Popen[Any], *, grace_s: float = 10.0) -> None:
+    """Ends a process group with SIGTERM, after `grace_s` with SIGKILL, and waits for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+
+
+def run_script(script: Path, *arguments: object, env: Mapping[str, str] | None = None, timeout_s: float = 400.0) -> str:
+    """Runs a Python file and returns what it printed; an AssertionError with the end of it when it failed.
+
+    Whatever the script started ends with it.
+    """
+    with tempfile.TemporaryFile() as log:
+        process = start_process([sys.executable, str(script), *map(str, arguments)], log, env)
+        try:
+            code: int | str = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = f"stopped after {timeout_s} s"
+        finally:
+            stop_process(process, grace_s=0.0)
+        log.seek(0)
+        text = log.read().decode(errors="replace")
+    assert code == 0, f"{script.name}: {code}\n{text[-6000:]}"
+    return text

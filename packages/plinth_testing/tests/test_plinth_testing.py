@@ -1,0 +1,156 @@
+"""The test support itself: tables cover all pairs, ranks meet, fail and end as documented."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import plinth_testing
+from plinth_testing import (
+    RankPool,
+    covering_table,
+    launch_ranks,
+    list_properties,
+    random_model,
+    run_script,
+    start_process,
+    stop_process,
+    tiny_config,
+    uncovered_pairs,
+    write_tiny_model,
+    write_word_tokenizer,
+)
+
+MEET = """
+import os
+import torch, torch.distributed as dist
+from plinth_testing import record_calls
+dist.init_process_group("gloo")
+total = torch.tensor(float(os.environ["RANK"]) + 1)
+with record_calls() as calls:
+    dist.all_reduce(total)
+    dist.barrier()
+print(total.item(), calls)
+"""
+FORKED = """
+import os, sys
+from plinth_testing import run_ranks
+def job(rank):
+    print("rank", rank, "of", os.environ["WORLD_SIZE"], flush=True)
+    if len(sys.argv) > 1 and rank == 1:
+        raise ValueError("bad rank")
+run_ranks(job)
+"""
+SERVED = """
+import os, sys, time
+from plinth_testing import serve_rank
+def double(x): return 2 * x, os.environ["RANK"]
+def refuse(): raise KeyError("passed on")
+def crash(): raise ValueError("not passed on")
+def hang(): time.sleep(60)
+if __name__ == "__main__":
+    serve_rank([sys.modules["__main__"]], join=lambda *_: None, leave=lambda: None, passed_on=(KeyError,))
+"""
+
+
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=4))
+@settings(deadline=None, max_examples=30)
+def test_a_covering_table_holds_every_pair(sizes: list[int]) -> None:
+    values = {f"p{i}": list(range(size)) for i, size in enumerate(sizes)}
+
+    def allowed(row: dict[str, int]) -> bool:
+        return not row["p0"] == row["p1"] == 1
+
+    table = covering_table(values, allowed=allowed)
+    assert not uncovered_pairs(table, values, allowed=allowed)
+    assert all(allowed(row) for row in table)
+    assert uncovered_pairs(table[:-1], values, allowed=allowed), "the last row is needed"
+
+
+def test_exports_exist() -> None:
+    assert all(hasattr(plinth_testing, name) for name in plinth_testing.__all__)
+    with pytest.raises(AttributeError):
+        _ = plinth_testing.nothing
+
+
+def test_properties_are_listed_with_cases_and_examples(tmp_path: Path) -> None:
+    code = "import pytest\nfrom hypothesis import given, settings, strategies as st\n"
+    code += "@pytest.mark.parametrize('a', [1, 2])\n@settings(max_examples=7)\n@given(st.integers())\n"
+    (tmp_path / "test_x.py").write_text(code + "def test_one(a, b): pass\ndef test_two(): pass\n")
+    assert list_properties(tmp_path / "test_x.py") == [("test_one", 2, 7)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "phi3"])
+def test_models_are_small_and_repeat(family: str) -> None:
+    import torch
+
+    config = tiny_config(family, num_hidden_layers=1)
+    one, other = (random_model(config, random_norms=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert one.num_parameters() < 20_000
+
+
+def test_a_written_model_loads_with_its_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = write_tiny_model(tmp_path / "model", vocab_size=12)
+    write_word_tokenizer(folder, 12, eos_token="w2")
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == 12
+    assert AutoTokenizer.from_pretrained(folder)("w3 w11")["input_ids"] == [3, 11]
+
+
+def test_a_process_group_ends_as_a_whole(tmp_path: Path) -> None:
+    sleep = "import time; time.sleep(60)"
+    code = (
+        f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {sleep!r}]).pid, flush=True); {sleep}"
+    )
+    process = start_process([sys.executable, "-c", code], tmp_path / "log")
+    while not (text := (tmp_path / "log").read_text()).strip():
+        time.sleep(0.02)
+    stop_process(process)
+    assert process.returncode == -signal.SIGTERM
+    child = int(text)
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_forked_ranks_and_a_failing_one(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FORKED)
+    text = run_script(tmp_path / "script.py", timeout_s=60)
+    assert sorted(text.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+    with pytest.raises(AssertionError, match=r"(?s)script\.py: 1.*bad rank.*ranks \[1\] of 2 failed"):
+        run_script(tmp_path / "script.py", "fail", timeout_s=60)
+    (tmp_path / "slow.py").write_text("import time; print('began', flush=True); time.sleep(60)")
+    with pytest.raises(AssertionError, match=r"(?s)stopped after 2 s.*began"):
+        run_script(tmp_path / "slow.py", timeout_s=2)
+
+
+@pytest.mark.slow
+def test_launched_ranks_meet(tmp_path: Path) -> None:
+    (tmp_path / "meet.py").write_text(MEET)
+    for rank in launch_ranks(tmp_path / "meet.py", num_ranks=2):
+        assert rank.output.strip().endswith("3.0 ['all_reduce', 'barrier']")
+    (tmp_path / "fails.py").write_text("import os; raise SystemExit(int(os.environ['RANK']))")
+    assert [rank.code for rank in launch_ranks(tmp_path / "fails.py", check=False)] == [0, 1]
+    with pytest.raises(AssertionError, match=r"exit codes \[0, 1\]"):
+        launch_ranks(tmp_path / "fails.py")
+
+
+@pytest.mark.slow
+def test_a_pool_runs_functions_passes_errors_on_and_names_the_rank_that_hangs(tmp_path: Path) -> None:
+    (tmp_path / "served.py").write_text(SERVED)
+    with RankPool(tmp_path / "served.py", 2, tmp_path) as pool:
+        assert pool.run("double", [{"x": 1}, {"x": 2}]) == [(2, "0"), (4, "1")]
+        assert [str(error) for error in pool.run("refuse")] == ["'passed on'"] * 2
+        with pytest.raises(RuntimeError, match=r"(?s)rank 0 failed.*not passed on"):
+            pool.run("crash")
+        pool.timeout_s = 1.0
+        with pytest.raises(TimeoutError, match=r"(?s)rank 0 did not answer.*in hang"):
+            pool.run("hang")
+    assert all(process.poll() is not None for process in pool.processes)
