@@ -1,8 +1,8 @@
-"""The command line of every app: help, presets, overrides, exit codes, interrupts.
+"""Command line of an app: help, presets, overrides, exit codes, signals.
 
-Exit codes: 0 success (or what `main` returns), 1 a failure (with traceback), 2 a user's mistake (one `error: …`
-message, no traceback), 130 after Ctrl-C, 128 + n after signal n. Nothing but the config classes is imported before the
-configuration is known to be right.
+Exit codes: 0 success (or what `main` returns), 1 a failure (with traceback), 2 a user error (one `error: …`
+message, no traceback), 130 after Ctrl-C, 128 + n after signal n. Only the config classes are imported before the
+configuration is validated.
 """
 
 import os
@@ -32,7 +32,7 @@ INVOKED_AS: ContextVar[str] = ContextVar("INVOKED_AS", default="")
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether an exception is a user's mistake: a ValueError that one of these packages defines."""
+    """Whether an exception is a user error: a ValueError class that one of these packages defines."""
     own = any(base.__module__.partition(".")[0] in OWN_PACKAGES for base in type(error).__mro__)
     return isinstance(error, ConfigError) or (isinstance(error, ValueError) and own)
 
@@ -50,19 +50,19 @@ def run_cli(
     default_preset_unless: Sequence[str] = (),
     user_errors: tuple[type[BaseException], ...] = (),
 ) -> NoReturn:
-    """Run an app from its command line; always ends by raising SystemExit with the exit code.
+    """Run an app from its command line; always raises SystemExit with the exit code.
 
     Args:
         config_cls: the app's config dataclass.
-        main: the app; its `finally` blocks and context managers run on errors, Ctrl-C, SIGTERM and SIGHUP.
+        main: the app. Its `finally` blocks and context managers run on errors, Ctrl-C, SIGTERM and SIGHUP.
         app_name: the app's module, for the help: `apps.grpo.main`; with a space in it, the whole command.
         preset_dir: folder of presets (`NAME.yaml`) and of overlays (`overlays/NAME.yaml`).
-        argv: arguments without the program's name; None takes the process's.
+        argv: arguments without the program's name; None takes those of the process.
         doc: one sentence for the help; empty takes the first line of the config class.
         examples: argument lists for the help.
         default_preset: preset used when neither a preset nor a config file is named.
-        default_preset_unless: keys that, when overridden, keep the default preset out.
-        user_errors: further exception classes to report as a user's mistake.
+        default_preset_unless: keys that disable the default preset when overridden.
+        user_errors: further exception classes to report as user errors.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     app_name = INVOKED_AS.get() or (app_name if " " in app_name else f"python -m {app_name}")
@@ -93,7 +93,7 @@ def _help(cls: type, app_name: str, preset_dir: Path | None, *, doc: str, exampl
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """What the arguments ask for."""
+    """Parsed arguments."""
 
     files: list[Path] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
@@ -123,7 +123,7 @@ def _run(
         print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
     except Exception as error:
-        # Ray hands over errors of its workers in a wrapper whose text is a remote traceback.
+        # Ray wraps errors of its workers; the wrapper's text is a remote traceback.
         cause = getattr(error, "cause", None)
         shown = cause if isinstance(cause, Exception) else error
         if not (is_user_error(shown) or isinstance(shown, user_errors)):
@@ -134,9 +134,9 @@ def _run(
 
 @contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """Let cleanup code run on SIGINT, SIGTERM and SIGHUP, and let a second signal not cut it short.
+    """Run cleanup code on SIGINT, SIGTERM and SIGHUP, and do not let a second signal cut it short.
 
-    The first raises (KeyboardInterrupt, SystemExit); the second only says that cleanup goes on; the third interrupts.
+    The first signal raises (KeyboardInterrupt, SystemExit); the second only prints a notice; the third interrupts.
     """
     count = 0
 
@@ -162,7 +162,7 @@ def _signals_as_exceptions() -> Iterator[None]:
             if signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, handler)
     except ValueError:
-        pass  # not the main thread: signals are someone else's business
+        pass  # not the main thread: leave signal handlers alone
     try:
         yield
     finally:
@@ -244,7 +244,7 @@ def _print_and_exit(text: str) -> NoReturn:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # `--help | head`: the reader has left; point stdout away so that the interpreter's own flush is quiet.
+        # `--help | head` closed the pipe: redirect stdout so that the interpreter's final flush stays quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(0)
 

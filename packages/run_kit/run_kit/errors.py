@@ -3,9 +3,9 @@
 RunKitError
 ├── ConfigError (ValueError)    the configuration holds one or more problems
 ├── TrackingError (ValueError)  a run folder, metric or tracker cannot be used as asked
-└── ReportError (ValueError)    a run folder from which no report can be written
+└── ReportError (ValueError)    a report cannot be written from a run folder
 
-Errors that are also ValueErrors are a user's mistake: `run_cli` prints them as one `error: …` and exits with code 2.
+Errors that are also ValueErrors are user errors: `run_cli` prints them as one `error: …` and exits with code 2.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ OWN_PACKAGES = (
     "rl_runtime",
     "apps",
 )
-"""Packages whose ValueErrors are a user's mistake and whose loggers speak from INFO on."""
+"""Packages whose ValueErrors are user errors and whose loggers log from INFO up."""
 
 
 class RunKitError(Exception):
-    """Root of every error this package raises on purpose."""
+    """Base class of this package's errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class ConfigProblem:
     path: str
     """Dotted path of the key; empty for the configuration as a whole."""
     message: str
-    """What is wrong, what is allowed, what is nearest."""
+    """What is wrong, what is allowed, and the nearest key."""
     source: str = ""
     """Where the value came from: a file, `command line`; empty when it is a default."""
 
@@ -47,7 +47,7 @@ class ConfigProblem:
 
 
 class ConfigError(RunKitError, ValueError):
-    """The configuration is wrong; `problems` lists everything found, not only the first."""
+    """The configuration is invalid; `problems` lists every problem, not only the first."""
 
     def __init__(self, problems: ConfigProblem | str | tuple[ConfigProblem, ...] | list[ConfigProblem]) -> None:
         if isinstance(problems, str):
@@ -72,4 +72,4 @@ class TrackingError(RunKitError, ValueError):
 
 
 class ReportError(RunKitError, ValueError):
-    """A run folder from which no report can be written."""
+    """A report cannot be written from a run folder."""

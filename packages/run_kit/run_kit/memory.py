@@ -1,4 +1,4 @@
-"""Memory of this process and everything it started: ranks, Ray, vLLM servers."""
+"""Host memory of a process tree: ranks, Ray, vLLM servers."""
 
 import os
 import threading
@@ -14,8 +14,8 @@ GIB = 1024**3
 class TreeMemory:
     """Host memory of a process tree.
 
-    `pss_bytes` counts a page shared by n processes as 1/n in each, so the sum over the tree is what the machine really
-    gives; where the system does not tell it, it equals `rss_bytes`, which counts shared pages once per process.
+    `pss_bytes` counts a page shared by n processes as 1/n in each, so the sum over the tree is the memory actually in
+    use. Where the kernel does not report it, it equals `rss_bytes`, which counts shared pages once per process.
     """
 
     rss_bytes: int
@@ -24,7 +24,7 @@ class TreeMemory:
 
 
 def process_tree_memory(pid: int | None = None, *, extra_pids: Sequence[int] = (), exact: bool = True) -> TreeMemory:
-    """Memory of a process, its descendants and those of `extra_pids`; processes that end meanwhile count as nothing.
+    """Memory of a process, its descendants and those of `extra_pids`; processes that exit meanwhile count as zero.
 
     Args:
         pid: root of the tree; None is this process.
@@ -56,9 +56,9 @@ def process_tree_memory(pid: int | None = None, *, extra_pids: Sequence[int] = (
 
 
 class MemorySampler:
-    """Watches the memory of the process tree from a thread, for its peak.
+    """Samples the memory of the process tree in a background thread and keeps the peak.
 
-    Samples come every `interval_s` seconds, less often where measuring would take over a twentieth of one core.
+    Samples are taken every `interval_s` seconds, less often where sampling would use more than 5% of one core.
 
     ```
     with MemorySampler(interval_s=1.0) as sampler:
@@ -84,7 +84,7 @@ class MemorySampler:
         self._thread: threading.Thread | None = None
 
     def start(self) -> "MemorySampler":
-        """Begin to sample; a second start is refused."""
+        """Start sampling. A sampler starts only once."""
         if self._thread is not None:
             raise RuntimeError("this sampler was started before")
         self._thread = threading.Thread(target=self._loop, name="memory-sampler", daemon=True)
@@ -98,7 +98,7 @@ class MemorySampler:
             self._thread.join(timeout=10)
 
     def sample(self) -> TreeMemory:
-        """Measure now and take it into the peak."""
+        """Take a sample now and update the peak."""
         memory = self._read()
         with self._lock:
             if memory.pss_bytes > self._peak.pss_bytes:
@@ -112,7 +112,7 @@ class MemorySampler:
             return self._peak
 
     def metrics(self) -> dict[str, float]:
-        """Memory now and its peak so far, in GiB, and the number of processes."""
+        """Current and peak memory in GiB, and the number of processes."""
         now = self.sample()
         return {
             "memory/host_gib": now.pss_bytes / GIB,
@@ -131,5 +131,5 @@ class MemorySampler:
         while not self._stop.wait(pause_s):
             start = time.perf_counter()
             self.sample()
-            # The kernel walks every page table for a sample: keep that below a twentieth of one core.
+            # The kernel walks every page table for a sample: keep that below 5% of one core.
             pause_s = max(self._interval_s, 20 * (time.perf_counter() - start))

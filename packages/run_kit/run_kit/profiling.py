@@ -1,4 +1,4 @@
-"""Traces of chosen steps for Perfetto (ui.perfetto.dev): what rank 0 ran and the loop's phases, on one clock."""
+"""Step profiler: Chrome traces of selected steps (rank 0 and the loop's phases) for ui.perfetto.dev."""
 
 import gzip
 import json
@@ -17,35 +17,38 @@ _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _BASE = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d+)')
 
 
-class Ranks(Protocol):
-    """Calls a method on every rank."""
+class TraceRecorder(Protocol):
+    """Records one trace at a time, such as torch's profiler."""
 
-    def call(self, method: str, *args: Any) -> Any: ...
+    def start(self) -> None: ...
+
+    def stop(self, path: str) -> None:
+        """Writes a Chrome trace, gzipped."""
 
 
 class StepProfiler:
-    """Profiles the steps asked for, into `<folder>/step_000003.json.gz`; the others cost nothing."""
+    """Traces the given steps into `<folder>/step_000003.json.gz`; other steps have no overhead."""
 
-    def __init__(self, ranks: Ranks, folder: Path, steps: Sequence[int]) -> None:
-        self._ranks, self._folder, self._steps = ranks, folder, frozenset(steps)
+    def __init__(self, recorder: TraceRecorder, folder: Path, steps: Sequence[int]) -> None:
+        self._recorder, self._folder, self._steps = recorder, folder, frozenset(steps)
 
     @contextmanager
     def step(self, step: int, timer: PhaseTimer) -> Iterator[None]:
-        """Around one step and its `timer`; starting and ending the profiler is not in the step's time."""
+        """Wraps one step and its `timer`; starting and stopping the profiler is outside the step's time."""
         if step not in self._steps:
             yield
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         trace = self._folder / f"step_{step:06d}.json.gz"
-        self._ranks.call("start_profile")
+        self._recorder.start()
         epoch_ns = time.time_ns() - round(1e9 * timer.now())
         yield
-        self._ranks.call("stop_profile", str(trace))
+        self._recorder.stop(str(trace))
         add_phases(trace, timer.spans, epoch_ns=epoch_ns)
 
 
 def add_phases(trace: Path, spans: Sequence[Span], *, epoch_ns: int) -> None:
-    """Puts the phases into a trace, as a process of their own.
+    """Adds the phases to a trace as a separate process.
 
     Args:
         trace: what `RankProfiler.stop` wrote; its times count in microseconds from the nanosecond it names.
@@ -62,7 +65,7 @@ def add_phases(trace: Path, spans: Sequence[Span], *, epoch_ns: int) -> None:
 
 
 def phase_events(spans: Sequence[Span], *, offset_ns: int) -> list[dict[str, Any]]:
-    """Chrome trace events of the phases: complete events of one thread, which nest by their times."""
+    """Chrome trace events of the phases: complete events (`ph: X`) of one thread, nested by time."""
     place = {"pid": DRIVER_PID, "tid": 0}
     names = [("process_name", "name", "phases of the step"), ("process_sort_index", "sort_index", -1)]
     events: list[dict[str, Any]] = [

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: nested phases, giving `timing_s/*`.
+"""Phase timer: nested wall-clock phases of a step, reported as `timing_s/*`.
 
-`timing_s/step` is the wall time of the step without the phases marked `outside` (validation), as the field's users
-define it: generation, reward, log-probs, updates, checkpoint and sync.
+`timing_s/step` is the wall time of the step without the phases marked `outside` (validation). This is the
+usual definition: generation, reward, log-probs, updates, checkpoint and sync.
 """
 
 import threading
@@ -23,7 +23,7 @@ class TimingNode:
     children: dict[str, "TimingNode"] = field(default_factory=dict)
 
     def child(self, name: str) -> "TimingNode":
-        """The phase `name` inside this one, made at first use."""
+        """The phase `name` inside this one, created at first use."""
         return self.children.setdefault(name, TimingNode(name=name))
 
     @property
@@ -55,8 +55,8 @@ class PhaseTimer:
     timer.metrics()   # timing_s/step, timing_s/rollout, timing_s/update, timing_s/update/backward, timing_s/other
     ```
 
-    Phases of other threads and asyncio tasks are counted too: a task started inside a phase belongs to that phase, a
-    thread begins at the top. Their sums can then exceed the step's wall time.
+    Phases of other threads and asyncio tasks count too: a task started inside a phase belongs to that phase; a thread
+    starts at the top level. The phases of a step can then sum to more than its wall time.
 
     Args:
         clock: monotonic seconds; for tests.
@@ -75,7 +75,7 @@ class PhaseTimer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time one step; phases of the step before are forgotten."""
+        """Time one step; clears the phases of the previous step."""
         root = self._root = TimingNode(name="step", count=1)
         self._spans = []
         start = self.now()
@@ -90,11 +90,11 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str, *, outside: bool = False) -> Iterator[None]:
-        """Time a phase within the phase that is open now.
+        """Time a phase inside the current phase.
 
         Args:
             name: one word or a path (`update/backward`).
-            outside: does not count into the step's time (validation). Only for phases at the top of the step.
+            outside: excluded from the step's time (validation). Only for top-level phases of the step.
 
         Raises:
             ValueError: an `outside` phase inside another phase.
@@ -117,14 +117,14 @@ class PhaseTimer:
                 self._spans.append(Span(name=name, start_s=start, end_s=end))
 
     def add(self, name: str, seconds: float) -> None:
-        """Add time measured elsewhere (on a rank) as a phase within the phase that is open now."""
+        """Add time measured elsewhere (on a rank) as a phase inside the current phase."""
         node = self._descend(self._open.get(), name)
         with self._lock:
             node.seconds += seconds
             node.count += 1
 
     def metrics(self, prefix: str = "timing_s/") -> dict[str, float]:
-        """Seconds of the step, of every phase by its path, and of what no phase of the top covers (`other`)."""
+        """Seconds of the step, of every phase by its path, and of what no top-level phase covers (`other`)."""
         step_s = self.step_seconds
         out = {f"{prefix}step": step_s}
         for path, node in self.walk():
@@ -141,16 +141,16 @@ class PhaseTimer:
 
     @property
     def coverage(self) -> float:
-        """Share of the step's wall time that phases account for; 1.0 is all of it."""
+        """Fraction of the step's wall time that the phases cover."""
         return min(1.0, self._root.accounted_s / self._root.seconds) if self._root.seconds > 0 else 1.0
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """When each phase of the last step ran, and the step itself, in the order in which they ended."""
+        """Start and end of the last step and of each of its phases, ordered by end time."""
         return tuple(self._spans)
 
     def walk(self) -> list[tuple[str, TimingNode]]:
-        """All phases of the last step with their paths, each before the phases inside it."""
+        """All phases of the last step with their paths, parents before children."""
         found: list[tuple[str, TimingNode]] = []
 
         def visit(nodes: Mapping[str, TimingNode], prefix: str) -> None:
@@ -179,7 +179,7 @@ class PhaseTimer:
             return node
 
     def now(self) -> float:
-        """Seconds on the timer's clock, once the device is done with what it was given."""
+        """Seconds on the timer's clock, after synchronizing the device."""
         if self._synchronize is not None:
             self._synchronize()
         return self._clock()

@@ -25,7 +25,7 @@ from run_kit.tracking import (
     check_tracking,
     first_mean,
     read_rollouts,
-    summarise,
+    summarize,
     tail_mean,
     write_curves,
     write_rollouts,
@@ -223,11 +223,11 @@ def test_summaries() -> None:
     values = [0.0, 0.0, 1.0, math.nan, 2.0, 3.0, 10.0]
     assert tail_mean(values, 2) == 6.5
     assert first_mean(values, 3) == pytest.approx(1 / 3)
-    found = summarise(values, 2)
+    found = summarize(values, 2)
     assert (found.change, found.minimum, found.maximum, found.last, found.num_not_finite) == (6.5, 0.0, 10.0, 10.0, 1)
-    assert math.isnan(summarise([]).last_mean)
+    assert math.isnan(summarize([]).last_mean)
     with pytest.raises(ValueError, match="count"):
-        summarise([1.0], 0)
+        summarize([1.0], 0)
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""The documentation of dataclass fields, read from the source: nothing is imported or executed.
+"""Documentation of dataclass fields, read from the source without importing or executing it.
 
-For each field, the first of these that is there:
+The first of these that exists:
 
 1. `field(metadata={"doc": "…"})`;
 2. a string literal right below the field;
@@ -20,7 +20,7 @@ Docs = dict[tuple[str, str], str]
 
 
 def field_doc(cls: type, name: str) -> str:
-    """Documentation of a dataclass field as one line of text; empty if there is none or no source."""
+    """Documentation of a dataclass field on one line; empty if there is none or no source."""
     metadata = cls.__dataclass_fields__[name].metadata  # type: ignore[attr-defined]
     if "doc" in metadata:
         return " ".join(str(metadata["doc"]).split())
@@ -32,7 +32,7 @@ def field_doc(cls: type, name: str) -> str:
 
 
 def class_doc(cls: type) -> str:
-    """First line of a class's own docstring; empty if it has none (the one dataclass makes up does not count)."""
+    """First line of a class's own docstring; empty if it has none (`dataclass` generates one, ignored)."""
     doc = (cls.__doc__ or "").strip()
     return "" if doc.startswith(f"{cls.__name__}(") else doc.partition("\n")[0]
 
@@ -96,7 +96,7 @@ def _class_docs(node: ast.ClassDef, qualname: str, comments: dict[int, str], who
 
 
 def _comments(source: str) -> tuple[dict[int, str], set[int]]:
-    """Comment text by line, and the lines that hold nothing but a comment."""
+    """Comment text by line, and the lines that are only a comment."""
     comments: dict[int, str] = {}
     whole: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

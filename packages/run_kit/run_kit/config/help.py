@@ -1,4 +1,4 @@
-"""`--help` of an app: every key with type, default and documentation; presets; examples. Imports nothing heavy."""
+"""Help text of an app: every key with type, default and documentation; presets; examples. Imports nothing heavy."""
 
 import dataclasses
 import textwrap
@@ -45,8 +45,8 @@ def help_text(
 
     Args:
         cls: the config dataclass.
-        app_name: how the app is started, as in `python -m apps.grpo.main`.
-        under: list only the keys at or below this dotted path, or whose path contains it.
+        app_name: the app's command, as in `python -m apps.grpo.main`.
+        under: list only the keys whose dotted path contains this text.
     """
     listing = _key_lines(cls, under)
     if under:
@@ -59,10 +59,10 @@ def help_text(
         lines += [*textwrap.wrap(doc, _WIDTH), ""]
     lines += [
         "  preset=NAME        start from the app's preset NAME; several are merged left to right",
-        "  overlay=NAME       then lay the overlay or preset NAME over it (a smaller size, another machine)",
+        "  overlay=NAME       then merge the overlay or preset NAME (a smaller size, another machine)",
         "  config=FILE.yaml   merge your own file; overlays and files go left to right",
         "  key=value          then single keys; value is YAML: 1e-4, true, null, text, [a, b], ${other.key}",
-        "  --help [KEY]       this text, or only the keys that match KEY",
+        "  --help [KEY]       print this text, or only the keys that match KEY",
         "  --print-config     print the resolved configuration and stop",
         "",
     ]
@@ -88,7 +88,7 @@ def _preset_lines(title: str, files: Sequence[PresetFile]) -> list[str]:
 
 
 def _key_lines(cls: type, under: str) -> list[str]:
-    """Keys grouped by section: the plain keys of a section stand together below its heading."""
+    """Keys grouped by section, under the section's heading."""
     shown = [e for e in entries(cls) if isinstance(e, Key) and _matches(e.path, under)]
     sections = {e.path: e for e in entries(cls) if isinstance(e, Section)}
     by_section: dict[str, list[Key]] = {}
@@ -133,7 +133,7 @@ def _default_text(value: Any) -> str:
 
 
 def _shown_default(cls: type, key: Key) -> Any:
-    """The default a run of `cls` gets: a section's default instance may differ from its class's own defaults."""
+    """The effective default in `cls`: a section's default instance may differ from its class's own defaults."""
     value: Any = cls
     for word in key.path.split("."):
         if value is MISSING or value is None:

@@ -1,8 +1,8 @@
-"""Configuration from dataclass defaults, YAML files and dotted overrides, checked as a whole.
+"""Config loader: merges dataclass defaults, YAML files and dotted overrides, then validates the result.
 
-Order of merging, later wins: the defaults of the dataclass, each YAML file left to right, each `a.b=value` left to
-right. Merging and `${other.key}` interpolation are OmegaConf's, the final check is pydantic's; every problem found is
-reported in one `ConfigError`.
+Merge order, later wins: the defaults of the dataclass, each YAML file left to right, each `a.b=value` left to
+right. OmegaConf merges and resolves `${other.key}`; pydantic validates. One `ConfigError` reports every
+problem.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from .yaml import YamlError, dump, parse_typed
 ConfigT = TypeVar("ConfigT")
 
 _BASE = "base"
-"""Key at the top of a YAML file: the file whose values it starts from."""
+"""Top-level key of a YAML file: the path of the file it extends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +52,13 @@ def load_config(cls: type[ConfigT], *, presets: Sequence[Path | str] = (), overr
     """Build a config from its defaults, YAML files and dotted overrides.
 
     Args:
-        cls: a frozen keyword-only dataclass of plain types and further such dataclasses.
-        presets: YAML files, merged left to right; each is preceded by the file that its `base` names, if it has one.
+        cls: a frozen keyword-only dataclass of plain types and nested dataclasses of the same kind.
+        presets: YAML files, merged left to right; a file with a `base` is merged after the file that it names.
         overrides: `dotted.key=value` texts, merged after the files. The value is YAML read by the key's type: text
             needs no quotes, `[a, b]` is a list, one value alone stands for a list of one, `null` or `None` is null.
 
     Raises:
-        ConfigError: unreadable file, unknown key, missing or bad value; all of them at once.
+        ConfigError: unreadable file, unknown key, missing or invalid value; reports all of them at once.
 
     Warns:
         DeprecationWarning: a key under its old name (`RENAMED_KEYS` of its config class).
@@ -112,7 +112,7 @@ def _file_layer(cls: type, path: Path, problems: list[ConfigProblem]) -> _Layer 
 
 
 def _file_layers(cls: type, path: Path, problems: list[ConfigProblem], below: tuple[Path, ...] = ()) -> list[_Layer]:
-    """A file's values, after those of the file that its `base: other.yaml` names (a path from its own folder)."""
+    """A file's values, after those of its `base: other.yaml` (a path relative to its own folder)."""
     layer = _file_layer(cls, path, problems)
     if layer is None:
         return []
@@ -146,7 +146,7 @@ def _override_layer(cls: type, text: str, problems: list[ConfigProblem]) -> _Lay
 
 def _parse_override(raw: str, hint: Any) -> Any:
     if hint is not None and wants_text(hint) and raw[0] not in "\"'":
-        # Text stands as typed ("Answer: yes #1" would be something else in YAML), but null stays null where allowed.
+        # Take text as typed ("Answer: yes #1" is not plain text in YAML), but null stays null where allowed.
         return None if alternatives(hint)[1] and raw in ("null", "None", "~") else raw
     if hint is not None and raw[0] not in "[\"'" and (item := item_hint(hint)) is not None and wants_text(item):
         return None if raw in ("null", "None", "~") else raw
@@ -165,7 +165,7 @@ def _hint_at(cls: type, words: Sequence[str]) -> Any | None:
 
 
 def _known_part(root: type, value: Any, hint: Any, path: str, source: str, problems: list[ConfigProblem]) -> Any:
-    """The part of a layer whose keys exist; the others become problems."""
+    """The part of a layer with known keys; unknown keys become problems."""
     if isinstance(value, list):
         item = item_hint(hint)
         return [
@@ -229,17 +229,17 @@ def _merge(cls: type, layers: Sequence[_Layer], problems: list[ConfigProblem]) -
         shown = f"cannot resolve {_short(value)}: " if value is not MISSING else ""
         problems.append(ConfigProblem(path=path, message=f"{shown}{first_line}", source=_source_of(layers, path)))
         return None
-    normal = _normalise(tree, cls)
+    normal = _normalize(tree, cls)
     assert isinstance(normal, dict)
     return normal
 
 
-# OmegaConf takes the text ??? for a missing value; here it is text like any other, so it wears a mask meanwhile.
+# OmegaConf reads the text ??? as a missing value; here it is ordinary text, so it is masked while merging.
 _MISSING_MARK = ("???", "\ue000???")
 
 
 def _replace_text(tree: Any, old: str, new: str) -> Any:
-    """A tree with every text that equals `old` replaced."""
+    """A copy of a tree with every string equal to `old` replaced."""
     if isinstance(tree, dict):
         return {key: _replace_text(value, old, new) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -248,7 +248,7 @@ def _replace_text(tree: Any, old: str, new: str) -> Any:
 
 
 def _default_tree(cls: type, given: Any) -> dict[str, Any]:
-    """Defaults of a config class; an optional section that is off by default gets its own defaults once it is given."""
+    """Defaults of a config class; a given key switches on the defaults of an optional section."""
     tree: dict[str, Any] = {}
     for name, hint in field_hints(cls).items():
         default, nested = field_default(cls, name), section_class(hint)
@@ -276,26 +276,26 @@ def _instance_tree(instance: Any, given: Any) -> dict[str, Any]:
     return tree
 
 
-def _normalise(value: Any, hint: Any) -> Any:
-    """Shape resolved values for their types: one value for a list, `1e3` for an integer, a number for text."""
+def _normalize(value: Any, hint: Any) -> Any:
+    """Convert resolved values to their types: one value to a list, `1e3` to an integer, a number to text."""
     if (nested := section_class(hint)) is not None:
         if not isinstance(value, dict):
             return value
         hints = field_hints(nested)
-        return {key: _normalise(item, hints[key]) for key, item in value.items()}
+        return {key: _normalize(item, hints[key]) for key, item in value.items()}
     if (item := item_hint(hint)) is not None:
-        if isinstance(value, str) and value in literals(hint):  # a word that stands for a whole list, such as "all"
+        if isinstance(value, str) and value in literals(hint):  # a word for a whole list, such as "all"
             return value
         if isinstance(value, list):
-            return [_normalise(inner, item_hint(hint, index)) for index, inner in enumerate(value)]
-        return value if value is None or isinstance(value, dict) else [_normalise(value, item)]
+            return [_normalize(inner, item_hint(hint, index)) for index, inner in enumerate(value)]
+        return value if value is None or isinstance(value, dict) else [_normalize(value, item)]
     if isinstance(value, dict):
         inner_hint = value_hint(hint)
-        return value if inner_hint is None else {key: _normalise(item, inner_hint) for key, item in value.items()}
-    return _normalise_scalar(value, hint)
+        return value if inner_hint is None else {key: _normalize(item, inner_hint) for key, item in value.items()}
+    return _normalize_scalar(value, hint)
 
 
-def _normalise_scalar(value: Any, hint: Any) -> Any:
+def _normalize_scalar(value: Any, hint: Any) -> Any:
     if isinstance(value, str) and not accepts_text(hint):
         # Text for a number comes from quotes or from an interpolation such as ${oc.env:PORT}.
         try:
@@ -322,7 +322,7 @@ def _validate(cls: type[ConfigT], tree: Any, layers: Sequence[_Layer], problems:
 
     config: ConfigT | None = None
     try:
-        # JSON mode because only there strictness is what users mean: true is no integer, but a list makes a tuple.
+        # JSON mode because its strictness suits users: true is not an integer, but a list is accepted for a tuple.
         config = _adapter(cast("Any", cls)).validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False)
@@ -357,7 +357,7 @@ def _says_it_all(kind: str) -> bool:
 
 
 def _check_problem(path: str, hint: Any, message: str, layers: Sequence[_Layer]) -> ConfigProblem:
-    """A ValueError out of `__post_init__`: its message begins with the field's name by convention."""
+    """A ValueError from `__post_init__`, whose message starts with the field's name by convention."""
     nested = section_class(hint)
     match = re.match(r"([A-Za-z_][\w.]*)(\s*[:=]\s*|\s+)", message)
     if nested is not None and match and match[1].partition(".")[0] in field_hints(nested):
@@ -370,7 +370,7 @@ def _check_problem(path: str, hint: Any, message: str, layers: Sequence[_Layer])
 
 
 def _locate(cls: type, loc: Sequence[int | str]) -> tuple[str, Any]:
-    """Dotted path and type for pydantic's location; its marks for members of a union are left out."""
+    """Dotted path and type for pydantic's location, without its markers for union members."""
     hint: Any = cls
     path = ""
     for step in loc:

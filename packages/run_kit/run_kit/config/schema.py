@@ -1,4 +1,4 @@
-"""What a config dataclass allows: its keys as dotted paths, their types in words. Pure; stdlib only."""
+"""Schema of a config dataclass: keys as dotted paths, types in words. Pure; standard library only."""
 
 import dataclasses
 import difflib
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 MISSING = dataclasses.MISSING
-"""Default of a key that has none and must be given."""
+"""Marks a key without a default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def literals(hint: Any) -> tuple[Any, ...]:
 
 
 def item_hint(hint: Any, index: int = 0) -> Any | None:
-    """Type of the items of a sequence hint (of the item at `index` in a fixed tuple); None if it is no sequence."""
+    """Item type of a sequence hint (at `index` of a fixed-length tuple); None if it is not a sequence."""
     for member in alternatives(hint)[0]:
         origin, args = get_origin(member) or member, get_args(member)
         if origin is tuple and args:
@@ -93,7 +93,7 @@ def item_hint(hint: Any, index: int = 0) -> Any | None:
 
 
 def value_hint(hint: Any) -> Any | None:
-    """Type of the values of a mapping hint; None if it is no mapping."""
+    """Value type of a mapping hint; None if it is not a mapping."""
     for member in alternatives(hint)[0]:
         origin, args = get_origin(member) or member, get_args(member)
         if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -102,7 +102,7 @@ def value_hint(hint: Any) -> Any | None:
 
 
 def wants_text(hint: Any) -> bool:
-    """Whether a plain scalar is to be taken as text as it stands (`1.10` stays `1.10`)."""
+    """Whether a plain scalar is read as text, unchanged (`1.10` stays `1.10`)."""
     members, _ = alternatives(hint)
     return bool(members) and all(
         m is str
@@ -114,7 +114,7 @@ def wants_text(hint: Any) -> bool:
 
 
 def accepts_text(hint: Any) -> bool:
-    """Whether some member of the type is text."""
+    """Whether the type admits text."""
     members, _ = alternatives(hint)
     return any(m is Any or wants_text(m) for m in members)
 
@@ -137,7 +137,7 @@ def all_paths(cls: type) -> list[str]:
 
 
 def nearest_paths(cls: type, path: str, *, limit: int = 2) -> list[str]:
-    """The keys a wrong path most likely meant, best first; empty when nothing is close.
+    """Keys closest to an unknown path, best first; empty when none is close.
 
     A key whose last word is right ranks first (`zero.stage` for `actor.zero.stage`), then close spellings of the whole
     path, then close spellings of its last word.
@@ -152,7 +152,7 @@ def nearest_paths(cls: type, path: str, *, limit: int = 2) -> list[str]:
         return difflib.SequenceMatcher(a=path, b=known).ratio()
 
     def places(word: str) -> list[str]:
-        # For a bare word all its places are equally close: then the order of the source decides.
+        # All places of a bare word are equally close: keep the order of the source.
         known = by_last.get(word, [])
         return sorted(known, key=closeness, reverse=True) if "." in path else known
 
@@ -173,7 +173,7 @@ _WORDS: dict[Any, str] = {
 
 
 def allowed_words(hint: Any) -> str:
-    """What a key allows, as a phrase for people: `one of none, cpu`, `an integer or null`."""
+    """Allowed values of a key in words: `one of none, cpu`, `an integer or null`."""
     members, nullable = alternatives(hint)
     phrases = [_member_words(member) for member in members if member is not type(None)]
     return " or ".join([*phrases, *(["null"] if nullable and Any not in members else [])])
@@ -197,7 +197,7 @@ def _member_words(member: Any) -> str:
 
 
 def type_text(hint: Any) -> str:
-    """A type as one writes it in a signature, short: `int | None`, `none|cpu|nvme`, `tuple[str, ...]`."""
+    """A type as in a signature, shortened: `int | None`, `none|cpu|nvme`, `tuple[str, ...]`."""
     members, nullable = alternatives(hint)
     texts = [_member_text(member) for member in members if member is not type(None)]
     return " | ".join([*texts, *(["None"] if nullable and Any not in members else [])])

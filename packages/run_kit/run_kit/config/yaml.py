@@ -1,8 +1,8 @@
-"""The YAML that config files and overrides are written in, read by the types of a config dataclass.
+"""YAML parsing for config files and overrides, guided by the types of a config dataclass.
 
-Differences from PyYAML's defaults, each against a known trap: only `true`/`false` are booleans (`off` and `no` stay
-text), `1e-4` is a number, `None` is null, dates stay text, a key given twice is refused, and where the dataclass
-asks for text a plain scalar is taken as written (`tag: 1.10` is "1.10").
+Differences from PyYAML's defaults, each to avoid a known trap: only `true`/`false` are booleans (`off` and `no` stay
+text), `1e-4` is a number, `None` is null, dates stay text, duplicate keys are refused, and where the dataclass
+expects text a plain scalar is taken as written (`tag: 1.10` is "1.10").
 """
 
 import re
@@ -37,7 +37,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        # PyYAML prints U+0085 as it stands, where every reader takes it for the end of a line. Quotes escape it.
+        # PyYAML prints U+0085 unquoted, but readers take it for a line end. Quotes escape it.
         return self.represent_scalar(_TAG + "str", text, style='"' if "\x85" in text else None)
 
 
@@ -49,19 +49,19 @@ for _name, _pattern, _first in _RESOLVERS:
 
 
 class YamlError(ValueError):
-    """Text that is not the YAML expected; the message has line and column."""
+    """Invalid YAML; the message has line and column."""
 
 
 def parse_typed(text: str, hint: Any) -> Any:
-    """Parse YAML text into dicts, lists and scalars, reading each scalar as `hint` asks.
+    """Parse YAML text into dicts, lists and scalars, reading each scalar by `hint`.
 
     Args:
         text: one YAML document.
-        hint: the type it is meant for; a dataclass for a whole file. Nothing is validated here: a value that does not
-            fit its type comes back as YAML reads it. Strings holding `${` (interpolations) come back as text.
+        hint: the expected type; a dataclass for a whole file. Nothing is validated here: a value that does not
+            fit its type is returned as YAML reads it. Strings with `${` (interpolations) are returned as text.
 
     Raises:
-        YamlError: not YAML, or a key given twice.
+        YamlError: invalid YAML, or a duplicate key.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -71,7 +71,7 @@ def parse_typed(text: str, hint: Any) -> Any:
 
 
 def dump(tree: Any) -> str:
-    """Write a tree of dicts, lists and scalars so that `parse_typed` reads it back."""
+    """Write a tree of dicts, lists and scalars so that `parse_typed` round-trips it."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
 
 

@@ -1,4 +1,4 @@
-"""The report of a run, or of several compared: one self-contained HTML page made from run folders alone."""
+"""HTML reports: one self-contained page about a run, or comparing several, made from run folders."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

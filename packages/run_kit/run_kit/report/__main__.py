@@ -12,7 +12,7 @@ USAGE = __doc__ or ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 for a user's mistake."""
+    """Exit code: 0, or 2 for a user error."""
     arguments = sys.argv[1:] if argv is None else argv
     outputs = [argument.partition("=")[2] for argument in arguments if argument.startswith("output=")]
     folders = [argument for argument in arguments if not argument.startswith("output=")]

@@ -1,6 +1,6 @@
-"""Style and script of the report. Both are put into the page: a report refers to nothing outside itself."""
+"""CSS and JavaScript of the report, inlined so that the page loads no external resource."""
 
-from .svg import NUM_COLOURS
+from .svg import NUM_COLORS
 
 STYLE = """
 :root { --paper:#ffffff; --card:#f7f8fa; --ink:#1c2430; --soft:#667085; --edge:#e2e6ec; --accent:#0072b2;
@@ -61,7 +61,7 @@ pre { background:var(--card); border:1px solid var(--edge); border-radius:8px; p
 STYLE += "".join(
     f".line.c{i} {{ stroke:var(--c{i}) }} .dot.c{i}, .bar.c{i} {{ fill:var(--c{i}) }} "
     f".legend i.c{i} {{ background:var(--c{i}) }}\n"
-    for i in range(NUM_COLOURS)
+    for i in range(NUM_COLORS)
 )
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""The comparison page: several runs over each other, with what their configurations do not share."""
+"""Comparison page: metrics of several runs overlaid, and the config keys in which they differ."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
         runs: label -> run folder, in the order of the page.
 
     Raises:
-        ReportError: fewer than two runs, no such folder, no metrics, or files that are not what they should be.
+        ReportError: fewer than two runs, a missing folder, no metrics, or malformed files.
     """
     if len(runs) < 2:
         raise ReportError(f"a comparison needs two run folders or more, got {len(runs)}")
@@ -48,7 +48,7 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
 
 
 def render_comparison(runs: Mapping[str, RunData], *, title: str) -> str:
-    """The whole page as text."""
+    """The page as HTML text."""
     tables = {label: run.table for label, run in runs.items()}
     each = MAX_ROLLOUTS // len(runs)
     records: list[dict[str, Any]] = [
@@ -107,7 +107,7 @@ def _overview(tables: Mapping[str, MetricsTable]) -> str:
 
 
 def _time(tables: Mapping[str, MetricsTable]) -> str:
-    """Mean seconds a step: a bar a run, and every phase with a column a run."""
+    """Mean seconds per step: one bar per run, and a table of phases with one column per run."""
     columns = list(dict.fromkeys(name for table in tables.values() for name in table.columns))
     means = {label: {name: _mean(table.series(name)[1]) for name in columns} for label, table in tables.items()}
     rows = []

@@ -1,4 +1,4 @@
-"""What a report shows, read from a run folder."""
+"""Reads the data of a report from a run folder."""
 
 import json
 import math
@@ -31,10 +31,10 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run folder; only `metrics.tsv` has to be there, as a run that is still going on may lack the rest.
+    """Read a run folder; only `metrics.tsv` is required, since a running job may lack the rest.
 
     Raises:
-        ReportError: no such folder, no metrics, or files that are not what they should be.
+        ReportError: a missing folder, no metrics, or malformed files.
     """
     try:
         run = RunFolder.open(folder)
@@ -60,14 +60,14 @@ def _text(path: Path) -> str:
 
 
 def spread(records: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """At most `limit` records, evenly over all."""
+    """At most `limit` records, evenly spaced."""
     if len(records) <= limit:
         return records
     return [records[index * len(records) // limit] for index in range(limit)]
 
 
 def _shortened(record: dict[str, Any]) -> dict[str, Any]:
-    """A record that fits the page: long texts lose their middle (the answer is at the end), nan becomes null."""
+    """A record shortened for the page: long texts lose their middle (the answer is at the end); nan becomes null."""
     return {key: _fitting(value) for key, value in record.items()}
 
 

@@ -1,4 +1,4 @@
-"""The report page: puts a run's data, charts, style and script together."""
+"""Report page: combines a run's data, charts, CSS and JavaScript."""
 
 import json
 import math
@@ -11,12 +11,12 @@ from ..tracking.curves import label_of
 from ..tracking.metrics_table import MetricsTable, atomic_write
 from ..tracking.panels import Panel, choose_panels
 from ..tracking.progress import duration_text
-from ..tracking.summary import summarise
+from ..tracking.summary import summarize
 from .assets import SCRIPT, STYLE
 from .data import RunData, read_run
-from .svg import Series, colour, line_chart, stack_chart
+from .svg import Series, color, line_chart, stack_chart
 
-# Nothing may be loaded from anywhere: the page says so itself, and browsers hold it to that.
+# The page forbids loading external resources by its own content security policy.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 METRIC_FILTER = '<div class="bar-row"><input type="search" id="metric-query" placeholder="filter metrics"></div>'
 _OWN_SECTIONS = {"Step time": "time", "Memory": "memory", "Rollout to trainer log-prob gap": "mismatch"}
@@ -25,11 +25,11 @@ _OWN_SECTIONS = {"Step time": "time", "Memory": "memory", "Rollout to trainer lo
 def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path:
     """Write the page of a run folder and return its path: `report.html` in the folder when none is given.
 
-    The page needs no server and no other file. It shows curves, where the time of a step goes, memory, the gap between
-    rollout and trainer, sample rollouts (searchable), every metric, the configuration and the end of the log.
+    The page needs no server and no other file. It shows curves, step time by phase, memory, the mismatch between
+    rollout and trainer log-probs, sample rollouts (searchable), every metric, the configuration and the end of the log.
 
     Raises:
-        ReportError: no such folder, no metrics, or files that are not what they should be.
+        ReportError: a missing folder, no metrics, or malformed files.
     """
     folder = Path(run_folder)
     data = read_run(folder)
@@ -39,7 +39,7 @@ def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path
 
 
 def render(data: RunData) -> str:
-    """The whole page as text."""
+    """The page as HTML text."""
     sections = [
         ("curves", "Curves", _curves(data)),
         ("time", "Where the time goes", _time(data.table)),
@@ -70,7 +70,7 @@ def assemble(name: str, top: str, sections: Sequence[tuple[str, str, str]], reco
 
 
 def _json_in_html(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot close the script element around it."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str).replace("<", "\\u003c")
 
 
@@ -83,7 +83,7 @@ def _tiles(data: RunData) -> str:
     before, after = data.summary.get("accuracy_before"), data.summary.get("accuracy_after")
     if isinstance(before, (int, float)) and isinstance(after, (int, float)):
         tiles.append(_change_tile(before, after, "held-out accuracy, before and after"))
-    scores = summarise(table.series("critic/score/mean")[1])
+    scores = summarize(table.series("critic/score/mean")[1])
     if scores.num_values:
         tiles.append(_change_tile(scores.first_mean, scores.last_mean, "mean score, first and last five steps"))
     for name, words, form in (
@@ -91,7 +91,7 @@ def _tiles(data: RunData) -> str:
         ("timing_s/step", "seconds a step, last five steps", "{:.3g}"),
         ("rollout/log_prob_mismatch", "rollout to trainer log-prob gap, last five", "{:.2g}"),
     ):
-        found = summarise(table.series(name)[1])
+        found = summarize(table.series(name)[1])
         if found.num_values:
             tiles.append(_tile(form.format(found.last_mean), words))
     peaks = table.series("memory/host_peak_gib")[1]
@@ -148,7 +148,7 @@ def _series(table: MetricsTable, panel: Panel) -> list[Series]:
 
 def figure(panel: Panel, series: Sequence[Series], chart: str) -> str:
     """A chart with its title, unit and legend."""
-    legend = "".join(f'<span><i class="{colour(i)}"></i>{escape(one.label)}</span> ' for i, one in enumerate(series))
+    legend = "".join(f'<span><i class="{color(i)}"></i>{escape(one.label)}</span> ' for i, one in enumerate(series))
     unit = f'<span class="soft">{escape(panel.unit)}</span>' if panel.unit else ""
     caption = f"<figcaption>{escape(panel.title)}{unit}</figcaption>"
     return f'<figure>{caption}<div class="legend">{legend}</div>{chart}</figure>'
@@ -191,7 +191,7 @@ def _time_table(table: MetricsTable, num_steps: int) -> str:
 
 
 def phase_order(names: Sequence[str]) -> list[str]:
-    """Each phase followed by the phases inside it, siblings in the order in which they were first logged."""
+    """Phases in depth-first order, siblings in the order of their first log."""
     ordered: list[str] = []
 
     def visit(prefix: str) -> None:
@@ -207,7 +207,7 @@ def phase_order(names: Sequence[str]) -> list[str]:
 def _summary_rows(table: MetricsTable, names: Sequence[str]) -> str:
     rows = []
     for name in names:
-        found = summarise(table.series(name)[1])
+        found = summarize(table.series(name)[1])
         if found.num_values:
             cells = (found.first_mean, found.last_mean, found.change, found.minimum, found.maximum, found.last)
             numbers = "".join(f'<td class="num">{_cell(value)}</td>' for value in cells)
@@ -227,7 +227,7 @@ def _metric_table(table: MetricsTable) -> str:
 
 
 def rollouts_section(records: Sequence[dict[str, Any]], num_rollouts: int) -> str:
-    """The form that searches the records, and where they appear."""
+    """The search form and the container of the records."""
     if not records:
         return ""
     shortened = ""

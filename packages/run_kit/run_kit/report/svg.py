@@ -10,7 +10,7 @@ from itertools import pairwise
 from ..tracking.summary import smooth
 
 MAX_POINTS = 300
-NUM_COLOURS = 12
+NUM_COLORS = 12
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 8.0, 24.0
 
 
@@ -45,9 +45,9 @@ class _Scale:
         return _TOP + inner * (1 - (value - self.low) / (self.high - self.low))
 
 
-def colour(index: int) -> str:
-    """Class of the colour of a series; after the twelfth they come again."""
-    return f"c{index % NUM_COLOURS}"
+def color(index: int) -> str:
+    """CSS class of a series' color; colors repeat after the twelfth."""
+    return f"c{index % NUM_COLORS}"
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -78,7 +78,7 @@ def tick_text(value: float) -> str:
 
 
 def tick_texts(ticks: Sequence[float]) -> list[str]:
-    """Short numbers, longer where short ones could not be told apart."""
+    """Short numbers, with more digits where they would otherwise be equal."""
     texts = [tick_text(tick) for tick in ticks]
     for digits in (7, 10, 15):
         if len(set(texts)) == len(texts):
@@ -88,7 +88,7 @@ def tick_texts(ticks: Sequence[float]) -> list[str]:
 
 
 def thin(series: Series, limit: int = MAX_POINTS) -> Series:
-    """A series of at most `limit` points: means over neighbouring steps."""
+    """A series of at most `limit` points: means over neighboring steps."""
     if len(series.steps) <= limit:
         return series
     bounds = [index * len(series.steps) // limit for index in range(limit + 1)]
@@ -98,7 +98,7 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def line_chart(series: Sequence[Series], *, title: str, width: float = 360.0, height: float = 190.0) -> str:
-    """Lines over steps; a point each with its number as a tooltip."""
+    """Lines over steps; every point has its value as a tooltip."""
     shown = [thin(one) for one in series if one.steps]
     if not shown:
         return ""
@@ -106,21 +106,21 @@ def line_chart(series: Sequence[Series], *, title: str, width: float = 360.0, he
     ticks = nice_ticks(min(values), max(values))
     scale = _scale(shown, ticks, width, height)
     parts = [_frame(scale, ticks, [(scale.x(step), str(step)) for step in _step_ticks(scale.first, scale.last)])]
-    for index, one in enumerate(thin(one) for one in series):  # an empty one keeps its colour
+    for index, one in enumerate(thin(one) for one in series):  # an empty series keeps its color
         if not one.steps:
             continue
         points = [(scale.x(step), scale.y(value)) for step, value in zip(one.steps, one.values, strict=True)]
         noisy = len(shown) == 1 and len(points) >= 10
-        parts.append(_polyline(points, f"line {colour(index)}{' raw' if noisy else ''}"))
+        parts.append(_polyline(points, f"line {color(index)}{' raw' if noisy else ''}"))
         if noisy:
             smoothed = zip(one.steps, smooth(list(one.values)), strict=True)
             parts.append(
-                _polyline([(scale.x(step), scale.y(value)) for step, value in smoothed], f"line {colour(index)}")
+                _polyline([(scale.x(step), scale.y(value)) for step, value in smoothed], f"line {color(index)}")
             )
         small = " few" if len(points) <= 20 else ""
         for (x, y), step, value in zip(points, one.steps, one.values, strict=True):
             tip = escape(f"{one.label}, step {step}: {value:.6g}")
-            place = f'class="dot {colour(index)}{small}" cx="{x:.1f}" cy="{y:.1f}" r="4"'
+            place = f'class="dot {color(index)}{small}" cx="{x:.1f}" cy="{y:.1f}" r="4"'
             parts.append(f"<circle {place}><title>{tip}</title></circle>")
     return _svg(parts, title, width, height)
 
@@ -128,10 +128,10 @@ def line_chart(series: Sequence[Series], *, title: str, width: float = 360.0, he
 def stack_chart(
     series: Sequence[Series], *, title: str, names: Sequence[str] = (), width: float = 1120.0, height: float = 260.0
 ) -> str:
-    """Bars over steps, one layer a series; all series over the same steps.
+    """Stacked bars over steps, one layer per series; all series have the same steps.
 
     Args:
-        names: what to call the bars where they are not steps; one each.
+        names: labels of the bars where they are not steps, one each.
     """
     shown = [thin(one, 120) for one in series if one.steps]
     if not shown:
@@ -154,7 +154,7 @@ def stack_chart(
             x = middles[i] - bar / 2
             tip = escape(f"{one.label}, {bars[i]}: {value:.4g} s of {totals[i]:.4g} s")
             parts.append(
-                f'<rect class="bar {colour(index)}" x="{x:.1f}" y="{top:.1f}" width="{bar:.1f}" '
+                f'<rect class="bar {color(index)}" x="{x:.1f}" y="{top:.1f}" width="{bar:.1f}" '
                 f'height="{max(0.0, bottom - top):.1f}"><title>{tip}</title></rect>'
             )
             base[i] += value

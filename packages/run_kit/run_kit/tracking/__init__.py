@@ -1,4 +1,4 @@
-"""The run folder and what is written into it: metrics, curves, rollout samples, events, log, progress."""
+"""Run tracking: run folder, metrics table, curves, rollout samples, TensorBoard, W&B, log and progress."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .progress import Progress
     from .rollouts import read_rollouts, write_rollouts
     from .run_folder import RunFolder
-    from .summary import MetricSummary, first_mean, summarise, tail_mean
+    from .summary import MetricSummary, first_mean, summarize, tail_mean
     from .tracker import Tracker, check_tracking
 
 _EXPORTS = {
@@ -24,7 +24,7 @@ _EXPORTS = {
     "RunFolder": ".run_folder",
     "MetricSummary": ".summary",
     "first_mean": ".summary",
-    "summarise": ".summary",
+    "summarize": ".summary",
     "tail_mean": ".summary",
     "Tracker": ".tracker",
     "check_tracking": ".tracker",
@@ -40,7 +40,7 @@ __all__ = [
     "check_tracking",
     "first_mean",
     "read_rollouts",
-    "summarise",
+    "summarize",
     "tail_mean",
     "write_compared_curves",
     "write_curves",

@@ -1,4 +1,4 @@
-"""Settings of the run folder and of what is written into it."""
+"""Tracking configuration."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,20 +6,20 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """What of a run is recorded."""
+    """What a run records."""
 
     rollouts_per_step: int = 8
     """Samples (prompt, response, reward) of each step written to `rollouts/`; 0 writes none."""
     curves: bool = True
     """Draw `curves.png`."""
     curves_interval_s: float = 60.0
-    """Least seconds between two drawings of the curves; the last one is drawn at the end in any case."""
+    """Minimum seconds between two drawings of the curves; they are always drawn at the end."""
     tensorboard: bool = True
     """Write TensorBoard events to `tensorboard/`."""
     report: bool = True
     """Write `report.html` at the end."""
     memory_interval_s: float = 2.0
-    """Least seconds between samples of the host memory of all processes of the run; above 0."""
+    """Minimum seconds between samples of the run's host memory; above 0."""
     wandb_project: str | None = None
     """Weights & Biases project; null does not use it. Needs the wandb package."""
     wandb_entity: str | None = None

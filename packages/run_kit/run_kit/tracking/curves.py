@@ -10,8 +10,8 @@ from .metrics_table import MetricsTable
 from .panels import Panel, choose_panels, single_panels
 from .summary import smooth
 
-# Okabe and Ito's colours, which stay apart for colour-blind eyes, and four of Tol's for those with many phases.
-COLOURS = (
+# Okabe and Ito's palette, which color-blind readers can tell apart, and four of Tol's colors for runs with many phases.
+COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8a000"),
     *("#332288", "#882255", "#44aa99", "#999933"),
 )
@@ -100,17 +100,17 @@ def _draw_panel(axes: Any, table: MetricsTable, panel: Panel) -> None:
 
 
 def _draw_runs(axes: Any, tables: Mapping[str, MetricsTable], panel: Panel, *, legend: bool) -> None:
-    for (label, table), colour in zip(tables.items(), itertools.cycle(COLOURS), strict=False):
+    for (label, table), color in zip(tables.items(), itertools.cycle(COLORS), strict=False):
         steps, values = table.series(panel.metrics[0])
         marker = "o" if len(values) <= 10 else None
-        axes.plot(steps, values, color=colour, linewidth=1.4, marker=marker, markersize=3.5, label=label)
+        axes.plot(steps, values, color=color, linewidth=1.4, marker=marker, markersize=3.5, label=label)
     if legend:
         axes.legend(fontsize=6.5, frameon=False, loc="best")
 
 
 def _draw_lines(axes: Any, table: MetricsTable, panel: Panel) -> None:
     drawn = 0
-    for name, colour in zip(panel.metrics, COLOURS, strict=False):
+    for name, color in zip(panel.metrics, COLORS, strict=False):
         steps, values = table.series(name)
         if not steps:
             continue
@@ -120,7 +120,7 @@ def _draw_lines(axes: Any, table: MetricsTable, panel: Panel) -> None:
         axes.plot(
             steps,
             values,
-            color=colour,
+            color=color,
             linewidth=1.0 if noisy else 1.6,
             alpha=0.4 if noisy else 1.0,
             marker="o" if few else None,
@@ -128,7 +128,7 @@ def _draw_lines(axes: Any, table: MetricsTable, panel: Panel) -> None:
             label=label_of(panel, name),
         )
         if noisy:
-            axes.plot(steps, smooth(values), color=colour, linewidth=1.8)
+            axes.plot(steps, smooth(values), color=color, linewidth=1.8)
     if len(panel.metrics) > 1:
         axes.legend(fontsize=7, frameon=False, loc="best", ncols=1 if drawn < 4 else 2)
     else:
@@ -144,10 +144,10 @@ def _draw_stack(axes: Any, table: MetricsTable, panel: Panel) -> None:
     labels = [label_of(panel, name) for name in panel.metrics]
     if len(steps) <= 3:
         bottoms = [0.0] * len(steps)
-        for values, colour, label in zip(heights, COLOURS, labels, strict=False):
-            axes.bar(steps, values, bottom=bottoms, color=colour, label=label, width=0.6)
+        for values, color, label in zip(heights, COLORS, labels, strict=False):
+            axes.bar(steps, values, bottom=bottoms, color=color, label=label, width=0.6)
             bottoms = [b + v for b, v in zip(bottoms, values, strict=True)]
     else:
-        axes.stackplot(steps, heights, labels=labels, colors=COLOURS[: len(labels)], alpha=0.85, step="mid")
+        axes.stackplot(steps, heights, labels=labels, colors=COLORS[: len(labels)], alpha=0.85, step="mid")
     axes.set_ylim(bottom=0, top=1.45 * max(1e-9, *(sum(column) for column in zip(*heights, strict=True))))
     axes.legend(fontsize=7, frameon=False, loc="upper left", ncols=3, handlelength=1.0, columnspacing=1.0)

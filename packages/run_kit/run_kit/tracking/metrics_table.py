@@ -1,4 +1,4 @@
-"""`metrics.tsv`: one row a step, tab-separated, readable while the run goes on."""
+"""`metrics.tsv`: one row per step, tab-separated, readable during the run."""
 
 import math
 import os
@@ -45,7 +45,7 @@ class MetricsTable:
     """The metrics of a run, in memory and in a tab-separated file.
 
     The first column is `step`; the others come in the order in which they first appeared. A metric that appears later
-    gets a column at the end: the file is then written anew with the longer header, earlier rows empty there. Logging
+    gets a column at the end: the file is rewritten with the longer header, and earlier rows stay empty there. Logging
     the same step again adds to its row. An existing file is continued.
     """
 
@@ -103,7 +103,7 @@ class MetricsTable:
                 file.write(self._line(step))
 
     def truncate_from(self, step: int) -> None:
-        """Forget this step and all later ones, as a run resumed before them needs."""
+        """Remove this step and all later ones, for a run that resumes before them."""
         kept = {number: row for number, row in self._rows.items() if number < step}
         if len(kept) != len(self._rows):
             self._rows = kept
@@ -119,7 +119,7 @@ class MetricsTable:
 
     def _read(self) -> None:
         *lines, rest = self.path.read_text(encoding="utf-8").split("\n")
-        # A run that was killed while it wrote a row leaves one without a line end: the row is dropped.
+        # A run killed while writing a row leaves a row without a line end: drop it.
         self._rewrite = bool(rest)
         header = lines[0].split("\t") if lines else []
         if header[:1] != ["step"]:

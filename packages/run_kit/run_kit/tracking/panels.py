@@ -1,4 +1,4 @@
-"""Which metrics a picture of a run shows, and how they are grouped. Pure; shared by curves.png and the report."""
+"""Groups of metrics (panels) drawn by curves.png and the report. Pure."""
 
 import fnmatch
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ _WISHES = (
 
 
 def choose_panels(columns: Sequence[str], *, limit: int = 12) -> list[Panel]:
-    """Panels for a run with these metrics, main ones first; for a run with none of the known metrics, one a metric."""
+    """Panels for a run with these metrics, main ones first; one panel per metric if none of them is known."""
     panels: list[Panel] = []
     for wish in _WISHES:
         names = _stack_parts(columns) if wish.kind == "stack" else _matching(columns, wish.patterns)
@@ -72,7 +72,7 @@ def choose_panels(columns: Sequence[str], *, limit: int = 12) -> list[Panel]:
 
 
 def single_panels(columns: Sequence[str], *, each: int | None = None) -> list[Panel]:
-    """The same with a panel for each metric, as pictures that compare runs need; step times are one, the whole.
+    """One panel per metric, for comparing runs; step times give a single panel (the whole step).
 
     Args:
         each: at most so many of a panel's metrics; None takes all.

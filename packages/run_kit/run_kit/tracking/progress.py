@@ -1,4 +1,4 @@
-"""One line a step for people watching a run, and a live status line on terminals."""
+"""Progress output: one line per step, and a live status line on terminals."""
 
 import math
 import sys
@@ -26,8 +26,8 @@ def duration_text(seconds: float) -> str:
 class Progress:
     """Prints `step  3/30  score 0.412  1,034 tok/s  4.2 s/step  1m53s left`.
 
-    The time left is the median of the last ten steps times the steps to go. On a terminal `status` also shows what is
-    going on inside a step on a line that is overwritten; a file or a pipe gets the step lines only.
+    The time left is the median of the last ten steps times the steps to go. On a terminal `status` also shows the
+    current phase on a line that is overwritten; a file or a pipe gets the step lines only.
 
     Args:
         total_steps: last step number.
@@ -98,7 +98,7 @@ class Progress:
         self._print(text)
 
     def status(self, text: str, done: int | None = None, total: int | None = None) -> None:
-        """Show what is going on, on terminals only and at most ten times a second: `step 4/30  rollout  128/256`."""
+        """Show the current phase, on terminals only and at most ten times a second: `step 4/30  rollout  128/256`."""
         stream = self._out()
         now = self._clock()
         if not _is_terminal(stream) or (now - self._status_time < 0.1 and done != total):
@@ -121,7 +121,7 @@ class Progress:
             self._status_shown = False
 
     def restart_clock(self) -> None:
-        """Count the next step's time from now (after a start-up or a validation that is not part of it)."""
+        """Start the next step's time now (after start-up or validation, which are not part of it)."""
         self._last = self._clock()
 
     def _print(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""`rollouts/step_000001.jsonl`: a sample of each step's rollouts, one JSON object a line."""
+"""`rollouts/step_000001.jsonl`: a sample of each step's rollouts, one JSON object per line."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def write_rollouts(folder: Path, step: int, records: Sequence[Mapping[str, Any]]
         folder: the run's `rollouts/` folder; created if missing.
         records: mappings with at least `prompt` (text), `response` (text) and `reward` (number); further keys that
             JSON can hold are kept.
-        count: how many to write, chosen by the step number alone; None writes all.
+        count: how many to write, chosen by the step number only; None writes all.
 
     Raises:
         TrackingError: a record without one of the three keys, or a value that JSON cannot hold.
@@ -46,7 +46,7 @@ def write_rollouts(folder: Path, step: int, records: Sequence[Mapping[str, Any]]
         lines = [json.dumps({"step": step, **records[index]}, ensure_ascii=False, default=_plain) for index in chosen]
     except TypeError as error:
         raise TrackingError(f"rollouts of step {step}: {error}") from None
-    # Lone surrogates can come out of a tokenizer; they have no UTF-8 form.
+    # A tokenizer can produce lone surrogates, which have no UTF-8 encoding.
     text = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace").decode("utf-8")
     atomic_write(path, text)
     return path

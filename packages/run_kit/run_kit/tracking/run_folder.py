@@ -1,4 +1,4 @@
-"""The folder of one run: its name, its files, and the log of what the user saw."""
+"""Run folder: its name, its files, and a log of the console output."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ from ..errors import OWN_PACKAGES, TrackingError
 from .metrics_table import atomic_write
 
 EXPERIMENT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
-"""What a run may be called: the name becomes a folder's."""
+"""Allowed experiment names (a run's folder starts with the name)."""
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -26,9 +26,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 class RunFolder:
     """The folder of a run and the paths in it.
 
-    Used as a context manager it also keeps `train.log`: what the process prints to stdout and stderr and what its
-    loggers say, as the user saw it, without control characters; an error that ends the run is added with its
-    traceback.
+    As a context manager it also writes `train.log`: stdout, stderr and log records of the process as shown to the
+    user, without control characters, and the traceback of an error that ends the run.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -39,10 +38,10 @@ class RunFolder:
     def create(
         cls, output_dir: str | Path, experiment: str, *, now: Callable[[], datetime] = datetime.now
     ) -> "RunFolder":
-        """Make `<output_dir>/<experiment>_<YYYYmmdd_HHMMSS>/`; a second run in the same second gets `_2` appended.
+        """Make `<output_dir>/<experiment>_<YYYYmmdd_HHMMSS>/`; appends `_2` if the folder exists.
 
         Raises:
-            TrackingError: a name that cannot be a folder's, or a folder that cannot be made.
+            TrackingError: an invalid name, or a folder that cannot be created.
         """
         if not re.fullmatch(EXPERIMENT_PATTERN, experiment):
             raise TrackingError(
@@ -112,7 +111,7 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def subfolder(self, name: str) -> Path:
-        """A folder of this run for other parts' files (`checkpoints`, `servers`, `data`), made if missing."""
+        """A subfolder for other components' files (`checkpoints`, `servers`, `data`), created if missing."""
         path = self.path / name
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -152,7 +151,7 @@ def _make_new(parent: Path, stem: str) -> Path:
 
 
 class LogFile:
-    """A log of several streams in whole lines, without control characters; safe from any thread."""
+    """Merges several streams into a log of whole lines without control characters. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
@@ -160,12 +159,12 @@ class LogFile:
         self._open_lines: dict[str, str] = {}
 
     def feed(self, stream: str, text: str) -> None:
-        """Take text written to a stream; only finished lines go to the file, as the terminal shows them at the end."""
+        """Append text written to a stream; only complete lines go to the file, in their final form on the terminal."""
         with self._lock:
             *lines, rest = (self._open_lines.get(stream, "") + text).split("\n")
             for line in lines:
                 self._write_line(line)
-            # A progress bar rewrites one line for minutes: keep only what is still visible of it.
+            # A progress bar rewrites one line for minutes: keep only its visible part.
             self._open_lines[stream] = rest[max(rest.rstrip("\r").rfind("\r"), 0) :]
 
     def write_text(self, text: str) -> None:
@@ -175,7 +174,7 @@ class LogFile:
                 self._write_line(line)
 
     def close(self) -> None:
-        """Write lines that never got their end, and close."""
+        """Write unfinished lines and close."""
         with self._lock:
             for rest in self._open_lines.values():
                 if visible_line(rest):
@@ -196,7 +195,7 @@ def visible_line(line: str) -> str:
 
 
 class _Tee:
-    """A stream that also feeds the log; everything else is the original stream's."""
+    """A stream that also writes to the log; other attributes come from the original stream."""
 
     def __init__(self, original: TextIO, log: LogFile, name: str) -> None:
         self._original = original
@@ -217,7 +216,7 @@ class _Tee:
 
 
 class _Capture:
-    """Copies stdout, stderr and the loggers of this process into a log file while it is on."""
+    """Copies stdout, stderr and log records of this process into a log file while active."""
 
     def __init__(self, path: Path) -> None:
         self.log = LogFile(path)
@@ -243,7 +242,7 @@ class _Capture:
             root.removeHandler(self._handler)
             root.setLevel(self._level)
         if self._originals is not None:
-            # Someone may have wrapped the streams after us; then theirs stay, and our tee keeps passing text through.
+            # If other code wrapped the streams later, leave its wrappers in place; this tee keeps passing text through.
             if isinstance(sys.stdout, _Tee):
                 sys.stdout = self._originals[0]
             if isinstance(sys.stderr, _Tee):

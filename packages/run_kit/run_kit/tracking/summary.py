@@ -1,4 +1,4 @@
-"""Summaries of a metric over a run: first and last means, as comparisons between runs use them. Pure."""
+"""Summary statistics of a metric over a run, such as means of the first and last steps. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def first_mean(values: Sequence[float], count: int = 5) -> float:
     return tail_mean(_finite(values)[:count], count)
 
 
-def summarise(values: Sequence[float], count: int = 5) -> MetricSummary:
+def summarize(values: Sequence[float], count: int = 5) -> MetricSummary:
     """First and last means over `count` values, their difference, extremes and the last value.
 
     Raises:
@@ -57,7 +57,7 @@ def summarise(values: Sequence[float], count: int = 5) -> MetricSummary:
 
 
 def smooth(values: list[float], window: int = 5) -> list[float]:
-    """Mean of each value with its neighbours, `window` in all where there are as many on both sides."""
+    """Centered moving average over `window` values, fewer at both ends."""
     half, last = window // 2, len(values) - 1
     windows = [values[i - min(half, i, last - i) : i + min(half, i, last - i) + 1] for i in range(len(values))]
     return [sum(near) / len(near) for near in windows]

@@ -1,4 +1,4 @@
-"""Records a run: progress and log, every metric to the table and the events, curves, rollout samples, summary."""
+"""Tracker: records a run's progress, metrics, curves, rollout samples and summary."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from .metrics_table import MetricsTable, atomic_write
 from .progress import Progress, duration_text
 from .rollouts import write_rollouts
 from .run_folder import RunFolder
-from .summary import summarise
+from .summary import summarize
 from .writers import MetricWriter, TensorBoardWriter, WandbWriter, import_wandb
 
 SCORE = "critic/score/mean"
@@ -30,7 +30,7 @@ class SupervisedStats(Protocol):
 
 
 class RunResult(Protocol):
-    """What a run reached on held-out prompts; None where it was not measured."""
+    """Held-out accuracy of a run; None where it was not measured."""
 
     @property
     def accuracy_before(self) -> float | None: ...
@@ -39,7 +39,7 @@ class RunResult(Protocol):
 
 
 def check_tracking(config: TrackingConfig) -> None:
-    """Find out before a run starts whether it can be recorded as asked; makes and connects nothing.
+    """Check before a run starts that its tracking configuration can work; creates and connects nothing.
 
     Raises:
         TrackingError: a package that the config needs is not installed.
@@ -49,7 +49,7 @@ def check_tracking(config: TrackingConfig) -> None:
 
 
 class Tracker:
-    """Writes what a run reports into its folder and tells the user how it goes.
+    """Writes what a run reports into its folder and prints its progress.
 
     ```
     run = RunFolder.create("outputs", "grpo")
@@ -118,7 +118,7 @@ class Tracker:
             self.draw_curves()
 
     def log_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record held-out metrics under the step they were measured after (0: before the first) and print them."""
+        """Record and print held-out metrics, measured after this step (0: before the first)."""
         self._record(self.table, step, metrics)
         row = self.table.row(step)
         shown = [f"{name.removeprefix('val/')} {row[name]:.4g}" for name in metrics]
@@ -127,7 +127,7 @@ class Tracker:
         self.progress.restart_clock()
 
     def log_supervised(self, step: int, stats: SupervisedStats) -> None:
-        """Record a supervised step: of the run itself, or of the warm start before it."""
+        """Record a supervised step, of the run itself or of its warm start."""
         metrics = {"sft/loss": stats.loss, "sft/grad_norm": stats.grad_norm, "sft/lr": stats.lr}
         if self._supervised is None:
             self.log(step, metrics)
@@ -139,7 +139,7 @@ class Tracker:
         self.progress.restart_clock()
 
     def log_rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write a sample of a step's rollouts; each record has prompt, response, reward and what else is known."""
+        """Write a sample of a step's rollouts; each record has `prompt`, `response`, `reward` and any further keys."""
         if self._config.rollouts_per_step > 0 and records:
             write_rollouts(self.run.rollouts_dir, step, records, count=self._config.rollouts_per_step)
 
@@ -148,8 +148,8 @@ class Tracker:
         self.progress.message(text)
 
     def summary(self, result: RunResult | None = None) -> dict[str, float | int | str | None]:
-        """Print what the run reached, write it to `summary.json` and return it."""
-        scores = summarise(self.table.series(SCORE)[1])
+        """Print the run's results, write them to `summary.json` and return them."""
+        scores = summarize(self.table.series(SCORE)[1])
         peaks = self.table.series("memory/host_peak_gib")[1]
         before = result.accuracy_before if result is not None else None
         after = result.accuracy_after if result is not None else None
@@ -219,7 +219,7 @@ class Tracker:
         except Exception as failed:
             if error is None:
                 raise
-            # What ended the run is what its exit code has to tell; a Ctrl-C in the middle of an import, for one, leaves
+            # The exit code must report the original error; a Ctrl-C in the middle of an import, for example, leaves
             # that module unusable for the last picture.
             error.add_note(f"The run's record could not be finished as well: {failed!r}")
         finally:

@@ -1,4 +1,4 @@
-"""Other places that metrics go: TensorBoard event files, Weights & Biases."""
+"""Metric writers: TensorBoard event files and Weights & Biases."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from .config import TrackingConfig
 
 
 class MetricWriter(Protocol):
-    """Takes the numbers of a step."""
+    """Receives the scalars of a step."""
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None: ...
 
@@ -51,7 +51,7 @@ class TensorBoardWriter:
         self._writer.add_event(event)
 
     def flush(self) -> None:
-        """Bring the events written so far to the file."""
+        """Flush the events to the file."""
         self._writer.flush()
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class WandbWriter:
         """Nothing to do: wandb sends in the background."""
 
     def close(self) -> None:
-        """Finish the run; waits for what is not sent yet."""
+        """Finish the run; waits for pending uploads."""
         self._run.finish()
 
 
