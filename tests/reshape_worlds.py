@@ -48,7 +48,7 @@ from ds_engine import (
     init_distributed,
     shutdown_distributed,
 )
-from rl_runtime.ranks.trainer_worker import RankWorker
+from rl_runtime.ranks.trainer_worker import TrainerWorker
 
 CPU = torch.device("cpu")
 State = dict[str, torch.Tensor]
@@ -57,7 +57,7 @@ VOCABULARY = 67  # with 2, 4 and 8 ranks, sizes that do not divide
 
 
 def config(
-    stage: int, *, optimizer: str = "none", param: str = "none", dtype: str = "bf16", lora: LoraConfig | None = None
+    stage: int, *, optimizer: str = "none", param: str = "none", dtype: str = "bfloat16", lora: LoraConfig | None = None
 ) -> EngineConfig:
     return EngineConfig(
         zero=ZeroConfig(
@@ -77,7 +77,7 @@ SAVED = {
     "zero2": config(2),
     "zero3": config(3),
     "lora": config(2, lora=LORA),
-    "fp16": config(2, dtype="fp16"),
+    "fp16": config(2, dtype="float16"),
 }
 #: (what is loaded, into what, what it is saved as again)
 LOADS: dict[int, list[tuple[str, EngineConfig, str]]] = {
@@ -86,14 +86,14 @@ LOADS: dict[int, list[tuple[str, EngineConfig, str]]] = {
         ("zero2", config(3), "two_of_zero2"),
         ("zero3", config(1), "two_of_zero3"),
         ("lora", config(3, lora=LORA), ""),
-        ("fp16", config(3, dtype="fp16"), ""),
+        ("fp16", config(3, dtype="float16"), ""),
     ],
     1: [
         ("two_of_zero1", config(1), ""),
         ("two_of_zero2", config(2), ""),
         ("two_of_zero3", config(3), ""),
         ("zero1_cpu", config(3, optimizer="cpu", param="cpu"), ""),
-        ("zero3", config(2, dtype="fp32"), ""),
+        ("zero3", config(2, dtype="float32"), ""),
     ],
     8: [("zero1", config(3), ""), ("zero3", config(2), ""), ("zero2", config(1, optimizer="cpu"), "")],
 }
@@ -155,7 +155,7 @@ def train_and_save(root: Path) -> None:
     """4 ranks: every layout trains and saves, goes on, and the same from its files through another engine."""
     for name, settings in SAVED.items():
         engine = build(root / "model", settings)
-        if settings.dtype == "fp16":
+        if settings.dtype == "float16":
             engine._deepspeed.optimizer.loss_scaler.cur_scale = LOSS_SCALE
         if name == "zero2":
             engine.save_checkpoint(root / "untrained", "actor")
@@ -191,10 +191,10 @@ def load(root: Path) -> None:
         check_equal(state_of(engine._deepspeed), expected, where)
         assert engine._num_steps == 2
         assert engine._deepspeed.global_steps == 2
-        if settings.dtype == "fp16":
+        if settings.dtype == "float16":
             scaler = engine._deepspeed.optimizer.loss_scaler
             assert (scaler.cur_scale, scaler.cur_iter) == (LOSS_SCALE, 2)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.dtype]
+        dtype = getattr(torch, settings.dtype)
         for tensor_name, tensor in engine.export_parameters() if settings.lora is None else ():
             assert torch.equal(tensor, expected[f"{tensor_name} weight"].to(dtype)), (where, tensor_name)
         if again:
@@ -233,12 +233,12 @@ def refuse_and_start(root: Path) -> None:
 
 def load_as_a_run_does(root: Path) -> None:
     """rl_runtime's rank finds out by itself how to read what 4 ranks, and then what these ranks, have saved."""
-    worker = RankWorker(dist.get_rank(), dist.get_world_size(), device="cpu", num_threads=1)
+    worker = TrainerWorker(dist.get_rank(), dist.get_world_size(), device="cpu", num_threads=1)
     expected = torch.load(root / "zero2.expected.pt")
     for folder in (root / "zero2", root / "as_a_run"):
         worker.build("actor", str(root / "model"), SAVED["zero2"], 10)
         worker.load("actor", str(folder))
-        check_equal(state_of(worker._engines["actor"]._deepspeed), expected, f"RankWorker, {folder.name}")
+        check_equal(state_of(worker._engines["actor"]._deepspeed), expected, f"TrainerWorker, {folder.name}")
         worker._engines["actor"].save_checkpoint(root / "as_a_run", "actor")
     assert worker._engines["actor"].has_layout(ZeroCheckpoint(root / "as_a_run", "actor"))
     worker.drop("actor")

@@ -86,7 +86,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, start_app: StartApp) -> None:
 def test_a_dead_rank_ends_the_run_and_is_named(tmp_path: Path, start_app: StartApp) -> None:
     app = start_app(tmp_path, *SHORT, "trainer.total_training_steps=500")
     app.wait_for("s/step")
-    rank = app.children("ray::RankWorker")[0]
+    rank = app.children("ray::TrainerWorker")[0]
     rank.kill()
     assert app.finish() == 1, app.output
     assert "rank" in app.output.splitlines()[-1] or "RankError" in app.output
@@ -123,7 +123,7 @@ def test_a_users_model_and_data_with_reference_model_zero_3_and_resume(tmp_path:
         "rollout.kv_cache_gib=0.1",
         "algorithm.kl_coef=0.01",
         "algorithm.entropy_coef=0.1",  # a gradient even where all answers are equally wrong
-        "actor.dtype=fp32",
+        "actor.dtype=float32",
         "actor.zero.stage=3",
         "actor.optim.lr=1e-3",
         "oversampling.extra_prompts=2",

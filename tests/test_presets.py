@@ -132,7 +132,7 @@ def test_with_the_tiny_overlay_the_same_case_starts_on_two_cores(app: str, prese
     tiny = load(app, preset, APPS / app / "presets" / "overlays" / "tiny.yaml")
     assert len(CHECKS[app](tiny).rank_gpus) == config.trainer.num_ranks
     assert tiny.model.path == "builtin:tiny"
-    assert tiny.actor.dtype == "fp32"
+    assert tiny.actor.dtype == "float32"
     # What makes it the same case.
     assert getattr(tiny, "algorithm") == getattr(config, "algorithm")  # noqa: B009
     for engine in ("actor", "critic") if app == "ppo" else ("actor",):

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 def test_the_loss_falls_and_the_model_loads(tmp_path: Path, start_app: Callable[..., Any]) -> None:
     app = start_app(
         tmp_path,
-        "engine.dtype=fp32",
+        "engine.dtype=float32",
         "supervised.steps=40",
         "supervised.batch_size=32",
         "engine.zero.stage=1",

@@ -14,6 +14,6 @@ python3 -m apps.grpo.main \
   model.path="$work/model" data.train="$work/train.parquet" \
   data.max_prompt_length=256 reward.method=flexible reward.format_score=0.5 \
   batch.train_batch_size=32 batch.mini_batch_size=16 batch.token_budget=16384 sampling.n=8 sampling.max_tokens=512 \
-  actor.dtype=bf16 actor.zero.stage=2 actor.gradient_checkpointing=true actor.optim.lr=1e-6 \
+  actor.dtype=bfloat16 actor.zero.stage=2 actor.gradient_checkpointing=true actor.optim.lr=1e-6 \
   rollout.dtype=bfloat16 rollout.max_model_len=1024 rollout.max_num_seqs=256 rollout.gpu_memory_utilization=0.3 \
   "$@"

@@ -58,7 +58,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         compile=args.compile,
         dtype=args.dtype,
     )
-    dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
+    dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=ATTENTION_NAME)
     if args.nf4:
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of a micro batch; by default as fits each model")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--micro-batches", type=int, default=2)
-    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--offload", choices=["none", "cpu"], default="none", help="of the optimizer")
     parser.add_argument("--nf4", action="store_true", help="LoRA of rank 16 on a base in four bits")

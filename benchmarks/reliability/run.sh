@@ -2,7 +2,7 @@
 # PPO at ZeRO-1, 2 and 3, twenty steps each, two ranks and two vLLM servers on two GPUs, every collective guarded.
 #   usage: run.sh WORK_DIR [MODEL] [bench key=value ...]
 #   e.g.   run.sh /tmp/work qwen3-0.6b 'cases=["zero3_no_offload"]'
-#          OVERRIDES='"trainer.device=cpu","actor.dtype=fp32"' run.sh /tmp/work qwen3-tiny steps=2
+#          OVERRIDES='"trainer.device=cpu","actor.dtype=float32"' run.sh /tmp/work qwen3-tiny steps=2
 # MODEL as in benchmarks/random_model.py; OVERRIDES reach every case after those below, as JSON strings with commas.
 # Needs what benchmarks/grpo_step/run.sh needs.
 set -euo pipefail

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .batch import Head, LogProbFn, LossFn, LossOutput, StepStats, TokenBatch, TokenOutputs, ValueOutputs
-    from .config import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
+    from .config import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig, learning_rate
     from .distributed import init_distributed, shutdown_distributed
     from .engine import ZeroEngine
     from .errors import (
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .state.reshape import StateLayout, StateSource
     from .zero.ds_config import deepspeed_config
     from .zero.memory import MemoryReport, memory_stats
-    from .zero.schedule import learning_rate
 
 _EXPORTS = {
     "BatchError": ".errors",
@@ -59,7 +58,7 @@ _EXPORTS = {
     "dense_log_prob": ".simple",
     "estimate_memory": ".planning.memory_plan",
     "init_distributed": ".distributed",
-    "learning_rate": ".zero.schedule",
+    "learning_rate": ".config",
     "mark": ".guard.collective_guard",
     "memory_stats": ".zero.memory",
     "record_collectives": ".guard.collective_guard",

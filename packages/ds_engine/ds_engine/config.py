@@ -4,8 +4,12 @@ Combinations DeepSpeed cannot do, or would quietly replace by something else, ar
 """
 
 import math
+import warnings
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+from .dtypes import DeprecatedDtype, Dtype, current_dtype, dtype_bytes
+from .errors import EngineConfigError
 
 __all__ = [
     "Attention",
@@ -18,10 +22,11 @@ __all__ = [
     "OptimConfig",
     "Schedule",
     "ZeroConfig",
+    "check_schedule",
+    "learning_rate",
 ]
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
-Dtype = Literal["bf16", "fp16", "fp32"]
 Attention = Literal["auto", "flash4", "flash", "varlen", "sdpa"]
 Schedule = Literal["constant", "linear", "cosine"]
 Guard = Literal["off", "auto", "lockstep", "watch"]
@@ -152,6 +157,50 @@ class OptimConfig:
         )
         _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "0 to 1")
 
+    def weight_decay_for(self, num_dims: int) -> float:
+        """Weight decay of a parameter with `num_dims` dimensions."""
+        return self.weight_decay if self.decay_1d or num_dims > 1 else 0.0
+
+
+def check_schedule(config: OptimConfig, total_steps: int | None) -> None:
+    """Check that the schedule has the number of optimizer steps it needs.
+
+    Raises:
+        EngineConfigError: it is missing, or not larger than the number of warm-up steps.
+    """
+    if config.schedule == "constant":
+        return
+    if total_steps is None:
+        raise EngineConfigError(
+            f"optim.schedule={config.schedule!r} needs the number of optimizer steps: set optim.total_steps"
+        )
+    if total_steps <= config.warmup_steps:
+        raise EngineConfigError(
+            f"optim.warmup_steps={config.warmup_steps} must be smaller than the run's {total_steps} optimizer steps"
+        )
+
+
+def learning_rate(step: int, config: OptimConfig, total_steps: int | None) -> float:
+    """Learning rate of optimizer step `step`, counted from 0.
+
+    With W = warmup_steps, N = total_steps, r = min_lr_ratio and p = min(1, (s - W) / (N - W)):
+
+    warm-up   s < W:   lr * (s + 1) / W, so the first step is not zero and step W - 1 has the full rate
+    constant           lr
+    linear             lr * (1 - (1 - r) * p)
+    cosine             lr * (r + (1 - r) * (1 + cos(pi * p)) / 2)
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    assert total_steps is not None, "check_schedule ran before"
+    progress = min(1.0, (step - config.warmup_steps) / (total_steps - config.warmup_steps))
+    floor = config.min_lr_ratio
+    if config.schedule == "linear":
+        return config.lr * (1.0 - (1.0 - floor) * progress)
+    return config.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
@@ -196,8 +245,9 @@ class EngineConfig:
     lora: LoraConfig | None = None
     """Train adapters instead of the whole model. Engines built with trainable=False are the base, in its base_format,
     and have no adapters."""
-    dtype: Dtype = "bf16"
-    """Dtype of weights and activations. The optimizer always keeps fp32 master weights. fp16 scales the loss."""
+    dtype: Dtype | DeprecatedDtype = "bfloat16"
+    """Dtype of weights and activations: bfloat16, float16 (with dynamic loss scaling) or float32. The optimizer always
+    keeps fp32 master weights. bf16, fp16 and fp32 are deprecated names of the same."""
     gradient_checkpointing: bool = False
     """Recompute layers' activations in the backward pass instead of keeping them."""
     checkpoint_every: int = 1
@@ -221,7 +271,11 @@ class EngineConfig:
     """With the guard on: seconds ranks wait for one that issues nothing before that is an error."""
 
     def __post_init__(self) -> None:
-        _require(self.dtype in ("bf16", "fp16", "fp32"), "dtype", self.dtype, "bf16, fp16 or fp32")
+        dtype = current_dtype(self.dtype)
+        if dtype != self.dtype:
+            warnings.warn(f"dtype={self.dtype!r} is deprecated: use {dtype!r}", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "dtype", dtype)
+        _require(dtype in ("bfloat16", "float16", "float32"), "dtype", dtype, "bfloat16, float16 or float32")
         _require(
             self.attention in ("auto", "flash4", "flash", "varlen", "sdpa"),
             "attention",
@@ -255,3 +309,45 @@ class EngineConfig:
             "off, auto, lockstep or watch",
         )
         _require(self.collective_stall_s > 0, "collective_stall_s", self.collective_stall_s, "a positive number")
+
+    # Rules derived from the fields. The engine, DeepSpeed's configuration and the plans all read them from here.
+
+    @property
+    def model_dtype(self) -> Dtype:
+        """`dtype` under its current name."""
+        return cast("Dtype", self.dtype)
+
+    @property
+    def grad_accum_dtype(self) -> Dtype:
+        """Dtype in which gradients of micro batches are accumulated."""
+        return "float32" if self.zero.fp32_grad_accum else self.model_dtype
+
+    @property
+    def reduce_dtype(self) -> Dtype:
+        """Dtype in which gradients are reduced over ranks."""
+        return "float32" if self.zero.fp32_reduce else self.model_dtype
+
+    @property
+    def reduce_bucket_elements(self) -> int:
+        """Elements of a reduce bucket."""
+        return self.zero.reduce_bucket_bytes // dtype_bytes(self.reduce_dtype)
+
+    @property
+    def uses_bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed uses its `BF16_Optimizer`: for stage 1 in bf16 with fp32 accumulation, unless optimizer
+        states are offloaded. All other settings of stages 1 and 2 use `DeepSpeedZeroOptimizer`."""
+        zero = self.zero
+        on_device = zero.offload.optimizer == "none"
+        return zero.stage == 1 and self.dtype == "bfloat16" and zero.fp32_grad_accum and on_device
+
+    @property
+    def fuses_grad_accumulation(self) -> bool:
+        """Whether the engine replaces DeepSpeed's gradient accumulation of stage 2 (zero/grad_accumulation.py)."""
+        zero = self.zero
+        casts = self.dtype != self.grad_accum_dtype == "float32"
+        return zero.stage == 2 and casts and zero.offload.optimizer == "none" and not zero.overlap_comm
+
+    @property
+    def fuses_grad_norm(self) -> bool:
+        """Whether the engine replaces DeepSpeed's gradient norm, overflow check and clipping (zero/grad_norm.py)."""
+        return self.zero.offload.optimizer == "none" and not self.uses_bf16_optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .agreement import agree_on_plan, sum_over_ranks
 from .batch import Head, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
+from .config import EngineConfig, check_schedule, learning_rate
 from .errors import EngineError
 from .guard.collective_guard import num_guarded, start_guard
 from .micro_batch import MicroBatches
@@ -27,10 +28,6 @@ from .zero.ds_config import deepspeed_config
 from .zero.loss_scale import LossScale, check_fp16
 from .zero.memory import EngineMemory, MemoryReport, memory_stats
 from .zero.optimizer import build_optimizer, start_deepspeed
-from .zero.schedule import check_schedule, learning_rate
-
-if TYPE_CHECKING:
-    from .config import EngineConfig
 
 __all__ = ["ZeroEngine"]
 

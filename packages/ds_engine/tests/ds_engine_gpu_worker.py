@@ -60,7 +60,7 @@ def check_stages(folder: str, device: torch.device, rank: int) -> None:
     reference = None
     for stage in (1, 2, 3):
         for offload in ("none", "cpu"):
-            engine = engine_for(folder, device, stage=stage, offload=OffloadConfig(optimizer=offload), dtype="fp32")
+            engine = engine_for(folder, device, stage=stage, offload=OffloadConfig(optimizer=offload), dtype="float32")
             result = train(engine, rank, range(2))
             engine.close()
             reference = reference or result
@@ -75,18 +75,18 @@ def check_stages(folder: str, device: torch.device, rank: int) -> None:
 def check_attention(folder: str, device: torch.device, rank: int) -> None:
     batch = make_batch(make_samples(20, seed=rank, longest=200))
     outputs = {}
-    for attention, dtype in (("auto", "bf16"), ("sdpa", "bf16"), ("sdpa", "fp32")):
+    for attention, dtype in (("auto", "bfloat16"), ("sdpa", "bfloat16"), ("sdpa", "float32")):
         engine = engine_for(folder, device, stage=2, dtype=dtype, attention=attention)
         outputs[attention, dtype] = engine.log_probs([batch])[0].log_probs_K
         kernel = engine._kernel
         norm = engine.train_mini_batch([batch], weighted_loss).grad_norm
         engine.close()
         error = float(
-            (outputs[attention, dtype] - outputs.get(("sdpa", "fp32"), outputs[attention, dtype])).abs().mean()
+            (outputs[attention, dtype] - outputs.get(("sdpa", "float32"), outputs[attention, dtype])).abs().mean()
         )
         say(rank, check="attention", attention=attention, dtype=dtype, kernel=kernel, grad_norm=norm, error=error)
-    exact = outputs["sdpa", "fp32"]
-    errors = {a: float((outputs[a, "bf16"] - exact).abs().mean()) for a in ("auto", "sdpa")}
+    exact = outputs["sdpa", "float32"]
+    errors = {a: float((outputs[a, "bfloat16"] - exact).abs().mean()) for a in ("auto", "sdpa")}
     say(rank, check="attention_error", **errors)
 
 
@@ -94,7 +94,7 @@ def check_compiled(folder: str, device: torch.device, rank: int) -> None:
     """Batches of several shapes through compiled layers: no more rounding, and no compilation for every shape."""
     batches = [make_batch(make_samples(num, seed=num + rank, longest=40 * num)) for num in (20, 3, 9, 14, 6)]
     results = {}
-    for name, options in (("exact", {"dtype": "fp32"}), ("eager", {}), ("compiled", {"compile": True})):
+    for name, options in (("exact", {"dtype": "float32"}), ("eager", {}), ("compiled", {"compile": True})):
         engine = engine_for(folder, device, stage=2, **options)
         log_probs = [o.log_probs_K for o in engine.log_probs(batches)]
         norms = [engine.train_mini_batch([batch], weighted_loss).grad_norm for batch in batches]
@@ -158,7 +158,7 @@ def check_sequence_parallel(folder: str, device: torch.device, rank: int, size: 
     if size != 2:
         return
     samples = make_samples(6, seed=7, longest=90)
-    cases: list[dict[str, Any]] = [{"stage": stage, "dtype": "fp32", "attention": "sdpa"} for stage in (1, 2, 3)]
+    cases: list[dict[str, Any]] = [{"stage": stage, "dtype": "float32", "attention": "sdpa"} for stage in (1, 2, 3)]
     cases += [{"stage": 2}, {"stage": 3, "gradient_checkpointing": True}, {"stage": 2, "compile": True}]
     for options in cases:
         results = []
@@ -177,8 +177,8 @@ def check_reshape(folder: str, device: torch.device, rank: int) -> None:
     layouts: list[dict[str, Any]] = [{"stage": 1}, {"stage": 3}, {"stage": 2, **on_cpu}, {"stage": 3, **on_cpu}]
     for first, second in zip(layouts, [*layouts[1:], layouts[0]], strict=True):
         result = hand_over(
-            lambda options=first: engine_for(folder, device, dtype="fp32", **options),
-            lambda options=second: engine_for(folder, device, dtype="fp32", **options),
+            lambda options=first: engine_for(folder, device, dtype="float32", **options),
+            lambda options=second: engine_for(folder, device, dtype="float32", **options),
             lambda engine, steps: train(engine, rank, steps),
         )
         say(rank, check="reshape", first=first["stage"], second=second["stage"], **result)

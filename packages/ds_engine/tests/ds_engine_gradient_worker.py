@@ -45,11 +45,11 @@ def gradient_distance(model_path: str, config: EngineConfig, micro_batches: list
 
 def gradient_error(model_path: str, micro_batches: list[list[Sample]], stage: int, fp32_reduce: bool) -> float:
     """Relative distance of the engine's bf16 gradient from the fp32 sum of all micro batches' own gradients."""
-    truth = _true_gradient(model_path, "bf16", micro_batches)
+    truth = _true_gradient(model_path, "bfloat16", micro_batches)
     for tensor in truth.values():
         dist.all_reduce(tensor)
     zero = ZeroConfig(stage=stage, fp32_reduce=fp32_reduce, param_persistence_elements=0)
-    engine = build(model_path, EngineConfig(zero=zero, dtype="bf16"))
+    engine = build(model_path, EngineConfig(zero=zero, dtype="bfloat16"))
     for index, samples in enumerate(micro_batches):
         engine._micro_batches.mark_border(index == len(micro_batches) - 1)
         backward(engine, samples)
@@ -63,12 +63,12 @@ def gradient_error(model_path: str, micro_batches: list[list[Sample]], stage: in
 
 def naive_and_exact_norms(model_path: str, micro_batches: list[list[Sample]]) -> dict[int, dict[str, float]]:
     """Per stage: DeepSpeed's norm when borders are not marked, the engine's, the true one, the last batch's alone."""
-    truth = _true_gradient(model_path, "fp32", micro_batches)
-    last = _true_gradient(model_path, "fp32", micro_batches[-1:])
+    truth = _true_gradient(model_path, "float32", micro_batches)
+    last = _true_gradient(model_path, "float32", micro_batches[-1:])
     norms = {}
     for stage in (1, 2, 3):
         zero = ZeroConfig(stage=stage, param_persistence_elements=0)
-        config = EngineConfig(zero=zero, dtype="fp32", optim=OptimConfig(lr=1e-6))
+        config = EngineConfig(zero=zero, dtype="float32", optim=OptimConfig(lr=1e-6))
         engine = build(model_path, config)
         exact = engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
         engine.close()
@@ -99,7 +99,7 @@ def train_with_loss(model_path: str, config: EngineConfig, micro_batches: list[l
         share = norm / len(micro_batches) if kind == "log_prob_only" else 0.0
         return LossOutput(loss=result.loss, metrics={"true_norm": torch.tensor(share, dtype=torch.float64)})
 
-    norm = _norm(_true_gradient(model_path, "fp32", micro_batches, loss_fn if kind == "log_prob_only" else None))
+    norm = _norm(_true_gradient(model_path, "float32", micro_batches, loss_fn if kind == "log_prob_only" else None))
     engine = build(model_path, config)
     stats = engine.train_mini_batch([make_batch(m) for m in micro_batches], with_norm)
     engine.close()

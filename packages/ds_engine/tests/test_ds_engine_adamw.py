@@ -133,7 +133,7 @@ def test_on_the_cpu_it_is_torchs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "dtype"), [(2, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "dtype"), [(2, "float32"), (3, "bfloat16")])
 def test_checkpoints_of_torchs_are_continued(
     two_ranks: RankPool, tiny_model: Path, tmp_path: Path, stage: int, dtype: str
 ) -> None:
@@ -151,7 +151,7 @@ def test_checkpoints_of_torchs_are_continued(
 
 @pytest.mark.slow
 def test_deepspeed_does_not_warn_of_it(two_ranks: RankPool, tiny_model: Path) -> None:
-    two_ranks.run("train", model_path=str(tiny_model), config=EngineConfig(dtype="fp32"), steps=[])
+    two_ranks.run("train", model_path=str(tiny_model), config=EngineConfig(dtype="float32"), steps=[])
     log = two_ranks.logs[0].read_text()
     assert "[WARNING]" in log
     assert "untested optimizer" not in log

@@ -40,7 +40,7 @@ def run(folder: Path, *, compiled: bool) -> tuple[list[torch.Tensor], int]:
     """(outputs and gradients of four batches of any lengths, one of them empty; graphs compiled), with LoRA."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = load_model(str(folder), EngineConfig(dtype="fp32"), device=CPU, ds_config={})
+    model = load_model(str(folder), EngineConfig(dtype="float32"), device=CPU, ds_config={})
     add_adapters(model, LoraConfig(rank=4), head="lm", seed=3)
     enable_checkpointing(model)
     if compiled:
@@ -74,7 +74,7 @@ def test_compiled_graphs_compute_the_same(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.environ.get("PLINTH_TEST_COMPILE"), reason="minutes of a C++ compiler")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_compiled_engine_takes_the_same_steps(two_ranks: RankPool, tiny_model: Path, stage: int) -> None:
-    config = EngineConfig(zero=ZeroConfig(stage=stage), optim=OptimConfig(lr=3e-3, eps=1e-4), dtype="fp32")
+    config = EngineConfig(zero=ZeroConfig(stage=stage), optim=OptimConfig(lr=3e-3, eps=1e-4), dtype="float32")
     steps = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2))]
     per_rank = [{"steps": [[s[rank::4], s[rank + 2 :: 4]] for s in steps]} for rank in range(2)]
     two_ranks.timeout_s = 400
@@ -90,7 +90,7 @@ def test_compiled_engine_takes_the_same_steps(two_ranks: RankPool, tiny_model: P
 
 def test_compiled_layers_keep_less(tmp_path: Path) -> None:
     """Of what a layer's graph hands to its backward pass, cut as inductor has it cut; gradients are as ever."""
-    model = load_model(str(write_tiny_model(tmp_path)), EngineConfig(dtype="fp32"), device=CPU, ds_config={})
+    model = load_model(str(write_tiny_model(tmp_path)), EngineConfig(dtype="float32"), device=CPU, ds_config={})
     tokens, hidden, inner = 24, model.config.hidden_size, model.config.intermediate_size
     x = torch.randn(1, tokens, hidden, requires_grad=True)
     rotary = model.model.rotary_emb(x, torch.arange(tokens)[None])
@@ -122,7 +122,7 @@ def test_compiled_layers_keep_less(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_compiled_layers_see_torchs_own_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     """Whatever DeepSpeed has put in its place, and that is back in its place afterwards."""
-    model = load_model(str(write_tiny_model(tmp_path)), EngineConfig(dtype="fp32"), device=CPU, ds_config={})
+    model = load_model(str(write_tiny_model(tmp_path)), EngineConfig(dtype="float32"), device=CPU, ds_config={})
     seen = []
 
     def look(graph: torch.fx.GraphModule, _: object) -> object:

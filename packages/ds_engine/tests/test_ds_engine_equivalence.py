@@ -18,7 +18,7 @@ EPS = 1e-4  # Adam divides by |g| + eps: a small eps would turn rounding of near
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 
 
-def config(stage: int, *, offload: str = "none", step_each_micro: bool = False, dtype: str = "fp32") -> EngineConfig:
+def config(stage: int, *, offload: str = "none", step_each_micro: bool = False, dtype: str = "float32") -> EngineConfig:
     return EngineConfig(
         zero=ZeroConfig(
             stage=stage,

@@ -65,7 +65,7 @@ def test_engine_on_cuda(tmp_path: Path) -> None:
         assert freed >= moved >= 12 * shard, line
         assert moved_all - moved >= 2 * shard, line
     for line in by_check.get("sequence_parallel", []):
-        tolerance = 1e-4 if line["options"].get("dtype") == "fp32" else 3e-2
+        tolerance = 1e-4 if line["options"].get("dtype") == "float32" else 3e-2
         for alone, shared in zip(line["alone"], line["shared"], strict=True):
             assert shared == pytest.approx(alone, rel=tolerance), line
     for line in by_check["reshape"]:

@@ -11,11 +11,11 @@ from ds_engine_testkit import RankPool, make_samples
 from ds_engine import EngineConfig, OptimConfig, ZeroConfig
 
 NUM_GROUPS = 2
-FLAT = [(1, "fp32", False), (2, "bf16", False), (2, "bf16", True)]
+FLAT = [(1, "float32", False), (2, "bfloat16", False), (2, "bfloat16", True)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "dtype", "round_robin"), [*FLAT, (3, "bf16", False)])
+@pytest.mark.parametrize(("stage", "dtype", "round_robin"), [*FLAT, (3, "bfloat16", False)])
 def test_weights_are_pointed_anew_when_they_have_moved(
     two_ranks: RankPool, tiny_model: Path, stage: int, dtype: str, round_robin: bool
 ) -> None:

@@ -31,7 +31,7 @@ LORA = LoraConfig(rank=4, alpha=12)
 CPU = torch.device("cpu")
 
 
-def config(stage: int, *, optimizer: str = "none", param: str = "none", dtype: str = "fp32", **lora: Any):
+def config(stage: int, *, optimizer: str = "none", param: str = "none", dtype: str = "float32", **lora: Any):
     return EngineConfig(
         zero=ZeroConfig(
             stage=stage, offload=OffloadConfig(optimizer=optimizer, param=param), param_persistence_elements=0
@@ -44,7 +44,7 @@ def config(stage: int, *, optimizer: str = "none", param: str = "none", dtype: s
 
 
 def adapted(folder: Path, lora: LoraConfig = LORA, head: str = "lm") -> torch.nn.Module:
-    model = load_model(str(folder), EngineConfig(dtype="fp32"), device=CPU, ds_config={}, head=head)
+    model = load_model(str(folder), EngineConfig(dtype="float32"), device=CPU, ds_config={}, head=head)
     add_adapters(model, lora, head=head, seed=5)
     return model
 
@@ -117,7 +117,7 @@ def test_stages_agree_in_bf16(two_ranks: RankPool, untied_model: Path) -> None:
             "train_adapters",
             per_rank,
             model_path=str(untied_model),
-            config=config(stage, dtype="bf16", rslora=True, target_modules=("q_proj", "mlp.up_proj")),
+            config=config(stage, dtype="bfloat16", rslora=True, target_modules=("q_proj", "mlp.up_proj")),
             samples=STEPS[0],
         )[0]
         for stage in (1, 3)
@@ -191,7 +191,7 @@ def test_without_adapters(two_ranks: RankPool, tiny_model: Path) -> None:
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_folder_and_merged_weights_are_pefts(tiny_model: Path, tmp_path: Path, head: str) -> None:
     """Everything trained at random: PEFT reads the folder, value head included, and merges to the same weights."""
-    plain = load_model(str(tiny_model), EngineConfig(dtype="fp32"), device=CPU, ds_config={}, head=head)
+    plain = load_model(str(tiny_model), EngineConfig(dtype="float32"), device=CPU, ds_config={}, head=head)
     model = adapted(tiny_model, replace(LORA, rslora=True), head)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trained} - {""} == {
@@ -222,7 +222,7 @@ def test_folder_and_merged_weights_are_pefts(tiny_model: Path, tmp_path: Path, h
 
 def test_names_of_no_layer_are_refused(tiny_model: Path) -> None:
     for names in (("lm_head",), ("q_proj", "query"), ("embed_tokens",)):
-        with pytest.raises(ModelError, match=r"name no linear layer .* has \['down_proj', .*'v_proj'\]"):
+        with pytest.raises(ModelError, match=r"match no linear layer .* has \['down_proj', .*'v_proj'\]"):
             adapted(tiny_model, replace(LORA, target_modules=names))
 
 

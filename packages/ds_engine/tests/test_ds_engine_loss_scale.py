@@ -40,21 +40,23 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize(
     ("dtype", "stage", "optimizer"),
     [
-        ("fp16", 1, "none"),
-        ("fp16", 1, "cpu"),
-        ("fp16", 2, "none"),
-        ("fp16", 2, "cpu"),
-        ("fp16", 3, "none"),
-        ("fp16", 3, "cpu"),
-        ("bf16", 1, "none"),
-        ("bf16", 2, "none"),
-        ("bf16", 2, "cpu"),
-        ("bf16", 3, "none"),
+        ("float16", 1, "none"),
+        ("float16", 1, "cpu"),
+        ("float16", 2, "none"),
+        ("float16", 2, "cpu"),
+        ("float16", 3, "none"),
+        ("float16", 3, "cpu"),
+        ("bfloat16", 1, "none"),
+        ("bfloat16", 2, "none"),
+        ("bfloat16", 2, "cpu"),
+        ("bfloat16", 3, "none"),
     ],
 )
 def test_overflow_on_one_rank(two_ranks: RankPool, tiny_model: Path, dtype: str, stage: int, optimizer: str) -> None:
     """Rank 1's second loss is beyond fp16's range (or beyond any): nothing moves, on either rank."""
-    check_overflow(two_ranks, tiny_model, config(stage, dtype, optimizer), tolerance=5e-3 if dtype == "fp16" else 5e-2)
+    check_overflow(
+        two_ranks, tiny_model, config(stage, dtype, optimizer), tolerance=5e-3 if dtype == "float16" else 5e-2
+    )
 
 
 @pytest.mark.slow
@@ -72,7 +74,7 @@ def test_overflow_in_fp16_otherwise_set_up(
     two_ranks: RankPool, tiny_model: Path, stage: int, zero: dict, optim: dict
 ) -> None:
     """Gradients in fp16, no clipping, two parameter groups, DeepSpeed's own count of micro batches."""
-    start = config(stage, "fp16")
+    start = config(stage, "float16")
     setup = replace(start, zero=replace(start.zero, **zero), optim=replace(start.optim, **optim))
     check_overflow(two_ranks, tiny_model, setup, tolerance=2e-2)
 
@@ -80,7 +82,7 @@ def test_overflow_in_fp16_otherwise_set_up(
 def check_overflow(two_ranks: RankPool, tiny_model: Path, config: EngineConfig, *, tolerance: float) -> None:
     """`tolerance` is relative, of norms and weights from those of one process in fp32."""
     dtype, optim = config.dtype, config.optim
-    too_much = 1e30 if dtype == "fp16" else math.inf
+    too_much = 1e30 if dtype == "float16" else math.inf
     per_rank = [
         {
             "steps": [[samples[rank::4], samples[rank + 2 :: 4]] for samples in STEPS],
@@ -96,7 +98,7 @@ def check_overflow(two_ranks: RankPool, tiny_model: Path, config: EngineConfig, 
     assert [s.step_applied for s in stats] == [True, False, True, True, True]
     assert stats[1].grad_norm == math.inf
     assert all(torch.equal(tensor, weights[0][name]) for name, tensor in weights[1].items())
-    scales = [START, START, START / 2, START / 2, START] if dtype == "fp16" else [1.0] * 5
+    scales = [START, START, START / 2, START / 2, START] if dtype == "float16" else [1.0] * 5
     assert [s.loss_scale for s in stats] == scales
     # What is left is training without that step, also where the scale has just been raised again.
     good = [STEPS[0], *STEPS[2:]]
@@ -116,7 +118,7 @@ def test_upstream_halves_a_gradient_when_it_raises_the_scale(two_ranks: RankPool
     per_rank = [
         {"steps": [[samples[rank::2]] for samples in STEPS], "factors": [1.0] * len(STEPS)} for rank in range(2)
     ]
-    common = {"model_path": str(tiny_model), "config": config(stage, "fp16", "cpu")}
+    common = {"model_path": str(tiny_model), "config": config(stage, "float16", "cpu")}
     stats, weights = two_ranks.run("train_with_overflow", per_rank, window=2, **common)[0]
     assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=5e-3)
     stats, upstream = two_ranks.run("train_with_overflow", per_rank, window=10**9, upstream_window=2, **common)[0]
@@ -133,7 +135,7 @@ def test_scale_by_the_book(overflows: list[bool], window: int) -> None:
 
     from ds_engine.zero.ds_config import deepspeed_config
 
-    section = deepspeed_config(config(2, "fp16"), device_type="cpu")["fp16"]
+    section = deepspeed_config(config(2, "float16"), device_type="cpu")["fp16"]
     scaler = DynamicLossScaler(
         init_scale=2.0 ** section["initial_scale_power"],
         scale_window=section["loss_scale_window"],
@@ -162,6 +164,6 @@ def test_fp16_is_refused_where_the_device_lacks_it(monkeypatch: pytest.MonkeyPat
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: None)
-    check_fp16("bf16", "cpu")
+    check_fp16("bfloat16", "cpu")
     with pytest.raises(EngineConfigError, match="this CPU has no fp16 instructions"):
-        check_fp16("fp16", "cpu")
+        check_fp16("float16", "cpu")

@@ -31,7 +31,9 @@ QWEN3_06B = {
 LARGEST_WEIGHT = 128 * 64
 
 
-def config(stage: int, *, dtype: str = "bf16", offload: str = "none", fp32: bool = True, **extra: Any) -> EngineConfig:
+def config(
+    stage: int, *, dtype: str = "bfloat16", offload: str = "none", fp32: bool = True, **extra: Any
+) -> EngineConfig:
     zero = ZeroConfig(
         stage=stage,
         offload=OffloadConfig(optimizer=offload),
@@ -48,7 +50,7 @@ def config(stage: int, *, dtype: str = "bf16", offload: str = "none", fp32: bool
     "case",
     [
         config(1),
-        config(1, dtype="fp32"),
+        config(1, dtype="float32"),
         config(2, optim=OptimConfig(weight_decay=0.1)),
         config(2, fp32=False),
         config(2, offload="cpu"),
@@ -56,7 +58,7 @@ def config(stage: int, *, dtype: str = "bf16", offload: str = "none", fp32: bool
         config(2, lora=LoraConfig(rank=4, base_format="nf4")),
         config(3, lora=LoraConfig(rank=4, base_format="nf4")),
         config(3),
-        config(3, dtype="fp32"),
+        config(3, dtype="float32"),
         config(3, offload="cpu"),
     ],
     ids=["1-bf16", "1-fp32", "2-bf16", "2-grads", "2-cpu", "2-lora", "2-nf4", "3-nf4", "3-bf16", "3-fp32", "3-cpu"],
@@ -116,7 +118,7 @@ def test_a_7b_model_in_four_bits_fits_cards_of_11_gb() -> None:
 
 
 STAGES = st.sampled_from([1, 2, 3])
-DTYPES = st.sampled_from(["bf16", "fp16", "fp32"])
+DTYPES = st.sampled_from(["bfloat16", "float16", "float32"])
 
 
 @settings(deadline=None, derandomize=True)
@@ -180,7 +182,9 @@ def test_the_command_prints_the_table_without_torch(tmp_path: Path) -> None:
     settings_ = EngineConfig(zero=ZeroConfig(stage=3, offload=OffloadConfig(optimizer="cpu")))
     assert done.stdout.strip() == plan(settings_, dp=4).table()
     assert not any(line.endswith(" torch") for line in done.stderr.splitlines())
-    adapters = run_cli(str(tmp_path), "--tokens", "16384", "lora.rank=8", "gradient_checkpointing=true", "dtype=bf16")
+    adapters = run_cli(
+        str(tmp_path), "--tokens", "16384", "lora.rank=8", "gradient_checkpointing=true", "dtype=bfloat16"
+    )
     assert "trained, 1 ranks" in adapters.stdout
     for wrong, message in (
         ("zero.stag=3", "no such key: zero.stag"),

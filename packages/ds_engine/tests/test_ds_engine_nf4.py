@@ -40,7 +40,7 @@ LORA = LoraConfig(rank=4, alpha=12, base_format="nf4")
 WIDEST_GAP = max(b - a for a, b in pairwise(VALUES))
 
 
-def config(stage: int, *, optimizer: str = "none", param: str = "none", dtype: str = "fp32", **extra: Any):
+def config(stage: int, *, optimizer: str = "none", param: str = "none", dtype: str = "float32", **extra: Any):
     zero = ZeroConfig(
         stage=stage, offload=OffloadConfig(optimizer=optimizer, param=param), param_persistence_elements=0
     )
@@ -104,7 +104,7 @@ def test_pieces_and_places_do_not_matter(rows: int, columns: int, at_once: int, 
     placed = buffer[offset : offset + len(packed)]
     placed.copy_(packed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nf4_module, "UNPACKED_AT_ONCE", 64 * at_once)
+        patch.setattr(nf4_module, "NF4_CHUNK", 64 * at_once)
         assert torch.equal(packing(weight).pack(weight).view(torch.uint8), packed.view(torch.uint8))
         assert torch.equal(packing(weight).unpack(placed), whole)
 
@@ -186,7 +186,7 @@ def test_a_layer_multiplies_by_the_unpacked_weight_and_keeps_nothing(bias: bool)
 
 
 def test_layers_are_packed_one_after_another(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_model(str(tiny_model), EngineConfig(dtype="bf16"), device=CPU, ds_config={})
+    model = load_model(str(tiny_model), EngineConfig(dtype="bfloat16"), device=CPU, ds_config={})
     before = [weakref.ref(m.weight) for m in model.model.modules() if type(m) is nn.Linear]
     alive: list[int] = []
     original = Nf4Packing.pack
@@ -204,14 +204,14 @@ def test_layers_are_packed_one_after_another(tiny_model: Path, monkeypatch: pyte
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "mlp.up_proj")])
 def test_what_is_handed_out_is_what_is_computed_with(tiny_model: Path, targets: Any) -> None:
     """The merged tensors under their own names, in a plain model: the same log-probs."""
-    settings_ = EngineConfig(dtype="fp32", lora=replace(LORA, target_modules=targets))
+    settings_ = EngineConfig(dtype="float32", lora=replace(LORA, target_modules=targets))
     model = load_model(str(tiny_model), settings_, device=CPU, ds_config={})
     add_adapters(model, settings_.lora, head="lm", seed=5)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.1)
-    plain = load_model(str(tiny_model), EngineConfig(dtype="fp32"), device=CPU, ds_config={})
+    plain = load_model(str(tiny_model), EngineConfig(dtype="float32"), device=CPU, ds_config={})
     before = {name: p.clone() for name, p in plain.named_parameters()}
     tensors = {t.name: t.value() for t in whole_tensors(model)}
     assert list(tensors) == list(before)
@@ -228,12 +228,12 @@ def test_what_is_handed_out_is_what_is_computed_with(tiny_model: Path, targets: 
 
 def test_weights_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
     odd = write_tiny_model(tmp_path / "odd", hidden=40)
-    message = r"base_format='nf4' cannot pack model\.layers\.0\.self_attn\.k_proj\.weight: NF4 packs blocks of 64"
+    message = r"base_format='nf4' cannot pack model\.layers\.0\.self_attn\.k_proj\.weight: NF4 quantizes blocks of 64"
     with pytest.raises(ModelError, match=message):
         load_model(str(odd), config(2), device=CPU, ds_config={})
     broken = transformers.AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "tiny"))
     broken.model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.nan
-    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight: it holds weights that are infinite or not"):
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight: it contains inf or nan"):
         quantize_base(broken, device=CPU)
 
 
@@ -314,7 +314,7 @@ def test_resumes_bit_for_bit(two_ranks: RankPool, tiny_model: Path, tmp_path: Pa
     common = {
         "model_path": str(tiny_model),
         "samples": STEPS[0],
-        "config": config(stage, dtype="bf16", gradient_checkpointing=True),
+        "config": config(stage, dtype="bfloat16", gradient_checkpointing=True),
     }
     whole = two_ranks.run("train_adapters", steps=steps, **common)[0]
     two_ranks.run("train_adapters", steps=steps[:2], save_to=str(tmp_path), **common)

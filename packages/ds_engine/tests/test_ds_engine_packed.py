@@ -21,7 +21,7 @@ from ds_engine.model.recomputation import enable_checkpointing
 CPU = torch.device("cpu")
 
 
-def load(folder: Path, dtype: str = "fp32", log_prob_fn=dense_log_prob):
+def load(folder: Path, dtype: str = "float32", log_prob_fn=dense_log_prob):
     model = load_model(str(folder), EngineConfig(dtype=dtype), device=CPU, ds_config={})
     install_packed_forward(model, log_prob_fn)
     return model
@@ -65,7 +65,7 @@ def test_packed_equals_padded_bf16(tiny_model: Path) -> None:
     samples = make_samples(9, seed=5)
     inputs, _ = packed_inputs(make_batch(samples), device=CPU, kernel="sdpa")
     with torch.no_grad():
-        log_probs_K = load(tiny_model, "bf16")(packed=inputs)[0]
+        log_probs_K = load(tiny_model, "bfloat16")(packed=inputs)[0]
     exact, _ = padded_log_probs(tiny_model, samples, temperature=1.0)
     usual, _ = padded_log_probs(tiny_model, samples, temperature=1.0, dtype=torch.bfloat16)
     # Both bf16 ways round; ours must not be further from the fp32 truth than the usual one by more than its own error.

@@ -49,7 +49,7 @@ def check_issued(records: list[CollectiveRecord], plan: list[PlannedCollective])
 @pytest.mark.slow
 @given(
     stage=st.sampled_from([1, 2]),
-    dtype=st.sampled_from(["fp32", "bf16"]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
     fp32_accum=st.booleans(),
     fp32_reduce=st.booleans(),
     offload=st.sampled_from(["none", "cpu"]),
@@ -59,7 +59,7 @@ def check_issued(records: list[CollectiveRecord], plan: list[PlannedCollective])
     seed=st.integers(0, 1000),
 )
 @example(
-    stage=2, dtype="bf16", fp32_accum=True, fp32_reduce=False, offload="none", bucket_bytes=2048, weight_decay=0.1,
+    stage=2, dtype="bfloat16", fp32_accum=True, fp32_reduce=False, offload="none", bucket_bytes=2048, weight_decay=0.1,
     num_micro=2, seed=7,
 )  # fmt: skip
 @SLOW
@@ -103,7 +103,7 @@ def check_plan(two_ranks: RankPool, model: Path, config: EngineConfig, ranks: li
 
 @pytest.mark.slow
 @given(
-    dtype=st.sampled_from(["fp32", "bf16"]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
     fp32_accum=st.booleans(),
     fp32_reduce=st.booleans(),
     offload=st.sampled_from([("none", "none"), ("cpu", "none"), ("cpu", "cpu")]),
@@ -168,7 +168,7 @@ def test_plan_in_fp16_equals_record(two_ranks: RankPool, tiny_model: Path, stage
         for rank in per_rank_steps(2, 0)
     ]
     zero = ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=offload), param_persistence_elements=0)
-    config = EngineConfig(zero=zero, optim=OptimConfig(weight_decay=0.1), dtype="fp16")
+    config = EngineConfig(zero=zero, optim=OptimConfig(weight_decay=0.1), dtype="float16")
     (check_stage_3_plan if stage == 3 else check_plan)(two_ranks, tiny_model, config, ranks)
 
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
 )
 @settings(deadline=None, derandomize=True)
 def test_every_gradient_is_reduced_once_a_micro_batch(sizes, bucket, world) -> None:
-    config = EngineConfig(zero=ZeroConfig(stage=2, reduce_bucket_bytes=4 * bucket), dtype="fp32")
+    config = EngineConfig(zero=ZeroConfig(stage=2, reduce_bucket_bytes=4 * bucket), dtype="float32")
     plan = planned_step(
         config, parameter_sizes=sizes, ready_order=range(len(sizes))[::-1], world_size=world, num_micro_batches=3
     )

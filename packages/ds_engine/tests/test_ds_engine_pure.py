@@ -4,6 +4,7 @@ import math
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 import ds_engine
 from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig, deepspeed_config, learning_rate
+from ds_engine.config import check_schedule
 from ds_engine.errors import EngineConfigError
-from ds_engine.zero.schedule import check_schedule
 
 
 def test_import_is_light() -> None:
@@ -52,7 +53,7 @@ def test_every_export_resolves() -> None:
         (lambda: EngineConfig(checkpoint_every=2), "needs gradient_checkpointing"),
         (lambda: EngineConfig(gradient_checkpointing=True, checkpoint_every=0), "1 or more"),
         (lambda: EngineConfig(collective_guard="on"), "off, auto, lockstep or watch"),
-        (lambda: EngineConfig(dtype="fp8"), "bf16, fp16 or fp32"),
+        (lambda: EngineConfig(dtype="fp8"), "bfloat16, float16 or float32"),
         (lambda: EngineConfig(attention="eager"), "auto, flash4, flash, varlen or sdpa"),
     ],
 )
@@ -66,7 +67,7 @@ def test_bad_settings_name_field_value_and_remedy(build, message: str) -> None:
     stage=st.sampled_from([1, 2, 3]),
     optimizer=st.sampled_from(["none", "cpu"]),
     param=st.sampled_from(["none", "cpu"]),
-    dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
     fp32_accum=st.booleans(),
     fp32_reduce=st.booleans(),
     bucket=st.integers(1024, 1 << 30),
@@ -91,15 +92,23 @@ def test_deepspeed_config(stage, optimizer, param, dtype, fp32_accum, fp32_reduc
     assert zero["stage"] == stage
     assert ("offload_optimizer" in zero) == (optimizer == "cpu")
     assert ("offload_param" in zero) == (param == "cpu")
-    assert result["data_types"]["grad_accum_dtype"] == ("fp32" if fp32_accum else dtype)
-    assert result.get("bf16", {}).get("enabled", False) == (dtype == "bf16")
-    assert result.get("fp16", {}).get("enabled", False) == (dtype == "fp16")
-    element_bytes = 4 if fp32_reduce or dtype == "fp32" else 2
+    deepspeed_name = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    assert result["data_types"]["grad_accum_dtype"] == deepspeed_name["float32" if fp32_accum else dtype]
+    assert result.get("bf16", {}).get("enabled", False) == (dtype == "bfloat16")
+    assert result.get("fp16", {}).get("enabled", False) == (dtype == "float16")
+    element_bytes = 4 if fp32_reduce or dtype == "float32" else 2
     assert zero["reduce_bucket_size"] == bucket // element_bytes
     assert zero["allgather_bucket_size"] % 2 == 0  # DeepSpeed asserts this
     assert result["train_micro_batch_size_per_gpu"] == result["gradient_accumulation_steps"] == 1
     assert "train_batch_size" not in result  # DeepSpeed derives it from the world size
     assert not any(value == "auto" for value in zero.values())  # DeepSpeed drops "auto" without a word
+
+
+@pytest.mark.parametrize(("old", "new"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_old_dtype_names_warn_and_become_torchs(old: Any, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"use '{new}'"):
+        config = EngineConfig(dtype=old)
+    assert config == EngineConfig(dtype=new)
 
 
 @given(

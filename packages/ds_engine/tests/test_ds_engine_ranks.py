@@ -23,7 +23,9 @@ from ds_engine import (
 pytestmark = pytest.mark.slow
 
 
-def config(stage: int, *, dtype: str = "fp32", optimizer: str = "none", param: str = "none", **optim) -> EngineConfig:
+def config(
+    stage: int, *, dtype: str = "float32", optimizer: str = "none", param: str = "none", **optim
+) -> EngineConfig:
     offload = OffloadConfig(optimizer=optimizer, param=param)
     return EngineConfig(
         zero=ZeroConfig(stage=stage, offload=offload, param_persistence_elements=0),
@@ -218,7 +220,7 @@ def test_gradient_sums_are_deepspeeds_to_the_last_bit(
     per_rank = [{"micro_batches": [samples[:1], samples[1:3], samples[3:4]]}]
     per_rank += [{"micro_batches": [samples[4:], [], samples[:2]]}][: num_ranks - 1]
     zero = ZeroConfig(stage=stage, reduce_bucket_bytes=bucket_bytes, fp32_reduce=fp32_reduce)
-    wanted = EngineConfig(zero=zero, optim=OptimConfig(weight_decay=0.1), dtype="bf16")
+    wanted = EngineConfig(zero=zero, optim=OptimConfig(weight_decay=0.1), dtype="bfloat16")
     common = {"model_path": str(tiny_model), "config": wanted}
     theirs = pool.run("fp32_sums", per_rank, ours=False, **common)
     results = pool.run("fp32_sums", per_rank, ours=True, **common)
@@ -241,14 +243,14 @@ def test_stage_3_keeps_rotary_frequencies_in_fp32(two_ranks: RankPool, tiny_mode
             model_path=str(tiny_model),
             steps=[],
             log_prob_samples=[samples],
-            config=config(stage, dtype="bf16"),
+            config=config(stage, dtype="bfloat16"),
         )[0]["outputs"][0]
         for stage in (2, 3)
     ]
     assert torch.equal(outputs[0].log_probs_K, outputs[1].log_probs_K)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, "fp32"), (2, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (2, "float32"), (2, "bfloat16"), (3, "float32")])
 @pytest.mark.parametrize("mode", ["lockstep", "watch"])
 def test_guard_changes_nothing(two_ranks: RankPool, tiny_model: Path, stage: int, dtype: str, mode: str) -> None:
     """Nor with collectives under way while others are issued, as stage 2 has them in bf16."""

@@ -16,7 +16,7 @@ def config(stage: int, *, optimizer: str = "none", weight_decay: float = 0.01) -
     return EngineConfig(
         zero=ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=optimizer), param_persistence_elements=40),
         optim=OptimConfig(lr=3e-3, eps=1e-4, weight_decay=weight_decay),
-        dtype="fp32",
+        dtype="float32",
     )
 
 

@@ -16,7 +16,7 @@ LR, EPS = 3e-3, 1e-4
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 
 
-def config(stage: int, offload: str = "none", dtype: str = "fp32") -> EngineConfig:
+def config(stage: int, offload: str = "none", dtype: str = "float32") -> EngineConfig:
     zero = ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=offload), param_persistence_elements=0)
     return EngineConfig(zero=zero, optim=OptimConfig(lr=LR, eps=EPS, grad_clip=1.0), dtype=dtype, seed=5)
 
@@ -80,7 +80,7 @@ def test_stages_start_with_the_same_head_in_bf16(two_ranks: RankPool, tiny_model
             model_path=str(tiny_model),
             steps=[],
             value_samples=samples,
-            config=config(stage, dtype="bf16"),
+            config=config(stage, dtype="bfloat16"),
         )[1]["before"][0]
         for stage in (2, 3)
     ]

@@ -21,7 +21,7 @@ STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 def biased_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Norms, and biases that are not zero."""
     folder = write_tiny_model(tmp_path_factory.mktemp("biased_model"), family="qwen2")
-    model = load_model(str(folder), EngineConfig(dtype="fp32"), device=torch.device("cpu"), ds_config={})
+    model = load_model(str(folder), EngineConfig(dtype="float32"), device=torch.device("cpu"), ds_config={})
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -33,7 +33,7 @@ def biased_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(stage: int, optimizer: str = "none") -> EngineConfig:
     optim = OptimConfig(lr=LR, eps=EPS, weight_decay=DECAY, grad_clip=None)
     zero = ZeroConfig(stage=stage, offload=OffloadConfig(optimizer=optimizer), param_persistence_elements=0)
-    return EngineConfig(zero=zero, optim=optim, dtype="fp32")
+    return EngineConfig(zero=zero, optim=optim, dtype="float32")
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_groups(biased_model: Path) -> None:
         groups = parameter_groups(model, OptimConfig(**optim))
         return [(g["weight_decay"], len(g["params"]), {p.dim() for p in g["params"]}) for g in groups]
 
-    model = load_model(str(biased_model), EngineConfig(dtype="fp32"), device=torch.device("cpu"), ds_config={})
+    model = load_model(str(biased_model), EngineConfig(dtype="float32"), device=torch.device("cpu"), ds_config={})
     num = len(list(model.parameters()))
     num_1d = sum(p.dim() == 1 for p in model.parameters())
     assert num_1d == 2 * (2 + 3) + 1  # two norms and three biases a layer, and the last norm

@@ -24,7 +24,7 @@ CPU_ALL = OffloadConfig(optimizer="cpu", param="cpu")
 CONFIG = EngineConfig(
     zero=ZeroConfig(stage=3, param_persistence_elements=0, reduce_bucket_bytes=30_000),
     optim=OptimConfig(lr=LR, eps=EPS),
-    dtype="fp32",
+    dtype="float32",
     compile=True,
 )
 

@@ -28,8 +28,8 @@ __all__ = ["check_offload", "load_model", "prepare_model", "torch_dtype"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """bf16, fp16 or fp32 as torch's dtype."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+    """The torch dtype named bfloat16, float16 or float32."""
+    return cast("torch.dtype", getattr(torch, name))
 
 
 def check_offload(offload: OffloadConfig) -> None:

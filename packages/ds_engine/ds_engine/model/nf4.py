@@ -1,13 +1,18 @@
-"""NF4, four bits a weight: QLoRA's format (Dettmers et al. 2023, arXiv 2305.14314), as bitsandbytes computes it.
+"""NF4 base weights for LoRA (QLoRA, Dettmers et al. 2023, arXiv 2305.14314): the format and the linear layers in it.
 
-A weight is flattened into blocks of 64. Of each block the largest magnitude m is kept in fp32, and of each weight w the
-index of the value v nearest to w / m among sixteen, which are quantiles of a normal distribution scaled to [-1, 1]:
+A weight matrix is flattened into blocks of 64 elements. Each block stores its largest magnitude m in fp32. Each element
+w stores the index of the value v nearest to w / m out of 16, which are quantiles of a normal distribution scaled to
+[-1, 1]:
 
     w' = m v,   |w' - w| <= m * 0.1519   (half the widest gap between two values)
 
-In memory, one after another: numel / 2 bytes of indices, two a byte with the first in the high bits, and 4 bytes m a
-block, so 4.5 bits a weight. Plain torch, so it runs wherever torch does. Indices, scales and unpacked weights are those
-of bitsandbytes.functional.quantize_4bit and dequantize_4bit on the CPU to the last bit, which a test shows.
+Memory layout: numel / 2 bytes of indices, two per byte with the first one in the high bits, followed by the fp32 scale
+of each block: 4.5 bits per element. Implemented with plain torch operators. Indices, scales and dequantized weights are
+bit-identical to those of bitsandbytes.functional.quantize_4bit and dequantize_4bit on the CPU (tested).
+
+In the model, the weight of a layer remains one frozen parameter under its name, flat and labeled with the model's
+dtype: ZeRO-3 shards, offloads and gathers it like any other parameter; at stages 1 and 2 every rank holds all of it.
+The dequantized weight exists only during a matrix product: once in the forward and once in the backward pass.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..dtypes import NF4_BLOCK, NF4_CHUNK, nf4_bytes
 from ..errors import ModelError
-from ..planning.model_shape import NF4_BLOCK, UNPACKED_AT_ONCE, nf4_bytes
 from .parts import linear_layers
 
 __all__ = ["VALUES", "Nf4Linear", "Nf4Packing", "nf4_packings", "quantize_base"]
@@ -31,60 +36,63 @@ VALUES = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-"""What an index stands for, times the block's scale."""
+"""Value of each index, before multiplication by the block's scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nf4Packing:
-    """What a packed weight is when unpacked.
+    """Converts a weight of one shape and dtype to NF4 (`pack`) and back (`unpack`).
 
-    Packed it is a flat tensor whose bytes are as above and whose dtype is a label: it says `dtype` too, so that what
-    handles a model by its dtype (DeepSpeed's sharding and gathering, which only copies) treats it like the rest.
+    The packed tensor is flat and holds the bytes described above. Its dtype is `dtype` too, as a label only: DeepSpeed
+    selects parameters by dtype and otherwise only copies their bytes.
+
+    Raises:
+        ValueError: the number of elements is not a multiple of the block size.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """That of the weight before, and of what is unpacked."""
+    """Dtype of the original and of the dequantized weight."""
 
     def __post_init__(self) -> None:
-        nf4_bytes(self.numel)  # refuses what it cannot hold
+        nf4_bytes(self.numel)  # raises if the blocks are not complete
 
     @property
     def numel(self) -> int:
-        """Weights."""
+        """Number of elements of the dequantized weight."""
         return math.prod(self.shape)
 
     @torch.no_grad()
     def pack(self, weight: Tensor) -> Tensor:
-        """`weight`, of this shape, as [nf4_bytes / size of dtype] in `dtype`, on its device.
+        """Quantize `weight` of this shape; returns [nf4_bytes / itemsize] labeled `dtype`, on the same device.
 
         Raises:
-            ValueError: a weight is infinite or not a number.
+            ValueError: the weight contains inf or nan.
         """
         flat = weight.detach().reshape(-1)
         out = torch.empty(nf4_bytes(self.numel), dtype=torch.uint8, device=flat.device)
         indices, scales = self._parts(out)
         bounds = _bounds(flat.device)
-        for start in range(0, self.numel, UNPACKED_AT_ONCE):
-            blocks = flat[start : start + UNPACKED_AT_ONCE].float().view(-1, NF4_BLOCK)
+        for start in range(0, self.numel, NF4_CHUNK):
+            blocks = flat[start : start + NF4_CHUNK].float().view(-1, NF4_BLOCK)
             largest = blocks.abs().amax(dim=1)
             scales[start // NF4_BLOCK : start // NF4_BLOCK + len(blocks)] = largest
-            # Of a block of zeros any index is right.
+            # The clamp avoids 0 / 0 in blocks of zeros, where the scale makes any index right.
             scaled = (blocks * (1.0 / largest.clamp(min=1e-38))[:, None]).clamp_(-1, 1)
             index = torch.bucketize(scaled.view(-1), bounds, out_int32=True).to(torch.uint8)
             indices[start // 2 : (start + len(index)) // 2] = (index[::2] << 4) | index[1::2]
         if not scales.isfinite().all():
-            raise ValueError("it holds weights that are infinite or not a number")
+            raise ValueError("it contains inf or nan")
         return out.view(self.dtype)
 
     @torch.no_grad()
     def unpack(self, packed: Tensor) -> Tensor:
-        """The weight, of this shape and dtype, that `pack` made `packed` of."""
+        """Dequantize what `pack` returned; the result has this shape and dtype."""
         indices, scales = self._parts(packed.detach().view(torch.uint8))
         pairs = _pairs(packed.device)
         out = torch.empty(self.numel, dtype=self.dtype, device=packed.device)
-        for start in range(0, self.numel, UNPACKED_AT_ONCE):
-            stop = min(start + UNPACKED_AT_ONCE, self.numel)
+        for start in range(0, self.numel, NF4_CHUNK):
+            stop = min(start + NF4_CHUNK, self.numel)
             values = pairs.index_select(0, indices[start // 2 : stop // 2].int()).view(-1, NF4_BLOCK)
             scale = scales[start // NF4_BLOCK : stop // NF4_BLOCK, None]
             torch.mul(values, scale, out=values)
@@ -92,9 +100,9 @@ class Nf4Packing:
         return out.view(self.shape)
 
     def _parts(self, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """(indices [numel / 2] uint8, scales [numel / NF4_BLOCK] fp32) of the bytes `packed`."""
+        """Split the bytes into (indices [numel / 2] uint8, scales [numel / NF4_BLOCK] fp32)."""
         scales = packed[self.numel // 2 :]
-        # What DeepSpeed has gathered lies where it comes to lie in a bucket.
+        # A parameter gathered by DeepSpeed may start at any offset in its bucket.
         aligned = scales.storage_offset() % 4 == 0
         return packed[: self.numel // 2], (scales if aligned else scales.clone()).view(torch.float32)
 
@@ -105,23 +113,23 @@ def _values(device: torch.device) -> Tensor:
 
 @cache
 def _bounds(device: torch.device) -> Tensor:
-    """[15], half way between two values each."""
+    """[15] midpoints between neighboring values."""
     values = _values(device)
     return (values[1:] + values[:-1]) / 2
 
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """[256, 2]: both weights of a byte of indices, unscaled."""
+    """[256, 2] unscaled values of the two indices in each possible byte."""
     byte = torch.arange(256, device=device)
     return _values(device)[torch.stack((byte >> 4, byte & 15), dim=1)]
 
 
 class Nf4Linear(nn.Linear):
-    """y = x W' + b with W' unpacked for the call; a linear layer to PEFT."""
+    """Linear layer y = x W'^T + b whose weight is dequantized for each call. PEFT adapts it like an nn.Linear."""
 
     def __init__(self, linear: nn.Linear, weight_M: nn.Parameter, packed: Nf4Packing) -> None:
-        """In place of `linear`, whose weight is `packed` in `weight_M` (as `Nf4Packing.pack` gives it)."""
+        """Replace `linear`; `weight_M` holds its weight as returned by `packed.pack`."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packed = packed
@@ -130,12 +138,12 @@ class Nf4Linear(nn.Linear):
         self.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] to [..., out], in the input's dtype, which is that of the model."""
+        """[..., in] to [..., out] in the input's dtype, which must be the model's."""
         return cast("Tensor", _Product.apply(input, self.weight, self.bias, self.packed))
 
 
 class _Product(torch.autograd.Function):
-    """Autograd's own product would keep the unpacked weight from the forward to the backward pass."""
+    """Product with a dequantized weight. Plain autograd would keep that weight until the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_M: Tensor, bias: Tensor | None, packed: Nf4Packing) -> Tensor:
@@ -150,20 +158,20 @@ class _Product(torch.autograd.Function):
 
 
 def quantize_base(model: Any, *, device: torch.device) -> None:
-    """Put every linear layer of the backbone into NF4, in place, one after another; embeddings and head stay.
+    """Quantize every linear layer of the backbone to NF4, in place; embeddings and head keep their dtype.
 
-    A layer's own memory is free before the next is begun. Weights that ZeRO-3 has sharded are gathered and sharded
-    again, so every rank calls this. Every rank computes the same bits.
+    Layers are converted one at a time, and the original weight is freed before the next one. Weights sharded by ZeRO-3
+    are gathered and sharded again, so every rank must call this; all ranks compute identical bits.
 
     Args:
-        device: where layers are packed and stay; those that ZeRO-3 has sharded are where it keeps them.
+        device: device that quantizes and keeps the weights; ZeRO-3 keeps sharded weights where they are.
 
     Raises:
-        ModelError: the backbone has no linear layer, or one whose weights are no whole blocks of 64 or not finite.
+        ModelError: the backbone has no linear layer, or a weight is not a multiple of 64 elements or not finite.
     """
     layers = linear_layers(model, nn.Linear)
     if not layers:
-        raise ModelError(f"{type(model).__name__} has no linear layer in its backbone to put into NF4")
+        raise ModelError(f"{type(model).__name__} has no linear layer in its backbone to quantize")
     for name in list(layers):
         linear = layers.pop(name)
         try:
@@ -184,10 +192,10 @@ def _packed(linear: nn.Linear, device: torch.device) -> Nf4Linear:
     with deepspeed.zero.GatheredParameters([old]):
         weight_M = nn.Parameter(packed.pack(old), requires_grad=False)
     old.convert_to_zero_parameters(param_list=[weight_M])
-    old.ds_tensor = None  # DeepSpeed's closures hold the parameter in a circle; its shard need not wait for that
+    old.ds_tensor = None  # frees the shard now: DeepSpeed's closures keep the old parameter in a reference cycle
     return Nf4Linear(linear, weight_M, packed)
 
 
 def nf4_packings(module: nn.Module) -> dict[str, Nf4Packing]:
-    """What is packed in `module`, by the parameter's name."""
+    """The packing of each NF4 weight in `module`, keyed by parameter name."""
     return {f"{n}.weight": layer.packed for n, layer in module.named_modules() if isinstance(layer, Nf4Linear)}

@@ -16,8 +16,6 @@ from .transfer_plan import Visit, planned_transfers
 
 __all__ = ["PlannedCollective", "planned_step", "planned_zero3_steps"]
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _FALLBACK_BUCKET_ELEMENTS = 500_000_000
 
 
@@ -55,33 +53,21 @@ def planned_step(
     if zero.stage == 3:
         raise ValueError("stage 3 goes by its trace: planned_zero3_steps plans it")
     _check(config, world_size)
-    travel = "fp32" if zero.fp32_reduce else config.dtype
-    bucket = zero.reduce_bucket_bytes // _ELEMENT_BYTES[travel]
-    # DeepSpeed runs stage 1 in bf16 with fp32 accumulation through another optimizer class unless it is offloaded.
-    other_class = (
-        zero.stage == 1 and config.dtype == "bf16" and zero.fp32_grad_accum and zero.offload.optimizer == "none"
-    )
     groups = groups or [range(len(parameter_sizes))]
     plan = [_call("all_gather", "int64", 4 * world_size)]
-    if other_class:
+    if config.uses_bf16_optimizer:
         sizes = list(_cut_after(parameter_sizes, _FALLBACK_BUCKET_ELEMENTS))
     else:
         order = ready_order if zero.stage == 2 else [index for group in groups for index in group]
-        # Where the engine itself adds up gradients (gradient_sum), one larger than a bucket is not cut.
-        ours = (
-            zero.stage == 2
-            and zero.fp32_grad_accum
-            and config.dtype != "fp32"
-            and zero.offload.optimizer == "none"
-            and not zero.overlap_comm
-        )
-        sizes = list(_reduced_sizes(parameter_sizes, groups, order, bucket, None if ours else world_size))
+        # The engine's own gradient accumulation does not split a gradient larger than a bucket.
+        cut_for = None if config.fuses_grad_accumulation else world_size
+        sizes = list(_reduced_sizes(parameter_sizes, groups, order, config.reduce_bucket_elements, cut_for))
     num_reductions = num_micro_batches if zero.stage == 2 else 1
-    plan += [_call("all_reduce", _DTYPES[travel], size) for size in sizes] * num_reductions
-    if not other_class:
+    plan += [_call("all_reduce", config.reduce_dtype, size) for size in sizes] * num_reductions
+    if not config.uses_bf16_optimizer:
         plan += _gradient_norm(config, len(groups))
     shards = [_shard_size([parameter_sizes[index] for index in group], world_size) for group in groups]
-    plan += [_call("all_gather_into_tensor", _DTYPES[config.dtype], shard) for shard in shards]
+    plan += [_call("all_gather_into_tensor", config.dtype, shard) for shard in shards]
     return plan + _shared_metrics(world_size)
 
 
@@ -106,13 +92,12 @@ def planned_zero3_steps(
     """
     _check(config, world_size)
     zero = config.zero
-    travel = "fp32" if zero.fp32_reduce else config.dtype
     persistent = [i for i, size in enumerate(parameter_sizes) if size <= zero.param_persistence_elements]
     steps = planned_transfers(
         visits,
         parameter_sizes,
         persistent=frozenset(persistent),
-        bucket=zero.reduce_bucket_bytes // _ELEMENT_BYTES[travel],
+        bucket=config.reduce_bucket_elements,
         num_micro_batches=num_micro_batches,
     )
 
@@ -128,12 +113,12 @@ def planned_zero3_steps(
             for transfer in transfers:
                 num_elements = shards(transfer.parameters)
                 if transfer.kind == "gather":
-                    plan.append(_call("all_gather_into_tensor", _DTYPES[config.dtype], num_elements))
+                    plan.append(_call("all_gather_into_tensor", config.dtype, num_elements))
                 else:
-                    plan.append(_call("reduce_scatter_tensor", _DTYPES[travel], num_elements * world_size))
+                    plan.append(_call("reduce_scatter_tensor", config.reduce_dtype, num_elements * world_size))
         plan += _gradient_norm(config, len(groups or [()]))
         if persistent:
-            plan.append(_call("all_gather_into_tensor", _DTYPES[config.dtype], shards(persistent)))
+            plan.append(_call("all_gather_into_tensor", config.dtype, shards(persistent)))
         plan += _shared_metrics(world_size)
         plans.append(plan)
     return plans
@@ -155,12 +140,12 @@ def _check(config: EngineConfig, world_size: int) -> None:
 
 
 def _gradient_norm(config: EngineConfig, num_groups: int) -> list[PlannedCollective]:
-    """Squared norms of the shards: of all groups together where the engine itself takes them (step_norms); else
+    """Squared norms of the shards: of all groups together if the engine itself computes them; else
     DeepSpeed first asks whether any rank holds an inf or nan, at stage 3 in fp16 only."""
-    if config.zero.offload.optimizer == "none":
+    if config.fuses_grad_norm:
         return [_call("all_reduce", "float64", 1)]
-    asks = config.dtype == "fp16" or (config.dtype == "bf16" and config.zero.stage < 3)
-    return [_call("all_reduce", "uint8", 1)] * asks + [_call("all_reduce", "float32", 1)] * num_groups
+    checks_overflow = config.dtype == "float16" or (config.dtype == "bfloat16" and config.zero.stage < 3)
+    return [_call("all_reduce", "uint8", 1)] * checks_overflow + [_call("all_reduce", "float32", 1)] * num_groups
 
 
 def _shared_metrics(world_size: int) -> list[PlannedCollective]:

@@ -42,11 +42,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import EngineConfig
-from .model_shape import UNPACKED_AT_ONCE, ModelShape, Weight, nf4_bytes
+from ..dtypes import NF4_CHUNK, dtype_bytes, nf4_bytes
+from .model_shape import ModelShape, Weight
 
 __all__ = ["MemoryEstimate", "Place", "estimate_memory"]
 
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _FALLBACK_BUCKET = 500_000_000
 _LIVE_ELEMENTS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance."""
@@ -124,37 +124,25 @@ class _Case:
     @property
     def e(self) -> int:
         """Bytes an element of the model's dtype."""
-        return _BYTES[self.config.dtype]
+        return dtype_bytes(self.config.model_dtype)
 
     @property
     def accumulate(self) -> int:
         """Bytes an element of the gradient accumulator."""
-        return 4 if self.config.zero.fp32_grad_accum else self.e
+        return dtype_bytes(self.config.grad_accum_dtype)
 
     @property
     def bucket(self) -> int:
-        """Elements of a reduce bucket, as ds_config has it."""
-        zero = self.config.zero
-        return zero.reduce_bucket_bytes // (4 if zero.fp32_reduce else self.e)
+        """Elements of a reduce bucket."""
+        return self.config.reduce_bucket_elements
 
     def groups(self) -> list[int]:
         """Trained elements of each of the optimizer's parameter groups."""
-        optim = self.config.optim
-        if optim.weight_decay == 0 or optim.decay_1d:
-            return [sum(w.size for w in self.trained)]
-        sizes = [sum(w.size for w in self.trained if (len(w.shape) > 1) == matrix) for matrix in (True, False)]
-        return [size for size in sizes if size]
-
-    @property
-    def uses_bf16_class(self) -> bool:
-        """DeepSpeed runs stage 1 in bf16 with fp32 accumulation through another optimizer class."""
-        zero = self.config.zero
-        return (
-            zero.stage == 1
-            and self.config.dtype == "bf16"
-            and zero.fp32_grad_accum
-            and zero.offload.optimizer == "none"
-        )
+        sizes: dict[float, int] = {}
+        for weight in self.trained:
+            decay = self.config.optim.weight_decay_for(len(weight.shape))
+            sizes[decay] = sizes.get(decay, 0) + weight.size
+        return list(sizes.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +197,7 @@ def estimate_memory(
     num_parameters = sum(w.size for w in weights + frozen)
     if _is_packed(config):
         matrices = {w.name for w in shape.linear_layers()}
-        frozen = [_packed(w, _BYTES[config.dtype]) if w.name in matrices else w for w in frozen]
+        frozen = [_packed(w, dtype_bytes(config.model_dtype)) if w.name in matrices else w for w in frozen]
     case = _Case(shape=shape, config=config, trained=weights, frozen=frozen, ranks=dp * config.sequence_parallel)
     states = _stage_3(case) if config.zero.stage == 3 else _stages_1_and_2(case)
     tokens = -(-tokens_per_micro_batch // config.sequence_parallel)
@@ -249,7 +237,7 @@ def _stages_1_and_2(case: _Case) -> _States:
     weights = Place(device=(whole + sum(w.size for w in case.frozen)) * e)
     offloaded = zero.offload.optimizer != "none"
     optimizer = Place(cpu=12 * shard) if offloaded else Place(device=12 * shard)
-    if case.uses_bf16_class:
+    if case.config.uses_bf16_optimizer:
         travelling = 0 if ranks == 1 else min(whole, _FALLBACK_BUCKET) * (4 if zero.fp32_reduce else 4 + e)
         return _States(
             weights=weights, gradients=Place(device=(4 + e) * whole), optimizer=optimizer, buffers=Place(),
@@ -264,7 +252,7 @@ def _stages_1_and_2(case: _Case) -> _States:
         gradients = 4 * shard if separate else e * shard
         stepping = 0 if separate else stepping
     bucket = case.bucket * (case.accumulate if zero.stage == 1 and separate else e)
-    ours = zero.stage == 2 and separate and not offloaded and not zero.overlap_comm  # see gradient_sum
+    ours = case.config.fuses_grad_accumulation
     under_way = 2 if zero.overlap_comm or (ours and ranks > 1) else 1
     buffers = bucket * under_way + (4 * case.bucket if zero.fp32_reduce and e < 4 else 0)
     largest = max(w.size for w in case.trained)
@@ -374,7 +362,7 @@ def _peak(case: _Case, states: _States, tokens: int, targets: int, log_prob_byte
     inner = tokens * (2 * e * shape.intermediate + 12 * hidden)
     if _is_packed(config):
         largest = max(w.size for w in shape.linear_layers())
-        inner += e * largest + _UNPACKING * min(largest, UNPACKED_AT_ONCE)
+        inner += e * largest + _UNPACKING * min(largest, NF4_CHUNK)
     again = layer if recomputed else 0
     at_layer = kept + again + inner + below_head
     # When the first bucket is full and its gradients get their place, the layers that filled it have let go of theirs.

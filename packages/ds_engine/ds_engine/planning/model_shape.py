@@ -10,24 +10,9 @@ from typing import Any, Literal
 
 from ..config import LoraConfig
 
-__all__ = ["NF4_BLOCK", "UNPACKED_AT_ONCE", "ModelShape", "Weight", "nf4_bytes"]
+__all__ = ["ModelShape", "Weight"]
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-NF4_BLOCK = 64
-"""Weights that share a scale in NF4."""
-UNPACKED_AT_ONCE = 65_536 * NF4_BLOCK
-"""Weights that are packed or unpacked at a time, which bounds what that takes besides input and result."""
-
-
-def nf4_bytes(numel: int) -> int:
-    """Bytes of `numel` weights in NF4: half a byte each, four for the scale of a block.
-
-    Raises:
-        ValueError: they are no whole blocks.
-    """
-    if numel % NF4_BLOCK:
-        raise ValueError(f"NF4 packs blocks of {NF4_BLOCK} weights, and {numel} are no multiple of that")
-    return numel // 2 + numel // NF4_BLOCK * 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,13 @@
 from typing import Any
 
 from ..config import EngineConfig, OffloadDevice
+from ..dtypes import Dtype
 from .loss_scale import NEVER
 
 __all__ = ["deepspeed_config"]
 
-_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_NAMES: dict[Dtype, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""DeepSpeed's names; checkpoints record them."""
 
 
 def deepspeed_config(config: EngineConfig, *, device_type: str) -> dict[str, Any]:
@@ -30,14 +32,14 @@ def deepspeed_config(config: EngineConfig, *, device_type: str) -> dict[str, Any
         "zero_allow_untested_optimizer": True,
         # Offloaded states are stepped by torch's fused CPU AdamW: DeepSpeed's own needs a compiler at run time.
         "zero_force_ds_cpu_optimizer": False,
-        "data_types": {"grad_accum_dtype": "fp32" if config.zero.fp32_grad_accum else config.dtype},
+        "data_types": {"grad_accum_dtype": _NAMES[config.grad_accum_dtype]},
         "zero_optimization": _zero_section(config, device_type),
     }
     if config.zero.fp32_reduce:
-        settings["communication_data_type"] = "fp32"
-    if config.dtype == "bf16":
+        settings["communication_data_type"] = _NAMES[config.reduce_dtype]
+    if config.dtype == "bfloat16":
         settings["bf16"] = {"enabled": True}
-    elif config.dtype == "fp16":
+    elif config.dtype == "float16":
         # hysteresis 1: the first overflow already halves the scale.
         settings["fp16"] = {
             "enabled": True,
@@ -51,8 +53,7 @@ def deepspeed_config(config: EngineConfig, *, device_type: str) -> dict[str, Any
 
 def _zero_section(config: EngineConfig, device_type: str) -> dict[str, Any]:
     zero = config.zero
-    travel_dtype = "fp32" if zero.fp32_reduce else config.dtype
-    bucket_elements = zero.reduce_bucket_bytes // _ELEMENT_BYTES[travel_dtype]
+    bucket_elements = config.reduce_bucket_elements
     overlap = zero.overlap_comm
     if overlap is None:
         overlap = zero.stage == 3 and device_type == "cuda"

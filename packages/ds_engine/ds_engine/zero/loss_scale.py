@@ -57,10 +57,10 @@ def check_fp16(dtype: str, device_type: str) -> None:
     Raises:
         EngineConfigError: this device does not compute in fp16.
     """
-    if dtype != "fp16":
+    if dtype != "float16":
         return
     from deepspeed.accelerator import get_accelerator
 
     if not get_accelerator().is_fp16_supported():
         reason = "CPU has no fp16 instructions (AMX-FP16 or AVX512-FP16)" if device_type == "cpu" else "GPU has no fp16"
-        raise EngineConfigError(f"dtype='fp16' cannot work: this {reason}; use bf16 or fp32")
+        raise EngineConfigError(f"dtype='float16' cannot work: this {reason}; use bfloat16 or float32")

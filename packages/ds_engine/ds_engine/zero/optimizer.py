@@ -36,14 +36,13 @@ def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, An
     Decay pulls weights to zero. The scales of norms and biases (whatever has one dimension) have no reason to be
     there, so they are left alone unless `optim.decay_1d` says otherwise.
     """
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if optim.weight_decay == 0 or optim.decay_1d:
-        return [{"params": trained, "weight_decay": optim.weight_decay}]
-    # Stage 3 has cut parameters to their shards by now; ds_shape is what they were.
-    matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1]
-    vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    groups: dict[float, list[nn.Parameter]] = {optim.weight_decay: [], 0.0: []}
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            # At stage 3 parameters are sharded by now; ds_shape is the shape before.
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            groups[optim.weight_decay_for(len(shape))].append(parameter)
+    return [{"params": params, "weight_decay": decay} for decay, params in groups.items() if params]
 
 
 def start_deepspeed(

@@ -1,0 +1,37 @@
+"""Dtype names and bytes per element, including NF4. Does not import torch, so that memory plans can use it."""
+
+from typing import Literal
+
+__all__ = ["NF4_BLOCK", "NF4_CHUNK", "DeprecatedDtype", "Dtype", "current_dtype", "dtype_bytes", "nf4_bytes"]
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+DeprecatedDtype = Literal["bf16", "fp16", "fp32"]
+
+_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+_CURRENT: dict[str, Dtype] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+NF4_BLOCK = 64
+"""Weights that share one fp32 scale in NF4."""
+NF4_CHUNK = 65_536 * NF4_BLOCK
+"""Weights quantized or dequantized at a time, which bounds the temporary memory."""
+
+
+def current_dtype(name: str) -> str:
+    """torch's name of a dtype given by its deprecated name (bf16, fp16, fp32); any other name is returned as it is."""
+    return _CURRENT.get(name, name)
+
+
+def dtype_bytes(dtype: Dtype) -> int:
+    """Bytes per element."""
+    return _BYTES[dtype]
+
+
+def nf4_bytes(num_weights: int) -> int:
+    """Bytes of `num_weights` weights in NF4: half a byte per weight and 4 bytes per block for the scale.
+
+    Raises:
+        ValueError: the number is not a multiple of the block size.
+    """
+    if num_weights % NF4_BLOCK:
+        raise ValueError(f"NF4 quantizes blocks of {NF4_BLOCK} weights, and {num_weights} is not a multiple of that")
+    return num_weights // 2 + num_weights // NF4_BLOCK * 4
