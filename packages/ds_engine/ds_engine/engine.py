@@ -19,9 +19,9 @@ from .guard.collective_guard import num_guarded, start_guard
 from .micro_batch import MicroBatches
 from .model.attention import choose_kernel
 from .model.loading import check_offload, load_model, prepare_model, torch_dtype
-from .model.lora import adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
+from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
 from .model.sequence_parallel import join_sequence_group
-from .state.export import NamedTensor, export_tensors
+from .state.export import export_tensors
 from .state.reshape import StateSource, fill_state, has_layout
 from .state.saved_state import load_state, save_state
 from .zero.ds_config import deepspeed_config

@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import EngineConfigError, ModelError
-from ..state.export import LowRank, NamedTensor
-from .nf4 import Nf4Linear, nf4_packings
+from .nf4 import Nf4Linear, Nf4Packing, nf4_packings
 from .parts import VALUE_HEAD, linear_layers
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ..config import LoraConfig
 
 __all__ = [
+    "LowRank",
+    "NamedTensor",
     "adapter_settings",
     "adapter_tensors",
     "adapters_off",
@@ -39,6 +41,58 @@ __all__ = [
 
 _ADAPTER = "default"
 _PEFT_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """The update an adapter adds to a frozen weight: scale * B @ A."""
+
+    a_RI: nn.Parameter
+    """[rank, in]"""
+    b_OR: nn.Parameter
+    """[out, rank]"""
+    scale: float
+
+    @property
+    def parts(self) -> list[nn.Parameter]:
+        """Parameters that must be gathered before `merged`, besides the weight."""
+        return [self.a_RI, self.b_OR]
+
+    def merged(self, weight_OI: Tensor) -> Tensor:
+        """weight + scale * B @ A in fp32. At stage 3 all three must be gathered."""
+        return torch.addmm(weight_OI.float(), self.b_OR.float(), self.a_RI.float(), alpha=self.scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedTensor:
+    """A tensor to export, and the parameters it is computed from."""
+
+    name: str
+    parameter: nn.Parameter
+    low_rank: LowRank | None = None
+    packed: Nf4Packing | None = None
+    """Shape and dtype of the weight if the parameter is in NF4."""
+
+    @property
+    def parts(self) -> list[nn.Parameter]:
+        """Parameters that must be gathered before `value`."""
+        return [self.parameter, *(self.low_rank.parts if self.low_rank else [])]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the gathered parts and, for NF4, of the dequantized weight."""
+        unpacked = self.packed.numel * self.packed.dtype.itemsize if self.packed else 0
+        return unpacked + sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.parts)
+
+    @torch.no_grad()
+    def value(self, dtype: torch.dtype | None = None, *, copy: bool = False) -> Tensor:
+        """The tensor in `dtype`, by default its own; not a copy unless a cast, an adapter, NF4 or `copy` requires one."""
+        weight = self.parameter.detach()
+        if self.packed is not None:
+            weight, copy = self.packed.unpack(weight), False
+        if self.low_rank is not None:
+            return self.low_rank.merged(weight).to(dtype or weight.dtype)
+        return weight.to(dtype or weight.dtype, copy=copy)
 
 
 def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None:
