@@ -206,14 +206,14 @@ def test_servers_on_another_node_of_a_ray_cluster(
         app.wait_for("over tcp")
         app.wait_for("s/step")
         [server] = [p for p in below(second, "_serve.py") if "_supervise.py" not in " ".join(p.cmdline())]
-        assert len(below(first, "RankWorker")) == 2
+        assert len(below(first, "TrainerWorker")) == 2
         assert not below(first, "_serve.py")
-        assert not below(second, "RankWorker")
+        assert not below(second, "TrainerWorker")
         server.kill()
         app.wait_for("rollout server 0 restarted")
         assert app.finish() == 0, app.output
         assert not app.survivors()
-        _, alive = psutil.wait_procs(below(second, "_serve.py") + below(first, "RankWorker"), timeout=30)
+        _, alive = psutil.wait_procs(below(second, "_serve.py") + below(first, "TrainerWorker"), timeout=30)
         assert not alive
 
     (run,) = tmp_path.iterdir()

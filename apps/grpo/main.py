@@ -6,8 +6,10 @@ A step is: ask the servers for n answers to each prompt, score them, compare eac
 of the better ones within the clip range, and push the new weights into the servers.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import rl_core
 import rl_runtime
@@ -21,15 +23,15 @@ def learn(
     phase: "rl_runtime.Phase",
     *,
     config: GrpoConfig,
-    actor: "rl_runtime.Role",
-    ref: "rl_runtime.Role | None",
+    actor: "rl_runtime.ModelHandle",
+    ref: "rl_runtime.ModelHandle | None",
 ) -> dict[str, float]:
     """One GRPO step on scored samples; the metrics of its updates."""
     algorithm = config.algorithm
     advantages_N = rl_core.group_advantages(
         batch.scores_N, batch.group_ids_N, normalize_by_std=algorithm.normalize_by_std
     )
-    batch = batch.with_constant("advantages", advantages_N)
+    batch = batch.with_per_sequence("advantages", advantages_N)
     with phase("old_log_prob"):
         old = actor.log_probs(batch)
         batch = batch.with_column("old_log_probs", old.log_probs)
@@ -71,12 +73,18 @@ def main(config: GrpoConfig) -> None:
     rl_runtime.run_job(config, check(config), partial(compose, config=config))
 
 
-if __name__ == "__main__":
+def cli(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs the app from its command line; `argv` defaults to the arguments of the process."""
     run_cli(
         GrpoConfig,
         main,
         app_name="apps.grpo.main",
         preset_dir=Path(__file__).parent / "presets",
+        argv=argv,
         default_preset="demo",
         default_preset_unless=("model.path", "data.train"),
     )
+
+
+if __name__ == "__main__":
+    cli()

@@ -6,11 +6,11 @@ A step is: ask the servers for answers, score them, let the critic say what ever
 raise the likelihood of tokens that did better than expected, teach the critic the returns, push the new weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ds_engine
 import rl_core
@@ -92,14 +92,14 @@ def learn(
     phase: "rl_runtime.Phase",
     *,
     config: PpoConfig,
-    actor: "rl_runtime.Role",
-    critic: "rl_runtime.Role",
-    ref: "rl_runtime.Role | None",
+    actor: "rl_runtime.ModelHandle",
+    critic: "rl_runtime.ModelHandle",
+    ref: "rl_runtime.ModelHandle | None",
     kl: KlCoefficient,
 ) -> dict[str, float]:
     """One PPO step on scored samples; the metrics of its updates."""
     algorithm, kl_coef = config.algorithm, kl.value
-    old, values = rl_runtime.together(
+    old, values = rl_runtime.run_concurrently(
         phase,
         ("old_log_prob", actor, lambda: actor.log_probs(batch).log_probs),
         ("values", critic, lambda: critic.values(batch)),
@@ -122,7 +122,7 @@ def learn(
             updates = [("update_critic", critic, partial(critic.update, mini, value_loss))]
             if step > algorithm.critic_warmup_steps:
                 updates.append(("update_actor", actor, partial(actor.update, mini, actor_loss)))
-            of_critic, *of_actor = rl_runtime.together(phase, *updates)
+            of_critic, *of_actor = rl_runtime.run_concurrently(phase, *updates)
             critic_updates.append(of_critic)
             actor_updates += of_actor
     if ref is not None:
@@ -164,15 +164,18 @@ def main(config: PpoConfig) -> None:
     rl_runtime.run_job(config, check(config), partial(compose, config=config))
 
 
-if __name__ == "__main__":
-    # Through the importable name, so that the ranks are sent critic_loss by reference and not as a copy of its globals.
-    from apps.ppo import main as app
-
+def cli(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs the app from its command line; `argv` defaults to the arguments of the process."""
     run_cli(
         PpoConfig,
-        app.main,
+        main,
         app_name="apps.ppo.main",
         preset_dir=Path(__file__).parent / "presets",
+        argv=argv,
         default_preset="demo",
         default_preset_unless=("model.path", "data.train"),
     )
+
+
+if __name__ == "__main__":
+    cli()

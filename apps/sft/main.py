@@ -4,7 +4,9 @@ Demonstrations are parquet files with `question` and `answer` (`supervised.files
 The trained model ends in `<run folder>/model` as a Hugging Face folder.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import rl_core
 import rl_runtime
@@ -39,7 +41,7 @@ def main(config: SftConfig) -> None:
             with_prompts=False,
         )
         with rl_runtime.open_ranks(config.trainer, placement) as ranks:
-            model = rl_runtime.Role(ranks, "actor", rl_core.BatchConfig(token_budget=config.token_budget))
+            model = rl_runtime.ModelHandle(ranks, "actor", rl_core.BatchConfig(token_budget=config.token_budget))
             engine = replace(config.engine, optim=config.supervised.optim)
             model.build(str(inputs.model_path), engine, total_steps=config.supervised.steps)
             rl_runtime.train_supervised(
@@ -53,5 +55,10 @@ def main(config: SftConfig) -> None:
         tracker.info(f"model written to {run.path / 'model'}")
 
 
+def cli(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs the app from its command line; `argv` defaults to the arguments of the process."""
+    run_cli(SftConfig, main, app_name="apps.sft.main", argv=argv)
+
+
 if __name__ == "__main__":
-    run_cli(SftConfig, main, app_name="apps.sft.main")
+    cli()

@@ -1,4 +1,4 @@
-"""Config loading, tracking, timing, placement and the training loop that composes the other packages."""
+"""Composes the other packages into training runs: placement, trainer ranks, rollout, the training loop."""
 
 import warnings
 from importlib import import_module
@@ -18,19 +18,14 @@ if TYPE_CHECKING:
         find_checkpoint,
     )
     from .config import ModelConfig, RanksConfig, SupervisedConfig, TaskSize, TrainerConfig
-    from .errors import (
-        InputError,
-        PlacementError,
-        RankError,
-        RlRuntimeError,
-        RolloutFailed,
-    )
+    from .errors import InputError, PlacementError, RankError, RlRuntimeError, RolloutFailed
     from .experience import Experience, ExperienceBatch, PromptLike
     from .launch.placement import Placement, plan_placement
     from .launch.session import Session, open_ranks, open_session, plan_ranks, plan_session
     from .ranks.environment import prepare_driver
-    from .ranks.worker_group import RankGroup
-    from .ranks.model_handle import Role, together
+    from .ranks.loss_spec import LossSpec
+    from .ranks.model_handle import ModelHandle, run_concurrently
+    from .ranks.worker_group import WorkerGroup
     from .rollout.phase import RolloutPhase, Validation
     from .rollout.scoring import Scorer
     from .rollout.servers import RolloutServers
@@ -39,66 +34,6 @@ if TYPE_CHECKING:
     from .training.metrics import mismatch, rollout_metrics, throughput, update_metrics
     from .training.policy import PolicyConfig, policy_loss, with_loss_weights
     from .training.supervised import supervised_step, train_supervised
-
-# Public name -> module that defines it; nothing is imported before a name is used. One line a name, sorted by module.
-_EXPORTS = {
-    "check_engine": ".app.preflight",
-    "check_lengths": ".app.preflight",
-    "check_prompt_files": ".app.preflight",
-    "check_sequence_parallel": ".app.preflight",
-    "check_servers": ".app.preflight",
-    "check_supervised": ".app.preflight",
-    "find_checkpoint": ".app.preflight",
-    "prepare_driver": ".ranks.environment",
-    "ModelConfig": ".config",
-    "RanksConfig": ".config",
-    "SupervisedConfig": ".config",
-    "TaskSize": ".config",
-    "TrainerConfig": ".config",
-    "InputError": ".errors",
-    "PlacementError": ".errors",
-    "RankError": ".errors",
-    "RlRuntimeError": ".errors",
-    "RolloutFailed": ".errors",
-    "Experience": ".experience",
-    "ExperienceBatch": ".experience",
-    "PromptLike": ".experience",
-    "Inputs": ".app.inputs",
-    "load_inputs": ".app.inputs",
-    "Algorithm": ".app.job",
-    "Job": ".app.job",
-    "check_job": ".app.job",
-    "job_layout": ".app.job",
-    "run_job": ".app.job",
-    "JobConfig": ".app.job_config",
-    "LoopResult": ".training.loop",
-    "Phase": ".training.loop",
-    "Stateful": ".training.checkpoints",
-    "TrainingLoop": ".training.loop",
-    "mismatch": ".training.metrics",
-    "rollout_metrics": ".training.metrics",
-    "throughput": ".training.metrics",
-    "update_metrics": ".training.metrics",
-    "Placement": ".launch.placement",
-    "plan_placement": ".launch.placement",
-    "PolicyConfig": ".training.policy",
-    "policy_loss": ".training.policy",
-    "with_loss_weights": ".training.policy",
-    "RankGroup": ".ranks.worker_group",
-    "Role": ".ranks.model_handle",
-    "together": ".ranks.model_handle",
-    "RolloutPhase": ".rollout.phase",
-    "Validation": ".rollout.phase",
-    "RolloutServers": ".rollout.servers",
-    "Scorer": ".rollout.scoring",
-    "Session": ".launch.session",
-    "open_ranks": ".launch.session",
-    "open_session": ".launch.session",
-    "plan_ranks": ".launch.session",
-    "plan_session": ".launch.session",
-    "supervised_step": ".training.supervised",
-    "train_supervised": ".training.supervised",
-}
 
 __all__ = [
     "Algorithm",
@@ -109,17 +44,17 @@ __all__ = [
     "Job",
     "JobConfig",
     "LoopResult",
+    "LossSpec",
     "ModelConfig",
+    "ModelHandle",
     "Phase",
     "Placement",
     "PlacementError",
     "PolicyConfig",
     "PromptLike",
     "RankError",
-    "RankGroup",
     "RanksConfig",
     "RlRuntimeError",
-    "Role",
     "RolloutFailed",
     "RolloutPhase",
     "RolloutServers",
@@ -131,6 +66,7 @@ __all__ = [
     "TrainerConfig",
     "TrainingLoop",
     "Validation",
+    "WorkerGroup",
     "check_engine",
     "check_job",
     "check_lengths",
@@ -150,17 +86,110 @@ __all__ = [
     "policy_loss",
     "prepare_driver",
     "rollout_metrics",
+    "run_concurrently",
     "run_job",
     "supervised_step",
     "throughput",
-    "together",
     "train_supervised",
     "update_metrics",
     "with_loss_weights",
 ]
 
+_MODULES = {
+    ".app.inputs": (
+        "Inputs",
+        "load_inputs",
+    ),
+    ".app.job": (
+        "Algorithm",
+        "Job",
+        "check_job",
+        "job_layout",
+        "run_job",
+    ),
+    ".app.job_config": ("JobConfig",),
+    ".app.preflight": (
+        "check_engine",
+        "check_lengths",
+        "check_prompt_files",
+        "check_sequence_parallel",
+        "check_servers",
+        "check_supervised",
+        "find_checkpoint",
+    ),
+    ".config": (
+        "ModelConfig",
+        "RanksConfig",
+        "SupervisedConfig",
+        "TaskSize",
+        "TrainerConfig",
+    ),
+    ".errors": (
+        "InputError",
+        "PlacementError",
+        "RankError",
+        "RlRuntimeError",
+        "RolloutFailed",
+    ),
+    ".experience": (
+        "Experience",
+        "ExperienceBatch",
+        "PromptLike",
+    ),
+    ".launch.placement": (
+        "Placement",
+        "plan_placement",
+    ),
+    ".launch.session": (
+        "Session",
+        "open_ranks",
+        "open_session",
+        "plan_ranks",
+        "plan_session",
+    ),
+    ".ranks.environment": ("prepare_driver",),
+    ".ranks.loss_spec": ("LossSpec",),
+    ".ranks.model_handle": (
+        "ModelHandle",
+        "run_concurrently",
+    ),
+    ".ranks.worker_group": ("WorkerGroup",),
+    ".rollout.phase": (
+        "RolloutPhase",
+        "Validation",
+    ),
+    ".rollout.scoring": ("Scorer",),
+    ".rollout.servers": ("RolloutServers",),
+    ".training.checkpoints": ("Stateful",),
+    ".training.loop": (
+        "LoopResult",
+        "Phase",
+        "TrainingLoop",
+    ),
+    ".training.metrics": (
+        "mismatch",
+        "rollout_metrics",
+        "throughput",
+        "update_metrics",
+    ),
+    ".training.policy": (
+        "PolicyConfig",
+        "policy_loss",
+        "with_loss_weights",
+    ),
+    ".training.supervised": (
+        "supervised_step",
+        "train_supervised",
+    ),
+}
+_EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
 
-# Deprecated since 0.2.0: they live in run_kit.
+# Deprecated since 0.2.0: old name -> new name, here or in run_kit.
+_RENAMED = {
+    "RankGroup": "WorkerGroup",
+    "Role": "ModelHandle",
+    "together": "run_concurrently",
+}
 _MOVED_TO_RUN_KIT = frozenset(
     (
         "ConfigError",
@@ -190,6 +219,10 @@ def __getattr__(name: str) -> Any:
     if name in _MOVED_TO_RUN_KIT:
         warnings.warn(f"rl_runtime.{name} is deprecated: import run_kit.{name}", DeprecationWarning, stacklevel=2)
         return getattr(import_module("run_kit"), name)
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        warnings.warn(f"rl_runtime.{name} is deprecated: use rl_runtime.{new}", DeprecationWarning, stacklevel=2)
+        name = new
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name], __name__), name)

@@ -110,7 +110,7 @@ class ExperienceBatch:
             raise ValueError(f"column {name!r} does not have one value a generated token")
         return replace(self, columns={**self.columns, name: arrays})
 
-    def with_constant(self, name: str, values_N: torch.Tensor) -> "ExperienceBatch":
+    def with_per_sequence(self, name: str, values_N: torch.Tensor) -> "ExperienceBatch":
         """Adds a column that repeats one value a sequence over its generated tokens (advantages, loss weights)."""
         pairs = zip(values_N.tolist(), self.items, strict=True)
         return self.with_column(name, [np.full(item.num_generated, v, dtype=np.float32) for v, item in pairs])

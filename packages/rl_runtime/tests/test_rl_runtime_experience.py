@@ -86,7 +86,7 @@ def test_a_column_of_the_wrong_length_is_refused() -> None:
 
 def test_a_constant_is_repeated_over_its_response() -> None:
     batch = make_batch([[3, 2]])
-    (first, second) = batch.with_constant("c", batch.scores_N + 5).columns["c"]
+    (first, second) = batch.with_per_sequence("c", batch.scores_N + 5).columns["c"]
     assert first.tolist() == [5, 5, 5]
     assert second.tolist() == [6, 6]
 

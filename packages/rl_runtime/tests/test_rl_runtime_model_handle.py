@@ -1,7 +1,7 @@
 """What a role hands to the ranks of dp x sp and how it reads their answers, with ranks that live in this process."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from rl_runtime.app.job_config import JobConfig
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError
 from rl_runtime.experience import Experience, ExperienceBatch
-from rl_runtime.ranks.model_handle import Role, together
+from rl_runtime.ranks.model_handle import ModelHandle, run_concurrently
 
 
 class EchoRanks:
@@ -25,14 +25,14 @@ class EchoRanks:
         self.world_size = world_size
         self.given: list[Any] = []
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def run(self, method: Any, *args: Any) -> list[Any]:
         return [None] * self.world_size
 
-    def call_each(self, method: str, args_of: Callable[[int], tuple[Any, ...]]) -> list[Any]:
-        self.given = [args_of(rank)[1] for rank in range(self.world_size)]
+    def run_each(self, method: Any, given: list[Any], *args: Any) -> list[Any]:
+        self.given = given
         return [
             [TokenOutputs(log_probs_K=b.target_ids_K.float(), entropy_K=-b.target_ids_K.float()) for b in micro_batches]
-            for micro_batches in self.given
+            for micro_batches in given
         ]
 
 
@@ -62,7 +62,7 @@ def make_batch(lengths: list[int]) -> ExperienceBatch:
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_a_replica_gets_the_same_and_answers_once(world_size: int, sp: int, micro_batch_size: int | None) -> None:
     ranks = EchoRanks(world_size)
-    role = Role(ranks, "actor", BatchConfig(token_budget=16, micro_batch_size=micro_batch_size))  # type: ignore[arg-type]
+    role = ModelHandle(ranks, "actor", BatchConfig(token_budget=16, micro_batch_size=micro_batch_size))  # type: ignore[arg-type]
     role.build("model", EngineConfig(sequence_parallel=sp), total_steps=1)
     batch = make_batch([3, 9, 1, 5, 7, 2, 8, 4])
     columns = role.log_probs(batch)
@@ -97,7 +97,7 @@ def test_the_batch_has_to_divide_by_dp_and_sp() -> None:
 
 def test_roles_on_ranks_of_their_own_compute_at_the_same_time() -> None:
     meeting = threading.Barrier(2, timeout=30)
-    actor, critic = (Role(object(), name, BatchConfig()) for name in ("actor", "critic"))  # type: ignore[arg-type]
+    actor, critic = (ModelHandle(object(), name, BatchConfig()) for name in ("actor", "critic"))  # type: ignore[arg-type]
     phases: list[str] = []
 
     @contextmanager
@@ -105,13 +105,16 @@ def test_roles_on_ranks_of_their_own_compute_at_the_same_time() -> None:
         phases.append(name)
         yield
 
-    assert together(phase, ("a", actor, meeting.wait), ("b", critic, lambda: meeting.wait() + 10)) in ([0, 11], [1, 10])
+    assert run_concurrently(phase, ("a", actor, meeting.wait), ("b", critic, lambda: meeting.wait() + 10)) in (
+        [0, 11],
+        [1, 10],
+    )
     assert phases == ["a", "b"]
 
 
 def test_roles_on_the_same_ranks_take_turns() -> None:
     ranks = object()
-    actor, critic = (Role(ranks, name, BatchConfig()) for name in ("actor", "critic"))  # type: ignore[arg-type]
+    actor, critic = (ModelHandle(ranks, name, BatchConfig()) for name in ("actor", "critic"))  # type: ignore[arg-type]
     order: list[str] = []
 
     @contextmanager
@@ -120,17 +123,17 @@ def test_roles_on_the_same_ranks_take_turns() -> None:
         yield
         order.append(f"{name} ends")
 
-    together(phase, ("a", actor, lambda: order.append("a")), ("b", critic, lambda: order.append("b")))
+    run_concurrently(phase, ("a", actor, lambda: order.append("a")), ("b", critic, lambda: order.append("b")))
     assert order == ["a begins", "a", "a ends", "b begins", "b", "b ends"]
 
 
 def test_a_failure_on_one_roles_ranks_is_raised_when_the_others_are_done() -> None:
-    actor, critic = (Role(object(), name, BatchConfig()) for name in ("actor", "critic"))  # type: ignore[arg-type]
+    actor, critic = (ModelHandle(object(), name, BatchConfig()) for name in ("actor", "critic"))  # type: ignore[arg-type]
     finished: list[str] = []
 
     def fail() -> None:
         raise RuntimeError("lost")
 
     with pytest.raises(RuntimeError, match="lost"):
-        together(lambda _: nullcontext(), ("a", actor, fail), ("b", critic, lambda: finished.append("b")))
+        run_concurrently(lambda _: nullcontext(), ("a", actor, fail), ("b", critic, lambda: finished.append("b")))
     assert finished == ["b"]

@@ -1,7 +1,6 @@
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,31 +11,21 @@ from run_kit.profiling import DRIVER_PID, StepProfiler, phase_events
 from run_kit.timing import PhaseTimer, Span
 
 
-class OneRank:
-    """A rank in this process."""
-
-    def __init__(self) -> None:
-        self.profiler = RankProfiler()
-
-    def call(self, method: str, *args: Any) -> None:
-        {"start_profile": self.profiler.start, "stop_profile": self.profiler.stop}[method](*args)
-
-    def train(self) -> None:
-        with torch.profiler.record_function("actor: train"):
-            weight = torch.ones(32, 32, requires_grad=True)
-            (weight @ weight).sum().backward()
+def train() -> None:
+    with torch.profiler.record_function("actor: train"):
+        weight = torch.ones(32, 32, requires_grad=True)
+        (weight @ weight).sum().backward()
 
 
 def run_steps(folder: Path, *, steps: list[int]) -> None:
-    rank = OneRank()
-    profiler = StepProfiler(rank, folder, steps)
+    profiler = StepProfiler(RankProfiler(), folder, steps)
     for step in (1, 2, 3):
         timer = PhaseTimer()
         with profiler.step(step, timer), timer.step():
             with timer.phase("gen"):
                 torch.ones(8).sum()
             with timer.phase("update_actor"):
-                rank.train()
+                train()
 
 
 def test_a_trace_holds_the_rank_and_the_phases_on_one_clock(tmp_path: Path) -> None:

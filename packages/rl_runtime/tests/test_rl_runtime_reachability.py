@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError
-from rl_runtime.launch.reachability import sync_that_reaches
+from rl_runtime.launch.reachability import resolve_sync_transport
 from rollout_vllm import RolloutConfig
 from weight_sync import SyncConfig
 
@@ -25,7 +25,7 @@ def test_what_stays_on_a_host_is_used_on_one_host_only(urls: list[str], transpor
     rollout, sync = RolloutConfig(urls=tuple(urls)), SyncConfig(transport=transport, bucket_mib=3)  # type: ignore[arg-type]
 
     def chosen() -> SyncConfig:
-        return sync_that_reaches(sync, trainer=TrainerConfig(), rollout=rollout, on_gpu=on_gpu)
+        return resolve_sync_transport(sync, trainer=TrainerConfig(), rollout=rollout, on_gpu=on_gpu)
 
     elsewhere = [url for url in urls if url in THERE]
     if not elsewhere:
@@ -41,13 +41,15 @@ def test_what_stays_on_a_host_is_used_on_one_host_only(urls: list[str], transpor
 @pytest.mark.parametrize("url", HERE)
 def test_addresses_of_this_host(url: str) -> None:
     sync = SyncConfig(transport="shm")
-    assert sync_that_reaches(sync, trainer=TrainerConfig(), rollout=RolloutConfig(urls=(url,)), on_gpu=False) == sync
+    assert (
+        resolve_sync_transport(sync, trainer=TrainerConfig(), rollout=RolloutConfig(urls=(url,)), on_gpu=False) == sync
+    )
 
 
 @pytest.mark.parametrize("url", THERE)
 def test_addresses_of_other_hosts(url: str) -> None:
     with pytest.raises(InputError, match=r"shared memory does not leave the trainer's; allowed: auto, tcp$"):
-        sync_that_reaches(
+        resolve_sync_transport(
             SyncConfig(transport="shm"), trainer=TrainerConfig(), rollout=RolloutConfig(urls=(url,)), on_gpu=False
         )
 
@@ -55,7 +57,7 @@ def test_addresses_of_other_hosts(url: str) -> None:
 @pytest.mark.parametrize(("on_gpu", "transport"), [(False, "tcp"), (True, "nccl")])
 def test_servers_over_a_cluster(on_gpu: bool, transport: str) -> None:
     trainer = TrainerConfig(ray_address="auto")
-    found = sync_that_reaches(SyncConfig(), trainer=trainer, rollout=RolloutConfig(), on_gpu=on_gpu)
+    found = resolve_sync_transport(SyncConfig(), trainer=trainer, rollout=RolloutConfig(), on_gpu=on_gpu)
     assert found.transport == transport
     with pytest.raises(InputError, match=r"ray_address=auto .*CUDA IPC"):
-        sync_that_reaches(SyncConfig(transport="ipc"), trainer=trainer, rollout=RolloutConfig(), on_gpu=on_gpu)
+        resolve_sync_transport(SyncConfig(transport="ipc"), trainer=trainer, rollout=RolloutConfig(), on_gpu=on_gpu)

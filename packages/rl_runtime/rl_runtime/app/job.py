@@ -20,10 +20,10 @@ from run_kit.profiling import StepProfiler
 from run_kit.tracking import RunFolder, Tracker, check_tracking
 
 from ..launch.placement import Placement
-from ..launch.reachability import sync_that_reaches
+from ..launch.reachability import resolve_sync_transport
 from ..launch.session import Session, open_session, plan_session
 from ..ranks.environment import prepare_driver
-from ..ranks.model_handle import Role
+from ..ranks.model_handle import ModelHandle
 from ..rollout.phase import RolloutPhase
 from ..rollout.scoring import Scorer
 from ..rollout.servers import RolloutServers
@@ -49,7 +49,7 @@ from .preflight import (
 class Algorithm:
     """What an app adds to the loop."""
 
-    roles: Mapping[str, Role]
+    roles: Mapping[str, ModelHandle]
     """The trained engines, "actor" among them: saved, resumed."""
     learn: Learn
     """One step on scored samples; returns its metrics."""
@@ -79,7 +79,7 @@ class Job:
             earlier = self.resumed.path.parent.parent / warm.name
             shutil.copytree(earlier, warm)
             return str(warm)
-        model = Role(self.session.ranks_of("actor"), "actor", self.config.batch)
+        model = ModelHandle(self.session.ranks_of("actor"), "actor", self.config.batch)
         model.build(
             str(self.inputs.model_path),
             replace(self.config.actor, optim=warm_start.optim),
@@ -95,15 +95,19 @@ class Job:
         model.export(str(warm), str(self.inputs.model_path))
         return str(warm)
 
-    def trained(self, name: str, engine: EngineConfig, *, num_updates: int, head: Head = "lm") -> Role:
+    def trained(self, name: str, engine: EngineConfig, *, num_updates: int, head: Head = "lm") -> ModelHandle:
         """The engine `name` with an optimizer, on every rank."""
-        role = Role(self.session.ranks_of(name), name, self.config.batch, temperature=self.config.sampling.temperature)
+        role = ModelHandle(
+            self.session.ranks_of(name), name, self.config.batch, temperature=self.config.sampling.temperature
+        )
         role.build(self.model_path, engine, total_steps=num_updates, head=head)
         return role
 
-    def frozen(self, name: str, engine: EngineConfig) -> Role:
+    def frozen(self, name: str, engine: EngineConfig) -> ModelHandle:
         """The engine `name` without one: a reference model."""
-        role = Role(self.session.ranks_of(name), name, self.config.batch, temperature=self.config.sampling.temperature)
+        role = ModelHandle(
+            self.session.ranks_of(name), name, self.config.batch, temperature=self.config.sampling.temperature
+        )
         role.build_frozen(self.model_path, engine)
         return role
 
@@ -197,7 +201,7 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
     """The steps, then the export."""
     config, session, inputs = job.config, job.session, job.inputs
     actor = algorithm.roles["actor"]
-    sync = sync_that_reaches(
+    sync = resolve_sync_transport(
         config.sync, trainer=config.trainer, rollout=config.rollout, on_gpu=session.placement.on_gpu
     )
     if sync != config.sync:
@@ -245,7 +249,7 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
             rollout=rollout,
             tracker=job.tracker,
             memory=memory,
-            profiler=StepProfiler(session.ranks, job.folder / "profile", config.trainer.profile_steps),
+            profiler=StepProfiler(session.recorder, job.folder / "profile", config.trainer.profile_steps),
             checkpoints=checkpoints,
             resumed=job.resumed,
         )

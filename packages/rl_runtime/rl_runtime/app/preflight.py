@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from ckpt import Checkpoint, CheckpointManager
 from ds_engine import EngineConfig
-from ds_engine.zero.schedule import check_schedule
+from ds_engine.config import check_schedule
 from rl_data import (
     DataConfig,
     build_tiny_model,
@@ -29,7 +29,7 @@ from ..config import EpisodeConfig, ModelConfig, ScoringConfig, SupervisedConfig
 from ..errors import InputError
 from ..launch.cluster import check_address
 from ..launch.placement import Placement
-from ..launch.reachability import sync_that_reaches, why_unreachable
+from ..launch.reachability import resolve_sync_transport, why_unreachable
 from ..rollout.phase import load_rollout
 from ..rollout.scoring import load_reward
 from .inputs import BUILTIN_MODEL
@@ -170,7 +170,7 @@ def check_servers(
         raise InputError(f"rollout.device is {rollout.device}, but the ranks run on {device}; leave it at auto")
     if sync.transport in ("ipc", "nccl") and not placement.on_gpu:
         raise InputError(f"sync.transport is {sync.transport}, which needs GPUs; use auto, shm or tcp")
-    sync_that_reaches(sync, trainer=trainer, rollout=rollout, on_gpu=placement.on_gpu)
+    resolve_sync_transport(sync, trainer=trainer, rollout=rollout, on_gpu=placement.on_gpu)
     if rollout.urls:
         if trainer.ray_address is not None:
             raise InputError(

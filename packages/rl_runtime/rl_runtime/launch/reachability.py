@@ -22,7 +22,9 @@ def why_unreachable(host: str, port: int) -> str:
     return ""
 
 
-def sync_that_reaches(sync: SyncConfig, *, trainer: TrainerConfig, rollout: RolloutConfig, on_gpu: bool) -> SyncConfig:
+def resolve_sync_transport(
+    sync: SyncConfig, *, trainer: TrainerConfig, rollout: RolloutConfig, on_gpu: bool
+) -> SyncConfig:
     """The settings with `auto` made one that crosses hosts, where servers may be on other hosts than the ranks.
 
     nccl on GPUs when all of them are, tcp otherwise: a server beside the ranks may share a GPU with one, which no

@@ -19,7 +19,8 @@ from weight_sync import SyncConfig, server_args, server_env
 
 from ..config import RanksConfig, TrainerConfig
 from ..ranks.environment import visible_gpus
-from ..ranks.worker_group import RankGroup
+from ..ranks.trainer_worker import TrainerWorker
+from ..ranks.worker_group import WorkerGroup
 from .cluster import join_cluster, launch_on_other_nodes
 from .placement import Placement, plan_placement
 
@@ -27,7 +28,7 @@ NUM_RAY_ATTEMPTS = 3
 
 
 @contextmanager
-def open_ranks(trainer: RanksConfig, placement: Placement) -> Iterator[RankGroup]:
+def open_ranks(trainer: RanksConfig, placement: Placement) -> Iterator[WorkerGroup]:
     """Starts a local Ray and the trainer ranks, joined in one process group; ends them all on the way out.
 
     Raises:
@@ -42,21 +43,41 @@ class Session:
     """The processes of a run: trainer ranks, rollout servers, and the client that asks them."""
 
     placement: Placement
-    ranks: RankGroup
+    ranks: WorkerGroup
     """Of the actor and of every role without ranks of its own."""
     servers: ServerGroup
     client: RolloutClient
-    own_ranks: Mapping[str, RankGroup] = field(default_factory=dict)
+    own_ranks: Mapping[str, WorkerGroup] = field(default_factory=dict)
     """Role -> the ranks that compute for it alone."""
 
-    def ranks_of(self, role: str) -> RankGroup:
+    def ranks_of(self, role: str) -> WorkerGroup:
         """The ranks that the engine of `role` lives on."""
         return self.own_ranks.get(role, self.ranks)
 
     @property
-    def rank_groups(self) -> tuple[RankGroup, ...]:
+    def recorder(self) -> "RankZeroRecorder":
+        """Traces rank 0 of the actor's ranks."""
+        return RankZeroRecorder(self.ranks)
+
+    @property
+    def rank_groups(self) -> tuple[WorkerGroup, ...]:
         """All of them, the actor's first."""
         return (self.ranks, *self.own_ranks.values())
+
+
+class RankZeroRecorder:
+    """torch's profiler on rank 0 of a group; the `TraceRecorder` of run_kit's `StepProfiler`."""
+
+    def __init__(self, ranks: WorkerGroup) -> None:
+        self._ranks = ranks
+
+    def start(self) -> None:
+        """Starts to record."""
+        self._ranks.run(TrainerWorker.start_profile)
+
+    def stop(self, path: str) -> None:
+        """Stops, and writes the trace on this host."""
+        self._ranks.run(TrainerWorker.stop_profile, path)
 
 
 @contextmanager
@@ -157,8 +178,10 @@ def _servers(
 
 
 @contextmanager
-def _ranks(trainer: RanksConfig, rank_gpus: Sequence[tuple[int, ...]], *, name: str = "") -> Iterator[RankGroup]:
-    ranks = RankGroup(rank_gpus, num_threads=trainer.cpu_threads_per_rank, timeout_s=trainer.step_timeout_s, name=name)
+def _ranks(trainer: RanksConfig, rank_gpus: Sequence[tuple[int, ...]], *, name: str = "") -> Iterator[WorkerGroup]:
+    ranks = WorkerGroup(
+        rank_gpus, num_threads=trainer.cpu_threads_per_rank, timeout_s=trainer.step_timeout_s, name=name
+    )
     try:
         ranks.connect()
         yield ranks

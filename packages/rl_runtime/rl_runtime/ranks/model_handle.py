@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from ds_engine import EngineConfig, Head, LossFn, OptimConfig, StepStats
 from rl_core import BatchConfig, MicroBatchPlan, PackedBatch, plan_micro_batches
+from weight_sync import Endpoint, SyncConfig, SyncReport
 
 from ..experience import ExperienceBatch, Float32Array
-from .worker_group import RankGroup
+from .loss_spec import LossSpec
+from .trainer_worker import ModelDescription, TrainerWorker
+from .worker_group import WorkerGroup
 
 T = TypeVar("T")
 
@@ -25,81 +29,85 @@ class TokenColumns:
     entropy: tuple[Float32Array, ...]
 
 
-class Role:
+class ModelHandle:
     """The engine called `name` ("actor", "ref", "critic") on all ranks, with the batch math between."""
 
-    def __init__(self, ranks: RankGroup, name: str, batch: BatchConfig, *, temperature: float = 1.0) -> None:
+    def __init__(self, ranks: WorkerGroup, name: str, batch: BatchConfig, *, temperature: float = 1.0) -> None:
         self.ranks, self.name, self._batch, self._temperature = ranks, name, batch, temperature
         self._sp = 1
 
     def build(self, model_path: str, config: EngineConfig, *, total_steps: int, head: Head = "lm") -> None:
         """Makes the engine on every rank from a Hugging Face folder, with a fresh optimizer."""
         self._sp = config.sequence_parallel
-        self.ranks.call("build", self.name, model_path, config, total_steps, head)
+        self.ranks.run(TrainerWorker.build, self.name, model_path, config, total_steps, head)
 
     def build_frozen(self, model_path: str, config: EngineConfig) -> None:
         """Makes an engine that is never trained (a reference model): no gradients, no optimizer states."""
         self._sp = config.sequence_parallel
-        self.ranks.call("build", self.name, model_path, replace(config, optim=OptimConfig()), None)
+        self.ranks.run(TrainerWorker.build, self.name, model_path, replace(config, optim=OptimConfig()), None)
 
     def log_probs(self, batch: ExperienceBatch) -> TokenColumns:
         """Log-probs of the response tokens at the rollout's temperature, and entropies, without gradients."""
-        rows = self._per_token(
-            batch, "log_probs", self._temperature, columns=lambda out: (out.log_probs_K.numpy(), out.entropy_K.numpy())
-        )
+        plan, packed = self._packed(batch)
+        outputs = self.ranks.run_each(TrainerWorker.log_probs, packed, self.name, self._temperature)
+        rows = self._in_order(batch, plan, [[(o.log_probs_K, o.entropy_K) for o in rank] for rank in outputs])
         log_probs, entropy = zip(*rows, strict=True)
         return TokenColumns(log_probs=log_probs, entropy=entropy)
 
     def values(self, batch: ExperienceBatch) -> tuple[Float32Array, ...]:
         """A critic's value of the state before each response token, without gradients: N arrays."""
-        return tuple(row[0] for row in self._per_token(batch, "values", columns=lambda out_K: (out_K.numpy(),)))
+        plan, packed = self._packed(batch)
+        outputs = self.ranks.run_each(TrainerWorker.values, packed, self.name)
+        return tuple(row[0] for row in self._in_order(batch, plan, [[(v_K,) for v_K in rank] for rank in outputs]))
 
     def update(self, batch: ExperienceBatch, loss_fn: LossFn) -> StepStats:
         """One optimizer step on a mini batch; `loss_fn` returns each micro batch's share of the loss."""
-        return self.update_packed(batch.packed(self.plan([item.num_tokens for item in batch.items])), loss_fn)
+        _, packed = self._packed(batch)
+        return self._train(packed, loss_fn)
 
     def update_packed(self, packed: Sequence[Sequence[PackedBatch]], loss_fn: LossFn) -> StepStats:
         """One optimizer step on micro batches already packed for every replica: sp consecutive ranks get the same."""
-        stats = self.ranks.call_each(
-            "train", lambda rank: (self.name, packed[rank // self._sp], loss_fn, self._temperature)
-        )
-        result: StepStats = stats[0]
-        return result
+        return self._train([micros for micros in packed for _ in range(self._sp)], loss_fn)
+
+    def _train(self, packed: Sequence[Sequence[PackedBatch]], loss_fn: LossFn) -> StepStats:
+        spec = LossSpec.of(loss_fn)
+        return self.ranks.run_each(TrainerWorker.train, packed, self.name, spec, self._temperature)[0]
 
     def export(self, folder: str, model_files_from: str) -> None:
         """Writes a Hugging Face folder with the current weights."""
-        self.ranks.call("export", self.name, folder, model_files_from)
+        self.ranks.run(TrainerWorker.export, self.name, folder, model_files_from)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> ModelDescription:
         """Names, shapes and dtypes of the model's parameters, JSON-able."""
-        described: dict[str, Any] = self.ranks.call("describe", self.name)[0]
-        return described
+        return self.ranks.run(TrainerWorker.describe, self.name)[0]
 
     def load(self, folder: str) -> None:
-        """Reads the engine's part of a checkpoint, whatever ranks, stage and offload wrote it."""
-        self.ranks.call("load", self.name, folder)
+        """Loads the engine's part of a checkpoint, whatever ranks, stage and offload wrote it."""
+        self.ranks.run(TrainerWorker.load, self.name, folder)
 
-    def connect_servers(self, endpoints: Sequence[Any], config: Any, adapter: str | None = None) -> None:
-        """Prepares pushing this role's weights, or its adapters alone under that name, into the rollout servers."""
-        self.ranks.call("connect_servers", self.name, tuple(endpoints), config, adapter)
+    def connect_servers(self, endpoints: Sequence[Endpoint], config: SyncConfig, adapter: str | None = None) -> None:
+        """Prepares pushing this model's weights, or its adapters alone under that name, to the rollout servers."""
+        self.ranks.run(TrainerWorker.connect_servers, self.name, tuple(endpoints), config, adapter)
 
-    def push_weights(self, version: int) -> Any:
+    def push_weights(self, version: int) -> SyncReport:
         """Sends the weights to every server; rank 0's report."""
-        return self.ranks.call("push_weights", version)[0]
+        return self.ranks.run(TrainerWorker.push_weights, version)[0]
 
-    def _per_token(
-        self, batch: ExperienceBatch, method: str, *args: Any, columns: Callable[[Any], tuple[Float32Array, ...]]
-    ) -> list[tuple[Float32Array, ...]]:
-        """Per-token results of the ranks' `method` in the order of the batch; `columns` reads a micro batch's."""
+    def _packed(self, batch: ExperienceBatch) -> tuple[MicroBatchPlan, list[list[PackedBatch]]]:
+        """The plan of the micro batches, and those of every rank: sp consecutive ranks get the same."""
         plan = self.plan([item.num_tokens for item in batch.items])
-        packed = batch.packed(plan)
-        outputs = self.ranks.call_each(method, lambda rank: (self.name, packed[rank // self._sp], *args))
+        return plan, [micros for micros in batch.packed(plan) for _ in range(self._sp)]
+
+    def _in_order(
+        self, batch: ExperienceBatch, plan: MicroBatchPlan, outputs: Sequence[Sequence[tuple[Tensor, ...]]]
+    ) -> list[tuple[Float32Array, ...]]:
+        """Per-token results of the ranks' micro batches, per sample in the order of the batch."""
         # [replica][micro batch][sample] -> columns, then back in the order of the batch
         split = [
-            [_per_sample(batch, micro, columns(output)) for micro, output in zip(micros, replica, strict=True)]
+            [_per_sample(batch, micro, columns) for micro, columns in zip(micros, replica, strict=True)]
             for micros, replica in zip(plan.assignment, outputs[:: self._sp], strict=True)
         ]
-        return list(plan.restore(split))
+        return plan.restore(split)
 
     def plan(self, lengths: Sequence[int]) -> MicroBatchPlan:
         """Micro batches for sequences of these lengths (tokens), the same number on every replica.
@@ -115,7 +123,9 @@ class Role:
         )
 
 
-def together(phase: Callable[[str], AbstractContextManager[Any]], *calls: tuple[str, Role, Callable[[], T]]) -> list[T]:
+def run_concurrently(
+    phase: Callable[[str], AbstractContextManager[Any]], *calls: tuple[str, ModelHandle, Callable[[], T]]
+) -> list[T]:
     """Each call under the phase named before it, in order; at the same time where no two roles share ranks.
 
     A phase's time is then what the loop waited for the call after the calls before it were done. Roles on the same
@@ -139,10 +149,10 @@ def together(phase: Callable[[str], AbstractContextManager[Any]], *calls: tuple[
 
 
 def _per_sample(
-    batch: ExperienceBatch, micro: Sequence[int], columns: tuple[Float32Array, ...]
+    batch: ExperienceBatch, micro: Sequence[int], columns: tuple[Tensor, ...]
 ) -> list[tuple[Float32Array, ...]]:
     """The [K] columns of a micro batch cut at its samples' borders."""
     if not micro:
         return []
     borders = np.cumsum([batch.items[i].num_generated for i in micro])[:-1]
-    return list(zip(*(np.split(column, borders) for column in columns), strict=True))
+    return list(zip(*(np.split(column.numpy(), borders) for column in columns), strict=True))

@@ -1,6 +1,6 @@
-"""One trainer rank: the process that hosts a ZeRO engine for each role and, on rank 0, feeds the rollout servers.
+"""One trainer rank: holds a ZeRO engine per role and pushes weights to the rollout servers.
 
-A plain class, so that tests can drive it without Ray; `RankGroup` runs it as a Ray actor.
+A plain class that tests use without Ray; `WorkerGroup` runs it as a Ray actor.
 """
 
 import gc
@@ -27,16 +27,20 @@ from ckpt import (
     restore_rng,
     save_hf_folder,
 )
-from ds_engine import EngineConfig, Head, LossFn, StepStats, TokenBatch, TokenOutputs, ZeroEngine, init_distributed
+from ds_engine import EngineConfig, Head, StepStats, TokenBatch, TokenOutputs, ZeroEngine, init_distributed
 from rl_core import linear_log_prob
-from weight_sync import Adapter, SyncConfig, SyncReport, WeightPusher, ZeroSource
+from weight_sync import Adapter, Endpoint, SyncConfig, SyncReport, WeightPusher, ZeroSource
 
+from .loss_spec import LossSpec
 from .profiler import RankProfiler
 
 _RNG = "rng"
 
+ModelDescription = dict[str, dict[str, Any]]
+"""Shape and dtype by parameter name, JSON-able; see `ckpt.describe_model`."""
 
-class RankWorker:
+
+class TrainerWorker:
     """Rank `rank` of `world_size`. Every method that trains, gathers or saves is collective: call it on all ranks."""
 
     def __init__(self, rank: int, world_size: int, *, device: str, num_threads: int) -> None:
@@ -94,25 +98,25 @@ class RankWorker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def log_probs(self, role: str, micro_batches: Sequence[TokenBatch], temperature: float) -> list[TokenOutputs]:
+    def log_probs(self, micro_batches: Sequence[TokenBatch], role: str, temperature: float) -> list[TokenOutputs]:
         """Log-probs and entropies of this rank's micro batches, in order, without gradients."""
         with record_function(f"{role}: log_probs"):
             return self._engines[role].log_probs(micro_batches, temperature=temperature)
 
-    def values(self, role: str, micro_batches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+    def values(self, micro_batches: Sequence[TokenBatch], role: str) -> list[torch.Tensor]:
         """A critic's values of this rank's micro batches, each [K] float32, in order, without gradients."""
         with record_function(f"{role}: values"):
             return self._engines[role].values(micro_batches)
 
-    def train(self, role: str, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, temperature: float) -> StepStats:
+    def train(self, micro_batches: Sequence[TokenBatch], role: str, loss: LossSpec, temperature: float) -> StepStats:
         """One optimizer step on this rank's part of a mini batch."""
         if self._saver is not None:
             self._saver.wait_copied()
         with record_function(f"{role}: train"):
-            return self._engines[role].train_mini_batch(micro_batches, loss_fn, temperature=temperature)
+            return self._engines[role].train_mini_batch(micro_batches, loss.load(), temperature=temperature)
 
     def connect_servers(
-        self, role: str, endpoints: Sequence[Any], config: SyncConfig, adapter: str | None = None
+        self, role: str, endpoints: Sequence[Endpoint], config: SyncConfig, adapter: str | None = None
     ) -> None:
         """Prepares pushing the weights of `role` into the rollout servers.
 
@@ -176,7 +180,7 @@ class RankWorker:
             self._saver.close()
             self._saver = None
 
-    def describe(self, role: str) -> dict[str, Any]:
+    def describe(self, role: str) -> ModelDescription:
         """Names, whole shapes and dtypes of the parameters of `role`, JSON-able; nothing is gathered."""
         return describe_model(self._engines[role].module)
 

@@ -1,9 +1,12 @@
-"""The trainer ranks as Ray actors: started together, called together, and given up together when one dies."""
+"""Trainer ranks as Ray actors: starts them, runs a `TrainerWorker` method on all of them, and ends them.
+
+The methods are passed as functions, so that mypy checks the call: `group.run(TrainerWorker.load, "actor", folder)`.
+"""
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -11,21 +14,32 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..errors import RankError
 from .environment import rank_env
-from .trainer_worker import RankWorker
+from .trainer_worker import TrainerWorker
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 
 
-class RankGroup:
-    """`world_size` ranks. `call` runs one method on all of them, each with its own arguments where given."""
+class WorkerGroup:
+    """`world_size` trainer ranks in one process group."""
 
     def __init__(
         self, rank_gpus: Sequence[tuple[int, ...]], *, num_threads: int, timeout_s: float, name: str = ""
     ) -> None:
-        """`rank_gpus`: the GPU of every rank, or () for the CPU. `name`: what errors call the group."""
+        """Starts the processes; `connect` waits for them.
+
+        Args:
+            rank_gpus: the GPU ids of every rank, or () for the CPU.
+            num_threads: torch threads of each rank.
+            timeout_s: seconds that one call may take on the ranks.
+            name: the group's name in error messages.
+        """
         self.world_size = len(rank_gpus)
         self._timeout_s, self._name = timeout_s, f"{name} " if name else ""
         device = "cuda" if rank_gpus[0] else "cpu"
-        here = ray.get_runtime_context().get_node_id()  # the placement is about this host's devices
-        actor = ray.remote(RankWorker)
+        here = ray.get_runtime_context().get_node_id()  # the placement plans this host's devices
+        actor = ray.remote(TrainerWorker)
         self._actors = [
             actor.options(
                 num_cpus=1,
@@ -39,30 +53,42 @@ class RankGroup:
     def connect(self) -> None:
         """Waits for the processes and joins them in one process group."""
         address, port = self._wait([self._actors[0].reserve_address.remote()], "reserve_address")[0]
-        self.call("connect", address, port)
+        self.run(TrainerWorker.connect, address, port)
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Calls `method(*args)` on every rank; results in rank order.
+    def run(self, method: Callable[Concatenate[TrainerWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Runs `method` with the same arguments on every rank; results in rank order.
 
         Raises:
-            RankError: a rank raised, died, or did not answer in time; names the rank and the method.
+            RankError: a rank raised, died or did not answer in time; names the rank and the method.
         """
-        return self._wait([getattr(actor, method).remote(*args) for actor in self._actors], method)
+        name = method.__name__
+        return self._wait([getattr(actor, name).remote(*args, **kwargs) for actor in self._actors], name)
 
-    def call_each(self, method: str, args_of: Callable[[int], tuple[Any, ...]]) -> list[Any]:
-        """Calls `method(*args_of(rank))` on every rank; results in rank order."""
-        refs = [getattr(actor, method).remote(*args_of(rank)) for rank, actor in enumerate(self._actors)]
-        return self._wait(refs, method)
+    def run_each(
+        self,
+        method: Callable[Concatenate[TrainerWorker, T, P], R],
+        first_args: Sequence[T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """Like `run`, with `first_args[rank]` as the first argument on each rank.
+
+        Raises:
+            RankError: as `run`.
+        """
+        name = method.__name__
+        calls = zip(self._actors, first_args, strict=True)
+        return self._wait([getattr(actor, name).remote(first, *args, **kwargs) for actor, first in calls], name)
 
     def close(self) -> None:
-        """Ends the processes at once; nothing is saved here."""
+        """Kills the processes; nothing is saved."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
 
     def _wait(self, refs: Sequence[Any], method: str) -> list[Any]:
-        # Whoever finishes first is looked at first: when one rank dies, the others wait in a collective for ever,
-        # so waiting for them in rank order would hide the death behind the hang.
+        # The first rank that finishes is read first: when one rank dies, the others wait in a collective
+        # indefinitely, so reading in rank order would report a timeout instead of the death.
         rank_of = {ref: rank for rank, ref in enumerate(refs)}
         results: list[Any] = [None] * len(refs)
         pending = list(refs)
@@ -78,7 +104,7 @@ class RankGroup:
                 try:
                     results[rank_of[ref]] = ray.get(ref)
                 except RayTaskError as error:
-                    _forget(pending)
+                    _discard_errors(pending)
                     text = f"{self._name}rank {rank_of[ref]} of {len(refs)} failed in {method!r}:\n{error}"
                     raise RankError(text, error.cause) from error
                 except RayActorError as error:
@@ -88,8 +114,8 @@ class RankGroup:
         return results
 
 
-def _forget(refs: Sequence[Any]) -> None:
-    """What other ranks raised for the same reason: Ray would print every error that nobody asked for."""
+def _discard_errors(refs: Sequence[Any]) -> None:
+    """Reads the errors of the other ranks, which Ray would print otherwise."""
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=1.0) if refs else ([], [])
     for ref in done:
         with suppress(RayError):

@@ -12,7 +12,7 @@ from ..experience import PromptLike
 
 
 @dataclass(frozen=True, kw_only=True)
-class Carried:
+class PartialRollout:
     """A group that is not finished, and its prompt."""
 
     prompt: PromptLike
@@ -33,7 +33,7 @@ class Carried:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "Carried":
+    def from_state(cls, state: Mapping[str, Any]) -> "PartialRollout":
         """What `to_state` gave, also after JSON."""
         prompt = dict(state["prompt"]) | {"token_ids": tuple(state["prompt"]["token_ids"])}
         samples = [

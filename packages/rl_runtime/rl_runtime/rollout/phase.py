@@ -32,7 +32,7 @@ from ..config import EpisodeConfig, OversamplingConfig
 from ..errors import RolloutFailed
 from ..experience import Experience, ExperienceBatch, PromptLike
 from .meter import RolloutMeter
-from .partial_rollouts import Carried
+from .partial_rollouts import PartialRollout
 from .scoring import Scorer
 from .user_functions import load_function
 
@@ -91,7 +91,7 @@ class RolloutPhase:
         self._episode, self._oversampling = episode or EpisodeConfig(), oversampling or OversamplingConfig()
         self._function = load_rollout(self._episode.function) if self._episode.function is not None else None
         self._meter = RolloutMeter(client)
-        self._carried: list[Carried] = []
+        self._carried: list[PartialRollout] = []
 
     def num_prompts(self, train_batch_size: int) -> int:
         """How many prompts the next step wants, so that it can be done with the first `train_batch_size` groups."""
@@ -150,7 +150,7 @@ class RolloutPhase:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what `state_dict` gave."""
-        self._carried = [Carried.from_state(carried) for carried in state["carried"]]
+        self._carried = [PartialRollout.from_state(carried) for carried in state["carried"]]
 
     async def _generate(
         self, prompts: Sequence[PromptLike], sampling: SamplingConfig, step: int, num_groups: int | None
@@ -175,7 +175,7 @@ class RolloutPhase:
             first = await self._client.generate_first(
                 requests, sampling, num_groups=num_groups, keep_rest=keep, on_group=on_group
             )
-            self._carried = [Carried(prompt=prompt_of[rest.prompt_id][1], group=rest) for rest in first.rest]
+            self._carried = [PartialRollout(prompt=prompt_of[rest.prompt_id][1], group=rest) for rest in first.rest]
         else:
             await self._client.generate(requests, sampling, on_group=on_group)
         metrics = await self._meter.read(time.perf_counter() - started)
@@ -185,7 +185,7 @@ class RolloutPhase:
         return [scoring[prompt_id] for prompt_id in prompt_of if prompt_id in scoring], metrics
 
     def _ask(
-        self, prompts: Sequence[PromptLike], step: int, *, carried: Sequence[Carried]
+        self, prompts: Sequence[PromptLike], step: int, *, carried: Sequence[PartialRollout]
     ) -> list[tuple[PromptLike, Request | PartialGroup]]:
         """What is asked for: unfinished groups first, so that none of them waits for ever."""
         asked: list[tuple[PromptLike, Request | PartialGroup]] = [(item.prompt, item.group) for item in carried]

@@ -14,7 +14,7 @@ from rollout_vllm import Endpoint, RolloutClient, ServerGroup, ServerWatch
 from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
 
 from ..errors import RankError, RlRuntimeError
-from ..ranks.model_handle import Role
+from ..ranks.model_handle import ModelHandle
 
 _NOTICE_S = 20.0
 """How long a server's supervisor may take to see that the server is gone."""
@@ -33,7 +33,7 @@ class RolloutServers:
         self,
         servers: ServerGroup,
         client: RolloutClient,
-        actor: Role,
+        actor: ModelHandle,
         sync: SyncConfig,
         *,
         max_restarts: int,

@@ -12,8 +12,9 @@ from ckpt import AsyncSaver, Checkpoint, CheckpointManager, Ranks, Retention, ca
 
 from ..config import TrainerConfig
 from ..errors import InputError
-from ..ranks.worker_group import RankGroup
-from ..ranks.model_handle import Role
+from ..ranks.model_handle import ModelHandle
+from ..ranks.trainer_worker import ModelDescription, TrainerWorker
+from ..ranks.worker_group import WorkerGroup
 
 
 class Stateful(Protocol):
@@ -33,9 +34,9 @@ class RunCheckpoints:
         self,
         folder: Path,
         trainer: TrainerConfig,
-        rank_groups: Sequence[RankGroup],
+        rank_groups: Sequence[WorkerGroup],
         *,
-        roles: Mapping[str, Role],
+        roles: Mapping[str, ModelHandle],
         parts: Mapping[str, Stateful],
         config: str,
     ) -> None:
@@ -57,7 +58,7 @@ class RunCheckpoints:
             ranks = Ranks(num_ranks=num_ranks, rank=None, run_id=run_id, publisher=None)
             self._saver = AsyncSaver(CheckpointManager(self._folder, retention=keep), ranks=ranks)
             for group, first in self._numbered_groups():
-                group.call("open_saver", str(self._folder), run_id, first, num_ranks)
+                group.run(TrainerWorker.open_saver, str(self._folder), run_id, first, num_ranks)
         return self
 
     def __exit__(
@@ -67,7 +68,7 @@ class RunCheckpoints:
             return
         if error is None:
             for group in self._groups:
-                group.call("close_saver")
+                group.run(TrainerWorker.close_saver)
         self._saver.__exit__(kind, error, trace)
 
     def is_due(self, step: int) -> bool:
@@ -82,7 +83,8 @@ class RunCheckpoints:
         """
         assert self._saver is not None, "a context to be entered"
         for group in self._groups:
-            group.call("save", step, [name for name, role in self._roles.items() if role.ranks is group])
+            roles = [name for name, model in self._roles.items() if model.ranks is group]
+            group.run(TrainerWorker.save, step, roles)
         state = {
             "step": step,
             "policy_version": step,
@@ -113,17 +115,17 @@ class RunCheckpoints:
         for name, role in self._roles.items():
             role.load(str(checkpoint.path / name))
         for group, first in self._numbered_groups():
-            group.call("load_rng", str(checkpoint.path), first)
+            group.run(TrainerWorker.load_rng, str(checkpoint.path), first)
         restore_rng(checkpoint.state["rng"])
         for name, part in self._parts.items():
             part.load_state_dict(checkpoint.state["parts"][name])
 
     @cached_property
-    def _models(self) -> dict[str, dict[str, Any]]:
+    def _models(self) -> dict[str, ModelDescription]:
         """Names and shapes of every engine's parameters."""
         return {name: role.describe() for name, role in self._roles.items()}
 
-    def _numbered_groups(self) -> Iterator[tuple[RankGroup, int]]:
+    def _numbered_groups(self) -> Iterator[tuple[WorkerGroup, int]]:
         """Every group and the number that its first rank has in a checkpoint."""
         first = 0
         for group in self._groups:

@@ -20,6 +20,7 @@ from ..config import TrainerConfig
 from ..errors import RankError, RolloutFailed
 from ..experience import ExperienceBatch, PromptLike
 from ..launch.session import Session
+from ..ranks.trainer_worker import TrainerWorker
 from ..rollout.phase import RolloutPhase
 from ..rollout.servers import RolloutServers
 from .checkpoints import RunCheckpoints
@@ -147,7 +148,7 @@ class TrainingLoop:
         self._tracker.log_rollouts(step, [rollout_record(item) for item in collected.batch.items])
 
     def _device_memory(self) -> dict[str, float]:
-        ranks = [rank for group in self._session.rank_groups for rank in group.call("memory_gb")]
+        ranks = [rank for group in self._session.rank_groups for rank in group.run(TrainerWorker.memory_gb)]
         return {f"perf/{name}": max(rank[name] for rank in ranks) for name in ranks[0]}
 
     def _resume(self) -> int:

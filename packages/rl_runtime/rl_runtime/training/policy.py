@@ -54,7 +54,7 @@ def with_loss_weights(mini: "ExperienceBatch", config: PolicyConfig, *, max_toke
     fixed_length = max_tokens if mode == "fixed_length" else None
     weights_N = token_weights(mode, mini.response_lens_N, fixed_length=fixed_length)
     mean_N = token_weights("token_mean", mini.response_lens_N)
-    return mini.with_constant("weights", weights_N).with_constant("mean_weights", mean_N)
+    return mini.with_per_sequence("weights", weights_N).with_per_sequence("mean_weights", mean_N)
 
 
 def policy_loss(outputs: "TokenOutputs", batch: "TokenBatch", *, config: PolicyConfig, kl_coef: float) -> "LossOutput":

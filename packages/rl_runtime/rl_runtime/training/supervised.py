@@ -10,7 +10,7 @@ from ds_engine import LossOutput, StepStats, TokenBatch, TokenOutputs
 from rl_core import SequenceData, pack, token_weights
 
 from ..config import SupervisedConfig
-from ..ranks.model_handle import Role
+from ..ranks.model_handle import ModelHandle
 
 
 class DemonstrationLike(Protocol):
@@ -31,7 +31,7 @@ def nll_loss(outputs: TokenOutputs, batch: TokenBatch) -> LossOutput:
 
 
 def train_supervised(
-    role: Role,
+    role: ModelHandle,
     demonstrations: Sequence[DemonstrationLike],
     config: SupervisedConfig,
     *,
@@ -48,7 +48,7 @@ def train_supervised(
         on_step(step, supervised_step(role, [demonstrations[i] for i in chosen]))
 
 
-def supervised_step(role: Role, batch: Sequence[DemonstrationLike]) -> StepStats:
+def supervised_step(role: ModelHandle, batch: Sequence[DemonstrationLike]) -> StepStats:
     """One optimizer step on the token mean over the response tokens of `batch` that are not masked out."""
     response_lens_N = torch.tensor([sum(item.response_mask or [True] * len(item.response_ids)) for item in batch])
     weights = token_weights("token_mean", response_lens_N).tolist()

@@ -1,0 +1,17 @@
+"""Old public names work for one version and warn."""
+
+import pytest
+
+import rl_runtime
+import run_kit
+
+
+@pytest.mark.parametrize(("old", "new"), rl_runtime._RENAMED.items())
+def test_a_renamed_name_warns_and_works(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"rl_runtime.{old} is deprecated: use rl_runtime.{new}"):
+        assert getattr(rl_runtime, old) is getattr(rl_runtime, new)
+
+
+def test_a_name_that_moved_to_run_kit_warns_and_works() -> None:
+    with pytest.warns(DeprecationWarning, match=r"import run_kit.run_cli"):
+        assert rl_runtime.run_cli is run_kit.run_cli  # type: ignore[attr-defined]

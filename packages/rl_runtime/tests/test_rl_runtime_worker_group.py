@@ -1,0 +1,94 @@
+"""The calls from driver to ranks: checked by mypy; losses are sent by import path."""
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_runtime.errors import InputError
+from rl_runtime.ranks.loss_spec import LossSpec
+from rl_runtime.training.policy import PolicyConfig, policy_loss
+
+REPO = Path(__file__).resolve().parents[3]
+
+WRONG_CALLS = """
+from rl_runtime.ranks.trainer_worker import TrainerWorker
+from rl_runtime.ranks.worker_group import WorkerGroup
+
+def correct(group: WorkerGroup) -> list[dict[str, float]]:
+    group.run(TrainerWorker.load, "actor", "folder")
+    return group.run(TrainerWorker.memory_gb)
+
+def wrong(group: WorkerGroup) -> None:
+    group.run(TrainerWorker.lode, "actor", "folder")  # line 10: no such method
+    group.run(TrainerWorker.load, "actor", 3)  # line 11: wrong type
+    group.run(TrainerWorker.load, "actor")  # line 12: an argument is missing
+    group.run_each(TrainerWorker.load, [1, 2], "folder")  # line 13: wrong type of the first argument
+    x: int = group.run(TrainerWorker.memory_gb)[0]  # line 14: wrong result
+"""
+
+
+@pytest.mark.slow  # mypy takes seconds with a warm cache, a minute without
+def test_mypy_refuses_calls_that_the_ranks_would(tmp_path: Path) -> None:
+    (tmp_path / "calls.py").write_text(WRONG_CALLS)
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", str(tmp_path / "calls.py")]
+    output = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, timeout=300).stdout
+    lines = [line.split("calls.py:")[1] for line in output.splitlines() if "calls.py:" in line and "error" in line]
+    assert sorted({int(line.split(":")[0]) for line in lines}) == [10, 11, 12, 13, 14], output
+
+
+def test_a_loss_travels_by_import_path_with_its_settings() -> None:
+    config = PolicyConfig(clip_low=0.1)
+    spec = LossSpec.of(partial(policy_loss, config=config, kl_coef=0.5))
+    assert (spec.module, spec.name) == ("rl_runtime.training.policy", "policy_loss")
+    loaded: Any = pickle.loads(pickle.dumps(spec)).load()
+    assert loaded.func is policy_loss
+    assert loaded.keywords == {"config": config, "kl_coef": 0.5}
+    assert LossSpec.of(policy_loss).load() is policy_loss
+
+
+def test_a_loss_of_the_running_program_gets_the_programs_module_name() -> None:
+    program = (
+        "import runpy, sys; sys.argv = ['apps.ppo.main', '--help']\n"
+        "names = runpy.run_module('apps.ppo.main', run_name='apps.ppo.main')\n"
+        "import types, importlib.util\n"
+        "main = sys.modules['__main__']; main.__spec__ = importlib.util.find_spec('apps.ppo.main')\n"
+        "loss = names['critic_loss']; loss.__module__ = '__main__'\n"
+        "from rl_runtime.ranks.loss_spec import LossSpec\n"
+        "spec = LossSpec.of(loss); print(spec.module, spec.name, spec.load().__module__)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["apps.ppo.main", "critic_loss", "apps.ppo.main"], result.stderr
+
+
+def _local() -> Callable[..., Any]:
+    def loss(*_: Any) -> None: ...
+
+    return loss
+
+
+def _of_a_script() -> Callable[..., Any]:
+    loss = partial(policy_loss).func
+    function = type(loss)(loss.__code__, {}, "script_loss")
+    function.__module__, function.__qualname__ = "__main__", "script_loss"
+    return function
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda *_: None, "cannot be imported by the trainer ranks"),
+        (_local(), "cannot be imported by the trainer ranks"),
+        (partial(policy_loss, 1), "positional arguments"),
+        (_of_a_script(), "defined in a script"),
+    ],
+)
+def test_a_loss_that_ranks_cannot_import_is_refused(loss: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    with pytest.raises(InputError, match=message):
+        LossSpec.of(loss)
