@@ -4,33 +4,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .advantages.gae import gae
+    from .advantages.gae import gae, token_rewards
     from .advantages.group import dr_grpo_advantages, group_advantages, remax_advantages, rloo_advantages
     from .advantages.reinforce_pp import reinforce_pp_advantages, reinforce_pp_baseline_advantages
-    from .advantages.token_rewards import token_rewards
     from .advantages.whiten import masked_whiten
-    from .batching.config import BatchConfig
-    from .batching.dynamic_sampling import DynamicSelection, informative_groups, select_groups
-    from .batching.layout import BatchLayout, batch_layout
+    from .batching.dapo import DynamicSelection, informative_groups, overlong_keep, overlong_penalty, select_groups
+    from .batching.layout import BatchConfig, BatchLayout, batch_layout
     from .batching.ordering import inverse_order, reorder, restore
-    from .batching.overlong import overlong_keep, overlong_penalty
     from .batching.packing import PackedBatch, SequenceData, pack, unpack, unpack_column
-    from .batching.padded import flatten_padded, pad_flat
-    from .batching.partition import balanced_partition
-    from .batching.plan import MicroBatchPlan, plan_micro_batches, split_mini_batches
-    from .batching.segments import broadcast_to_tokens, returns_to_go, segment_mean, segment_sum
+    from .batching.plan import MicroBatchPlan, balanced_partition, plan_micro_batches, split_mini_batches
+    from .batching.segments import (
+        broadcast_to_tokens,
+        flatten_padded,
+        pad_flat,
+        returns_to_go,
+        segment_mean,
+        segment_sum,
+    )
     from .errors import BatchError, RLCoreError, ShapeError
     from .fused_log_prob import linear_log_prob
     from .importance.mismatch import effective_sample_size, mismatch_metrics
-    from .importance.weights import ImportanceLevel, ImportanceMode, rollout_weights
+    from .importance.weights import rollout_weights
     from .kl.control import AdaptiveKL, FixedKL, KLController
-    from .kl.estimators import KLKind, kl_estimate, kl_loss
-    from .losses.aggregate import LossAggregation, aggregate_loss, global_totals, token_weights
-    from .losses.cispo import cispo_loss
-    from .losses.entropy import entropy_bonus, entropy_from_logits
-    from .losses.gspo import gspo_loss
-    from .losses.policy import PolicyLossStats, policy_metric_shares, ppo_clip_loss
+    from .kl.estimators import kl_estimate, kl_loss
+    from .losses.aggregate import aggregate_loss, global_totals, token_weights
+    from .losses.policy import (
+        PolicyLossStats,
+        cispo_loss,
+        entropy_bonus,
+        entropy_from_logits,
+        gspo_loss,
+        policy_metric_shares,
+        ppo_clip_loss,
+    )
     from .losses.value import value_loss
+    from .options import ImportanceLevel, ImportanceMode, KLKind, LossAggregation, check_clip
 
 __all__ = [
     "AdaptiveKL",
@@ -54,6 +62,7 @@ __all__ = [
     "balanced_partition",
     "batch_layout",
     "broadcast_to_tokens",
+    "check_clip",
     "cispo_loss",
     "dr_grpo_advantages",
     "effective_sample_size",
@@ -98,104 +107,41 @@ __all__ = [
 ]
 
 _MODULES = {
-    ".advantages.group": (
-        "dr_grpo_advantages",
-        "group_advantages",
-        "remax_advantages",
-        "rloo_advantages",
-    ),
-    ".losses.aggregate": (
-        "LossAggregation",
-        "aggregate_loss",
-        "global_totals",
-        "token_weights",
-    ),
-    ".batching.plan": (
-        "MicroBatchPlan",
-        "plan_micro_batches",
-        "split_mini_batches",
-    ),
-    ".losses.cispo": ("cispo_loss",),
-    ".batching.config": ("BatchConfig",),
-    ".batching.dynamic_sampling": (
-        "DynamicSelection",
-        "informative_groups",
-        "select_groups",
-    ),
-    ".losses.entropy": (
-        "entropy_bonus",
-        "entropy_from_logits",
-    ),
-    ".errors": (
-        "BatchError",
-        "RLCoreError",
-        "ShapeError",
-    ),
-    ".advantages.gae": ("gae",),
-    ".losses.gspo": ("gspo_loss",),
-    ".importance.weights": (
-        "ImportanceLevel",
-        "ImportanceMode",
-        "rollout_weights",
-    ),
-    ".kl.estimators": (
-        "KLKind",
-        "kl_estimate",
-        "kl_loss",
-    ),
-    ".kl.control": (
-        "AdaptiveKL",
-        "FixedKL",
-        "KLController",
-    ),
-    ".batching.layout": (
-        "BatchLayout",
-        "batch_layout",
-    ),
-    ".fused_log_prob": ("linear_log_prob",),
-    ".importance.mismatch": (
-        "effective_sample_size",
-        "mismatch_metrics",
-    ),
-    ".batching.ordering": (
-        "inverse_order",
-        "reorder",
-        "restore",
-    ),
-    ".batching.overlong": (
-        "overlong_keep",
-        "overlong_penalty",
-    ),
-    ".batching.packing": (
-        "PackedBatch",
-        "SequenceData",
-        "pack",
-        "unpack",
-        "unpack_column",
-    ),
-    ".batching.padded": (
-        "flatten_padded",
-        "pad_flat",
-    ),
-    ".batching.partition": ("balanced_partition",),
-    ".losses.policy": (
-        "PolicyLossStats",
-        "policy_metric_shares",
-        "ppo_clip_loss",
-    ),
-    ".advantages.reinforce_pp": (
-        "reinforce_pp_advantages",
-        "reinforce_pp_baseline_advantages",
-    ),
-    ".advantages.token_rewards": ("token_rewards",),
+    ".advantages.gae": ("gae", "token_rewards"),
+    ".advantages.group": ("dr_grpo_advantages", "group_advantages", "remax_advantages", "rloo_advantages"),
+    ".advantages.reinforce_pp": ("reinforce_pp_advantages", "reinforce_pp_baseline_advantages"),
+    ".advantages.whiten": ("masked_whiten",),
+    ".batching.dapo": ("DynamicSelection", "informative_groups", "overlong_keep", "overlong_penalty", "select_groups"),
+    ".batching.layout": ("BatchConfig", "BatchLayout", "batch_layout"),
+    ".batching.ordering": ("inverse_order", "reorder", "restore"),
+    ".batching.packing": ("PackedBatch", "SequenceData", "pack", "unpack", "unpack_column"),
+    ".batching.plan": ("MicroBatchPlan", "balanced_partition", "plan_micro_batches", "split_mini_batches"),
     ".batching.segments": (
         "broadcast_to_tokens",
+        "flatten_padded",
+        "pad_flat",
         "returns_to_go",
         "segment_mean",
         "segment_sum",
     ),
+    ".errors": ("BatchError", "RLCoreError", "ShapeError"),
+    ".fused_log_prob": ("linear_log_prob",),
+    ".importance.mismatch": ("effective_sample_size", "mismatch_metrics"),
+    ".importance.weights": ("rollout_weights",),
+    ".kl.control": ("AdaptiveKL", "FixedKL", "KLController"),
+    ".kl.estimators": ("kl_estimate", "kl_loss"),
+    ".losses.aggregate": ("aggregate_loss", "global_totals", "token_weights"),
+    ".losses.policy": (
+        "PolicyLossStats",
+        "cispo_loss",
+        "entropy_bonus",
+        "entropy_from_logits",
+        "gspo_loss",
+        "policy_metric_shares",
+        "ppo_clip_loss",
+    ),
     ".losses.value": ("value_loss",),
-    ".advantages.whiten": ("masked_whiten",),
+    ".options": ("ImportanceLevel", "ImportanceMode", "KLKind", "LossAggregation", "check_clip"),
 }
 _EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""Shared care for dtypes and shapes: fp64 stays fp64, everything narrower is computed in fp32."""
+"""Dtype, shape and group helpers. float64 stays float64; everything narrower is computed in float32."""
 
 import torch
 from torch import Tensor
@@ -29,9 +29,24 @@ def require_1d(**tensors: Tensor) -> None:
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it must have one dimension")
 
 
+def require_lens(num_values: int, lens_S: Tensor) -> None:
+    """Raise `ShapeError` unless the sequence lengths [S] sum to the number of values in a flat row."""
+    require_1d(lens_S=lens_S)
+    total = int(lens_S.sum())
+    if total != num_values:
+        raise ShapeError(f"lens_S sums to {total}, but there are {num_values} values")
+
+
 def safe_exp(log_values: Tensor, limit: float = 20.0) -> Tensor:
     """exp of the values clamped to [-limit, limit]: exp(20) = 4.9e8, so no product with it overflows float32.
 
     Outside the limit the gradient is zero: such a token carries no usable information about a small policy change.
     """
     return log_values.clamp(-limit, limit).exp()
+
+
+def group_range(scores_N: Tensor, index_N: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Lowest and highest score of each group, [G] each; `index_N` is the group of each score, 0 to `num_groups` - 1."""
+    low_G = scores_N.new_full((num_groups,), torch.inf).scatter_reduce_(0, index_N, scores_N, "amin")
+    high_G = scores_N.new_full((num_groups,), -torch.inf).scatter_reduce_(0, index_N, scores_N, "amax")
+    return low_G, high_G

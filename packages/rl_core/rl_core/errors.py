@@ -1,20 +1,20 @@
-"""Errors of this package.
+"""Exceptions of this package.
 
 RLCoreError
-├── BatchError (also ValueError)   sizes that ranks, micro batches or mini batches cannot divide
-└── ShapeError (also ValueError)   tensors whose shapes or lengths do not belong together
+├── BatchError (also ValueError)   sizes that do not divide into ranks, micro batches or mini batches
+└── ShapeError (also ValueError)   tensors or sequences whose shapes, lengths or columns do not match
 """
 
 __all__ = ["BatchError", "RLCoreError", "ShapeError"]
 
 
 class RLCoreError(Exception):
-    """Root of every error this package raises on purpose."""
+    """Base class of this package's exceptions."""
 
 
 class BatchError(RLCoreError, ValueError):
-    """A batch size that cannot be divided as asked; the message names sizes that would do."""
+    """A batch cannot be divided as requested; the message names sizes that work."""
 
 
 class ShapeError(RLCoreError, ValueError):
-    """Tensors or sequences whose shapes, lengths or columns do not belong together."""
+    """Shapes, lengths or columns of tensors or sequences do not match."""

@@ -21,8 +21,7 @@ from rl_core import (
     restore,
     split_mini_batches,
 )
-from rl_core.batching.partition import first_fit, level_bins
-from rl_core.batching.plan import _split_to
+from rl_core.batching.plan import _split_to, first_fit, level_bins
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
 lengths_strategy = st.lists(st.integers(1, 300), min_size=1, max_size=60)
@@ -192,9 +191,9 @@ def test_mini_batches_cover_or_name_sizes_that_do(num_prompts: int, size: int) -
         assert [i for mini in minis for i in mini] == list(range(num_prompts))
         assert {len(mini) for mini in minis} == {size}
         return
-    with pytest.raises(BatchError, match="sizes that would do") as caught:
+    with pytest.raises(BatchError, match="sizes that work") as caught:
         split_mini_batches(num_prompts, size)
-    for offered in numbers_after(str(caught.value), "sizes that would do: "):
+    for offered in numbers_after(str(caught.value), "sizes that work: "):
         split_mini_batches(num_prompts, offered)
 
 
@@ -279,13 +278,13 @@ def test_refused_layouts_name_sizes_that_do(made: tuple[BatchConfig, dict[str, i
     else:
         return
     offers: list[tuple[BatchConfig, dict[str, int]]] = []
-    for mini in numbers_after(message, "mini_batch_size that would do: "):
+    for mini in numbers_after(message, "mini_batch_size that works: "):
         offers.append((dataclasses.replace(config, mini_batch_size=mini), sizes))
-    for train in numbers_after(message, "train_batch_size that would do: "):
+    for train in numbers_after(message, "train_batch_size that works: "):
         offers.append((dataclasses.replace(config, train_batch_size=train, mini_batch_size=train), sizes))
-    for micro in numbers_after(message, "micro_batch_size that would do: "):
+    for micro in numbers_after(message, "micro_batch_size that works: "):
         offers.append((dataclasses.replace(config, micro_batch_size=micro), sizes))
-    for samples in numbers_after(message, "samples per prompt that would do: "):
+    for samples in numbers_after(message, "samples per prompt that work: "):
         offers.append((config, {**sizes, "samples_per_prompt": samples}))
     assert len(offers) >= 2
     for offered_config, offered_sizes in offers:
@@ -331,14 +330,14 @@ def test_refusals_read_well() -> None:
         batch_layout(config, samples_per_prompt=2, dp=2)
     assert str(caught.value) == (
         "mini_batch_size=6 prompts x 2 samples = 12 sequences cannot be divided by micro_batch_size=4 x dp=2 = 8;"
-        " mini_batch_size that would do: 4, 12; micro_batch_size that would do: 1, 2, 3, 6;"
-        " samples per prompt that would do: 4"
+        " mini_batch_size that works: 4, 12; micro_batch_size that works: 1, 2, 3, 6;"
+        " samples per prompt that work: 4"
     )
-    with pytest.raises(ValueError, match="sizes that would do: 2, 3, 4, 6"):
+    with pytest.raises(ValueError, match="sizes that work: 2, 3, 4, 6"):
         BatchConfig(train_batch_size=12, mini_batch_size=7)
     with pytest.raises(ValueError, match="token_budget=0"):
         BatchConfig(token_budget=0)
-    with pytest.raises(BatchError, match="give token_budget"):
+    with pytest.raises(BatchError, match="pass token_budget"):
         plan_micro_batches([1], num_ranks=1)
     with pytest.raises(BatchError, match="sample 1 has length 0"):
         plan_micro_batches([3, 0], num_ranks=1, token_budget=4)

@@ -1,1 +1,1 @@
-"""Advantage estimators: group-relative, GAE, REINFORCE++; whitening and token rewards."""
+"""Advantage estimators: group-relative, GAE, REINFORCE++; token rewards and whitening."""

@@ -24,8 +24,8 @@ def reinforce_pp_advantages(
 
         A_t = whiten(sum_{k >= t} gamma^(k - t) r_k)       over all tokens of the batch
 
-    Token rewards hold the score at the last token and the KL penalty at every one (`token_rewards`).
-    `group`: whiten over its ranks too, with one all-reduce. Source: Hu 2025, arXiv:2501.03262.
+    `rewards_K` are the results of `token_rewards`: the score at the last token, the KL penalty at every token.
+    `group`: whiten over its ranks, with one all-reduce. Source: Hu 2025, arXiv:2501.03262.
     """
     return masked_whiten(returns_to_go(rewards_K.detach(), response_lens_N, gamma=gamma), group=group)
 
@@ -37,12 +37,12 @@ def reinforce_pp_baseline_advantages(
     *,
     group: "torch.distributed.ProcessGroup | None" = None,
 ) -> Tensor:
-    """REINFORCE++ with the group's mean as baseline, [K].
+    """REINFORCE++ with the mean of the group as baseline, [K].
 
         A_it = whiten(s_i - mean(group of i))              over all tokens of the batch
 
-    A prompt's group must lie on one rank. `group`: whiten over its ranks too, with one all-reduce.
-    Source: Hu 2025, arXiv:2501.03262, the baseline form (one std for the batch instead of one per prompt).
+    All samples of a prompt must be on one rank. `group`: whiten over its ranks, with one all-reduce.
+    Source: Hu 2025, arXiv:2501.03262, the baseline variant (one std for the batch instead of one per prompt).
     """
-    centred_N = group_advantages(scores_N, group_ids_N, normalize_by_std=False)
-    return masked_whiten(broadcast_to_tokens(centred_N, response_lens_N), group=group)
+    centered_N = group_advantages(scores_N, group_ids_N, normalize_by_std=False)
+    return masked_whiten(broadcast_to_tokens(centered_N, response_lens_N), group=group)

@@ -1,1 +1,1 @@
-"""Batch math: layouts, micro-batch plans, packing, segments, dynamic sampling."""
+"""Batch layouts, micro-batch plans, packing, flat rows and the batch functions of DAPO."""

@@ -1,52 +1,79 @@
-"""How a step's prompts divide over mini batches, dp x sp ranks and micro batches, in DeepSpeed's own terms.
+"""Batch configuration, and the layout of a batch over mini batches, dp x sp ranks and micro batches.
+
+Standard library only: an application can read its config before torch is imported.
 
 DeepSpeed asserts  train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * world size,  where
-its train batch is what one optimizer step sees: our mini batch, in sequences.
+its train batch is that of one optimizer step: our mini batch, in sequences.
 
 With sequence parallelism a replica of sp ranks computes micro_batch_size * sp sequences together, each rank a share of
-every sequence. So a GPU holds the tokens of micro_batch_size sequences whatever sp is, and the equation holds with
-world size = dp * sp as well as for DeepSpeed told `sequence_parallel_size` (world size dp, micro batch times sp).
+every sequence. So a GPU holds the tokens of micro_batch_size sequences for any sp. The equation holds with world size
+dp * sp, and also for DeepSpeed with `sequence_parallel_size` (world size dp, micro batch times sp).
 """
 
 from dataclasses import dataclass
 from math import gcd
 
 from ..errors import BatchError
-from .config import BatchConfig
 from .plan import listed, nearest_divisors, nearest_multiples
 
-__all__ = ["BatchLayout", "batch_layout"]
+__all__ = ["BatchConfig", "BatchLayout", "batch_layout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """How a train batch is split into optimizer steps and forward/backward passes."""
+
+    train_batch_size: int = 32
+    """Prompts per step (one rollout). At least 1, a multiple of `mini_batch_size`."""
+    mini_batch_size: int = 32
+    """Prompts per optimizer step. At least 1, divides `train_batch_size`."""
+    micro_batch_size: int | None = None
+    """Sequences per forward/backward on one GPU. None packs up to `token_budget` tokens instead."""
+    token_budget: int = 16384
+    """Maximum packed tokens (prompt + response) per micro batch; a longer sequence gets its own. At least 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("train_batch_size", "mini_batch_size", "micro_batch_size", "token_budget"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be an integer of at least 1")
+        if self.train_batch_size % self.mini_batch_size:
+            fits = nearest_divisors(self.train_batch_size, self.mini_batch_size)
+            raise ValueError(
+                f"mini_batch_size={self.mini_batch_size}: must divide train_batch_size={self.train_batch_size};"
+                f" sizes that work: {listed(fits)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """A batch that divides exactly. Sizes in sequences unless said otherwise."""
+    """A batch that divides exactly. Sizes are in sequences unless stated otherwise."""
 
     num_prompts: int
-    """Prompts a step."""
+    """Prompts per step."""
     samples_per_prompt: int
     dp: int
     sp: int
     num_mini_batches: int
-    """Optimizer steps a step."""
+    """Optimizer steps per step."""
     prompts_per_mini_batch: int
     train_batch_size: int
     """Sequences per optimizer step = micro_batch_size * gradient_accumulation_steps * dp * sp."""
     micro_batch_size: int
-    """Sequences per forward/backward and GPU; 1 when packing by tokens."""
+    """Sequences per forward/backward and GPU; 1 with a token budget."""
     gradient_accumulation_steps: int
-    """Forward/backwards per optimizer step. When packing by tokens this is only what DeepSpeed is told: the plan of
+    """Forward/backward passes per optimizer step. With a token budget it only satisfies DeepSpeed's config: the plan of
     each mini batch has its own count, and the engine marks the accumulation boundary itself."""
     sequences_per_forward: int | None
-    """Most sequences a replica computes together (micro_batch_size * sp); None when packing by tokens."""
+    """Maximum sequences that a replica computes together (micro_batch_size * sp); None with a token budget."""
     tokens_per_forward: int | None
-    """Most tokens a replica computes together (token_budget * sp); None with a fixed micro batch size."""
+    """Maximum tokens that a replica computes together (token_budget * sp); None with a fixed micro batch size."""
 
     def deepspeed_batch(self, *, told_sequence_parallel: bool = False) -> dict[str, int]:
         """The three batch keys of a DeepSpeed config.
 
-        `told_sequence_parallel`: DeepSpeed knows of sp (`sequence_parallel_size`, an mpu or a mesh), so it
-        counts dp ranks.
+        `told_sequence_parallel`: DeepSpeed is configured with sp (`sequence_parallel_size`, an mpu or a mesh), so its
+        world size is dp.
         """
         return {
             "train_batch_size": self.train_batch_size,
@@ -56,10 +83,10 @@ class BatchLayout:
 
 
 def batch_layout(config: BatchConfig, *, samples_per_prompt: int, dp: int, sp: int = 1) -> BatchLayout:
-    """Divide a step's batch, or say which sizes would divide.
+    """Divide the batch of a step over mini batches, ranks and micro batches.
 
-    Raises `BatchError` when mini_batch_size * samples_per_prompt is not a multiple of micro_batch_size * dp * sp (with
-    micro batches by token budget: of dp * sp), or a count is below 1.
+    Raises `BatchError`, naming sizes that work, when mini_batch_size * samples_per_prompt is not a multiple of
+    micro_batch_size * dp * sp (with a token budget: of dp * sp); and when a count is below 1.
     """
     for name, value in (("samples_per_prompt", samples_per_prompt), ("dp", dp), ("sp", sp)):
         if value < 1:
@@ -87,30 +114,25 @@ def batch_layout(config: BatchConfig, *, samples_per_prompt: int, dp: int, sp: i
 def _misfit(config: BatchConfig, samples_per_prompt: int, dp: int, sp: int) -> str:
     micro = config.micro_batch_size
     unit = (micro or 1) * dp * sp
-    prompt_unit = unit // gcd(unit, samples_per_prompt)  # fewest prompts whose sequences divide
+    prompt_unit = unit // gcd(unit, samples_per_prompt)  # smallest number of prompts whose sequences divide
     ranks = f"dp={dp} x sp={sp}" if sp > 1 else f"dp={dp}"
     parts = [
         f"mini_batch_size={config.mini_batch_size} prompts x {samples_per_prompt} samples ="
         f" {config.mini_batch_size * samples_per_prompt} sequences cannot be divided by"
         f" {'' if micro is None else f'micro_batch_size={micro} x '}{ranks} = {unit}"
     ]
-    fits = [size for size in _mini_sizes(config.train_batch_size) if size % prompt_unit == 0]
+    fits = nearest_divisors(config.train_batch_size, config.mini_batch_size, multiple_of=prompt_unit)
     if fits:
-        nearest = sorted(sorted(fits, key=lambda size: (abs(size - config.mini_batch_size), size))[:4])
-        parts.append(f"mini_batch_size that would do: {listed(nearest)}")
+        parts.append(f"mini_batch_size that works: {listed(fits)}")
     else:
         multiples = nearest_multiples(prompt_unit, config.train_batch_size)
         parts.append(
-            f"train_batch_size that would do: {listed(multiples)} (with mini_batch_size a multiple of {prompt_unit}"
+            f"train_batch_size that works: {listed(multiples)} (with mini_batch_size a multiple of {prompt_unit}"
             f" that divides it)"
         )
     per_rank, rest = divmod(config.mini_batch_size * samples_per_prompt, dp * sp)
     if micro is not None and rest == 0:
-        parts.append(f"micro_batch_size that would do: {listed(nearest_divisors(per_rank, micro))}")
+        parts.append(f"micro_batch_size that works: {listed(nearest_divisors(per_rank, micro))}")
     sample_unit = unit // gcd(unit, config.mini_batch_size)
-    parts.append(f"samples per prompt that would do: {listed(nearest_multiples(sample_unit, samples_per_prompt))}")
+    parts.append(f"samples per prompt that work: {listed(nearest_multiples(sample_unit, samples_per_prompt))}")
     return "; ".join(parts)
-
-
-def _mini_sizes(train_batch_size: int) -> list[int]:
-    return [size for size in range(1, train_batch_size + 1) if train_batch_size % size == 0]

@@ -1,4 +1,4 @@
-"""Reorder a batch and put results back."""
+"""Permutations of a batch: reorder items and restore their order."""
 
 from collections.abc import Sequence
 from typing import TypeVar, overload
@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 def inverse_order(order: Sequence[int]) -> list[int]:
-    """The order that undoes `order`. Raises `BatchError` unless it is a permutation of 0 … n - 1."""
+    """The inverse permutation of `order`. Raises `BatchError` unless it is a permutation of 0 … n - 1."""
     inverse = [-1] * len(order)
     for place, index in enumerate(order):
         if not 0 <= index < len(order) or inverse[index] != -1:
@@ -28,7 +28,7 @@ def reorder(items: Tensor, order: Sequence[int]) -> Tensor: ...
 @overload
 def reorder(items: Sequence[Item], order: Sequence[int]) -> list[Item]: ...
 def reorder(items: Tensor | Sequence[Item], order: Sequence[int]) -> Tensor | list[Item]:
-    """items[order[0]], items[order[1]], …: a tensor along its first dimension, or a list."""
+    """items[order[0]], items[order[1]], …: a list, or a tensor indexed along its first dimension."""
     if isinstance(items, Tensor):
         return items[torch.as_tensor(order, dtype=torch.int64, device=items.device)]
     return [items[index] for index in order]
@@ -39,7 +39,10 @@ def restore(items: Tensor, order: Sequence[int]) -> Tensor: ...
 @overload
 def restore(items: Sequence[Item], order: Sequence[int]) -> list[Item]: ...
 def restore(items: Tensor | Sequence[Item], order: Sequence[int]) -> Tensor | list[Item]:
-    """Undo `reorder`: restore(reorder(x, order), order) equals x. Raises `BatchError` for no permutation or length."""
+    """Undo `reorder`: restore(reorder(x, order), order) equals x.
+
+    Raises `BatchError` if `order` is no permutation or its length differs from that of `items`.
+    """
     if len(items) != len(order):
         raise BatchError(f"{len(items)} items for an order of {len(order)}")
     inverse = inverse_order(order)

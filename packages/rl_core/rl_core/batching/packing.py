@@ -1,4 +1,4 @@
-"""Packed micro batches: sequences one after another in one row, no padding.
+"""Sequence packing: micro batches of sequences one after another in one row, without padding.
 
 Shapes: T packed tokens, S sequences (S1 = S + 1 borders), K predicted tokens (targets) of all sequences in order.
 """
@@ -27,33 +27,33 @@ class SequenceData:
     """One sequence before packing; rows are 1-D lists, arrays or CPU tensors."""
 
     prompt_ids: IntRow
-    """Token ids that are never predicted. At least one where any response token is to be predicted."""
+    """Token ids that are not predicted. At least one, if the first response token is to be predicted."""
     response_ids: IntRow
     """Token ids that follow the prompt."""
     columns: Mapping[str, FloatRow] = field(default_factory=dict)
     """Per-token values by name, each as long as `response_ids`."""
     response_mask: BoolRow | None = None
-    """False keeps a response token as context and takes it out of the targets (a tool's result); None: all count."""
+    """False keeps a response token as context but not as a target (such as a tool's result); None: all are targets."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedBatch:
-    """One micro batch. Plain tensors, picklable, on the CPU until `to(device)`."""
+    """One packed micro batch. Plain tensors, picklable, on the CPU until `to(device)`."""
 
     input_ids_T: Tensor
-    """int64 [T], all sequences one after another."""
+    """int64 [T], the token ids of all sequences."""
     position_ids_T: Tensor
     """int64 [T], restarting at 0 in each sequence."""
     cu_seqlens_S1: Tensor
-    """int32 [S + 1], borders of the sequences in T, starting with 0."""
+    """int32 [S + 1], start offsets of the sequences in T, and T at the end."""
     max_seqlen: int
-    """Longest sequence in tokens; 0 for an empty batch."""
+    """Length of the longest sequence in tokens; 0 for an empty batch."""
     target_index_K: Tensor
-    """int64 [K], the position in T whose hidden state predicts the token (one before it)."""
+    """int64 [K], the position in T whose hidden state predicts the target (one before it)."""
     target_ids_K: Tensor
     """int64 [K], the tokens to predict."""
     response_lens_S: Tensor
-    """int64 [S], how many of the K targets belong to each sequence, in order; may be 0."""
+    """int64 [S], number of targets of each sequence, in order; may be 0."""
     columns: Mapping[str, Tensor]
     """Per-target values by name, each [K]."""
 
@@ -83,7 +83,7 @@ class PackedBatch:
         )
 
     def with_columns(self, **columns: Tensor) -> "PackedBatch":
-        """A batch with these [K] columns added or replaced."""
+        """A copy with these [K] columns added or replaced. Raises `ShapeError` for another shape."""
         for name, column in columns.items():
             if column.shape != (self.num_targets,):
                 raise ShapeError(f"column {name!r} has shape {tuple(column.shape)}; must be ({self.num_targets},)")
@@ -98,11 +98,12 @@ def pack(
 ) -> PackedBatch:
     """Pack sequences, in the order given, into one row without padding.
 
-    `column_names` None takes the first sequence's columns and requires the same of all; given, exactly these are
-    packed, so that a micro batch without sequences still has them (as empty [0] tensors). Columns are `column_dtype`.
+    Every sequence must have the columns `column_names`, or those of the first sequence if it is None. With
+    `column_names`, a micro batch without sequences has these columns too, as empty [0] tensors. Columns are converted
+    to `column_dtype`.
 
-    Raises `ShapeError`: a column or mask not as long as its response, a missing or unknown column, a target without a
-    token before it, a sequence without tokens.
+    Raises `ShapeError` for a column or mask whose length differs from its response, a missing or unknown column, a
+    target without a token before it, and a sequence without tokens.
     """
     names = tuple(column_names if column_names is not None else (sequences[0].columns if sequences else ()))
     input_ids, positions, targets, target_ids = [], [], [], []
@@ -115,7 +116,7 @@ def pack(
         if length == 0:
             raise ShapeError(f"sequence {index} has no tokens")
         if prompt.numel() == 0 and bool(mask[:1].any()):
-            raise ShapeError(f"sequence {index} has no prompt, so nothing predicts its first response token")
+            raise ShapeError(f"sequence {index} has no prompt, so its first response token cannot be predicted")
         _require_columns(sequence, index, names, response.numel())
         input_ids += [prompt, response]
         positions.append(torch.arange(length))
@@ -139,10 +140,10 @@ def pack(
 
 
 def unpack(batch: PackedBatch) -> list[SequenceData]:
-    """The sequences of a pack, in order; `pack(unpack(batch))` equals `batch`.
+    """The sequences of a packed batch, in order; `pack(unpack(batch))` equals `batch`.
 
-    A pack does not know where a prompt ended: the response starts at the first target. So a leading run of masked
-    response tokens comes back as prompt, and columns hold 0 where the mask is False.
+    A packed batch does not store where a prompt ended: the response starts at the first target. So leading masked
+    response tokens become part of the prompt. Columns are 0 where the mask is False.
     """
     borders = batch.cu_seqlens_S1.tolist()
     lens = batch.response_lens_S.tolist()
@@ -171,7 +172,7 @@ def unpack(batch: PackedBatch) -> list[SequenceData]:
 
 
 def unpack_column(batch: PackedBatch, column_K: Tensor) -> list[Tensor]:
-    """Split a [K] tensor into one tensor per sequence, in order (views)."""
+    """Split a [K] tensor into one view per sequence, in order. Raises `ShapeError` for another shape."""
     if column_K.shape != (batch.num_targets,):
         raise ShapeError(f"column has shape {tuple(column_K.shape)}; must be ({batch.num_targets},)")
     return list(column_K.split(batch.response_lens_S.tolist()))

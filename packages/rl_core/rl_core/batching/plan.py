@@ -1,27 +1,29 @@
-"""Batch arithmetic: which sample is computed where, and what DeepSpeed will count.
+"""Mini-batch splits and micro-batch plans: which rank computes which sample in which micro batch.
 
-Words: the train batch holds the prompts of one step, a mini batch those of one optimizer step, a micro batch the
-sequences of one forward/backward. dp replicas of sp ranks each; the sp ranks of a replica share every sequence.
+A train batch holds the prompts of one step, a mini batch those of one optimizer step, a micro batch the sequences of
+one forward/backward. There are dp replicas of sp ranks each; the sp ranks of a replica share every sequence.
+Pure Python and deterministic.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ..errors import BatchError
-from .partition import Bins, balanced_partition, first_fit, level_bins
 
-__all__ = ["MicroBatchPlan", "plan_micro_batches", "split_mini_batches"]
+__all__ = ["MicroBatchPlan", "balanced_partition", "plan_micro_batches", "split_mini_batches"]
 
 Item = TypeVar("Item")
+Bins = list[list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchPlan:
-    """Which samples each rank computes in each micro batch."""
+    """The samples that each rank computes in each micro batch."""
 
     assignment: tuple[tuple[tuple[int, ...], ...], ...]
-    """[rank][micro batch] -> sample indices; the same number of micro batches on every rank, each sample once."""
+    """[rank][micro batch] -> sample indices; equally many micro batches on every rank, each sample once."""
     num_samples: int
 
     @property
@@ -34,21 +36,21 @@ class MicroBatchPlan:
         return len(self.assignment[0])
 
     def rank_samples(self, rank: int) -> tuple[int, ...]:
-        """Sample indices of a rank in the order it computes them."""
+        """Sample indices of a rank, in the order in which it computes them."""
         return tuple(index for micro in self.assignment[rank] for index in micro)
 
     def restore(self, results: Sequence[Sequence[Sequence[Item]]]) -> list[Item]:
-        """Results laid out as [rank][micro batch][sample] back in the order of the samples.
+        """Put results, laid out as [rank][micro batch][sample], back in the order of the samples.
 
-        Raises `BatchError` when the layout is not this plan's.
+        Raises `BatchError` when the results do not have the layout of this plan.
         """
         ordered: dict[int, Item] = {}
         if len(results) != self.num_ranks:
-            raise BatchError(f"results of {len(results)} ranks for a plan of {self.num_ranks}")
+            raise BatchError(f"got results of {len(results)} ranks for a plan of {self.num_ranks}")
         for rank, (micros, rank_results) in enumerate(zip(self.assignment, results, strict=True)):
             got = [len(micro_results) for micro_results in rank_results]
             if got != [len(micro) for micro in micros]:
-                raise BatchError(f"rank {rank}: {got} results per micro batch, planned {[len(m) for m in micros]}")
+                raise BatchError(f"rank {rank}: got {got} results per micro batch, expected {[len(m) for m in micros]}")
             for micro, micro_results in zip(micros, rank_results, strict=True):
                 ordered.update(zip(micro, micro_results, strict=True))
         return [ordered[index] for index in range(self.num_samples)]
@@ -61,21 +63,23 @@ def plan_micro_batches(
     token_budget: int | None = None,
     micro_batch_size: int | None = None,
 ) -> MicroBatchPlan:
-    """Spread samples over ranks and micro batches, balanced by tokens. `num_ranks` is dp, `lengths` tokens a sample.
+    """Spread samples over `num_ranks` (dp) ranks and micro batches, balanced by tokens.
 
-    * Every rank gets the same number of micro batches, every sample is computed exactly once.
-    * `token_budget`: no micro batch holds more tokens; a single longer sample is alone in its own.
-    * `micro_batch_size`: no micro batch holds more samples; without a budget their sizes also differ by at most one,
-      and the count is ceil(samples / (num_ranks * micro_batch_size)). Both given: both limits hold.
-    * A micro batch is empty only where there are fewer samples than num_ranks * count.
-    * The k-th micro batches of all ranks are of similar size (they run in step), and the tokens of two ranks differ by
-      at most the spread of the micro batches (largest minus smallest).
+    `lengths` are the tokens of each sample. The plan guarantees:
 
-    Raises `BatchError`: no sample, no limit, a length or limit below 1.
+    * Every rank gets the same number of micro batches, and every sample is computed exactly once.
+    * `token_budget`: no micro batch holds more tokens, except that a longer sample gets a micro batch of its own.
+    * `micro_batch_size`: no micro batch holds more samples. Without a budget their sizes also differ by at most one,
+      and the count is ceil(samples / (num_ranks * micro_batch_size)). With both, both limits hold.
+    * A micro batch is empty only if there are fewer samples than num_ranks * count.
+    * The k-th micro batches of all ranks, which run at the same time, are of similar size. The tokens of two ranks
+      differ by at most the spread of the micro batches (largest minus smallest).
+
+    Raises `BatchError` without samples, without a limit, or for a length or limit below 1.
     """
     lengths = [int(length) for length in lengths]
     if not lengths:
-        raise BatchError("no samples to plan; give at least one")
+        raise BatchError("no samples to plan; pass at least one")
     if min(lengths) < 1:
         raise BatchError(f"sample {lengths.index(min(lengths))} has length {min(lengths)}; lengths must be at least 1")
     for name, value in (
@@ -91,27 +95,85 @@ def plan_micro_batches(
         count = -(-len(lengths) // (num_ranks * micro_batch_size))
         bins = balanced_partition(lengths, num_ranks * count)
     else:
-        raise BatchError("give token_budget or micro_batch_size")
+        raise BatchError("pass token_budget or micro_batch_size")
     return MicroBatchPlan(assignment=_deal(bins, lengths, num_ranks), num_samples=len(lengths))
 
 
 def split_mini_batches(num_prompts: int, mini_batch_size: int) -> tuple[tuple[int, ...], ...]:
-    """Indices 0 … num_prompts - 1 in order, cut into mini batches of exactly `mini_batch_size`.
+    """Split the indices 0 … num_prompts - 1, in order, into mini batches of exactly `mini_batch_size`.
 
-    Raises `BatchError` naming sizes that would do.
+    Raises `BatchError`, naming sizes that work, when `mini_batch_size` does not divide `num_prompts`.
     """
     if num_prompts < 1 or mini_batch_size < 1 or num_prompts % mini_batch_size:
         raise BatchError(
             f"mini_batch_size={mini_batch_size} does not divide the {num_prompts} prompts of a step;"
-            f" sizes that would do: {listed(nearest_divisors(num_prompts, mini_batch_size))}"
+            f" sizes that work: {listed(nearest_divisors(num_prompts, mini_batch_size))}"
         )
     return tuple(tuple(range(start, start + mini_batch_size)) for start in range(0, num_prompts, mini_batch_size))
 
 
-def nearest_divisors(number: int, wanted: int, limit: int = 4) -> list[int]:
-    """Up to `limit` divisors of `number` nearest to `wanted`, in order."""
-    divisors = [d for d in range(1, max(number, 1) + 1) if number % d == 0]
-    return sorted(sorted(divisors, key=lambda d: (abs(d - wanted), d))[:limit])
+def balanced_partition(sizes: Sequence[int], num_bins: int) -> Bins:
+    """Distribute item indices over `num_bins` bins, with equal item counts (within one), balanced by size.
+
+    Items are dealt in rounds, largest first; in each round the largest item goes to the bin with the smallest sum.
+    So the sums of two bins differ by at most the largest difference within one round, which is at most max(sizes).
+    """
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    bins: Bins = [[] for _ in range(num_bins)]
+    loads = [0] * num_bins
+    for start in range(0, len(order), num_bins):
+        lightest_first = sorted(range(num_bins), key=lambda b: (loads[b], b))
+        for item, place in zip(order[start : start + num_bins], lightest_first, strict=False):
+            bins[place].append(item)
+            loads[place] += sizes[item]
+    return bins
+
+
+def first_fit(sizes: Sequence[int], capacity: int, max_items: int | None = None) -> Bins:
+    """First-fit-decreasing bin packing: no bin exceeds `capacity` or `max_items`.
+
+    An item larger than `capacity` gets a bin of its own. Without `max_items`, it uses at most 11/9 of the minimum
+    number of bins, plus one (Johnson 1973).
+    """
+    bins: Bins = []
+    loads: list[int] = []
+    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        for place, load in enumerate(loads):
+            if load + sizes[item] <= capacity and (max_items is None or len(bins[place]) < max_items):
+                bins[place].append(item)
+                loads[place] += sizes[item]
+                break
+        else:
+            bins.append([item])
+            loads.append(sizes[item])
+    return bins
+
+
+def level_bins(sizes: Sequence[int], num_bins: int, capacity: int, max_items: int | None = None) -> Bins | None:
+    """Distribute item indices over `num_bins` bins of nearly equal sums within the limits; None if this fails.
+
+    Greedy: largest item first, into the lightest bin that can take another item. An item larger than `capacity` gets a
+    bin of its own. No bin is empty if there are at least `num_bins` items.
+    """
+    bins: Bins = [[] for _ in range(num_bins)]
+    heap = [(0, place) for place in range(num_bins)]
+    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        if not heap:
+            return None
+        load, place = heapq.heappop(heap)
+        load += sizes[item]
+        if load > capacity and bins[place]:
+            return None
+        bins[place].append(item)
+        if load < capacity and (max_items is None or len(bins[place]) < max_items):
+            heapq.heappush(heap, (load, place))
+    return bins
+
+
+def nearest_divisors(number: int, wanted: int, *, multiple_of: int = 1) -> list[int]:
+    """Up to four divisors of `number`, multiples of `multiple_of`, nearest to `wanted`, in ascending order."""
+    divisors = [d for d in range(multiple_of, max(number, 1) + 1, multiple_of) if number % d == 0]
+    return sorted(sorted(divisors, key=lambda d: (abs(d - wanted), d))[:4])
 
 
 def nearest_multiples(unit: int, wanted: int) -> list[int]:
@@ -121,21 +183,20 @@ def nearest_multiples(unit: int, wanted: int) -> list[int]:
 
 
 def listed(sizes: Sequence[int]) -> str:
-    """Numbers as an error message names them."""
+    """Numbers as text for an error message."""
     return ", ".join(map(str, sizes))
 
 
 def _bins_within_budget(lengths: Sequence[int], num_ranks: int, budget: int, max_items: int | None) -> Bins:
-    """Non-empty bins under the limits, their number a multiple of `num_ranks` (empty ones only for want of samples)."""
+    """Bins within the limits; their number is a multiple of `num_ranks`. Bins are empty only if samples are too few."""
     packed = first_fit(lengths, budget, max_items)
     num_bins = -(-len(packed) // num_ranks) * num_ranks
-    # levelling fails on tight budgets; then first fit's own bins do, halved up to the multiple (random search never saw
-    # levelling fail with a bin to spare, but nothing proves it)
+    # level_bins can fail on tight budgets; the bins of first_fit, some of them halved to reach the multiple, never do
     return level_bins(lengths, num_bins, budget, max_items) or _split_to(packed, lengths, num_bins)
 
 
 def _split_to(bins: Bins, lengths: Sequence[int], num_bins: int) -> Bins:
-    """Halve the bin with most tokens among those with several samples until there are `num_bins`."""
+    """Halve the bin with the most tokens, among those with several samples, until there are `num_bins` bins."""
     bins = [list(members) for members in bins]
     while len(bins) < num_bins:
         splittable = [place for place, members in enumerate(bins) if len(members) > 1]
@@ -150,7 +211,7 @@ def _split_to(bins: Bins, lengths: Sequence[int], num_bins: int) -> Bins:
 
 
 def _deal(bins: Bins, lengths: Sequence[int], num_ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Deal bins to ranks in rounds, largest first; each round's largest goes to the rank with least so far."""
+    """Distribute bins over ranks, [rank][micro batch] -> sample indices; see `balanced_partition`."""
     sizes = [sum(lengths[i] for i in members) for members in bins]
     ranks = balanced_partition(sizes, num_ranks)
     return tuple(tuple(tuple(sorted(bins[place])) for place in rank) for rank in ranks)

@@ -1,1 +1,1 @@
-"""Importance weights and rollout/trainer mismatch metrics."""
+"""Importance weights and mismatch metrics between rollout engine and trainer."""

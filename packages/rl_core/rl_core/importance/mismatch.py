@@ -1,4 +1,4 @@
-"""How far the rollout engine's log-probs are from the trainer's for the same tokens and the same weights.
+"""Metrics of the mismatch between rollout and trainer log-probs of the same tokens under the same weights.
 
 Shapes: K response tokens, S sequences.
 """
@@ -16,7 +16,7 @@ __all__ = ["effective_sample_size", "mismatch_metrics"]
 def effective_sample_size(weights: Tensor) -> float:
     """Kish's effective sample size as a fraction of the samples: (sum w)^2 / (n sum w^2), in (0, 1].
 
-    1 when all weights are equal; 1/n when one has everything. 1 for no samples at all.
+    1 if all weights are equal, 1/n if only one is not zero. 1 without samples.
     Source: Kish 1965, "Survey Sampling"; used for importance weights in Kong 1992.
     """
     weights = weights.detach().double().flatten()
@@ -33,7 +33,7 @@ def mismatch_metrics(
     response_lens_S: Tensor | None = None,
     percentiles: Sequence[float] = (1, 5, 50, 95, 99),
 ) -> dict[str, float]:
-    """Numbers over all tokens, computed in float64; tokens were drawn by the rollout engine.
+    """Mismatch metrics over all tokens, in float64. The tokens must be samples of the rollout engine.
 
     With d = log_probs - rollout_log_probs and the ratio r = e^d:
     `num_tokens`; `abs_mean`, `abs_max` of |d|; `prob_abs_mean`, `prob_abs_max` of |e^log_probs - e^rollout_log_probs|;
@@ -41,14 +41,15 @@ def mismatch_metrics(
     `ratio_min`, `ratio_max`, `ratio_p<q>` for each percentile q (linear interpolation); `ess`, the effective sample
     size of r as a fraction of the tokens. With `response_lens_S` also, over sequences that have tokens:
     `seq_ratio_mean`, `seq_ratio_max`, `seq_ess` of the product of a sequence's ratios, and `seq_geo_ratio_min`,
-    `seq_geo_ratio_max` of its geometric mean. Without tokens: no mismatch (0 for differences, 1 for ratios).
+    `seq_geo_ratio_max` of its geometric mean. Without tokens the result is that of no mismatch (0 for differences, 1
+    for ratios). Raises `ShapeError` for shapes that differ.
     """
     require_same_shape(log_probs_K=log_probs_K, rollout_log_probs_K=rollout_log_probs_K)
     log_probs = log_probs_K.detach().double().flatten()
     rollout_log_probs = rollout_log_probs_K.detach().double().flatten()
     difference = log_probs - rollout_log_probs
     if difference.numel() == 0:
-        # one perfect token stands in, so that every key is there with its neutral value
+        # one token without mismatch, so that every key has its neutral value
         log_probs = rollout_log_probs = difference = difference.new_zeros(1)
     ratio = difference.exp()
     prob_gap = (log_probs.exp() - rollout_log_probs.exp()).abs()
@@ -74,7 +75,7 @@ def mismatch_metrics(
 
 
 def _percentile(ordered: Tensor, percentile: float) -> float:
-    # torch.quantile refuses more than 16 million values; a sorted row needs only two of them
+    # torch.quantile is limited to 16 million values
     place = (ordered.numel() - 1) * percentile / 100.0
     below = int(place)
     above = min(below + 1, ordered.numel() - 1)
@@ -92,7 +93,7 @@ def _sequence_metrics(difference_K: Tensor, response_lens_S: Tensor) -> dict[str
     return {
         "seq_ratio_mean": float(ratio.mean()),
         "seq_ratio_max": float(ratio.max()),
-        # the fraction does not change when all weights are scaled, so take the largest out first
+        # invariant to scaling the weights, so divide by the largest to avoid overflow
         "seq_ess": effective_sample_size((log_ratio - log_ratio.max()).exp()),
         "seq_geo_ratio_min": float(log_geo.min().exp()),
         "seq_geo_ratio_max": float(log_geo.max().exp()),

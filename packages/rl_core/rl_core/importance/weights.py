@@ -1,20 +1,16 @@
-"""Weights that correct the loss for tokens drawn by a rollout engine whose log-probs differ from the trainer's.
+"""Importance weights that correct the loss for differences between rollout and trainer log-probs.
 
 Shapes: K response tokens of all sequences one after another, S sequences.
 """
-
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .._tensors import require_same_shape, safe_exp, upcast
 from ..batching.segments import broadcast_to_tokens, segment_mean, segment_sum
+from ..options import ImportanceLevel, ImportanceMode, require_option
 
-__all__ = ["ImportanceLevel", "ImportanceMode", "rollout_weights"]
-
-ImportanceLevel = Literal["token", "sequence", "geometric"]
-ImportanceMode = Literal["truncate", "mask"]
+__all__ = ["rollout_weights"]
 
 
 def rollout_weights(
@@ -27,7 +23,9 @@ def rollout_weights(
     min_ratio: float = 0.0,
     response_lens_S: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(weights_K, inside_K): multiply the loss by the weights; `inside_K` is bool, the ratio was within the bounds.
+    """Importance weights between trainer and rollout engine: (weights_K, inside_K).
+
+    Multiply the per-token loss by `weights_K`. `inside_K` is bool: the ratio was within the bounds.
 
     With d_t = old_log_probs - rollout_log_probs (trainer minus rollout, same weights, before the update):
 
@@ -36,12 +34,15 @@ def rollout_weights(
         mask:       w = ratio where min_ratio <= ratio <= max_ratio, else 0
 
     Weights are detached and at least float32. Levels "sequence" and "geometric" need `response_lens_S`. Masked tokens
-    stay in the loss's denominators: the aggregation weights are not renormalised.
-    Combine levels by multiplying: token weights times `inside_K` of the geometric level rejects whole sequences.
+    stay in the denominators of the loss: the aggregation weights are not renormalized.
+    To combine levels, multiply: token weights times `inside_K` of the geometric level reject whole sequences.
     Sources: truncated importance sampling, Ionides 2008, and Yao et al. 2025, "Your efficient RL framework secretly
     brings you off-policy RL training"; masking, IcePop (Ling team 2025, arXiv:2510.18855); sequence level, Liu et al.
     2025, "When speed kills stability".
+    Raises `ValueError` for a bad bound, mode or level, `ShapeError` for shapes.
     """
+    require_option("mode", mode, ImportanceMode)
+    require_option("level", level, ImportanceLevel)
     if max_ratio <= 0.0:
         raise ValueError(f"max_ratio={max_ratio}: must be above 0")
     if not 0.0 <= min_ratio <= max_ratio:
@@ -52,16 +53,12 @@ def rollout_weights(
     inside = (ratio >= min_ratio) & (ratio <= max_ratio)
     if mode == "truncate":
         return ratio.clamp(min_ratio, max_ratio), inside
-    if mode == "mask":
-        return torch.where(inside, ratio, 0.0), inside
-    raise ValueError(f"mode={mode!r}: must be truncate or mask")
+    return torch.where(inside, ratio, 0.0), inside
 
 
 def _level_log_ratio(difference: Tensor, level: ImportanceLevel, response_lens_S: Tensor | None) -> Tensor:
     if level == "token":
         return difference
-    if level not in ("sequence", "geometric"):
-        raise ValueError(f"level={level!r}: must be token, sequence or geometric")
     if response_lens_S is None:
         raise ValueError(f"level={level!r} needs response_lens_S")
     reduce = segment_sum if level == "sequence" else segment_mean

@@ -1,1 +1,1 @@
-"""KL estimators and KL coefficient controllers."""
+"""KL estimators and controllers of the KL coefficient."""

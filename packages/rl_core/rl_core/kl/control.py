@@ -1,4 +1,4 @@
-"""The coefficient of the KL penalty over time. Plain immutable values: `coefficient` is all there is to save."""
+"""Controllers of the KL penalty coefficient. They are immutable; `coefficient` is their whole state."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -7,7 +7,7 @@ __all__ = ["AdaptiveKL", "FixedKL", "KLController"]
 
 
 class KLController(Protocol):
-    """What a training loop needs of a controller."""
+    """Interface of a controller."""
 
     @property
     def coefficient(self) -> float: ...
@@ -19,7 +19,7 @@ class KLController(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedKL:
-    """Always the same coefficient (at least 0)."""
+    """Constant coefficient, at least 0."""
 
     coefficient: float
 
@@ -33,7 +33,7 @@ class FixedKL:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveKL:
-    """Proportional control of the coefficient towards a target KL.
+    """Proportional control of the coefficient toward a target KL.
 
         e = clip(kl / target - 1, -0.2, 0.2)
         coefficient <- coefficient * (1 + e * num_samples / horizon)
@@ -42,9 +42,9 @@ class AdaptiveKL:
     """
 
     coefficient: float
-    """Start value, at least 0 (0 stays 0)."""
+    """Current coefficient, at least 0 (0 stays 0)."""
     target: float
-    """KL to hold, in nats, above 0; per token or per sequence as the `kl` given to `updated`."""
+    """Target KL in nats, above 0; per token or per sequence, like the `kl` passed to `updated`."""
     horizon: float = 10_000.0
     """Sequences over which a full error of 0.2 acts, above 0."""
 
@@ -55,9 +55,9 @@ class AdaptiveKL:
                 raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
 
     def updated(self, kl: float, num_samples: int) -> "AdaptiveKL":
-        """The controller after a batch of `num_samples` sequences with this mean KL. A NaN is refused."""
+        """The controller after a batch of `num_samples` sequences with this mean KL. Raises `ValueError` for NaN."""
         if kl != kl:
-            raise ValueError("kl=nan: the batch has no KL; do not update the controller with it")
+            raise ValueError("kl=nan: a controller cannot be updated with it; check the log-probs of the batch")
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         factor = 1.0 + error * num_samples / self.horizon
         # a batch larger than the horizon must not turn the coefficient negative

@@ -1,1 +1,1 @@
-"""Policy, value and entropy losses, and how token losses aggregate into the mini-batch loss."""
+"""Policy, value and entropy losses, and the weights that aggregate per-token losses."""

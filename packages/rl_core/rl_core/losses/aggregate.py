@@ -1,21 +1,18 @@
-"""How per-token losses become one number: weights decided once for the whole mini batch.
+"""Aggregation of per-token losses into the mini-batch loss, independent of micro batches and ranks.
 
-The mini-batch loss is  L = sum_i w_i * sum_t loss_it.  Because w depends on the whole mini batch and on nothing else,
-any micro batch on any rank contributes  sum over its own tokens of w_i * loss_it,  and the contributions add up to L
-exactly as one big batch would. Shapes: N sequences of the mini batch, K their tokens one after another.
+The mini-batch loss is  L = sum_i w_i * sum_t loss_it.  The weights w depend only on the lengths of the whole mini
+batch, so each micro batch on each rank contributes the sum of w_i * loss_it over its own tokens, and the contributions
+add up to L. Shapes: N sequences of the mini batch, K their tokens one after another.
 """
-
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .._tensors import require_1d, require_same_shape, upcast
 from ..batching.segments import broadcast_to_tokens
+from ..options import LossAggregation, require_option
 
-__all__ = ["LossAggregation", "aggregate_loss", "global_totals", "token_weights"]
-
-LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length"]
+__all__ = ["aggregate_loss", "global_totals", "token_weights"]
 
 
 def token_weights(
@@ -42,8 +39,9 @@ def token_weights(
 
     A sequence without tokens has weight 0 and is not counted, so padding sequences change nothing. `num_tokens` and
     `num_sequences` replace n and M where `response_lens_N` is only a part of the mini batch (see `global_totals`).
-    Raises `ValueError` for an unknown mode or `fixed_length` missing, superfluous or below 1.
+    Raises `ValueError` for an unknown mode, or `fixed_length` missing, unused or below 1.
     """
+    require_option("mode", mode, LossAggregation)
     require_1d(response_lens_N=response_lens_N)
     if mode == "fixed_length" and (fixed_length is None or fixed_length < 1):
         raise ValueError(f"fixed_length={fixed_length}: mode 'fixed_length' needs a length of at least 1")
@@ -60,19 +58,16 @@ def token_weights(
         weights_N = (1.0 / sequences).expand_as(lens_N)
     elif mode == "seq_mean_token_mean":
         weights_N = 1.0 / (sequences * lens_N.clamp(min=1))
-    elif mode == "fixed_length":
-        weights_N = (1.0 / (sequences * float(fixed_length or 1))).expand_as(lens_N)
     else:
-        raise ValueError(
-            f"mode={mode!r}: must be one of token_mean, seq_mean_token_sum, seq_mean_token_mean, fixed_length"
-        )
+        weights_N = (1.0 / (sequences * float(fixed_length or 1))).expand_as(lens_N)
     return torch.where(has_tokens_N, weights_N, 0.0).to(dtype)
 
 
 def aggregate_loss(loss_K: Tensor, weights_N: Tensor, response_lens_N: Tensor) -> Tensor:
-    """sum_i w_i sum_t loss_it as a 0-d tensor: the loss, or this part's share of it. Differentiable in `loss_K`.
+    """sum_i w_i sum_t loss_it, a 0-d tensor: the mini-batch loss, or the share of it that these sequences contribute.
 
-    `weights_N` and `response_lens_N` are the rows of the sequences in `loss_K`. An empty part gives 0 with a graph.
+    Differentiable in `loss_K`. `weights_N` and `response_lens_N` are the entries of the sequences in `loss_K`. Without
+    sequences the result is 0 and still has a graph.
     """
     weights_K = broadcast_to_tokens(weights_N, response_lens_N)
     require_same_shape(loss_K=loss_K, weights_K=weights_K)
@@ -83,8 +78,9 @@ def aggregate_loss(loss_K: Tensor, weights_N: Tensor, response_lens_N: Tensor) -
 def global_totals(response_lens_N: Tensor, group: "torch.distributed.ProcessGroup | None") -> tuple[int, int]:
     """(number of tokens, number of sequences that have one) over all ranks of the group: exactly one all-reduce.
 
-    For trainers whose ranks each know only their own sequences; `response_lens_N` on the group's device. None: this
-    process alone, no communication. Averaging gradients over R ranks then asks for a loss multiplied by R.
+    For trainers whose ranks each know only their own sequences. `response_lens_N` must be on the group's device. With
+    `group` None only this process counts and nothing is communicated. Where gradients are averaged over R ranks,
+    multiply the loss by R.
     """
     require_1d(response_lens_N=response_lens_N)
     totals = torch.stack([response_lens_N.sum(), (response_lens_N > 0).sum()]).to(torch.int64)

@@ -1,6 +1,7 @@
-"""The clipped policy loss of PPO with asymmetric and dual clipping.
+"""Policy losses: PPO clip with clip-higher and dual clip, GSPO, CISPO; the entropy bonus; their metrics.
 
-Shapes: K response tokens; every function also takes any other shape, as long as all tensors agree.
+Shapes: K response tokens of all sequences one after another, S sequences, V vocabulary. Only `gspo_loss` needs to know
+where sequences end; the other functions take any shape, as long as all tensors agree.
 """
 
 from dataclasses import dataclass
@@ -9,13 +10,24 @@ import torch
 from torch import Tensor
 
 from .._tensors import require_same_shape, safe_exp, upcast
+from ..batching.segments import broadcast_to_tokens, segment_mean
+from ..kl.estimators import k3
+from ..options import check_clip
 
-__all__ = ["PolicyLossStats", "policy_metric_shares", "ppo_clip_loss"]
+__all__ = [
+    "PolicyLossStats",
+    "cispo_loss",
+    "entropy_bonus",
+    "entropy_from_logits",
+    "gspo_loss",
+    "policy_metric_shares",
+    "ppo_clip_loss",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossStats:
-    """What happened to each token; detached, shaped like the loss."""
+    """Ratios and clip flags of each token; detached, shaped like the loss."""
 
     ratio_K: Tensor
     """The importance ratio that entered the loss (token level, or the sequence's for GSPO)."""
@@ -24,7 +36,7 @@ class PolicyLossStats:
     clipped_K: Tensor
     """bool: the bound was active, so the token's gradient is zero (CISPO: its weight was clipped)."""
     dual_clipped_K: Tensor
-    """bool: the dual clip was active; a subset of neither, disjoint from `clipped_K`."""
+    """bool: the dual clip was active. No token is set both here and in `clipped_K`."""
 
 
 def ppo_clip_loss(
@@ -47,17 +59,117 @@ def ppo_clip_loss(
     The log-ratio is clamped to [-20, 20] before the exponential. Old log-probs and advantages get no gradient.
     Aggregate with `rl_core.aggregate_loss`. Raises `ValueError` for a bound out of range, `ShapeError` for shapes.
     """
-    require_bounds(clip_low, clip_high)
-    if dual_clip is not None and dual_clip <= 1.0:
-        raise ValueError(f"dual_clip={dual_clip}: must be above 1, or None")
-    require_same_shape(log_probs_K=log_probs_K, old_log_probs_K=old_log_probs_K, advantages_K=advantages_K)
-    log_probs, old_log_probs, advantages = upcast(log_probs_K, old_log_probs_K.detach(), advantages_K.detach())
+    check_clip(clip_low, clip_high, dual_clip)
+    log_probs, old_log_probs, advantages = _inputs(log_probs_K, old_log_probs_K, advantages_K)
     log_ratio = log_probs - old_log_probs
+    return _clipped_surrogate(safe_exp(log_ratio), log_ratio, advantages, clip_low, clip_high, dual_clip)
+
+
+def gspo_loss(
+    log_probs_K: Tensor,
+    old_log_probs_K: Tensor,
+    advantages_K: Tensor,
+    response_lens_S: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> tuple[Tensor, PolicyLossStats]:
+    """Per-token loss of group sequence policy optimization (GSPO), [K], in at least float32.
+
+        s_i = exp(1/|y_i| sum_t (log_probs - old_log_probs)_it)              the sequence's geometric mean ratio
+        loss_it = -min(s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it)
+        s_it = sg(s_i) * exp(log_probs_it - sg(log_probs_it))                value s_i, gradient through token t
+
+    With one advantage per sequence this is GSPO's objective and gradient under the "seq_mean_token_mean" aggregation of
+    the paper; advantages that differ by token are GSPO-token. A sequence must not be split over micro batches.
+    Source: Zheng et al. 2025, arXiv:2507.18071, equations 5, 7 and 13; the default bounds are theirs.
+    Raises `ValueError` for a bound out of range, `ShapeError` for shapes.
+    """
+    check_clip(clip_low, clip_high)
+    log_probs, old_log_probs, advantages = _inputs(log_probs_K, old_log_probs_K, advantages_K)
+    log_ratio = log_probs - old_log_probs
+    sequence_ratio = safe_exp(segment_mean(log_ratio.detach(), response_lens_S))
+    through_token = 1.0 + (log_probs - log_probs.detach())  # value 1, and the gradient of exp at 0
+    ratio = broadcast_to_tokens(sequence_ratio, response_lens_S) * through_token
+    return _clipped_surrogate(ratio, log_ratio, advantages, clip_low, clip_high, None)
+
+
+def cispo_loss(
+    log_probs_K: Tensor,
+    old_log_probs_K: Tensor,
+    advantages_K: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+) -> tuple[Tensor, PolicyLossStats]:
+    """Per-token loss of CISPO, which clips the importance weight instead of the gradient; [K], in at least float32.
+
+        r = exp(log_probs - old_log_probs)
+        loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log_probs
+
+    Every token keeps a gradient; only its weight is bounded. The default has no lower bound (as in the paper) and an
+    upper one of 5. Value and gradient are those of a weighted REINFORCE loss, so watch the score instead of the value.
+    Source: MiniMax 2025, arXiv:2506.13585; the bound of 5 is among those of Khatri et al. 2025, arXiv:2510.13786.
+    Raises `ValueError` for a bound out of range, `ShapeError` for shapes.
+    """
+    check_clip(clip_low, clip_high)
+    log_probs, old_log_probs, advantages = _inputs(log_probs_K, old_log_probs_K, advantages_K)
+    log_ratio = (log_probs - old_log_probs).detach()
     ratio = safe_exp(log_ratio)
-    return clipped_surrogate(ratio, log_ratio, advantages, clip_low, clip_high, dual_clip)
+    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    stats = PolicyLossStats(
+        ratio_K=ratio,
+        log_ratio_K=log_ratio,
+        clipped_K=weight != ratio,
+        dual_clipped_K=torch.zeros_like(ratio, dtype=torch.bool),
+    )
+    return -weight * advantages * log_probs, stats
 
 
-def clipped_surrogate(
+def policy_metric_shares(stats: PolicyLossStats, weights_K: Tensor) -> dict[str, Tensor]:
+    """This micro batch's shares of the weighted means of `stats`; shares add up over micro batches and ranks.
+
+    `weights_K` are the token weights of the loss (or 1 / number of tokens). Values are 0-d tensors: `ratio`, `kl_old`
+    (k3 estimate of KL(old || new), never negative), `clip_fraction`, `dual_clip_fraction`.
+    """
+    require_same_shape(ratio_K=stats.ratio_K, weights_K=weights_K)
+    weights, ratio, log_ratio = upcast(weights_K.detach(), stats.ratio_K, stats.log_ratio_K)
+    return {
+        "ratio": (weights * ratio).sum(),
+        "kl_old": (weights * k3(-log_ratio)).sum(),
+        "clip_fraction": (weights * stats.clipped_K).sum(),
+        "dual_clip_fraction": (weights * stats.dual_clipped_K).sum(),
+    }
+
+
+def entropy_bonus(entropy_K: Tensor, coefficient: float) -> Tensor:
+    """-coefficient * entropy, the term to add to a per-token loss, [K]; minimizing it raises the entropy.
+
+    Source: Williams and Peng 1991; Mnih et al. 2016, arXiv:1602.01783. A negative coefficient lowers the entropy.
+    `rl_core.linear_log_prob` returns the entropy, with its gradient, without materializing the logits.
+    """
+    (entropy,) = upcast(entropy_K)
+    return -coefficient * entropy
+
+
+def entropy_from_logits(logits_KV: Tensor) -> Tensor:
+    """H = -sum_v p_v log p_v in nats, [K], from materialized logits; in at least float32, differentiable.
+
+    Logits of -inf (banned tokens) count as probability 0.
+    """
+    (logits,) = upcast(logits_KV)
+    log_probs = logits.log_softmax(dim=-1)
+    # 0 * -inf is NaN, and so is its gradient: mask the banned tokens before the product
+    return -(log_probs.exp() * log_probs.masked_fill(log_probs.isinf(), 0.0)).sum(dim=-1)
+
+
+def _inputs(log_probs_K: Tensor, old_log_probs_K: Tensor, advantages_K: Tensor) -> tuple[Tensor, ...]:
+    """The three tensors in one dtype of at least float32; only the log-probs keep their graph."""
+    require_same_shape(log_probs_K=log_probs_K, old_log_probs_K=old_log_probs_K, advantages_K=advantages_K)
+    return upcast(log_probs_K, old_log_probs_K.detach(), advantages_K.detach())
+
+
+def _clipped_surrogate(
     ratio: Tensor,
     log_ratio: Tensor,
     advantages: Tensor,
@@ -65,7 +177,7 @@ def clipped_surrogate(
     clip_high: float,
     dual_clip: float | None,
 ) -> tuple[Tensor, PolicyLossStats]:
-    """The loss of `ppo_clip_loss` for a ratio already computed (shared with the sequence-level form)."""
+    """The clipped loss of `ppo_clip_loss` and `gspo_loss`, given the ratio."""
     plain = -ratio * advantages
     bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     loss = torch.maximum(plain, bounded)
@@ -80,27 +192,3 @@ def clipped_surrogate(
         ratio_K=ratio.detach(), log_ratio_K=log_ratio.detach(), clipped_K=clipped, dual_clipped_K=dual_clipped
     )
     return loss, stats
-
-
-def policy_metric_shares(stats: PolicyLossStats, weights_K: Tensor) -> dict[str, Tensor]:
-    """This micro batch's shares of the weighted means people watch; shares add up over micro batches and ranks.
-
-    `weights_K` are the token weights of the loss (or 1 / number of tokens). Values are 0-d tensors: `ratio`, `kl_old`
-    (k3 estimate of KL(old || new), never negative), `clip_fraction`, `dual_clip_fraction`.
-    """
-    require_same_shape(ratio_K=stats.ratio_K, weights_K=weights_K)
-    weights, ratio, log_ratio = upcast(weights_K.detach(), stats.ratio_K, stats.log_ratio_K)
-    return {
-        "ratio": (weights * ratio).sum(),
-        "kl_old": (weights * (log_ratio.clamp(-20.0, 20.0).expm1() - log_ratio)).sum(),
-        "clip_fraction": (weights * stats.clipped_K).sum(),
-        "dual_clip_fraction": (weights * stats.dual_clipped_K).sum(),
-    }
-
-
-def require_bounds(clip_low: float, clip_high: float) -> None:
-    """Raise `ValueError` unless 0 <= clip_low <= 1 and clip_high >= 0."""
-    if not 0.0 <= clip_low <= 1.0:
-        raise ValueError(f"clip_low={clip_low}: must be between 0 and 1")
-    if clip_high < 0.0:
-        raise ValueError(f"clip_high={clip_high}: must be at least 0")

@@ -1,4 +1,4 @@
-"""The critic's loss. Shapes: K response tokens; any other shape works too, as long as all tensors agree."""
+"""The value loss of the critic. Shapes: K response tokens; any other shape works too, as long as all tensors agree."""
 
 import torch
 from torch import Tensor
@@ -15,14 +15,15 @@ def value_loss(
     *,
     clip: float | None = 0.2,
 ) -> tuple[Tensor, Tensor]:
-    """(loss_K, clipped_K): half the squared error, with the new value held near the old one.
+    """Half the squared error of the critic, with the new value clipped around the old one: (loss_K, clipped_K).
 
         V_c = old + clip(V - old, -clip, clip)
         loss = 1/2 max((V - R)^2, (V_c - R)^2)
 
-    `clip` None, or no `old_values_K`, is the plain squared error. `clipped_K` is bool: the bound was active, the token
-    has no gradient. Loss in at least float32; returns and old values get no gradient.
+    Without `clip` or `old_values_K` it is the plain squared error. `clipped_K` is bool: the bound was active, so the
+    token has no gradient. The loss is at least float32; returns and old values get no gradient.
     Source: PPO2 in OpenAI baselines (2017); Huang et al. 2022, "The 37 implementation details of PPO", detail 9.
+    Raises `ValueError` for `clip` not above 0, `ShapeError` for shapes that differ.
     """
     if clip is not None and clip <= 0.0:
         raise ValueError(f"clip={clip}: must be above 0, or None")
@@ -34,8 +35,8 @@ def value_loss(
     require_same_shape(values_K=values_K, old_values_K=old_values_K)
     old_values = old_values_K.detach().to(values)
     change = values - old_values
-    # inside the bound the held value must be the value itself: old + (new - old) may be one rounding away from it, and
-    # the token would then be counted as clipped
+    # within the bound use the value itself: old + (new - old) may differ from it by one rounding, and the token would
+    # then count as clipped
     held = torch.where(change.abs() <= clip, values, old_values + change.clamp(-clip, clip))
     bounded = 0.5 * (held - returns).square()
     return torch.maximum(plain, bounded), (bounded > plain).detach()

@@ -1,0 +1,41 @@
+"""Names and bounds of the options of losses, KL estimators and importance weights.
+
+Standard library only: an application can use them in its config before torch is imported. The functions that take
+these options check them here too, so each rule exists once.
+"""
+
+from typing import Literal, get_args
+
+__all__ = ["ImportanceLevel", "ImportanceMode", "KLKind", "LossAggregation", "check_clip"]
+
+LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length"]
+"""How per-token losses become the mini-batch loss, see `rl_core.token_weights`."""
+
+KLKind = Literal["k1", "k2", "k3", "abs"]
+"""KL estimators, see `rl_core.kl_estimate`."""
+
+ImportanceLevel = Literal["token", "sequence", "geometric"]
+"""What one importance ratio covers, see `rl_core.rollout_weights`."""
+
+ImportanceMode = Literal["truncate", "mask"]
+"""What happens to an importance ratio out of bounds, see `rl_core.rollout_weights`."""
+
+
+def check_clip(clip_low: float, clip_high: float, dual_clip: float | None = None) -> None:
+    """Check the clip bounds of a policy loss.
+
+    Raises `ValueError` unless 0 <= clip_low <= 1, clip_high >= 0, and dual_clip is None or above 1. A `clip_low` of 1
+    means no lower bound, because ratios are positive.
+    """
+    if not 0.0 <= clip_low <= 1.0:
+        raise ValueError(f"clip_low={clip_low}: must be between 0 and 1")
+    if clip_high < 0.0:
+        raise ValueError(f"clip_high={clip_high}: must be at least 0")
+    if dual_clip is not None and dual_clip <= 1.0:
+        raise ValueError(f"dual_clip={dual_clip}: must be above 1, or None")
+
+
+def require_option(name: str, value: object, options: object) -> None:
+    """Raise `ValueError` unless `value` is one of the strings of the Literal `options`."""
+    if value not in get_args(options):
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(get_args(options))}")
