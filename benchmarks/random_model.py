@@ -1,7 +1,7 @@
-"""A real model's architecture with random weights, for benchmarks where no weights can be downloaded.
+"""Writes a model of a real architecture with random weights, for benchmarks without downloads.
 
 `python -m benchmarks.random_model qwen3-0.6b FOLDER` writes a Hugging Face folder: config, bf16 weights, and a
-byte-level tokenizer (every text encodes; ids above 258 have no text and decode to nothing).
+byte-level tokenizer (encodes every text; ids above 257 decode to an empty string).
 """
 
 import argparse
@@ -43,7 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "tie_word_embeddings": True,
     },
-    # That of DeepSeek-R1-Distill-Qwen-7B.
+    # DeepSeek-R1-Distill-Qwen-7B
     "qwen2-7b": {
         "model_type": "qwen2",
         "vocab_size": 152064,
@@ -55,7 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
     },
-    # Small enough for a laptop, with the shape family of the above: for trying a benchmark's script out.
+    # Small enough for a laptop: for testing a benchmark script.
     "qwen3-tiny": {
         "vocab_size": 512,
         "hidden_size": 128,
@@ -71,7 +71,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def model_config(name: str, **fields: Any) -> Any:
-    """transformers' config of the model called `name`, with further fields of it."""
+    """The transformers config of model `name`; `fields` override its values."""
     from transformers import AutoConfig
 
     shape = {"model_type": "qwen3", "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6, **CONFIGS[name], **fields}
@@ -79,7 +79,7 @@ def model_config(name: str, **fields: Any) -> Any:
 
 
 def write_random_model(name: str, folder: Path, *, seed: int = 0) -> Path:
-    """Writes the model called `name` into `folder`; returns the folder."""
+    """Write model `name` to `folder` and return the folder."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -94,7 +94,7 @@ def write_random_model(name: str, folder: Path, *, seed: int = 0) -> Path:
 
 
 def byte_tokenizer() -> Any:
-    """One token a byte, and end-of-sequence and padding after them."""
+    """One token per byte, then end-of-sequence and padding."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

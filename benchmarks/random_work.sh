@@ -1,4 +1,4 @@
-# Sourced with WORK_DIR and MODEL: a random model's folder and a table of prompts in WORK_DIR, unless they are there.
+# Source with WORK_DIR and MODEL: writes a random model and a table of prompts to WORK_DIR unless they exist.
 mkdir -p "$1"
 [ -f "$1/model/config.json" ] || python3 -m benchmarks.random_model "$2" "$1/model"
 [ -f "$1/train.parquet" ] || python3 - "$1" <<'PY'

@@ -22,7 +22,7 @@ from apps.bench.live import LiveTable, table_lines
 from apps.bench.main import BENCHMARKS
 from apps.bench.plan import Case, plan_gate, plan_six, zero1_name, zero2_name
 from apps.bench.report import write_report, write_tables
-from apps.bench.results import Reached, compare_rows, overall_rows, read_reached, summary_rows, tsv_text
+from apps.bench.results import CaseResult, compare_rows, overall_rows, read_result, summary_rows, tsv_text
 from apps.bench.runner import finished, run_case
 from apps.bench.statistics import Interval, judge, student_t_quantile
 from apps.grpo.config import GrpoConfig
@@ -84,7 +84,7 @@ def test_the_gate_runs_both_stages_with_every_seed(app: str) -> None:
         ({"case_timeout_s": 0.0}, "case_timeout_s"),
         ({"output_dir": ""}, "output_dir"),
         ({"overrides": ("seed",)}, "overrides"),
-        ({"overrides": ("trainer.seed=1",)}, "decides"),
+        ({"overrides": ("trainer.seed=1",)}, "sets itself"),
         ({"seeds": ()}, "seeds"),
         ({"seeds": (1, 1)}, "seeds"),
         ({"confidence": 1.0}, "confidence"),
@@ -130,8 +130,8 @@ def test_nothing_measured_is_no_verdict() -> None:
     assert judge([math.nan], Interval(low=0, high=1), confidence=0.9).verdict == "not measured"
 
 
-def reached(score: float, throughput: float, memory: float = math.nan) -> Reached:
-    return Reached(status="completed", score=score, throughput=throughput, peak_reserved_gb=memory, peak_host_gib=2.0)
+def reached(score: float, throughput: float, memory: float = math.nan) -> CaseResult:
+    return CaseResult(status="completed", score=score, throughput=throughput, peak_reserved_gb=memory, peak_host_gib=2.0)
 
 
 def test_the_gates_tables() -> None:
@@ -170,7 +170,7 @@ class Terminal(io.StringIO):
 
 def test_the_live_table() -> None:
     cases = [CASE, replace(CASE, name="another")]
-    running = Reached(status="running", attempts=2, last_step=1, score=0.25, wall_s=65.0)
+    running = CaseResult(status="running", attempts=2, last_step=1, score=0.25, wall_s=65.0)
     lines = table_lines(cases, {"one": running})
     assert len({len(line) for line in lines}) == 1
     assert "running (attempt 2)" in lines[1]
@@ -210,7 +210,7 @@ with Tracker(run, quiet, num_steps=3) as tracker:
 """
 
 
-def go(folder: Path, case: Case = CASE, *, retries: int = 1, timeout_s: float = 60.0, **given: object) -> Reached:
+def go(folder: Path, case: Case = CASE, *, retries: int = 1, timeout_s: float = 60.0, **given: object) -> CaseResult:
     script = folder / "app.py"
     script.write_text(APP)
     given = {"tries": folder / f"{case.name}.tries", **given}
@@ -286,7 +286,7 @@ def test_the_documented_commands_are_right() -> None:
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
-    assert read_reached(tmp_path, status="running").last_step == 0
+    assert read_result(tmp_path, status="running").last_step == 0
     assert isinstance(SixCaseConfig(), BenchConfig)
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks of whole runs: the six ZeRO cases of PPO, and ZeRO-1 against ZeRO-2 across seeds."""
+"""Benchmarks of whole runs: six ZeRO cases of PPO, and ZeRO-1 against ZeRO-2 across seeds."""

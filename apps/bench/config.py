@@ -1,4 +1,4 @@
-"""Everything `apps.bench.main` can be told."""
+"""Configuration of `apps.bench.main`."""
 
 import re
 from dataclasses import dataclass
@@ -25,28 +25,28 @@ _OWN_KEYS = ("trainer.seed", "trainer.total_training_steps", "trainer.experiment
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What every benchmark has. A case is a run of an app, in a process of its own."""
+    """Options shared by all benchmarks. A case is a run of an app in its own process."""
 
     run_tag: str = "bench"
     """Name of the benchmark; its folder is `<output_dir>/<run_tag>_<timestamp>`."""
     output_dir: str = "outputs"
-    """Where benchmark folders are made."""
+    """Parent of the benchmark folders."""
     steps: int = 60
     """Training steps of each case."""
     fp32_grad_accum: bool = True
-    """ZeRO-2 cases: add micro batches' gradients up in fp32."""
+    """ZeRO-2 cases: accumulate gradients in fp32."""
     overlays: tuple[str, ...] = ()
-    """Overlays of the cases' app, left to right; `overlay=tiny` of this app sets it."""
+    """Overlays of the cases' app, merged left to right; `overlay=tiny` of this app sets it."""
     overrides: tuple[str, ...] = ()
     """Further `section.key=value` for every case, such as `model.path=/models/Qwen3-0.6B`."""
     retries: int = 1
-    """Further attempts at a case that failed; a wrong configuration is not tried again."""
+    """Retries of a failed case; an invalid configuration is not retried."""
     case_timeout_s: float = 86_400.0
-    """Seconds after which an attempt is given up."""
+    """Timeout of one attempt, in seconds."""
     resume: Literal["never", "auto"] = "never"
-    """`auto` goes on in `resume_from`: cases that finished there, with the same arguments, are not run again."""
+    """`auto` resumes in `resume_from` and skips cases that completed there with the same arguments."""
     resume_from: str | None = None
-    """The benchmark folder to go on in; null for the newest one of this `run_tag` in `output_dir`."""
+    """Benchmark folder to resume; null takes the newest one of this `run_tag` in `output_dir`."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=-]*", self.run_tag):
@@ -67,7 +67,7 @@ class BenchConfig:
             if not re.match(r"[a-z_]+(\.[a-z_0-9]+)+=", override):
                 raise ValueError(f"overrides holds {override!r}; allowed: section.key=value")
             if override.partition("=")[0] in _OWN_KEYS:
-                raise ValueError(f"overrides holds {override!r}, which the benchmark decides; see --help")
+                raise ValueError(f"overrides contains {override!r}, which the benchmark sets itself; see --help")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +78,9 @@ class SixCaseConfig(BenchConfig):
     seed: int = 7777
     """Seed of every case."""
     step_each_micro: bool = False
-    """ZeRO-2 cases: let DeepSpeed count micro batches itself."""
+    """ZeRO-2 cases: let DeepSpeed count the micro batches."""
     cases: tuple[CaseName, ...] = SIX_CASES
-    """Which of the six."""
+    """The cases to run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,23 +90,23 @@ class SixCaseConfig(BenchConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class StageGateConfig(BenchConfig):
-    """ZeRO-1 against ZeRO-2, the same seeds for both: are they the same in score, throughput and memory?"""
+    """ZeRO-1 against ZeRO-2 with the same seeds: compares score, throughput and memory."""
 
     run_tag: str = "stage_gate"
     app: Literal["ppo", "grpo"] = "ppo"
-    """The app whose `gsm8k` preset is run."""
+    """App whose `gsm8k` preset is run."""
     seeds: tuple[int, ...] = (7777,)
-    """Each is run at both stages."""
+    """Seeds; each runs at both stages."""
     step_each_micro: tuple[bool, ...] = (False, True)
-    """ZeRO-2 with each of these; ZeRO-1 is run once a seed."""
+    """Values for the ZeRO-2 runs; ZeRO-1 runs once per seed."""
     confidence: float = 0.95
-    """Of the interval for the mean difference over seeds; there is none for one seed."""
+    """Confidence level of the interval of the mean difference over seeds; one seed has no interval."""
     score_threshold: float = 0.05
-    """Largest difference in score, either way, that counts as equal."""
+    """Largest absolute difference in score that counts as equal."""
     throughput_threshold: float = 0.1
-    """Largest loss of throughput, as a share of ZeRO-1's."""
+    """Largest throughput loss, as a fraction of ZeRO-1's."""
     memory_threshold: float = 0.1
-    """Largest growth of memory, as a share of ZeRO-1's."""
+    """Largest memory growth, as a fraction of ZeRO-1's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

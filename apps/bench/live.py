@@ -1,4 +1,4 @@
-"""The table of cases that is shown while they run: redrawn in place on a terminal, a line a change elsewhere."""
+"""Live table of the cases: redrawn in place on a terminal, one line per change elsewhere."""
 
 import shutil
 import sys
@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from apps.bench.plan import Case
-from apps.bench.results import Reached
+from apps.bench.results import CaseResult
 from run_kit.tracking.progress import duration_text
 
 _COLUMNS = ("case", "status", "step", "score", "tok/s", "s/step", "GB", "wall")
 
 
-def table_lines(cases: Sequence[Case], reached: Mapping[str, Reached]) -> list[str]:
-    """Header and one line a case, columns aligned; GB is a rank's peak on GPUs, the host's on the CPU."""
-    rows = [_COLUMNS, *(_cells(case, reached.get(case.name, Reached())) for case in cases)]
+def table_lines(cases: Sequence[Case], reached: Mapping[str, CaseResult]) -> list[str]:
+    """Header and one line per case, aligned; GB is the peak of a rank on GPUs and of the host on the CPU."""
+    rows = [_COLUMNS, *(_cells(case, reached.get(case.name, CaseResult())) for case in cases)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     return [
         "  ".join(
@@ -26,7 +26,7 @@ def table_lines(cases: Sequence[Case], reached: Mapping[str, Reached]) -> list[s
     ]
 
 
-def _cells(case: Case, found: Reached) -> tuple[str, ...]:
+def _cells(case: Case, found: CaseResult) -> tuple[str, ...]:
     retried = f" (attempt {found.attempts})" if found.attempts > 1 else ""
     memory = found.peak_reserved_gb if found.peak_reserved_gb == found.peak_reserved_gb else found.peak_host_gib
     return (
@@ -46,10 +46,10 @@ def _short(value: float, form: str) -> str:
 
 
 class LiveTable:
-    """Shows the cases. Off a terminal it prints a case's line when its status or step changes, at most twice a minute.
+    """Shows the cases. Without a terminal it prints a line per change of a case, at most twice a minute.
 
     Args:
-        stream: where to; None is stdout.
+        stream: output stream; None is stdout.
         clock: monotonic seconds; for tests.
     """
 
@@ -57,14 +57,14 @@ class LiveTable:
         self, cases: Sequence[Case], *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._cases = {case.name: case for case in cases}
-        self.reached: dict[str, Reached] = {}
+        self.reached: dict[str, CaseResult] = {}
         self._stream = stream or sys.stdout
         self._clock = clock
         self._num_drawn = 0
-        self._printed: dict[str, tuple[Reached, float]] = {}
+        self._printed: dict[str, tuple[CaseResult, float]] = {}
 
-    def update(self, name: str, reached: Reached) -> None:
-        """What a case has reached by now."""
+    def update(self, name: str, reached: CaseResult) -> None:
+        """Update the progress of a case."""
         self.reached[name] = reached
         if self._stream.isatty():
             self._draw()
@@ -72,7 +72,7 @@ class LiveTable:
             self._print(name, reached)
 
     def close(self) -> None:
-        """The whole table, once more where it was not drawn."""
+        """Print the final table if there is no terminal."""
         if not self._stream.isatty():
             self._stream.write("\n".join(table_lines(list(self._cases.values()), self.reached)) + "\n")
             self._stream.flush()
@@ -80,12 +80,12 @@ class LiveTable:
     def _draw(self) -> None:
         lines = table_lines(list(self._cases.values()), self.reached)
         up = f"\x1b[{self._num_drawn}F" if self._num_drawn else ""
-        width = shutil.get_terminal_size().columns - 1  # a wrapped line would not be drawn over
+        width = shutil.get_terminal_size().columns - 1  # a wrapped line would not be overwritten
         self._stream.write(up + "".join(f"\x1b[2K{line[:width]}\n" for line in lines))
         self._stream.flush()
         self._num_drawn = len(lines)
 
-    def _print(self, name: str, reached: Reached) -> None:
+    def _print(self, name: str, reached: CaseResult) -> None:
         now, before = self._clock(), self._printed.get(name)
         if before is not None:
             earlier, printed_at = before

@@ -22,7 +22,7 @@ BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], list[Case]]]] = {
 
 
 def run(config: BenchConfig, *, plan: Callable[[Any], list[Case]], command: str) -> int:
-    """Runs the cases one after the other; 0, or 1 if a case failed or a verdict is `fail`."""
+    """Run the cases one after the other; return 0, or 1 if a case failed or a verdict is `fail`."""
     from apps.bench.live import LiveTable
     from apps.bench.report import write_report, write_tables
     from apps.bench.results import overall_rows
@@ -53,12 +53,12 @@ def run(config: BenchConfig, *, plan: Callable[[Any], list[Case]], command: str)
             verdicts.append(row["verdict"])
     failed = [name for name, reached in table.reached.items() if reached.status != "completed"]
     if failed:
-        print(f"failed: {', '.join(failed)}; see their train.log, and `attempts/` for what they printed")
+        print(f"failed: {', '.join(failed)}; see their train.log, and `attempts/` for their output")
     return 1 if failed or "fail" in verdicts else 0
 
 
 def _folder(config: BenchConfig) -> Path:
-    """A new folder, or the one to go on in."""
+    """A new folder, or the folder to resume."""
     if config.resume == "never":
         return RunFolder.create(config.output_dir, config.run_tag).path
     if config.resume_from is not None:
@@ -71,11 +71,11 @@ def _folder(config: BenchConfig) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line; ends by SystemExit."""
+    """Run a benchmark from the command line; always raises SystemExit."""
     arguments = sys.argv[1:] if argv is None else argv
     name = arguments[0] if arguments else ""
     if name not in BENCHMARKS:
-        print(f"{__doc__}\nEach has its own keys: python -m apps.bench.main six_case --help")
+        print(f"{__doc__}\nKeys of each: python -m apps.bench.main six_case --help")
         sys.exit(0 if name in ("-h", "--help", "help") else 2)
     config_cls, plan = BENCHMARKS[name]
     app = f"python -m apps.bench.main {name}"

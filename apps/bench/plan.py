@@ -1,4 +1,4 @@
-"""Which runs a benchmark is made of. Pure."""
+"""Plans the cases of a benchmark. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from apps.bench.config import BenchConfig, SixCaseConfig, StageGateConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run of an app; `arguments` are those of its command line, without name and folder."""
+    """One run of an app; `arguments` are its command-line arguments except experiment name and output folder."""
 
     name: str
     app: str
@@ -21,7 +21,7 @@ class Case:
 
 
 def plan_six(config: SixCaseConfig) -> list[Case]:
-    """PPO under each stage and offload, in the order asked for."""
+    """PPO with each stage and offload, in the configured order."""
     return [
         _case(
             config,
@@ -38,7 +38,7 @@ def plan_six(config: SixCaseConfig) -> list[Case]:
 
 
 def plan_gate(config: StageGateConfig) -> list[Case]:
-    """For each seed ZeRO-1 and then ZeRO-2 with each way to count micro batches."""
+    """For each seed, ZeRO-1 and then ZeRO-2 with each value of `step_each_micro`."""
     cases = []
     for seed in config.seeds:
         for each in (None, *config.step_each_micro):

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: tables, pictures, the page of all cases, and `report.md` that says what it all means."""
+"""Writes a benchmark's results: tables, curves, HTML page and `report.md`."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ import psutil
 
 from apps.bench.config import BenchConfig, StageGateConfig
 from apps.bench.plan import Case
-from apps.bench.results import Reached, Row, cell_text, compare_rows, overall_rows, summary_rows, tsv_text
+from apps.bench.results import CaseResult, Row, cell_text, compare_rows, overall_rows, summary_rows, tsv_text
 from run_kit import to_yaml, write_comparison
 from run_kit.tracking import MetricsTable, write_compared_curves
 
@@ -33,8 +33,8 @@ _MAIN_COLUMNS = (
 )
 
 
-def write_tables(config: BenchConfig, cases: Sequence[Case], reached: Mapping[str, Reached], folder: Path) -> None:
-    """`summary.tsv`, and for the gate `compare.tsv` and `overall.tsv`; written again after every case."""
+def write_tables(config: BenchConfig, cases: Sequence[Case], reached: Mapping[str, CaseResult], folder: Path) -> None:
+    """Write `summary.tsv`, and for the gate `compare.tsv` and `overall.tsv`; rewritten after every case."""
     _write(folder / "summary.tsv", tsv_text(summary_rows(cases, reached)))
     if isinstance(config, StageGateConfig):
         _write(folder / "compare.tsv", tsv_text(compare_rows(config, reached)))
@@ -42,9 +42,9 @@ def write_tables(config: BenchConfig, cases: Sequence[Case], reached: Mapping[st
 
 
 def write_report(
-    config: BenchConfig, cases: Sequence[Case], reached: Mapping[str, Reached], folder: Path, *, command: str
+    config: BenchConfig, cases: Sequence[Case], reached: Mapping[str, CaseResult], folder: Path, *, command: str
 ) -> None:
-    """`curves.png` and `report.html` about all cases with metrics, and `report.md`."""
+    """Write `report.md`, and `curves.png` and `report.html` about all cases with metrics."""
     runs = {case.name: folder / case.name for case in cases if (folder / case.name / "metrics.tsv").exists()}
     drawn = None
     if runs:
@@ -69,7 +69,7 @@ def write_report(
     _write(folder / "report.md", "\n\n".join(parts) + "\n")
 
 
-def _gate_parts(config: StageGateConfig, reached: Mapping[str, Reached]) -> list[str]:
+def _gate_parts(config: StageGateConfig, reached: Mapping[str, CaseResult]) -> list[str]:
     overall = overall_rows(config, reached)
     names = (
         *("step_each_micro", "metric", "num_seeds", "z1_mean", "z2_mean", "delta_mean", "change_mean"),
@@ -89,7 +89,7 @@ def _gate_parts(config: StageGateConfig, reached: Mapping[str, Reached]) -> list
 
 
 def markdown_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """The columns of the rows that hold something, as a Markdown table."""
+    """The non-empty columns of the rows as a Markdown table."""
     columns = [name for name in columns if any(cell_text(row[name]) for row in rows)]
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     lines += [f"| {' | '.join(_cell(row[name]) for name in columns)} |" for row in rows]
@@ -126,7 +126,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """What a program prints; nothing where there is no such program or it fails."""
+    """Output of a command; empty if the command is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

@@ -1,4 +1,4 @@
-"""What the cases reached, and the tables made of it. Pure but for reading a run folder."""
+"""Results of the cases and the tables made from them. Pure except for reading run folders."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from apps.bench.statistics import Interval, Judgement, judge
 from run_kit.tracking import MetricsTable, tail_mean
 
 TAIL = 5
-"""Steps at the end that the averages are over."""
+"""Number of final steps in the tail averages."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reached:
-    """What one case reached; nan where it was not measured. Memory on GPUs is a rank's, in GB (1e9 bytes)."""
+class CaseResult:
+    """Result of one case; nan where not measured. GPU memory is that of a rank, in GB (1e9 bytes)."""
 
     status: str = "waiting"
     attempts: int = 0
@@ -34,18 +34,18 @@ class Reached:
     skipped_micro_batches: float = math.nan
 
 
-def read_reached(folder: Path, *, status: str, attempts: int = 1, wall_s: float = math.nan) -> Reached:
-    """What the metrics of a run folder say; all of it missing for a run that logged no step."""
+def read_result(folder: Path, *, status: str, attempts: int = 1, wall_s: float = math.nan) -> CaseResult:
+    """Read a result from the metrics of a run folder; all nan for a run without logged steps."""
     file = folder / "metrics.tsv"
     if not file.exists():
-        return Reached(status=status, attempts=attempts, wall_s=wall_s)
+        return CaseResult(status=status, attempts=attempts, wall_s=wall_s)
     table = MetricsTable(file)
 
     def values(name: str) -> list[float]:
         return table.series(name)[1]
 
     reserved = [value for value in values("perf/max_memory_reserved_gb") if value > 0]  # 0 on the CPU
-    return Reached(
+    return CaseResult(
         status=status,
         attempts=attempts,
         wall_s=wall_s,
@@ -60,11 +60,11 @@ def read_reached(folder: Path, *, status: str, attempts: int = 1, wall_s: float 
     )
 
 
-def summary_rows(cases: Sequence[Case], reached: Mapping[str, Reached]) -> list[Row]:
-    """`summary.tsv`: one row a case."""
+def summary_rows(cases: Sequence[Case], reached: Mapping[str, CaseResult]) -> list[Row]:
+    """Rows of `summary.tsv`: one per case."""
     rows = []
     for case in cases:
-        found = reached.get(case.name, Reached())
+        found = reached.get(case.name, CaseResult())
         rows.append(
             {
                 "case": case.name,
@@ -92,7 +92,7 @@ def summary_rows(cases: Sequence[Case], reached: Mapping[str, Reached]) -> list[
 
 @dataclass(frozen=True, kw_only=True)
 class _Metric:
-    """A compared quantity: its field, whether its difference counts as a share of ZeRO-1's, what is allowed."""
+    """A compared quantity: its field, whether its difference is relative to ZeRO-1, and the allowed range."""
 
     name: str
     field: str
@@ -104,7 +104,7 @@ def _metrics(config: StageGateConfig) -> list[_Metric]:
     score, throughput, memory = config.score_threshold, config.throughput_threshold, config.memory_threshold
     less = Interval(low=-math.inf, high=memory)
     return [
-        # Parity: a better score is as much of a difference as a worse one.
+        # Parity: a better score counts as a difference, like a worse one.
         _Metric(name="score", field="score", relative=False, allowed=Interval(low=-score, high=score)),
         _Metric(name="throughput", field="throughput", relative=True, allowed=Interval(low=-throughput, high=math.inf)),
         _Metric(name="peak_mem_reserved_gb", field="peak_reserved_gb", relative=True, allowed=less),
@@ -113,8 +113,8 @@ def _metrics(config: StageGateConfig) -> list[_Metric]:
     ]
 
 
-def compare_rows(config: StageGateConfig, reached: Mapping[str, Reached]) -> list[Row]:
-    """`compare.tsv`: one row a seed and way of counting micro batches, each with z1, z2 and z2 - z1."""
+def compare_rows(config: StageGateConfig, reached: Mapping[str, CaseResult]) -> list[Row]:
+    """Rows of `compare.tsv`: one per seed and `step_each_micro`, with z1, z2 and z2 - z1."""
     rows: list[Row] = []
     for each in config.step_each_micro:
         for seed in config.seeds:
@@ -127,10 +127,10 @@ def compare_rows(config: StageGateConfig, reached: Mapping[str, Reached]) -> lis
     return rows
 
 
-def overall_rows(config: StageGateConfig, reached: Mapping[str, Reached]) -> list[Row]:
-    """`overall.tsv`: for each way of counting micro batches and each quantity the verdict over all seeds.
+def overall_rows(config: StageGateConfig, reached: Mapping[str, CaseResult]) -> list[Row]:
+    """Rows of `overall.tsv`: the verdict over all seeds, one per `step_each_micro` and quantity.
 
-    `change` is z2 - z1 for the score and (z2 - z1) / z1 for the others; the interval and what is allowed are of it.
+    `change` is z2 - z1 for the score and (z2 - z1) / z1 for the others; interval and allowed range refer to `change`.
     """
     rows: list[Row] = []
     for each in config.step_each_micro:
@@ -174,8 +174,8 @@ def _overall_row(
     }
 
 
-def _pair(reached: Mapping[str, Reached], seed: int, each: bool) -> tuple[Reached, Reached]:
-    return reached.get(zero1_name(seed), Reached()), reached.get(zero2_name(seed, each), Reached())
+def _pair(reached: Mapping[str, CaseResult], seed: int, each: bool) -> tuple[CaseResult, CaseResult]:
+    return reached.get(zero1_name(seed), CaseResult()), reached.get(zero2_name(seed, each), CaseResult())
 
 
 def _change(z1: float, z2: float, relative: bool) -> float:
@@ -185,14 +185,14 @@ def _change(z1: float, z2: float, relative: bool) -> float:
 
 
 def tsv_text(rows: Sequence[Row]) -> str:
-    """Rows with the same keys as a tab-separated table; what was not measured is empty."""
+    """Rows with equal keys as a tab-separated table; missing values are empty."""
     lines = ["\t".join(rows[0])] if rows else []
     lines += ["\t".join(cell_text(value) for value in row.values()) for row in rows]
     return "".join(f"{line}\n" for line in lines)
 
 
 def cell_text(value: Any) -> str:
-    """A value as a table shows it."""
+    """A value formatted for a table."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)

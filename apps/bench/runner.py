@@ -1,4 +1,4 @@
-"""Runs one case as a process of its own, again if it failed, and keeps what it wrote as `<folder>/<case>`."""
+"""Runs a case in its own process, with retries, and keeps its run folder as `<folder>/<case>`."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from apps.bench.plan import Case
-from apps.bench.results import Reached, read_reached
+from apps.bench.results import CaseResult, read_result
 from rl_runtime import InputError
 from rl_runtime.ranks.environment import python_path
 
@@ -23,20 +23,20 @@ USER_MISTAKE = 2
 """Exit code of an app that refused its arguments."""
 
 Command = Callable[[Case], Sequence[str]]
-"""What starts a case, without folder and name."""
+"""Command of a case, without output folder and experiment name."""
 
 
 def app_command(case: Case) -> list[str]:
-    """The case's app, on this Python."""
+    """The case's app, run by this Python interpreter."""
     return [sys.executable, "-m", f"apps.{case.app}.main", *case.arguments]
 
 
-def finished(case: Case, folder: Path) -> Reached | None:
-    """What the case reached if it has completed before, with the same arguments."""
+def finished(case: Case, folder: Path) -> CaseResult | None:
+    """Result of the case if it already completed with the same arguments, else None."""
     record = _record(folder / case.name)
     if record.get("exit_code") != 0 or record.get("arguments") != list(case.arguments):
         return None
-    return read_reached(
+    return read_result(
         folder / case.name, status="completed", attempts=record["attempts"], wall_s=float(record["wall_s"])
     )
 
@@ -47,13 +47,13 @@ def run_case(
     *,
     retries: int,
     timeout_s: float,
-    on_progress: Callable[[Reached], None],
+    on_progress: Callable[[CaseResult], None],
     command: Command = app_command,
-) -> Reached:
-    """Runs a case up to `1 + retries` times; its last run folder ends as `<folder>/<case>`, with or without success.
+) -> CaseResult:
+    """Run a case up to `1 + retries` times; the last run folder is kept as `<folder>/<case>` even if it failed.
 
     Raises:
-        rl_runtime.InputError: the app refused its arguments, as it would every time.
+        rl_runtime.InputError: the app refused its arguments; this is not retried.
     """
     started = time.monotonic()
     for attempt in range(1, retries + 2):
@@ -62,7 +62,7 @@ def run_case(
         def watch(work: Path = work, attempt: int = attempt) -> None:
             run = _run_folder(work)
             wall_s = time.monotonic() - started
-            on_progress(read_reached(run or work, status="running", attempts=attempt, wall_s=wall_s))
+            on_progress(read_result(run or work, status="running", attempts=attempt, wall_s=wall_s))
 
         arguments = [*command(case), f"trainer.output_dir={work}", f"trainer.experiment={case.name}"]
         exit_code = _run(arguments, work / "output.log", timeout_s=timeout_s, watch=watch)
@@ -75,14 +75,14 @@ def run_case(
     wall_s = time.monotonic() - started
     record = {"arguments": list(case.arguments), "exit_code": exit_code, "attempts": attempt, "wall_s": wall_s}
     _keep(work, folder / case.name, record, failed=exit_code != 0)
-    done = read_reached(folder / case.name, status="completed", attempts=attempt, wall_s=wall_s)
+    done = read_result(folder / case.name, status="completed", attempts=attempt, wall_s=wall_s)
     if exit_code != 0 or done.last_step < case.steps:
-        return read_reached(folder / case.name, status="failed", attempts=attempt, wall_s=wall_s)
+        return read_result(folder / case.name, status="failed", attempts=attempt, wall_s=wall_s)
     return done
 
 
 def _run(arguments: Sequence[str], log: Path, *, timeout_s: float, watch: Callable[[], None]) -> int:
-    """Exit code of a process whose output goes to `log`; it is ended when this one is interrupted or time is up."""
+    """Run a process with output to `log` and return its exit code; it is terminated on interrupt or timeout."""
     deadline = time.monotonic() + timeout_s
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -91,7 +91,7 @@ def _run(arguments: Sequence[str], log: Path, *, timeout_s: float, watch: Callab
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": python_path()},
-            # Ctrl-C reaches this process alone, which then ends the case: it has processes of its own to end first.
+            # Ctrl-C must reach only this process, which terminates the case; the case ends its own processes first.
             start_new_session=True,
         )
         try:
@@ -101,7 +101,7 @@ def _run(arguments: Sequence[str], log: Path, *, timeout_s: float, watch: Callab
                 except subprocess.TimeoutExpired:
                     watch()
                 if time.monotonic() > deadline:
-                    output.write(f"\ngiven up after {timeout_s:.0f} s\n".encode())
+                    output.write(f"\ntimed out after {timeout_s:.0f} s\n".encode())
                     return -signal.SIGALRM
         finally:
             _end(process)
@@ -131,7 +131,7 @@ def _run_folder(work: Path) -> Path | None:
 
 
 def _keep(work: Path, target: Path, record: dict[str, Any], *, failed: bool) -> None:
-    """The attempt's run folder becomes the case's; a failed one's output stays beside it."""
+    """Make the attempt's run folder the case's; keep a failed attempt's output."""
     run = _run_folder(work)
     if run is None:
         run = work / "run"
@@ -144,7 +144,7 @@ def _keep(work: Path, target: Path, record: dict[str, Any], *, failed: bool) -> 
     run.rename(target)
     if not failed:
         shutil.rmtree(work)
-        with contextlib.suppress(OSError):  # an earlier attempt is in it
+        with contextlib.suppress(OSError):  # it contains an earlier attempt
             work.parent.rmdir()
 
 

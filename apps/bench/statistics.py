@@ -11,23 +11,23 @@ Verdict = Literal["pass", "fail", "inconclusive", "not measured"]
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A closed range; either end may be infinite."""
+    """A closed interval; either end may be infinite."""
 
     low: float
     high: float
 
     def contains(self, other: "Interval") -> bool:
-        """Whether all of `other` lies in it."""
+        """Whether it contains `other`."""
         return self.low <= other.low and other.high <= self.high
 
     def touches(self, other: "Interval") -> bool:
-        """Whether they have a point in common."""
+        """Whether the intervals overlap."""
         return self.low <= other.high and other.low <= self.high
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """The mean of differences over seeds, where it may truly lie, and what that says."""
+    """Mean of the differences over seeds, its confidence interval and the verdict."""
 
     num_seeds: int
     mean: float
@@ -39,11 +39,11 @@ class Judgement:
 def judge(differences: Sequence[float], allowed: Interval, *, confidence: float) -> Judgement:
     """Whether the mean difference lies in `allowed`.
 
-    `pass` when the whole confidence interval of the mean does, `fail` when none of it does, else `inconclusive`. One
-    seed has no interval: then the difference itself decides.
+    `pass` if the confidence interval of the mean lies inside `allowed`, `fail` if it lies outside, else
+    `inconclusive`. One seed has no interval: its difference decides.
 
     Args:
-        differences: one a seed; those that are not finite were not measured.
+        differences: one per seed; non-finite values were not measured.
     """
     found = [value for value in differences if math.isfinite(value)]
     if not found:
@@ -64,7 +64,7 @@ def judge(differences: Sequence[float], allowed: Interval, *, confidence: float)
 
 
 def student_t_quantile(confidence: float, degrees: int) -> float:
-    """The t with P(|T| <= t) = confidence for Student's distribution of so many degrees of freedom."""
+    """The t with P(|T| <= t) = confidence for Student's distribution with `degrees` degrees of freedom."""
     if not 0 < confidence < 1 or degrees < 1:
         raise ValueError(f"confidence {confidence} must be between 0 and 1, degrees {degrees} at least 1")
     low, high = 0.0, 1.0
