@@ -131,7 +131,9 @@ def test_nothing_measured_is_no_verdict() -> None:
 
 
 def reached(score: float, throughput: float, memory: float = math.nan) -> CaseResult:
-    return CaseResult(status="completed", score=score, throughput=throughput, peak_reserved_gb=memory, peak_host_gib=2.0)
+    return CaseResult(
+        status="completed", score=score, throughput=throughput, peak_reserved_gb=memory, peak_host_gib=2.0
+    )
 
 
 def test_the_gates_tables() -> None:
@@ -275,10 +277,10 @@ def test_the_report(tmp_path: Path) -> None:
 
 def test_the_documented_commands_are_right() -> None:
     text = (REPO / "docs" / "benchmarks.md").read_text()
-    lines = [line.split("#")[0].split() for line in text.splitlines() if line.startswith("python -m apps.bench.main")]
+    lines = [line.split("#")[0].split() for line in text.splitlines() if line.startswith("plinth bench")]
     assert len(lines) >= 4
     presets = REPO / "apps" / "bench" / "presets"
-    for _, _, _, name, *arguments in lines:
+    for _, _, name, *arguments in lines:
         cls, plan = BENCHMARKS[name]
         overlays = [presets / "overlays" / f"{a.partition('=')[2]}.yaml" for a in arguments if a.startswith("overlay=")]
         values = [a for a in arguments if not a.startswith(("overlay=", "--"))]
