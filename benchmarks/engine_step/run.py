@@ -1,13 +1,13 @@
-"""One optimizer step: ds_engine with the fused log-prob op beside plain Hugging Face + DeepSpeed, in one run.
+"""Benchmarks one optimizer step: ds_engine with the fused log-prob op and plain Hugging Face + DeepSpeed, in one run.
 
     python -m benchmarks.engine_step.run [--gpus 2] [--stages 1 2 3] [--device cpu --model qwen3-tiny]
     python -m benchmarks.engine_step.run --gpus 2 --contestants ours --sequence-parallel 2
 
-Each rank (with sequence parallelism each group of ranks) trains on as many sequences of the same length, so that the
-plain step pays for no padding: its log-probs are a log-softmax in fp32 of whole logits, its attention torch's SDPA, all
-else DeepSpeed as it comes. Every case is a group of processes of its own, so no case meets the memory of another. A
-step is timed from before its forward until every device is idle. Prints JSON, one line a case: tokens a second of all
-ranks, the median and the fastest step, and the most device memory ever in use on rank 0.
+Each rank (with sequence parallelism each group of ranks) trains on the same number of sequences of equal length, so the
+plain step has no padding. The plain step computes an fp32 log-softmax of all logits and SDPA attention, with unmodified
+DeepSpeed. Each case runs in its own processes, so cases do not share memory. A step is timed from before its forward
+pass until every device is idle. Prints one line of JSON per case: tokens per second of all ranks, the median and the
+fastest step, and the peak device memory of rank 0.
 """
 
 import argparse
@@ -45,13 +45,13 @@ from rl_core import linear_log_prob
 
 
 def sequences(num: int, length: int, vocab: int, rank: int) -> torch.Tensor:
-    """[num, length] random token ids, other ones on every rank."""
+    """[num, length] random token ids, different on every rank."""
     return torch.randint(vocab, (num, length), generator=torch.Generator().manual_seed(rank))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What every contestant is given."""
+    """Input of each contestant."""
 
     folder: str
     stage: int
@@ -59,7 +59,7 @@ class Case:
     device: torch.device
     recompute: bool
     keep_bytes: int
-    """Of logits that the fused op may keep; autograd keeps them all."""
+    """Bytes of logits that the fused op may keep; autograd keeps all of them."""
     sp: int
 
 
@@ -101,7 +101,7 @@ class Plain:
 
 
 class Ours:
-    """ds_engine on one packed micro batch, rl_core's fused op; `guarded`: every collective compared across ranks."""
+    """ds_engine on one packed micro batch with rl_core's fused op and, optionally, the collective guard."""
 
     def __init__(self, case: Case, *, guard: Guard = "off") -> None:
         config = EngineConfig(
@@ -131,7 +131,7 @@ CONTESTANTS: dict[str, Callable[[Case], Any]] = {
     "plain": Plain,
     "ours": Ours,
     "guarded": partial(Ours, guard="auto"),
-    "toggled": Ours,  # the guard on and off in turns
+    "toggled": Ours,  # alternates between turns with and without the guard
 }
 
 
@@ -142,7 +142,7 @@ def idle(device: torch.device) -> None:
 
 
 def timed_steps(contestant: Any, args: argparse.Namespace, device: torch.device) -> list[float]:
-    """Seconds of each step after the warm-up, until every device is idle."""
+    """Seconds of each step after the warm-up, measured until every device is idle."""
     seconds = []
     for _ in range(args.warm_up + args.rounds):
         idle(device)
@@ -154,15 +154,18 @@ def timed_steps(contestant: Any, args: argparse.Namespace, device: torch.device)
 
 
 def milliseconds(seconds: Iterable[float]) -> float:
-    """Their median."""
+    """Median in milliseconds."""
     return round(1000 * statistics.median(seconds), 1)
 
 
 def guard_in_turns(
     contestant: Ours, args: argparse.Namespace, device: torch.device, without: list[float]
 ) -> dict[str, Any]:
-    """What the guard adds to a step. Two processes of one case differ by more, and one process wanders: so the steps
-    with it are compared, turn by turn, with those before (at first `without`) and after them in the same process."""
+    """Measure the overhead of the guard, in percent of a step.
+
+    Two processes of one case differ by more than the guard costs, and step times drift within a process. So each turn
+    with the guard is compared to the turns before (`without` for the first) and after it in the same process.
+    """
     off, on = [without], []
     for _ in range(args.turns):
         with CollectiveGuard():
@@ -182,7 +185,7 @@ def guard_in_turns(
 
 
 def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device: torch.device) -> dict[str, Any]:
-    """Builds the contestant, warms it up, times its steps."""
+    """Build the contestant, warm it up and time its steps."""
     sp = args.sequence_parallel
     ids_SL = sequences(args.num_sequences, args.length, CONFIGS[args.model]["vocab_size"], dist.get_rank() // sp)
     keep_bytes = int(args.keep_gib * 2**30)
@@ -218,7 +221,7 @@ def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device
 
 
 def work(args: argparse.Namespace) -> None:
-    """One rank of one case."""
+    """Run one rank of one case."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -236,14 +239,18 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--contestants", choices=sorted(CONTESTANTS), nargs="+", default=["plain", "ours"])
-    parser.add_argument("--num-sequences", type=int, default=24, help="of each rank, or group of ranks")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument(
+        "--num-sequences", type=int, default=24, help="sequences per rank, or per sequence-parallel group"
+    )
+    parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=20, help="of `toggled`, each --rounds steps with the guard")
-    parser.add_argument("--sequence-parallel", type=int, default=1, help="ranks that share their sequences; ours only")
-    parser.add_argument("--recompute", action="store_true", help="activation checkpointing, both contestants")
-    parser.add_argument("--keep-gib", type=float, default=0.5, help="of logits that the fused op may keep")
+    parser.add_argument("--turns", type=int, default=20, help="turns with the guard in `toggled`, --rounds steps each")
+    parser.add_argument(
+        "--sequence-parallel", type=int, default=1, help="ranks that share a micro batch; not for plain"
+    )
+    parser.add_argument("--recompute", action="store_true", help="use activation checkpointing")
+    parser.add_argument("--keep-gib", type=float, default=0.5, help="GiB of logits that the fused op may keep")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -251,10 +258,10 @@ def main() -> None:
         work(args)
         return
     if args.turns < 2:
-        parser.error("--turns must be 2 or more: one tells nothing of how far they differ")
+        parser.error("--turns must be 2 or more: the standard error needs at least two")
     if args.gpus % args.sequence_parallel or (args.sequence_parallel > 1 and "plain" in args.contestants):
-        parser.error("--sequence-parallel must divide --gpus, and plain has none: use --contestants ours")
-    # Standalone: on a free port, so that one host can measure several cases at a time.
+        parser.error("--sequence-parallel must divide --gpus, and plain does not support it: use --contestants ours")
+    # --standalone selects a free port, so that one host can run several cases at a time.
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += [f"--nproc-per-node={args.gpus}", "-m", __spec__.name]
     with tempfile.TemporaryDirectory() as folder:

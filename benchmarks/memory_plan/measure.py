@@ -1,10 +1,10 @@
-"""The memory planner's estimate beside the measured peak, for random-weight Qwen3 models on one GPU.
+"""Compares the memory planner's estimate with the measured peak for random-weight Qwen3 models on one GPU.
 
     python -m benchmarks.memory_plan.measure [--out FILE]           # 0.6B, 1.7B and 4B at stage 2
-    python -m benchmarks.memory_plan.measure --device cpu --tiny    # tries the script out; nothing is measured
+    python -m benchmarks.memory_plan.measure --device cpu --tiny    # tests the script; measures nothing
 
-Every case is a process of its own: two training steps on packed sequences with rl_core's fused log-prob op, world size
-1. Prints one line of JSON a case, with the ratio of estimate to measured peak of torch's allocator.
+Each case runs two training steps on packed sequences with rl_core's fused log-prob op, in its own process, at world size
+1. Prints one line of JSON per case, with the ratio of the estimate to the measured peak of torch's allocator.
 """
 
 import argparse
@@ -32,19 +32,19 @@ from ds_engine.model.attention import ATTENTION_NAME, register_packed_attention
 from ds_engine.model.nf4 import quantize_base
 from rl_core import linear_log_prob
 
-# Model -> (tokens of a micro batch, the same with activation checkpointing). Both fit into 141 GB.
+# Model -> (tokens per micro batch, tokens with activation checkpointing). Both fit into 141 GB.
 CASES = {"qwen3-0.6b": (16384, 32768), "qwen3-1.7b": (12288, 32768), "qwen3-4b": (6144, 24576)}
 
 
 def random_batch(num_tokens: int, length: int, vocab: int) -> SimpleBatch:
-    """Sequences of `length` tokens, the first of each given."""
+    """Packed random sequences of `length` tokens; the prompt is the first token of each."""
     ids = torch.randint(vocab, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [ids[start : start + length] for start in range(0, num_tokens, length)]
     return SimpleBatch.pack([(row[:1], row[1:]) for row in rows])
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains two steps of one case in this process."""
+    """Run two training steps of one case in this process."""
     from transformers import AutoModelForCausalLM
 
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_case(options: list[str]) -> str:
-    """One case in a process of its own: its line of JSON, or what went wrong."""
+    """Run one case in its own process; returns its line of JSON, or one with its exit code."""
     command = [sys.executable, "-m", "benchmarks.memory_plan.measure", "--here", *options]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
@@ -110,18 +110,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", choices=sorted(CONFIGS), nargs="+", default=list(CASES))
     parser.add_argument("--stage", type=int, default=2)
-    parser.add_argument("--tokens", type=int, help="of a micro batch; by default as fits each model")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--tokens", type=int, help="tokens per micro batch; the default depends on the model")
+    parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--offload", choices=["none", "cpu"], default="none", help="of the optimizer")
-    parser.add_argument("--nf4", action="store_true", help="LoRA of rank 16 on a base in four bits")
-    parser.add_argument("--recompute", action="store_true", help="activation checkpointing; by default both are run")
+    parser.add_argument("--offload", choices=["none", "cpu"], default="none", help="optimizer offload")
+    parser.add_argument("--nf4", action="store_true", help="train LoRA adapters of rank 16 on an NF4 base")
+    parser.add_argument(
+        "--recompute", action="store_true", help="run only with activation checkpointing; the default runs both"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of half a million parameters, few tokens")
+    parser.add_argument("--tiny", action="store_true", help="use a model of half a million parameters and few tokens")
     parser.add_argument("--port", type=int, default=29631)
-    parser.add_argument("--out", type=Path, help="file that gets the same lines")
+    parser.add_argument("--out", type=Path, help="file to which the lines are appended")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.here:
