@@ -1,4 +1,4 @@
-"""Settings every test run shares. Imports nothing heavy: collecting one package's tests must stay cheap."""
+"""Shared test settings. Imports nothing heavy, so that collecting one package's tests stays cheap."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 from hypothesis import settings
 
-# In CI a failure must be the change's, not the dice's: the same examples every time, and no deadline on shared cores.
+# In CI use the same examples every time, so that a failure comes from the change; no deadlines on shared cores.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("dev", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))

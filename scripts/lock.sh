@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Re-resolves the pinned lists in 3rdparty/ from what is asked for in 3rdparty/*.in.
+# Re-resolves the pinned lists in 3rdparty/ from the direct requirements in 3rdparty/*.in.
 #
-#   scripts/lock.sh                          keep every pin that still fits
-#   scripts/lock.sh --upgrade                move everything to its newest fitting version
-#   scripts/lock.sh --upgrade-package ray    move one
+#   scripts/lock.sh                          keep every pin that still satisfies the requirements
+#   scripts/lock.sh --upgrade                upgrade everything to the newest compatible version
+#   scripts/lock.sh --upgrade-package ray    upgrade one
 #
-# The lists hold plain `name==version` lines: no URLs, no hashes of one index's builds. 3rdparty/cpu.txt is what
-# scripts/setup.sh installs; the lists in 3rdparty/pants/ are what Pants' resolves read, pinned to the same versions.
+# The lists hold plain `name==version` lines: no URLs, no hashes of one index's builds. scripts/setup.sh installs
+# 3rdparty/cpu.txt; Pants' resolves read the lists in 3rdparty/pants/, pinned to the same versions.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Prepares Pants 2.17.1 in .cache/pants from the package index alone, for machines that cannot reach its download sites.
-# The wrapper ./pants then runs it. With the open network and Pants' own launcher none of this is needed.
+# The wrapper ./pants runs it. Not needed with network access and Pants' own launcher.
 #
-#   scripts/pants-setup.sh      does what is missing; a second call ends at once
+#   scripts/pants-setup.sh      install what is missing
 #
 # PLINTH_PYTHON39   the Python 3.9 that runs Pants itself (else: python3.9 on PATH, pyenv's, uv's). The code it builds
 #                   and tests runs on .venv's Python 3.11.
@@ -59,8 +59,8 @@ mkdir -p "$home"
 pip() { "$home/venv/bin/python" -m pip --disable-pip-version-check "$@" 2> >(grep -v 'is ignored: it is neither a file' >&2); }
 pip install --quiet --no-deps -r "$pins"
 
-# The one thing Pants downloads from outside the index is the pex command line tool. Built from the index, it is the
-# same program, but not the same file: so the config below names this one's place, hash and size.
+# Pants downloads one program from outside the index: the pex command-line tool. A build from the index is the same
+# program but a different file, so the config below gives its path, hash and size.
 say "building the pex $pex_version command line tool"
 "$home/venv/bin/pex" "pex==$pex_version" --console-script pex --output-file "$home/pex" ||
   die "pex $pex_version could not be built (see above)"
@@ -75,7 +75,7 @@ known_versions = [
 ]
 
 [python-bootstrap]
-# The interpreter .venv was made from: what Pants installs and what .venv holds must agree.
+# The interpreter of .venv: Pants and .venv must use the same one.
 search_path = ["$(dirname "$python311")"]
 TOML
 echo "$stamp_line" > "$home/stamp"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes .venv: Python 3.11, the pinned CPU stack of 3rdparty/cpu.txt, and every package of packages/ and the apps in editable form.
+# Creates .venv: Python 3.11, the pinned CPU stack of 3rdparty/cpu.txt, and editable installs of the packages and apps.
 #
-#   scripts/setup.sh            does what is missing; a second call finds its stamp and ends at once
-#   scripts/setup.sh --force    does it all again in the .venv that is there
+#   scripts/setup.sh            install what is missing; does nothing if the stamp is current
+#   scripts/setup.sh --force    reinstall everything into the existing .venv
 #
 # PLINTH_PYTHON        the Python 3.11 to use (else: python3.11 on PATH, python3 if it is 3.11, pyenv's)
 # PLINTH_TORCH_INDEX   extra index for torch's CPU wheel (else PyTorch's own; empty: none)
@@ -24,7 +24,7 @@ die() {
   exit 1
 }
 
-# The stamp says what .venv was made from, one line for each part, and where: a moved .venv does not work.
+# The stamp records the inputs of .venv, one line per part, and its path: a moved .venv does not work.
 stack_line="stack $(cat "$list" scripts/setup.sh | sha256sum | cut -c1-40) $root"
 packages_line="packages $(ls -d packages/*/pyproject.toml apps/pyproject.toml | xargs -r sha256sum | sha256sum | cut -c1-40)"
 if [ "${1:-}" = --force ]; then
@@ -61,7 +61,7 @@ find_python() {
 check_compiler() {
   command -v g++ > /dev/null || command -v c++ > /dev/null && return
   command -v gcc > /dev/null || command -v cc > /dev/null || die "no C compiler found (gcc or cc on PATH)" \
-    "DeepSpeed and Triton compile operators with it when they are first used." \
+    "DeepSpeed and Triton compile operators with it on first use." \
     "Debian and Ubuntu: apt-get install build-essential"
   say "warning: no C++ compiler found (g++ or c++ on PATH): DeepSpeed's CPU offload will not work without one"
 }
@@ -70,10 +70,10 @@ check_disk() {
   local free_mib
   free_mib=$(($(df -Pk "$root" | awk 'NR == 2 {print $4}') / 1024))
   [ "$free_mib" -ge "$needed_mib" ] || die "too little disk: $free_mib MiB free under $root, $needed_mib MiB needed" \
-    "The stack takes about 4 GB, its downloads as much again for a while."
+    "The stack takes about 4 GB, its downloads temporarily as much again."
 }
 
-# What pip and the build backends say goes to a log, which is shown when a step fails.
+# Output of pip and the build backends goes to a log, shown when a step fails.
 pip() {
   echo "== pip $*" >> "$log"
   "$venv/bin/python" -m pip --disable-pip-version-check "$@" >> "$log" 2>&1 ||
@@ -82,8 +82,8 @@ pip() {
 pin() { grep -E "^$1==" "$list"; }
 
 install_torch() {
-  # By name and first: whatever else pulls torch in takes the newest CUDA build. PyTorch's own index holds the CPU wheel;
-  # it is asked for this line alone, and where it cannot be reached pip goes on to what it is set up with.
+  # First and by name: as a dependency, pip would resolve torch to the newest CUDA build. The CPU wheel is on PyTorch's own
+  # index, used for this line only; if it is unreachable, pip falls back to its configured index.
   local index=${PLINTH_TORCH_INDEX-https://download.pytorch.org/whl/cpu}
   pip install --no-deps --no-compile --retries 2 ${index:+--extra-index-url "$index"} "$(pin torch)"
   local build
@@ -91,8 +91,8 @@ install_torch() {
   case $build in
     *+cpu) ;;
     *) pip uninstall --yes torch
-       die "pip found torch $build, which is not the CPU build; it was taken out again" \
-         "The CPU wheel ($(pin torch)+cpu) is on PyTorch's own index: is ${index:-an index that has it} reachable?" \
+       die "pip found torch $build, which is not the CPU build; it was uninstalled" \
+         "The CPU wheel ($(pin torch)+cpu) is on PyTorch's own index: is ${index:-an index with this wheel} reachable?" \
          "Or put the wheel into a folder and name it: PIP_FIND_LINKS=/folder scripts/setup.sh" ;;
   esac
 }
@@ -102,22 +102,22 @@ install_stack() {
   python=$(find_python)
   check_compiler
   is_311 "$venv/bin/python" || check_disk
-  is_311 "$venv/bin/python" || { say "making .venv with $("$python" --version)"; "$python" -m venv --clear "$venv"; }
+  is_311 "$venv/bin/python" || { say "creating .venv with $("$python" --version)"; "$python" -m venv --clear "$venv"; }
   sed -i '/^stack /d' "$stamp" 2> /dev/null || true
   say "installing the CPU stack of $list (some minutes the first time)"
   pip install "$(pin pip)" "$(pin setuptools)" "$(pin wheel)"
   install_torch
-  say "torch is in; $(grep -c == "$list") pinned distributions in all"
+  say "torch is installed; $(grep -c == "$list") pinned distributions in all"
   rest=.cache/rest.txt
   grep -v -E '^(torch|deepspeed)==' "$list" > "$rest"
   pip install --no-deps --no-compile -r "$rest"
-  # Its build imports torch, and must not compile operators: what a run needs is compiled when first used.
+  # Its build imports torch and must not compile operators: they are compiled on first use.
   DS_BUILD_OPS=0 pip install --no-deps --no-compile --no-build-isolation "$(pin deepspeed)"
-  # Compiled here on all cores rather than by pip on one.
+  # Byte-compile on all cores; pip would use one.
   "$venv/bin/python" -m compileall -q -j 0 "$venv/lib/python3.11/site-packages" > /dev/null 2>&1 || true
   check_stack
   echo "$stack_line" >> "$stamp"
-  say "the stack is in after $((SECONDS - started)) s"
+  say "the stack is installed after $((SECONDS - started)) s"
 }
 
 check_stack() {
@@ -133,7 +133,7 @@ def installed(name: str) -> str:
 
 pins = dict(line.strip().split("==") for line in open(sys.argv[1]) if "==" in line)
 wrong = [f"{name}: {installed(name)} instead of {pin}" for name, pin in pins.items() if installed(name).split("+")[0] != pin]
-# CUDA builds that stop transformers from importing beside a CPU torch
+# CUDA builds of these break `import transformers` with a CPU torch
 wrong += [f"{name}: must not be installed" for name in ("torchvision", "torchaudio", "torchcodec") if installed(name) != "missing"]
 print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
 import torch
@@ -153,7 +153,7 @@ install_packages() {
   echo "$packages_line" >> "$stamp"
 }
 
-# Two calls at once (make -j, two terminals): the second waits, then finds the first one's work done.
+# Of two concurrent calls (make -j, two terminals) the second waits for the first.
 mkdir -p .cache
 if command -v flock > /dev/null; then
   exec 9> .cache/setup.lock

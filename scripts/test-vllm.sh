@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Tests what talks to vLLM with another release than the pinned one.
+# Runs the vLLM-facing tests with another vLLM release than the pinned one.
 #   usage: scripts/test-vllm.sh RELEASE [pytest argument ...]        e.g. scripts/test-vllm.sh 0.27.1 -k adapters
-# Its CPU wheel, and torch's where it wants another one, go into .cache/vllm/RELEASE, in front of .venv on the path;
-# whatever else it needs is .venv's. PLINTH_TORCH_INDEX as in scripts/setup.sh.
+# Installs its CPU wheel, and a different torch if it needs one, into .cache/vllm/RELEASE, ahead of .venv on the path;
+# everything else comes from .venv. PLINTH_TORCH_INDEX as in scripts/setup.sh.
 set -euo pipefail
 release=${1:?usage: scripts/test-vllm.sh RELEASE [pytest argument ...]}
 shift

@@ -3,16 +3,16 @@
 
 
 def plinth_package(module):
-    """The targets every package of packages/ has: code, data files, tests, and the wheel of its own version."""
+    """Targets of a package: sources, data files, tests, and the wheel."""
     python_sources(name="lib", sources=[f"{module}/**/*.py"], dependencies=[":data"])
     resources(name="data", sources=[f"{module}/**/*", f"!{module}/**/*.py", "!**/__pycache__/**"])
     python_test_utils(name="test_utils", sources=["tests/**/*.py", "!tests/**/test_*.py"])
-    # Lazy exports are imported by name at run time, where inference cannot follow: tests get the whole package.
+    # Lazy exports are imported by name at run time, which inference cannot follow: tests depend on the whole package.
     python_tests(
         name="tests",
         sources=["tests/**/test_*.py"],
         dependencies=[":lib", ":test_utils", "//:conftest", "//:tools-config"],
-        # One pytest for the package: torch is imported once, not once a file.
+        # One pytest process per package imports torch once instead of once per file.
         batch_compatibility_tag=module,
     )
     resources(name="project", sources=["pyproject.toml", "README.md", "CHANGELOG.md"])
@@ -20,14 +20,14 @@ def plinth_package(module):
         name="dist",
         dependencies=[":lib", ":project"],
         provides=python_artifact(name="plinth-" + module.replace("_", "-")),
-        # The hand-written pyproject.toml holds the version and the dependencies.
+        # pyproject.toml holds the version and the dependencies.
         generate_setup=False,
         sdist=False,
     )
 
 
 def plinth_app():
-    """The targets every app of apps/ has: code, presets, tests, and a binary `main` that `pants run` starts."""
+    """Targets of an app: sources, presets, tests, and the binary `main` for `pants run`."""
     python_sources(name="lib", sources=["**/*.py", "!tests/**"], dependencies=[":presets"])
     resources(name="presets", sources=["presets/**/*.yaml"], dependencies=["//apps:presets"])
     python_tests(
@@ -38,10 +38,10 @@ def plinth_app():
     pex_binary(
         name="main",
         entry_point="main.py",
-        # Ray's workers and vLLM's servers start Python anew: only a venv with plain files serves them.
+        # Ray workers and vLLM servers are new Python processes, which need a venv of plain files.
         execution_mode="venv",
         layout="packed",
-        # Packages whole: their lazy exports, and vLLM's plugin, are imported by name at run time.
+        # Whole packages: lazy exports and the vLLM plugin are imported by name at run time.
         dependencies=[":lib"] + [f"packages/{package}:lib" for package in PACKAGES],
     )
 
