@@ -31,21 +31,25 @@ def learn(
     advantages_N = rl_core.group_advantages(
         batch.scores_N, batch.group_ids_N, normalize_by_std=algorithm.normalize_by_std
     )
-    batch = batch.with_per_sequence("advantages", advantages_N)
-    with phase("old_log_prob"):
-        old = actor.log_probs(batch)
-        batch = batch.with_column("old_log_probs", old.log_probs)
-    if ref is not None:
-        with phase("ref_log_prob"):
-            batch = batch.with_column("ref_log_probs", ref.log_probs(batch).log_probs)
-
+    mini_batches = batch.mini_batch_indices(config.batch.mini_batch_size)
+    batch = rl_runtime.with_loss_weights(
+        batch.with_per_sequence("advantages", advantages_N),
+        algorithm,
+        max_tokens=config.sampling.max_tokens,
+        mini_batches=mini_batches,
+    )
     loss_fn = partial(rl_runtime.policy_loss, config=algorithm, kl_coef=algorithm.kl_coef)
     updates = []
-    with phase("update_actor"):
-        for _ in range(algorithm.num_epochs):
-            for mini in batch.mini_batches(config.batch.mini_batch_size):
-                mini = rl_runtime.with_loss_weights(mini, algorithm, max_tokens=config.sampling.max_tokens)
-                updates.append(actor.update(mini, loss_fn))
+    with rl_runtime.TrainBatch.of(batch, mini_batches=mini_batches) as train_batch:
+        with phase("old_log_prob"):
+            old = actor.log_probs(train_batch, column="old_log_probs")
+        if ref is not None:
+            with phase("ref_log_prob"):
+                ref.log_probs(train_batch, column="ref_log_probs")
+        with phase("update_actor"):
+            for _ in range(algorithm.num_epochs):
+                for mini_batch in train_batch.mini_batches:
+                    updates.append(actor.update(mini_batch, loss_fn))
     metrics = rl_runtime.update_metrics("actor", updates) | rl_runtime.mismatch(batch, old.log_probs)
     return metrics | {"actor/advantage_std": float(advantages_N.std(correction=0))}
 

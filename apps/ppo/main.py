@@ -10,13 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ds_engine
 import rl_core
 import rl_runtime
 from apps.ppo.config import AlgorithmConfig, PpoConfig
 from run_kit import run_cli
+
+if TYPE_CHECKING:
+    import torch
 
 
 def critic_loss(
@@ -32,8 +35,8 @@ def critic_loss(
 
 def advantages(
     batch: "rl_runtime.ExperienceBatch", algorithm: AlgorithmConfig, *, kl_coef: float
-) -> tuple["rl_runtime.ExperienceBatch", dict[str, float]]:
-    """The batch with columns `advantages` and `returns`, and what they say of the critic."""
+) -> tuple["torch.Tensor", "torch.Tensor", dict[str, float]]:
+    """Advantages and returns, float32 [K] each, and the critic's metrics."""
     lens_N, values_K = batch.response_lens_N, batch.flat("values")
     rewards_K = rl_core.token_rewards(batch.scores_N.float(), lens_N)
     metrics = {}
@@ -55,7 +58,7 @@ def advantages(
     }
     if algorithm.whiten_advantages:
         advantages_K = rl_core.masked_whiten(advantages_K)
-    return batch.with_flat("advantages", advantages_K).with_flat("returns", returns_K), metrics
+    return advantages_K, returns_K, metrics
 
 
 class KlCoefficient:
@@ -99,32 +102,37 @@ def learn(
 ) -> dict[str, float]:
     """One PPO step on scored samples; the metrics of its updates."""
     algorithm, kl_coef = config.algorithm, kl.value
-    old, values = rl_runtime.run_concurrently(
-        phase,
-        ("old_log_prob", actor, lambda: actor.log_probs(batch).log_probs),
-        ("values", critic, lambda: critic.values(batch)),
-    )
-    batch = batch.with_column("old_log_probs", old).with_column("values", values)
-    if ref is not None:
-        with phase("ref_log_prob"):
-            batch = batch.with_column("ref_log_probs", ref.log_probs(batch).log_probs)
-    with phase("adv"):
-        batch, metrics = advantages(batch, algorithm, kl_coef=kl_coef)
-
     actor_loss = partial(
         rl_runtime.policy_loss, config=algorithm, kl_coef=kl_coef if algorithm.kl_in == "loss" else 0.0
     )
     value_loss = partial(critic_loss, value_clip=algorithm.value_clip)
+    mini_batches = batch.mini_batch_indices(config.batch.mini_batch_size)
+    batch = rl_runtime.with_loss_weights(
+        batch, algorithm, max_tokens=config.sampling.max_tokens, mini_batches=mini_batches
+    )
     actor_updates, critic_updates = [], []
-    for _ in range(algorithm.num_epochs):
-        for mini in batch.mini_batches(config.batch.mini_batch_size):
-            mini = rl_runtime.with_loss_weights(mini, algorithm, max_tokens=config.sampling.max_tokens)
-            updates = [("update_critic", critic, partial(critic.update, mini, value_loss))]
-            if step > algorithm.critic_warmup_steps:
-                updates.append(("update_actor", actor, partial(actor.update, mini, actor_loss)))
-            of_critic, *of_actor = rl_runtime.run_concurrently(phase, *updates)
-            critic_updates.append(of_critic)
-            actor_updates += of_actor
+    with rl_runtime.TrainBatch.of(batch, mini_batches=mini_batches) as train_batch:
+        old, values = rl_runtime.run_concurrently(
+            phase,
+            ("old_log_prob", actor, lambda: actor.log_probs(train_batch, column="old_log_probs").log_probs),
+            ("values", critic, lambda: critic.values(train_batch, column="values")),
+        )
+        batch = batch.with_column("old_log_probs", old).with_column("values", values)
+        if ref is not None:
+            with phase("ref_log_prob"):
+                of_ref = ref.log_probs(train_batch, column="ref_log_probs")
+                batch = batch.with_column("ref_log_probs", of_ref.log_probs)
+        with phase("adv"):
+            advantages_K, returns_K, metrics = advantages(batch, algorithm, kl_coef=kl_coef)
+            train_batch.add_columns({"advantages": advantages_K, "returns": returns_K})
+        for _ in range(algorithm.num_epochs):
+            for mini_batch in train_batch.mini_batches:
+                updates = [("update_critic", critic, partial(critic.update, mini_batch, value_loss))]
+                if step > algorithm.critic_warmup_steps:
+                    updates.append(("update_actor", actor, partial(actor.update, mini_batch, actor_loss)))
+                of_critic, *of_actor = rl_runtime.run_concurrently(phase, *updates)
+                critic_updates.append(of_critic)
+                actor_updates += of_actor
     if ref is not None:
         metrics["actor/kl_coef"] = kl_coef
         kl.update(metrics["actor/ref_kl"], len(batch.items))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .ranks.environment import prepare_driver
     from .ranks.loss_spec import LossSpec
     from .ranks.model_handle import ModelHandle, run_concurrently
+    from .ranks.train_batch import MiniBatch, TrainBatch
     from .ranks.worker_group import WorkerGroup
     from .rollout.phase import RolloutPhase, Validation
     from .rollout.scoring import Scorer
@@ -45,6 +46,7 @@ __all__ = [
     "JobConfig",
     "LoopResult",
     "LossSpec",
+    "MiniBatch",
     "ModelConfig",
     "ModelHandle",
     "Phase",
@@ -63,6 +65,7 @@ __all__ = [
     "Stateful",
     "SupervisedConfig",
     "TaskSize",
+    "TrainBatch",
     "TrainerConfig",
     "TrainingLoop",
     "Validation",
@@ -152,6 +155,10 @@ _MODULES = {
     ".ranks.model_handle": (
         "ModelHandle",
         "run_concurrently",
+    ),
+    ".ranks.train_batch": (
+        "MiniBatch",
+        "TrainBatch",
     ),
     ".ranks.worker_group": ("WorkerGroup",),
     ".rollout.phase": (

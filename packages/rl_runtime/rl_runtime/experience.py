@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rl_core import MicroBatchPlan, PackedBatch, SequenceData, pack
+from rl_core import SequenceData
 
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -66,14 +66,6 @@ class Experience:
     def policy_version(self) -> int:
         """The oldest version that drew a token."""
         return min(version for version, _ in self.version_spans)
-
-    def over_response(self, column: Float32Array) -> Float32Array:
-        """A column with zeros put in where the response is context: one value a response token."""
-        if self.response_mask is None:
-            return column
-        spread = np.zeros(len(self.response_ids), dtype=np.float32)
-        spread[self.response_mask] = column
-        return spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,23 +123,22 @@ class ExperienceBatch:
             columns={name: tuple(column[i] for i in indices) for name, column in self.columns.items()},
         )
 
-    def mini_batches(self, num_prompts: int) -> Iterator["ExperienceBatch"]:
-        """Splits by prompts, groups kept whole, in order; the last may be smaller when groups were left out."""
+    def mini_batch_indices(self, num_prompts: int) -> tuple[tuple[int, ...], ...]:
+        """The samples of each mini batch of `num_prompts` prompts: groups whole and in order.
+
+        The last mini batch is smaller when groups were left out of the train batch.
+        """
         order = list(dict.fromkeys(item.group_id for item in self.items))
-        for start in range(0, len(order), num_prompts):
-            chosen = set(order[start : start + num_prompts])
-            yield self.select([i for i, item in enumerate(self.items) if item.group_id in chosen])
+        chosen = [set(order[start : start + num_prompts]) for start in range(0, len(order), num_prompts)]
+        return tuple(tuple(i for i, item in enumerate(self.items) if item.group_id in groups) for groups in chosen)
+
+    def mini_batches(self, num_prompts: int) -> Iterator["ExperienceBatch"]:
+        """The mini batches of `mini_batch_indices`, each with its columns."""
+        return map(self.select, self.mini_batch_indices(num_prompts))
 
     def sequence(self, index: int) -> SequenceData:
-        """Sample `index` with its columns, as rl_core packs it."""
+        """Sample `index` without its columns, as rl_core packs it."""
         item = self.items[index]
         return SequenceData(
-            prompt_ids=item.prompt.token_ids,
-            response_ids=item.response_ids,
-            response_mask=item.response_mask,
-            columns={name: item.over_response(column[index]) for name, column in self.columns.items()},
+            prompt_ids=item.prompt.token_ids, response_ids=item.response_ids, response_mask=item.response_mask
         )
-
-    def packed(self, plan: MicroBatchPlan) -> list[list[PackedBatch]]:
-        """Per rank, its micro batches."""
-        return [[pack([self.sequence(i) for i in micro]) for micro in rank] for rank in plan.assignment]

@@ -1,6 +1,8 @@
 """The train batch: columns stay with their samples through selection, mini batches, packing and back."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core import gae, plan_micro_batches, token_rewards
+from rl_core import BatchConfig, PackedBatch, gae, token_rewards
 from rl_runtime.experience import Experience, ExperienceBatch
+from rl_runtime.ranks.train_batch import TrainBatch
+from rl_runtime.ranks.trainer_worker import TrainerWorker
 
 
 @dataclass(frozen=True)
@@ -61,19 +65,25 @@ def test_mini_batches_keep_groups_whole_and_every_sample_once(groups: list[list[
             assert column[0] == 1000 * item.score
 
 
+def packed(batch: ExperienceBatch, num_ranks: int, budget: int) -> list[list[PackedBatch]]:
+    """The micro batches of every rank with their columns, as an update gets them."""
+    ranks: Any = SimpleNamespace(world_size=num_ranks)
+    workers = [TrainerWorker(rank, num_ranks, device="cpu", num_threads=1) for rank in range(num_ranks)]
+    deliveries = TrainBatch.of(batch).deliveries(ranks, 1, BatchConfig(token_budget=budget), with_columns=True)
+    return [worker._receive(one)[0] for worker, one in zip(workers, deliveries, strict=True)]
+
+
 @given(groups=groups_of_lengths, num_ranks=st.integers(1, 4), budget=st.integers(8, 64))
 def test_packed_columns_stay_aligned_with_their_tokens(groups: list[list[int]], num_ranks: int, budget: int) -> None:
     batch = make_batch(groups)
-    plan = plan_micro_batches([item.num_tokens for item in batch.items], num_ranks=num_ranks, token_budget=budget)
-    packed = batch.packed(plan)
-    assert len({len(rank) for rank in packed}) == 1, "ranks have different numbers of micro batches"
+    ranks = packed(batch, num_ranks, budget)
+    assert len({len(rank) for rank in ranks}) == 1, "ranks have different numbers of micro batches"
     seen = 0
-    for rank in packed:
+    for rank in ranks:
         for micro in rank:
-            if micro.num_targets:
-                # The column's value is the token id by construction: alignment is equality.
-                assert micro.columns["tag"].long().tolist() == micro.target_ids_K.tolist()
-                assert micro.input_ids_T[micro.target_index_K + 1].tolist() == micro.target_ids_K.tolist()
+            # The column's value is the token id by construction: alignment is equality.
+            assert micro.columns["tag"].long().tolist() == micro.target_ids_K.tolist()
+            assert micro.input_ids_T[micro.target_index_K + 1].tolist() == micro.target_ids_K.tolist()
             seen += micro.num_targets
     assert seen == int(batch.response_lens_N.sum())
 
@@ -109,17 +119,14 @@ def test_context_is_read_and_never_predicted(groups: list[list[int]], data: st.D
     batch = with_context(whole, masks)
     assert batch.response_lens_N.tolist() == [sum(mask) for mask in masks]
     assert batch.num_tokens == whole.num_tokens
-    plan = plan_micro_batches([item.num_tokens for item in batch.items], num_ranks=2, token_budget=32)
     seen: list[int] = []
-    for micro, packed in zip(
-        (m for rank in plan.assignment for m in rank), (m for rank in batch.packed(plan) for m in rank), strict=True
-    ):
-        assert packed.num_tokens == sum(batch.items[i].num_tokens for i in micro)
-        if packed.num_targets:
-            assert packed.columns["tag"].long().tolist() == packed.target_ids_K.tolist()
-            assert packed.input_ids_T[packed.target_index_K + 1].tolist() == packed.target_ids_K.tolist()
-        assert packed.response_lens_S.tolist() == [batch.items[i].num_generated for i in micro]
-        seen += packed.target_ids_K.tolist()
+    num_tokens = 0
+    for micro in (micro for rank in packed(batch, 2, 32) for micro in rank):
+        num_tokens += micro.num_tokens
+        assert micro.columns["tag"].long().tolist() == micro.target_ids_K.tolist()
+        assert micro.input_ids_T[micro.target_index_K + 1].tolist() == micro.target_ids_K.tolist()
+        seen += micro.target_ids_K.tolist()
+    assert num_tokens == batch.num_tokens
     generated = [token for item in batch.items for token in np.array(item.response_ids)[item.response_mask].tolist()]
     assert sorted(seen) == sorted(generated)
 

@@ -1,5 +1,9 @@
-"""What a role hands to the ranks of dp x sp and how it reads their answers, with ranks that live in this process."""
+"""ModelHandle and TrainBatch on dp x sp ranks: what is sent, how often, and how results come back.
 
+The ranks are real `TrainerWorker`s in this process, with engines that compute simple functions of the token ids.
+"""
+
+import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -7,33 +11,69 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from ds_engine import EngineConfig, TokenOutputs
-from rl_core import BatchConfig, BatchError
+from ds_engine import EngineConfig, StepStats, TokenOutputs
+from rl_core import BatchConfig, BatchError, pack
 from rl_runtime.app.job import job_layout
 from rl_runtime.app.job_config import JobConfig
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError
 from rl_runtime.experience import Experience, ExperienceBatch
+from rl_runtime.ranks import train_batch as train_batch_module
 from rl_runtime.ranks.model_handle import ModelHandle, run_concurrently
+from rl_runtime.ranks.train_batch import TrainBatch
+from rl_runtime.ranks.trainer_worker import Delivery, TrainerWorker
 
 
-class EchoRanks:
-    """Answers with the target ids as log-probs, and keeps what every rank was given."""
+class EchoEngine:
+    """Log-probs and values are the target ids; a training step keeps the columns it was given."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self) -> None:
         self.given: list[Any] = []
+        self.trained: list[list[Any]] = []
+
+    def log_probs(self, micro_batches: list[Any], *, temperature: float) -> list[TokenOutputs]:
+        self.given = micro_batches
+        return [TokenOutputs(log_probs_K=b.target_ids_K.float(), entropy_K=-b.target_ids_K.float()) for b in self.given]
+
+    def values(self, micro_batches: list[Any]) -> list[torch.Tensor]:
+        return [batch.target_ids_K.float() / 2 for batch in micro_batches]
+
+    def train_mini_batch(self, micro_batches: list[Any], loss_fn: Any, *, temperature: float) -> StepStats:
+        self.trained.append(micro_batches)
+        return StepStats(
+            loss=0.0, metrics={}, grad_norm=0.0, lr=0.0, num_micro_batches=len(micro_batches), num_empty_micro_batches=0
+        )
+
+
+class InProcessRanks:
+    """A `WorkerGroup` without processes; arguments are pickled as on their way to a process."""
+
+    def __init__(self, world_size: int, *roles: str) -> None:
+        self.world_size = world_size
+        self.workers = [TrainerWorker(rank, world_size, device="cpu", num_threads=1) for rank in range(world_size)]
+        for worker in self.workers:
+            worker._engines = {role: EchoEngine() for role in roles}  # type: ignore[misc]
+        self.calls: list[str] = []
+        self.num_batches_sent = 0
+        self.columns_sent: list[str] = []
 
     def run(self, method: Any, *args: Any) -> list[Any]:
-        return [None] * self.world_size
+        if method is TrainerWorker.build:
+            return []
+        self.calls.append(method.__name__)
+        return [method(worker, *args) for worker in self.workers]
 
-    def run_each(self, method: Any, given: list[Any], *args: Any) -> list[Any]:
-        self.given = given
-        return [
-            [TokenOutputs(log_probs_K=b.target_ids_K.float(), entropy_K=-b.target_ids_K.float()) for b in micro_batches]
-            for micro_batches in given
-        ]
+    def run_each(self, method: Any, deliveries: list[Delivery], *args: Any) -> list[Any]:
+        self.calls.append(method.__name__)
+        self.num_batches_sent += deliveries[0].mini_batches is not None
+        self.columns_sent += deliveries[0].columns
+        sent = pickle.loads(pickle.dumps(deliveries))
+        return [method(worker, one, *args) for worker, one in zip(self.workers, sent, strict=True)]
+
+    def engines(self, role: str) -> list[Any]:
+        return [worker._engines[role] for worker in self.workers]
 
 
 class Prompt:
@@ -58,23 +98,94 @@ def make_batch(lengths: list[int]) -> ExperienceBatch:
     return ExperienceBatch(items=tuple(items))
 
 
+def handle(ranks: InProcessRanks, name: str, *, sp: int = 1, batch: BatchConfig | None = None) -> ModelHandle:
+    model = ModelHandle(ranks, name, batch or BatchConfig(token_budget=16))  # type: ignore[arg-type]
+    model.build("model", EngineConfig(sequence_parallel=sp), total_steps=1)
+    return model
+
+
+def any_loss(*_: Any) -> None: ...
+
+
 @pytest.mark.parametrize(("world_size", "sp"), [(4, 1), (4, 2), (4, 4), (2, 2)])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_a_replica_gets_the_same_and_answers_once(world_size: int, sp: int, micro_batch_size: int | None) -> None:
-    ranks = EchoRanks(world_size)
-    role = ModelHandle(ranks, "actor", BatchConfig(token_budget=16, micro_batch_size=micro_batch_size))  # type: ignore[arg-type]
-    role.build("model", EngineConfig(sequence_parallel=sp), total_steps=1)
+    ranks = InProcessRanks(world_size, "actor")
+    actor = handle(ranks, "actor", sp=sp, batch=BatchConfig(token_budget=16, micro_batch_size=micro_batch_size))
     batch = make_batch([3, 9, 1, 5, 7, 2, 8, 4])
-    columns = role.log_probs(batch)
+    columns = actor.log_probs(batch)
     for item, log_probs, entropy in zip(batch.items, columns.log_probs, columns.entropy, strict=True):
         assert tuple(log_probs) == item.response_ids
         assert tuple(-entropy) == item.response_ids
+    given = [engine.given for engine in ranks.engines("actor")]
     for rank in range(world_size):
-        assert ranks.given[rank] is ranks.given[rank // sp * sp]
-    tokens = [len(micro.input_ids_T) for micros in ranks.given[::sp] for micro in micros]
+        ids = [[micro.input_ids_T.tolist() for micro in given[index]] for index in (rank, rank // sp * sp)]
+        assert ids[0] == ids[1]
+    tokens = [len(micro.input_ids_T) for micros in given[::sp] for micro in micros]
     assert sum(tokens) == batch.num_tokens
-    sizes = [len(micro.cu_seqlens_S1) - 1 for micros in ranks.given for micro in micros]
+    sizes = [len(micro.cu_seqlens_S1) - 1 for micros in given for micro in micros]
     assert max(sizes) <= 2 * sp if micro_batch_size else max(tokens) <= 16 * sp
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_train_batch_is_sent_once_to_each_rank_group(separate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs of PPO with a reference model: one send, one pack, each column once, nothing kept afterwards."""
+    num_packs = 0
+
+    def counting_pack(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_packs
+        num_packs += 1
+        return pack(*args, **kwargs)
+
+    monkeypatch.setattr(train_batch_module, "pack", counting_pack)
+    shared = InProcessRanks(2, "actor", "ref", "critic")
+    critic_ranks = InProcessRanks(2, "critic") if separate else shared
+    actor, ref, critic = handle(shared, "actor"), handle(shared, "ref"), handle(critic_ranks, "critic")
+    samples = make_batch([3, 9, 1, 5, 7, 2, 8, 4])
+    with TrainBatch.of(samples, mini_batches=samples.mini_batch_indices(4)) as batch:
+        actor.log_probs(batch, column="old_log_probs")
+        ref.log_probs(batch, column="ref_log_probs")
+        values = critic.values(batch, column="values")
+        batch.add_columns({"advantages": torch.arange(39.0)})
+        for _ in range(2):
+            for mini_batch in batch.mini_batches:
+                critic.update(mini_batch, any_loss)
+                actor.update(mini_batch, any_loss)
+        assert all(len(worker._batches) == 1 for worker in shared.workers)
+    assert [list(value) for value in values] == [[token / 2 for token in item.response_ids] for item in samples.items]
+
+    groups = {id(ranks): ranks for ranks in (shared, critic_ranks)}.values()
+    for ranks in groups:
+        assert ranks.num_batches_sent == 1
+        assert len(ranks.columns_sent) == len(set(ranks.columns_sent))
+        assert ranks.calls.count("drop_batch") == 1
+        assert all(not worker._batches for worker in ranks.workers)
+    # The ranks that computed a column keep it.
+    assert shared.columns_sent == (["values", "advantages"] if separate else ["advantages"])
+    num_micro_batches = sum(len(engine.given) for engine in shared.engines("actor"))
+    assert num_packs == num_micro_batches * len(groups)
+
+    for engine in shared.engines("actor"):
+        first_epoch = [micro for mini in engine.trained[:2] for micro in mini]
+        assert [m.input_ids_T.tolist() for m in first_epoch] == [m.input_ids_T.tolist() for m in engine.given]
+        assert len(engine.trained) == 4
+        for micro in first_epoch:
+            assert micro.columns["old_log_probs"].tolist() == micro.columns["ref_log_probs"].tolist()
+            assert micro.columns["old_log_probs"].long().tolist() == micro.target_ids_K.tolist()
+            assert micro.columns["values"].tolist() == (micro.target_ids_K / 2).tolist()
+            # Target ids are 100 * sample + place: what add_columns numbered 0 to 38 in the order of the samples.
+            starts = dict(zip(range(0, 800, 100), [0, 3, 12, 13, 18, 25, 27, 35], strict=True))
+            expected = [starts[token // 100 * 100] + token % 100 for token in micro.target_ids_K.tolist()]
+            assert micro.columns["advantages"].tolist() == expected
+
+
+def test_a_column_of_another_length_or_given_twice_is_refused() -> None:
+    batch = TrainBatch.of(make_batch([2, 1]), mini_batches=None)
+    with pytest.raises(ValueError, match=r"'x' has shape \(2,\); allowed: \(3,\)"):
+        batch.add_columns({"x": torch.zeros(2)})
+    batch.add_columns({"x": torch.zeros(3)})
+    with pytest.raises(ValueError, match="'x' is there already"):
+        batch.add_columns({"x": torch.zeros(3)})
 
 
 def test_the_batch_has_to_divide_by_dp_and_sp() -> None:

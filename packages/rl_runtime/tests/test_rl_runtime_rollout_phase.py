@@ -29,7 +29,7 @@ from rollout_vllm import (
     SamplingConfig,
     VersionSpan,
 )
-from rollout_vllm.client.partial import fresh_group
+from rollout_vllm.client.group_run import fresh_group
 from rollout_vllm.samples import PartialSample
 from run_kit.config.loader import to_yaml
 

@@ -6,15 +6,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import numpy as np
 from torch import Tensor
 
 from ds_engine import EngineConfig, Head, LossFn, OptimConfig, StepStats
-from rl_core import BatchConfig, MicroBatchPlan, PackedBatch, plan_micro_batches
+from rl_core import BatchConfig
 from weight_sync import Endpoint, SyncConfig, SyncReport
 
 from ..experience import ExperienceBatch, Float32Array
 from .loss_spec import LossSpec
+from .train_batch import MiniBatch, TrainBatch
 from .trainer_worker import ModelDescription, TrainerWorker
 from .worker_group import WorkerGroup
 
@@ -46,32 +46,61 @@ class ModelHandle:
         self._sp = config.sequence_parallel
         self.ranks.run(TrainerWorker.build, self.name, model_path, replace(config, optim=OptimConfig()), None)
 
-    def log_probs(self, batch: ExperienceBatch) -> TokenColumns:
-        """Log-probs of the response tokens at the rollout's temperature, and entropies, without gradients."""
-        plan, packed = self._packed(batch)
-        outputs = self.ranks.run_each(TrainerWorker.log_probs, packed, self.name, self._temperature)
-        rows = self._in_order(batch, plan, [[(o.log_probs_K, o.entropy_K) for o in rank] for rank in outputs])
-        log_probs, entropy = zip(*rows, strict=True)
-        return TokenColumns(log_probs=log_probs, entropy=entropy)
+    def log_probs(self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None) -> TokenColumns:
+        """Log-probs of the generated tokens at the rollout's temperature, and entropies, without gradients.
 
-    def values(self, batch: ExperienceBatch) -> tuple[Float32Array, ...]:
-        """A critic's value of the state before each response token, without gradients: N arrays."""
-        plan, packed = self._packed(batch)
-        outputs = self.ranks.run_each(TrainerWorker.values, packed, self.name)
-        return tuple(row[0] for row in self._in_order(batch, plan, [[(v_K,) for v_K in rank] for rank in outputs]))
+        Args:
+            batch: an `ExperienceBatch` is sent for this call alone.
+            column: the name under which the train batch keeps the log-probs, for the updates.
+        """
+        if isinstance(batch, ExperienceBatch):
+            with TrainBatch.of(batch) as only:
+                return self.log_probs(only)
+        outputs = self.ranks.run_each(
+            TrainerWorker.log_probs,
+            batch.deliveries(*self._layout, with_columns=False),
+            self.name,
+            self._temperature,
+            column,
+        )
+        log_probs_K = batch.collect(*self._layout, [output.log_probs_K for output in outputs], column=column)
+        entropy_K = batch.collect(*self._layout, [output.entropy_K for output in outputs])
+        return TokenColumns(log_probs=_arrays(batch.split(log_probs_K)), entropy=_arrays(batch.split(entropy_K)))
 
-    def update(self, batch: ExperienceBatch, loss_fn: LossFn) -> StepStats:
-        """One optimizer step on a mini batch; `loss_fn` returns each micro batch's share of the loss."""
-        _, packed = self._packed(batch)
-        return self._train(packed, loss_fn)
+    def values(self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None) -> tuple[Float32Array, ...]:
+        """A critic's value of the state before each generated token, without gradients: N arrays.
 
-    def update_packed(self, packed: Sequence[Sequence[PackedBatch]], loss_fn: LossFn) -> StepStats:
-        """One optimizer step on micro batches already packed for every replica: sp consecutive ranks get the same."""
-        return self._train([micros for micros in packed for _ in range(self._sp)], loss_fn)
+        Args: as of `log_probs`.
+        """
+        if isinstance(batch, ExperienceBatch):
+            with TrainBatch.of(batch) as only:
+                return self.values(only)
+        deliveries = batch.deliveries(*self._layout, with_columns=False)
+        outputs = self.ranks.run_each(TrainerWorker.values, deliveries, self.name, column)
+        return _arrays(batch.split(batch.collect(*self._layout, outputs, column=column)))
 
-    def _train(self, packed: Sequence[Sequence[PackedBatch]], loss_fn: LossFn) -> StepStats:
-        spec = LossSpec.of(loss_fn)
-        return self.ranks.run_each(TrainerWorker.train, packed, self.name, spec, self._temperature)[0]
+    def update(self, mini_batch: MiniBatch | ExperienceBatch, loss_fn: LossFn) -> StepStats:
+        """One optimizer step; `loss_fn` returns each micro batch's share of the loss.
+
+        Args:
+            mini_batch: an `ExperienceBatch` is sent for this call alone.
+            loss_fn: a function of a module, or a `functools.partial` of one; the ranks import it.
+
+        Raises:
+            InputError: the ranks cannot import `loss_fn`.
+        """
+        if isinstance(mini_batch, ExperienceBatch):
+            with TrainBatch.of(mini_batch) as only:
+                return self.update(only.mini_batches[0], loss_fn)
+        loss = LossSpec.of(loss_fn)
+        deliveries = mini_batch.batch.deliveries(*self._layout, with_columns=True)
+        index = mini_batch.index
+        return self.ranks.run_each(TrainerWorker.train, deliveries, self.name, index, loss, self._temperature)[0]
+
+    @property
+    def _layout(self) -> tuple[WorkerGroup, int, BatchConfig]:
+        """What decides how a train batch lies on the ranks; models with the same layout share the ranks' copy."""
+        return self.ranks, self._sp, self._batch
 
     def export(self, folder: str, model_files_from: str) -> None:
         """Writes a Hugging Face folder with the current weights."""
@@ -92,35 +121,6 @@ class ModelHandle:
     def push_weights(self, version: int) -> SyncReport:
         """Sends the weights to every server; rank 0's report."""
         return self.ranks.run(TrainerWorker.push_weights, version)[0]
-
-    def _packed(self, batch: ExperienceBatch) -> tuple[MicroBatchPlan, list[list[PackedBatch]]]:
-        """The plan of the micro batches, and those of every rank: sp consecutive ranks get the same."""
-        plan = self.plan([item.num_tokens for item in batch.items])
-        return plan, [micros for micros in batch.packed(plan) for _ in range(self._sp)]
-
-    def _in_order(
-        self, batch: ExperienceBatch, plan: MicroBatchPlan, outputs: Sequence[Sequence[tuple[Tensor, ...]]]
-    ) -> list[tuple[Float32Array, ...]]:
-        """Per-token results of the ranks' micro batches, per sample in the order of the batch."""
-        # [replica][micro batch][sample] -> columns, then back in the order of the batch
-        split = [
-            [_per_sample(batch, micro, columns) for micro, columns in zip(micros, replica, strict=True)]
-            for micros, replica in zip(plan.assignment, outputs[:: self._sp], strict=True)
-        ]
-        return plan.restore(split)
-
-    def plan(self, lengths: Sequence[int]) -> MicroBatchPlan:
-        """Micro batches for sequences of these lengths (tokens), the same number on every replica.
-
-        A replica of sp ranks computes sp times what one rank alone would: a rank then holds as many tokens.
-        """
-        size, budget = self._batch.micro_batch_size, self._batch.token_budget
-        return plan_micro_batches(
-            lengths,
-            num_ranks=self.ranks.world_size // self._sp,
-            token_budget=None if size else budget * self._sp,
-            micro_batch_size=size * self._sp if size else None,
-        )
 
 
 def run_concurrently(
@@ -148,11 +148,5 @@ def run_concurrently(
     return results
 
 
-def _per_sample(
-    batch: ExperienceBatch, micro: Sequence[int], columns: tuple[Tensor, ...]
-) -> list[tuple[Float32Array, ...]]:
-    """The [K] columns of a micro batch cut at its samples' borders."""
-    if not micro:
-        return []
-    borders = np.cumsum([batch.items[i].num_generated for i in micro])[:-1]
-    return list(zip(*(np.split(column.numpy(), borders) for column in columns), strict=True))
+def _arrays(values: Sequence[Tensor]) -> tuple[Float32Array, ...]:
+    return tuple(value.numpy() for value in values)

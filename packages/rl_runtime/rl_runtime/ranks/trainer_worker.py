@@ -5,8 +5,10 @@ A plain class that tests use without Ray; `WorkerGroup` runs it as a Ray actor.
 
 import gc
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ from ckpt import (
     restore_rng,
     save_hf_folder,
 )
-from ds_engine import EngineConfig, Head, StepStats, TokenBatch, TokenOutputs, ZeroEngine, init_distributed
-from rl_core import linear_log_prob
+from ds_engine import EngineConfig, Head, StepStats, TokenOutputs, ZeroEngine, init_distributed
+from rl_core import PackedBatch, linear_log_prob
 from weight_sync import Adapter, Endpoint, SyncConfig, SyncReport, WeightPusher, ZeroSource
 
 from .loss_spec import LossSpec
@@ -40,6 +42,18 @@ ModelDescription = dict[str, dict[str, Any]]
 """Shape and dtype by parameter name, JSON-able; see `ckpt.describe_model`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """A reference to a train batch, with the parts of it that the rank does not have yet."""
+
+    batch: int
+    """The batch's number."""
+    mini_batches: list[list[PackedBatch]] | None = None
+    """[mini batch][micro batch] of this rank; None once the rank has them."""
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Per-token columns by name, float32 [K_r] in the order of the rank's micro batches."""
+
+
 class TrainerWorker:
     """Rank `rank` of `world_size`. Every method that trains, gathers or saves is collective: call it on all ranks."""
 
@@ -49,6 +63,7 @@ class TrainerWorker:
         # A rank sees one GPU, its own.
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self._engines: dict[str, ZeroEngine] = {}
+        self._batches: dict[int, list[list[PackedBatch]]] = {}
         self._saver: AsyncSaver | None = None
         self._captures: dict[str, DeepSpeedState] = {}
         self._pusher: WeightPusher | None = None
@@ -98,22 +113,58 @@ class TrainerWorker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def log_probs(self, micro_batches: Sequence[TokenBatch], role: str, temperature: float) -> list[TokenOutputs]:
-        """Log-probs and entropies of this rank's micro batches, in order, without gradients."""
+    def log_probs(self, delivery: Delivery, role: str, temperature: float, column: str | None = None) -> TokenOutputs:
+        """Log-probs and entropies of this rank's part of a train batch, [K_r] each, without gradients.
+
+        `column`: the name under which this rank keeps the log-probs with the batch, for the updates.
+        """
+        micro_batches = list(chain.from_iterable(self._receive(delivery)))
         with record_function(f"{role}: log_probs"):
-            return self._engines[role].log_probs(micro_batches, temperature=temperature)
+            outputs = self._engines[role].log_probs(micro_batches, temperature=temperature)
+        log_probs_Kr = torch.cat([output.log_probs_K for output in outputs])
+        if column is not None:
+            self._add_columns(delivery.batch, {column: log_probs_Kr})
+        return TokenOutputs(log_probs_K=log_probs_Kr, entropy_K=torch.cat([output.entropy_K for output in outputs]))
 
-    def values(self, micro_batches: Sequence[TokenBatch], role: str) -> list[torch.Tensor]:
-        """A critic's values of this rank's micro batches, each [K] float32, in order, without gradients."""
+    def values(self, delivery: Delivery, role: str, column: str | None = None) -> torch.Tensor:
+        """A critic's values of this rank's part of a train batch, float32 [K_r], without gradients."""
+        micro_batches = list(chain.from_iterable(self._receive(delivery)))
         with record_function(f"{role}: values"):
-            return self._engines[role].values(micro_batches)
+            values_Kr = torch.cat(self._engines[role].values(micro_batches))
+        if column is not None:
+            self._add_columns(delivery.batch, {column: values_Kr})
+        return values_Kr
 
-    def train(self, micro_batches: Sequence[TokenBatch], role: str, loss: LossSpec, temperature: float) -> StepStats:
+    def train(self, delivery: Delivery, role: str, mini_batch: int, loss: LossSpec, temperature: float) -> StepStats:
         """One optimizer step on this rank's part of a mini batch."""
+        micro_batches = self._receive(delivery)[mini_batch]
         if self._saver is not None:
             self._saver.wait_copied()
         with record_function(f"{role}: train"):
             return self._engines[role].train_mini_batch(micro_batches, loss.load(), temperature=temperature)
+
+    def drop_batch(self, batch: int) -> None:
+        """Frees a train batch."""
+        self._batches.pop(batch, None)
+
+    def _receive(self, delivery: Delivery) -> list[list[PackedBatch]]:
+        """The train batch that a call refers to, [mini batch][micro batch], with what the call brings."""
+        if delivery.mini_batches is not None:
+            self._batches[delivery.batch] = delivery.mini_batches
+        self._add_columns(delivery.batch, delivery.columns)
+        return self._batches[delivery.batch]
+
+    def _add_columns(self, batch: int, columns: Mapping[str, torch.Tensor]) -> None:
+        """Adds columns, [K_r] each, to the micro batches of a train batch."""
+        if not columns:
+            return
+        mini_batches = self._batches[batch]
+        lens = [micro.num_targets for mini in mini_batches for micro in mini]
+        parts = {name: iter(column_Kr.split(lens)) for name, column_Kr in columns.items()}
+        self._batches[batch] = [
+            [micro.with_columns(**{name: next(part) for name, part in parts.items()}) for micro in mini]
+            for mini in mini_batches
+        ]
 
     def connect_servers(
         self, role: str, endpoints: Sequence[Endpoint], config: SyncConfig, adapter: str | None = None

@@ -65,11 +65,7 @@ class RolloutServers:
         self._closing.set()
         if self._watch is None:
             return
-        stopping = threading.Thread(target=self._watch.stop, name="stop-watch", daemon=True)
-        stopping.start()
-        while stopping.is_alive():
-            self._stop_restarts()  # the watch would wait for them
-            stopping.join(0.2)
+        self._watch.stop(abort_restarts=True)
 
     @contextmanager
     def changing_weights(self) -> Iterator[None]:
@@ -132,7 +128,7 @@ class RolloutServers:
                 # Sent twice in vain: they stay paused. The watch starts them anew and brings them up to date.
                 self._report(f"rollout servers {serving} are started again, the weights did not arrive: {error}")
                 for index in serving:
-                    self._servers.servers[index].stop()
+                    self._watch.restart(index)
         return None
 
     def _bring_up_to_date(self, index: int, endpoint: Endpoint) -> int:
@@ -151,12 +147,6 @@ class RolloutServers:
 
     def _connect(self, endpoints: list[Endpoint]) -> None:
         self._actor.connect_servers(endpoints, self._sync, self._adapter)
-
-    def _stop_restarts(self) -> None:
-        serving = self._serving()
-        for index, server in enumerate(self._servers.servers):
-            if server.alive and index not in serving:
-                server.stop()
 
     def _serving(self) -> list[int]:
         """The servers that run and have missed no push."""

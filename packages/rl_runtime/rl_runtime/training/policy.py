@@ -1,6 +1,7 @@
 """The clipped policy update that GRPO and PPO share: its settings, its token weights, its loss."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -46,15 +47,32 @@ class PolicyConfig:
             raise ValueError(f"num_epochs is {self.num_epochs}; allowed: 1 or more")
 
 
-def with_loss_weights(mini: "ExperienceBatch", config: PolicyConfig, *, max_tokens: int) -> "ExperienceBatch":
-    """A mini batch with the columns that make token losses its loss: `weights`, and `mean_weights` for metrics."""
+def with_loss_weights(
+    batch: "ExperienceBatch",
+    config: PolicyConfig,
+    *,
+    max_tokens: int,
+    mini_batches: Sequence[Sequence[int]] | None = None,
+) -> "ExperienceBatch":
+    """Adds the columns that turn token losses into the mini-batch loss: `weights`, and `mean_weights` for metrics.
+
+    Args:
+        max_tokens: `sampling.max_tokens`, the divisor of `fixed_length`.
+        mini_batches: sample indices of each mini batch; None: the batch is one mini batch.
+    """
+    import torch
+
     from rl_core import token_weights
 
     mode = config.loss_aggregation
     fixed_length = max_tokens if mode == "fixed_length" else None
-    weights_N = token_weights(mode, mini.response_lens_N, fixed_length=fixed_length)
-    mean_N = token_weights("token_mean", mini.response_lens_N)
-    return mini.with_per_sequence("weights", weights_N).with_per_sequence("mean_weights", mean_N)
+    lens_N = batch.response_lens_N
+    weights_N, mean_N = torch.zeros(len(lens_N), dtype=torch.float64), torch.zeros(len(lens_N), dtype=torch.float64)
+    for indices in mini_batches or [range(len(lens_N))]:
+        chosen = torch.tensor(indices)
+        weights_N[chosen] = token_weights(mode, lens_N[chosen], fixed_length=fixed_length).double()
+        mean_N[chosen] = token_weights("token_mean", lens_N[chosen]).double()
+    return batch.with_per_sequence("weights", weights_N).with_per_sequence("mean_weights", mean_N)
 
 
 def policy_loss(outputs: "TokenOutputs", batch: "TokenBatch", *, config: PolicyConfig, kl_coef: float) -> "LossOutput":

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 
 from ds_engine import LossOutput, StepStats, TokenBatch, TokenOutputs
-from rl_core import SequenceData, pack, token_weights
+from rl_core import SequenceData, token_weights
 
 from ..config import SupervisedConfig
 from ..ranks.model_handle import ModelHandle
+from ..ranks.train_batch import TrainBatch
 
 
 class DemonstrationLike(Protocol):
@@ -31,7 +32,7 @@ def nll_loss(outputs: TokenOutputs, batch: TokenBatch) -> LossOutput:
 
 
 def train_supervised(
-    role: ModelHandle,
+    model: ModelHandle,
     demonstrations: Sequence[DemonstrationLike],
     config: SupervisedConfig,
     *,
@@ -45,22 +46,16 @@ def train_supervised(
         while len(order) < config.batch_size:
             order = np.concatenate([order, rng.permutation(len(demonstrations))])
         chosen, order = order[: config.batch_size], order[config.batch_size :]
-        on_step(step, supervised_step(role, [demonstrations[i] for i in chosen]))
+        on_step(step, supervised_step(model, [demonstrations[i] for i in chosen]))
 
 
-def supervised_step(role: ModelHandle, batch: Sequence[DemonstrationLike]) -> StepStats:
+def supervised_step(model: ModelHandle, batch: Sequence[DemonstrationLike]) -> StepStats:
     """One optimizer step on the token mean over the response tokens of `batch` that are not masked out."""
     response_lens_N = torch.tensor([sum(item.response_mask or [True] * len(item.response_ids)) for item in batch])
-    weights = token_weights("token_mean", response_lens_N).tolist()
+    weights_K = token_weights("token_mean", response_lens_N).repeat_interleave(response_lens_N)
     sequences = [
-        SequenceData(
-            prompt_ids=item.prompt_ids,
-            response_ids=item.response_ids,
-            response_mask=item.response_mask,
-            columns={"weights": np.full(len(item.response_ids), weight, dtype=np.float32)},
-        )
-        for item, weight in zip(batch, weights, strict=True)
+        SequenceData(prompt_ids=item.prompt_ids, response_ids=item.response_ids, response_mask=item.response_mask)
+        for item in batch
     ]
-    plan = role.plan([len(item.prompt_ids) + len(item.response_ids) for item in batch])
-    packed = [[pack([sequences[i] for i in micro]) for micro in rank] for rank in plan.assignment]
-    return role.update_packed(packed, nll_loss)
+    with TrainBatch(sequences, columns={"weights": weights_K}) as train_batch:
+        return model.update(train_batch.mini_batches[0], nll_loss)

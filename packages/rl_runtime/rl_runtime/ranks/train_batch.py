@@ -1,0 +1,213 @@
+"""A train batch on the trainer ranks: planned, packed and sent to a rank group once per step.
+
+Every later call refers to the batch by its number and brings only the per-token columns that the ranks lack. The plan
+of the micro batches is made per mini batch, and log-probs, values and updates all use it.
+
+Shapes: `N` samples, `K` generated tokens of all samples in order; `K_r` generated tokens of one rank in the order in
+which it computes them (mini batch, micro batch, sample).
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from rl_core import BatchConfig, PackedBatch, SequenceData, pack, plan_micro_batches
+
+from ..experience import ExperienceBatch
+from .trainer_worker import Delivery, TrainerWorker
+from .worker_group import WorkerGroup
+
+_numbers = itertools.count(1)
+
+
+class TrainBatch:
+    """The sequences of one step with their columns, cut into mini batches. A context: leaving it frees the ranks' copy.
+
+    ```
+    with TrainBatch.of(samples, mini_batches=samples.mini_batch_indices(32)) as batch:
+        old = actor.log_probs(batch, column="old_log_probs")
+        batch.add_columns({"advantages": advantages_K})
+        for mini_batch in batch.mini_batches:
+            actor.update(mini_batch, loss_fn)
+    ```
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[SequenceData],
+        *,
+        mini_batches: Sequence[Sequence[int]] | None = None,
+        columns: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Nothing is sent before a model uses the batch.
+
+        Args:
+            sequences: token ids and masks of the N samples; their own columns are not used.
+            mini_batches: sample indices of each mini batch, each sample once; None for a single mini batch.
+            columns: float32 [K] by name.
+        """
+        self._sequences = sequences
+        self._lens = [_num_targets(sequence) for sequence in sequences]
+        self._minis = [list(mini) for mini in mini_batches] if mini_batches else [list(range(len(sequences)))]
+        self._columns: dict[str, Tensor] = {}
+        self._on_ranks: dict[tuple[int, int, BatchConfig], _BatchOnRanks] = {}
+        self._number = next(_numbers)
+        self.add_columns(columns or {})
+
+    @classmethod
+    def of(cls, samples: ExperienceBatch, *, mini_batches: Sequence[Sequence[int]] | None = None) -> "TrainBatch":
+        """The samples with their columns; `mini_batches` as in the constructor."""
+        return cls(
+            [samples.sequence(index) for index in range(len(samples.items))],
+            mini_batches=mini_batches,
+            columns={name: samples.flat(name) for name in samples.columns},
+        )
+
+    @property
+    def mini_batches(self) -> tuple["MiniBatch", ...]:
+        """The mini batches in order, for `ModelHandle.update`."""
+        return tuple(MiniBatch(batch=self, index=index) for index in range(len(self._minis)))
+
+    def add_columns(self, columns: Mapping[str, Tensor]) -> None:
+        """Adds per-token columns, [K] each; the next update sends them to its ranks.
+
+        Raises:
+            ValueError: a column is there already, or has another length.
+        """
+        for name, column_K in columns.items():
+            if name in self._columns:
+                raise ValueError(f"column {name!r} is there already")
+            if column_K.shape != (sum(self._lens),):
+                raise ValueError(
+                    f"column {name!r} has shape {tuple(column_K.shape)}; allowed: ({sum(self._lens)},), one value a "
+                    "generated token"
+                )
+            self._columns[name] = column_K.to(torch.float32)
+
+    def deliveries(self, ranks: WorkerGroup, sp: int, config: BatchConfig, *, with_columns: bool) -> list[Delivery]:
+        """What a call has to bring to each rank of `ranks`: the batch at the first call, then missing columns."""
+        key = (id(ranks), sp, config)
+        if key not in self._on_ranks:
+            self._on_ranks[key] = _BatchOnRanks(self._sequences, self._lens, self._minis, ranks, sp, config)
+        return self._on_ranks[key].deliveries(self._number, self._columns if with_columns else {})
+
+    def collect(
+        self, ranks: WorkerGroup, sp: int, config: BatchConfig, outputs: Sequence[Tensor], *, column: str | None = None
+    ) -> Tensor:
+        """The ranks' results, [K_r] each, as [K]; `column`: the name under which the ranks kept them."""
+        placed = self._on_ranks[(id(ranks), sp, config)]
+        values_K = placed.in_order(outputs, sum(self._lens))
+        if column is not None:
+            self.add_columns({column: values_K})
+            placed.columns.add(column)
+        return values_K
+
+    def split(self, values_K: Tensor) -> tuple[Tensor, ...]:
+        """A [K] tensor as one tensor per sample."""
+        parts: tuple[Tensor, ...] = values_K.split(self._lens)
+        return parts
+
+    def close(self) -> None:
+        """Frees the ranks' copies."""
+        for placed in self._on_ranks.values():
+            placed.ranks.run(TrainerWorker.drop_batch, self._number)
+        self._on_ranks = {}
+
+    def __enter__(self) -> "TrainBatch":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:  # after an error the ranks may not answer, and the run ends
+            self.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatch:
+    """One mini batch of a train batch."""
+
+    batch: TrainBatch
+    index: int
+
+
+class _BatchOnRanks:
+    """A train batch as one rank group holds it: sp consecutive ranks hold the same."""
+
+    def __init__(
+        self,
+        sequences: Sequence[SequenceData],
+        lens: Sequence[int],
+        mini_batches: Sequence[Sequence[int]],
+        ranks: WorkerGroup,
+        sp: int,
+        config: BatchConfig,
+    ) -> None:
+        self.ranks, self._sp = ranks, sp
+        self.columns: set[str] = set()
+        plans = [_assignment(sequences, mini, ranks.world_size // sp, config, sp) for mini in mini_batches]
+        replicas = [[plan[replica] for plan in plans] for replica in range(ranks.world_size // sp)]
+        starts = list(itertools.accumulate(lens, initial=0))
+        self._order = [
+            _positions(starts, (index for mini in replica for micro in mini for index in micro)) for replica in replicas
+        ]
+        # Kept until they are sent.
+        self._packed: list[list[list[PackedBatch]]] | None = [
+            [[pack([sequences[i] for i in micro], column_names=()) for micro in mini] for mini in replica]
+            for replica in replicas
+        ]
+
+    def deliveries(self, number: int, columns: Mapping[str, Tensor]) -> list[Delivery]:
+        """One per rank."""
+        missing = {name: column_K for name, column_K in columns.items() if name not in self.columns}
+        packed, self._packed = self._packed, None
+        self.columns |= set(missing)
+        per_replica = [
+            Delivery(
+                batch=number,
+                mini_batches=None if packed is None else packed[replica],
+                columns={name: column_K[order_Kr] for name, column_K in missing.items()},
+            )
+            for replica, order_Kr in enumerate(self._order)
+        ]
+        return [delivery for delivery in per_replica for _ in range(self._sp)]
+
+    def in_order(self, outputs: Sequence[Tensor], num_tokens: int) -> Tensor:
+        """Results of all ranks, [K_r] each, in the order of the samples: [K]."""
+        values_K = torch.empty(num_tokens, dtype=torch.float32)
+        for order_Kr, output_Kr in zip(self._order, outputs[:: self._sp], strict=True):
+            values_K[order_Kr] = output_Kr
+        return values_K
+
+
+def _assignment(
+    sequences: Sequence[SequenceData], mini_batch: Sequence[int], num_replicas: int, config: BatchConfig, sp: int
+) -> list[list[list[int]]]:
+    """[replica][micro batch] -> samples of a mini batch, the same number of micro batches on every replica.
+
+    A replica of sp ranks computes sp times what one rank alone would: a rank then holds as many tokens.
+    """
+    size, budget = config.micro_batch_size, config.token_budget
+    plan = plan_micro_batches(
+        [len(sequences[i].prompt_ids) + len(sequences[i].response_ids) for i in mini_batch],
+        num_ranks=num_replicas,
+        token_budget=None if size else budget * sp,
+        micro_batch_size=size * sp if size else None,
+    )
+    return [[[mini_batch[place] for place in micro] for micro in replica] for replica in plan.assignment]
+
+
+def _positions(starts: Sequence[int], samples: Iterable[int]) -> Tensor:
+    """int64 [K_r], the places in K of the tokens of these samples."""
+    ranges = [torch.arange(starts[index], starts[index + 1]) for index in samples]
+    return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64)
+
+
+def _num_targets(sequence: SequenceData) -> int:
+    """Generated tokens of the response."""
+    mask = sequence.response_mask
+    return len(sequence.response_ids) if mask is None else int(torch.as_tensor(mask).sum())
