@@ -1,9 +1,9 @@
-"""Log-probability of chosen tokens and the entropy, straight from hidden states and the output weight.
+"""Fused log-prob op: log-probs of target tokens and entropy from hidden states and the output weight, without logits.
 
-Start at :func:`rl_core.fused_log_prob.api.linear_log_prob`. Map: ``types`` the equations and what every backend takes
-and gives back, ``reference`` the oracle, ``chunked`` plain torch, ``triton_backend`` with ``triton_forward``,
-``triton_backward`` and the portable ``triton_kernels``, ``hopper`` with the warp-specialised ``hopper_kernels``,
-``tiles`` block sizes and the tuner, ``parallel`` the vocabulary-parallel reduction.
+Modules: ``api`` the public function; ``types`` the equations and the backend interface; ``reference`` the oracle of the
+tests; ``chunked`` plain torch; ``triton_backend`` with ``triton_forward``, ``triton_backward`` and the portable
+``triton_kernels``; ``hopper`` with the warp-specialized ``hopper_kernels``; ``tiles`` block sizes and the tuner;
+``parallel`` the vocabulary-parallel reduction.
 """
 
 from .api import linear_log_prob

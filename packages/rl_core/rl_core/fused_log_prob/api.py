@@ -1,6 +1,6 @@
-"""The public function: checks, compaction of ignored tokens, choice of backend, and the autograd node.
+"""`linear_log_prob`: argument checks, removal of ignored tokens, choice of the backend, and the autograd function.
 
-Shapes: ``T`` tokens given, ``N`` tokens that count, ``H`` hidden size, ``V`` vocabulary rows held by this rank.
+Shapes: ``T`` tokens, ``N`` tokens that are not ignored, ``H`` hidden size, ``V`` vocabulary rows on this rank.
 """
 
 import functools
@@ -36,37 +36,38 @@ def linear_log_prob(
     keep_bytes: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target token and entropy of its distribution, without ever holding ``[T, V]``.
+    """Log-probability of each target token and entropy of its distribution, without materializing ``[T, V]`` logits.
 
     ``z = soft_cap(hidden @ weight.T + bias) / temperature``; ``log_probs = z[target] - logsumexp(z)``;
     ``entropy = logsumexp(z) - sum(softmax(z) * z)``. Both outputs are differentiable with respect to ``hidden``,
-    ``weight`` and ``bias``; no gradient is filtered or dropped. The forward pass keeps three numbers a token; the
+    ``weight`` and ``bias``; no gradient is filtered or dropped. The forward pass keeps three numbers per token; the
     backward pass recomputes logits one block of vocabulary at a time.
-    Source: the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867; recomputed blocks as in Wijmans et al.
-    2024, "Cut your losses in large-vocabulary language models", arXiv:2411.09009.
+    Source: the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867; block recomputation as in Wijmans et
+    al. 2024, "Cut your losses in large-vocabulary language models", arXiv:2411.09009.
 
     Args:
         hidden: ``[T, H]``, bf16, fp16, fp32 or fp64.
-        weight: ``[V, H]``, same dtype and device; with ``group`` this rank's rows, equally many on every rank. It is
-            saved as given, so a parameter that is partitioned again between forward and backward (ZeRO-3) works.
-        targets: ``[T]`` int64, token ids of the whole vocabulary. Out of range raises on a CPU and gives NaN on a GPU
-            (where a check would wait for the device).
+        weight: ``[V, H]``, same dtype and device; with ``group`` this rank's rows, equally many on every rank. Autograd
+            saves this tensor itself, so a parameter that is partitioned between forward and backward (ZeRO-3) works.
+        targets: ``[T]`` int64, token ids in the whole vocabulary. A target out of range raises on a CPU and gives NaN
+            on a GPU (where a check would have to synchronize).
         temperature: positive divisor of the logits.
         bias: optional ``[V]``.
         soft_cap: optional positive cap, ``cap * tanh(logit / cap)`` before the temperature.
-        ignore_index: targets equal to it are removed before any arithmetic and get log-prob 0, entropy 0 and no
-            gradient. None (the default) means all count, and saves a wait for the device.
-        backend: "auto" takes Triton on CUDA for bf16 and fp16 and "chunked" for the rest; "reference" materialises
-            all logits and is the oracle of the tests.
-        deterministic: True pins the kernels' tile shapes, so that two processes give the same bits; None follows
-            ``torch.are_deterministic_algorithms_enabled()``. No path uses atomics: one process always repeats itself.
-        keep_bytes: memory for speed. Up to this many bytes of probabilities stay in memory from the forward to the
-            backward pass, which then recomputes only the rest; ``T * V * 2`` bytes (bf16) keep all of them and save a
-            quarter of the time (the backward pass then also makes a copy of ``hidden``). 0 keeps nothing. None (the
-            default) keeps what costs no more memory at the peak than 0.5 GiB of working memory beside the gradients:
-            all where that fits, else as much as 0.5 GiB and the memory that ``weight``'s gradient will take hold
-            together. That memory is then taken in the forward pass already: pass 0 where many forward passes come
-            before one backward pass. Used by the Triton path for bf16 and fp32.
+        ignore_index: targets equal to it are removed before the computation and get log-prob 0, entropy 0 and no
+            gradient. None (the default) ignores no target and avoids a synchronization.
+        backend: "auto" is Triton on CUDA for bf16 and fp16, and "chunked" otherwise; "reference" materializes all
+            logits and is the oracle of the tests.
+        deterministic: True fixes the tile shapes of the kernels, so that two processes give the same bits; None follows
+            ``torch.are_deterministic_algorithms_enabled()``. No backend uses atomics, so results repeat within a
+            process in any case.
+        keep_bytes: trades memory for speed. Up to this many bytes of probabilities stay in memory between forward and
+            backward, and the backward pass recomputes only the others. ``T * V * 2`` bytes (bf16) keep all of them and
+            save a quarter of the time (the backward pass then also copies ``hidden``). 0 keeps nothing. None (the
+            default) limits the working memory beyond the gradients to 0.5 GiB at the peak: it keeps all probabilities
+            if they fit; otherwise as many as fit into 0.5 GiB plus the memory of ``weight``'s gradient, which is then
+            allocated in the forward pass. Pass 0 if many forward passes precede one backward pass. Used by the Triton
+            backend for bf16 and fp32.
         group: vocabulary-parallel process group. Every rank passes the same hidden and targets and gets the same
             results; ``hidden.grad`` is summed over the group.
 
@@ -74,24 +75,24 @@ def linear_log_prob(
         ``(log_probs, entropy)``, both ``[T]`` float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes, dtypes, devices or numbers that do not fit, naming the argument and what is allowed.
+        ValueError: for a shape, dtype, device or number that is not allowed; names the argument and what is allowed.
     """
     _check(hidden, weight, targets, temperature, bias, soft_cap, backend)
     if keep_bytes is not None and keep_bytes < 0:
         raise ValueError(f"keep_bytes: got {keep_bytes}, allowed None or 0 or more")
     spec = LogitSpec(temperature=float(temperature), soft_cap=None if soft_cap is None else float(soft_cap))
-    how = _How(backend=backend, deterministic=deterministic, keep_bytes=keep_bytes, group=group)
+    options = _Options(backend=backend, deterministic=deterministic, keep_bytes=keep_bytes, group=group)
     kept_N = None if ignore_index is None else (targets != ignore_index).nonzero()[:, 0]
     if kept_N is None or kept_N.numel() == targets.numel():
-        return _compute(hidden, weight, bias, targets, spec, how)
-    results = _compute(hidden[kept_N], weight, bias, targets[kept_N], spec, how)
+        return _compute(hidden, weight, bias, targets, spec, options)
+    results = _compute(hidden[kept_N], weight, bias, targets[kept_N], spec, options)
     blank_T = results[0].new_zeros(targets.shape)
     return blank_T.index_put((kept_N,), results[0]), blank_T.index_put((kept_N,), results[1])
 
 
 @dataclass(frozen=True, kw_only=True)
-class _How:
-    """The arguments that say how, not what, to compute."""
+class _Options:
+    """Execution options: they do not change the mathematical result."""
 
     backend: BackendName
     deterministic: bool | None
@@ -100,29 +101,27 @@ class _How:
 
 
 def _compute(
-    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec, how: _How
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec, options: _Options
 ) -> tuple[Tensor, Tensor]:
-    """The same for tokens that all count."""
-    num_rows = weight_VH.shape[0] * (1 if how.group is None else dist.get_world_size(how.group))
+    """`linear_log_prob` without ignored tokens."""
+    num_rows = weight_VH.shape[0] * (1 if options.group is None else dist.get_world_size(options.group))
     outside_N = (targets_N < 0) | (targets_N >= num_rows)
     if not targets_N.is_cuda and bool(outside_N.any()):
         worst = targets_N[outside_N][0].item()
-        raise ValueError(
-            f"targets: got {worst}, allowed 0 to {num_rows - 1} (use ignore_index for tokens to leave out)"
-        )
-    if how.backend == "reference":
-        if how.group is not None:
+        raise ValueError(f"targets: got {worst}, allowed 0 to {num_rows - 1} (use ignore_index for tokens to ignore)")
+    if options.backend == "reference":
+        if options.group is not None:
             raise ValueError('group: not supported by backend="reference"; use "auto", "triton" or "chunked"')
         return reference_log_prob(hidden_NH, weight_VH, targets_N, spec=spec, bias_V=bias_V)
-    deterministic = how.deterministic
+    deterministic = options.deterministic
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    chosen = _choose_backend(how.backend, hidden_NH, deterministic)
-    # Nothing is kept for a backward pass that cannot come.
+    chosen = _choose_backend(options.backend, hidden_NH, deterministic)
+    # Keep probabilities only if a backward pass can follow.
     keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_NH, weight_VH, bias_V))
-    keeping = Keeping(own_bytes=how.keep_bytes, lend=weight_VH.requires_grad) if keeps else KEEP_NOTHING
+    keeping = Keeping(own_bytes=options.keep_bytes, lend=weight_VH.requires_grad) if keeps else KEEP_NOTHING
     log_prob_N, entropy_N = _LinearLogProb.apply(
-        hidden_NH, weight_VH, bias_V, targets_N, spec, chosen, how.group, keeping
+        hidden_NH, weight_VH, bias_V, targets_N, spec, chosen, options.group, keeping
     )
     if targets_N.is_cuda:
         log_prob_N = torch.where(outside_N, torch.nan, log_prob_N)
@@ -132,7 +131,7 @@ def _compute(
 def _choose_backend(name: BackendName, hidden: Tensor, deterministic: bool) -> Backend:
     has_triton = find_spec("triton") is not None
     if name == "triton" and not has_triton:
-        raise ValueError('backend: "triton" was asked for but triton is not installed; use "auto" or "chunked"')
+        raise ValueError('backend: "triton" needs the package triton, which is not installed; use "auto" or "chunked"')
     fits = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and hidden.shape[1] % 16 == 0
     if name == "triton" or (name == "auto" and has_triton and fits):
         from .triton_backend import TritonBackend  # imported here: importing the package must not import Triton
@@ -142,7 +141,7 @@ def _choose_backend(name: BackendName, hidden: Tensor, deterministic: bool) -> B
 
 
 class _LinearLogProb(torch.autograd.Function):
-    """Saves the inputs as they came (never a view or copy of the weight) and three numbers a token."""
+    """Saves the inputs themselves (never a view or copy of the weight) and three numbers per token."""
 
     @staticmethod
     def forward(
@@ -161,11 +160,11 @@ class _LinearLogProb(torch.autograd.Function):
             stats = _forward_stats(backend, hidden_NH, weight_VH, bias_V, rows_N, spec, keeping)
         if group is not None:
             stats = reduce_stats(stats, group)
-        log_prob_N = (stats.target_z_N - stats.lse_N).clamp_max(0)  # rounding alone could put it above
+        log_prob_N = (stats.target_z_N - stats.lse_N).clamp_max(0)  # rounding could make it positive
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, rows_N, stats.lse_N, stats.mean_z_N, log_prob_N)
         ctx.spec, ctx.backend, ctx.group, ctx.kept = spec, backend, group, stats.kept
         ctx.set_materialize_grads(False)
-        # A copy: the saved one must not be an output that a caller may change in place.
+        # A copy, because the caller may change an output in place.
         return log_prob_N.clone(), stats.lse_N - stats.mean_z_N
 
     @staticmethod
@@ -183,8 +182,8 @@ class _LinearLogProb(torch.autograd.Function):
             grad_entropy_N=None if grad_entropy_N is None else grad_entropy_N.contiguous(),
             kept=ctx.kept,
         )
-        ctx.kept = None  # the backward pass overwrites it; a second one through the same graph recomputes
-        if rows_N.numel() == 0:  # an empty micro batch still hands every parameter a gradient, so collectives line up
+        ctx.kept = None  # the backward pass overwrites it; a second one through the same graph recomputes everything
+        if rows_N.numel() == 0:  # zero gradients for an empty micro batch, so that all ranks run the same collectives
             blank = [None if x is None else torch.zeros_like(x) for x in (hidden_NH, weight_VH, bias_V)]
             return (*blank, None, None, None, None, None)
         with torch.autocast(hidden_NH.device.type, enabled=False):
@@ -237,7 +236,7 @@ def _check(
     if any(other.device != hidden.device for other in others):
         raise ValueError(f"devices: got {[str(x.device) for x in (hidden, *others)]}, allowed one device for all")
     if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature: got {temperature}, allowed a positive number (greedy choice has no log-prob)")
+        raise ValueError(f"temperature: got {temperature}, allowed a positive number (greedy decoding has no log-prob)")
     if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
         raise ValueError(f"soft_cap: got {soft_cap}, allowed None or a positive number")
     if backend not in _BACKENDS:

@@ -1,7 +1,7 @@
-"""Plain torch, one block of vocabulary columns at a time: the path for CPUs, float32/float64 and GPUs without Triton.
+"""Chunked backend in plain torch, one block of vocabulary columns at a time: CPUs, float32/float64, no Triton.
 
-On a CPU everything is computed in float32 (float64 for float64 inputs). On a GPU bf16/fp16 products run on the matrix
-units with float32 accumulation and float32 results, as the Triton path does.
+On a CPU everything is computed in float32 (float64 for float64 inputs). On a GPU bf16/fp16 products run on the tensor
+cores with float32 accumulation and float32 results, like the Triton backend.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def matmul_accumulate(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` with the result in the accumulation dtype, never rounded to bf16/fp16 on the way."""
+    """``left @ right`` in the accumulation dtype, never rounded to bf16/fp16 in between."""
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
     dtype = accumulation_dtype(left.dtype)
@@ -29,14 +29,14 @@ def matmul_accumulate(left: Tensor, right: Tensor) -> Tensor:
 
 
 def column_chunks(num_rows: int, num_columns: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Borders ``(start, stop)`` that cut ``num_columns`` into equal blocks (the last may be narrower)."""
+    """Ranges ``(start, stop)`` that split ``num_columns`` into equal blocks (the last one may be narrower)."""
     width = max(MIN_CHUNK, CHUNK_BYTES // max(1, num_rows * itemsize))
     for start in range(0, num_columns, width):
         yield start, min(start + width, num_columns)
 
 
 def _capped_logits(hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, spec: LogitSpec) -> Tensor:
-    """``u`` of types.py for one block of columns: a fresh tensor, safe to change in place."""
+    """``u`` of types.py for one block of columns, in a new tensor that the caller may change in place."""
     logits_NC = matmul_accumulate(hidden_NH, weight_CH.T)
     if bias_C is not None:
         logits_NC += bias_C.to(logits_NC.dtype)
@@ -58,7 +58,7 @@ class ChunkedBackend:
         keeping: Keeping = KEEP_NOTHING,
     ) -> RowStats:
         """Online softmax over column blocks: running maximum, sum of exponentials and sum of ``z * exp``."""
-        del keeping  # always recomputes
+        del keeping  # this backend always recomputes
         num_rows, dtype = hidden_NH.shape[0], accumulation_dtype(hidden_NH.dtype)
         peak_N = hidden_NH.new_full((num_rows,), -torch.inf, dtype=dtype)
         sum_N, weighted_N, target_z_N = (hidden_NH.new_zeros(num_rows, dtype=dtype) for _ in range(3))
@@ -90,7 +90,7 @@ class ChunkedBackend:
     ) -> Gradients:
         """Recompute each column block, turn it into ``da`` (types.py) and take the two products with it."""
         dtype = accumulation_dtype(hidden_NH.dtype)
-        # On a GPU both products take bf16 factors, so that they run on the matrix units.
+        # On a GPU both products take bf16 factors, so that they run on the tensor cores.
         factor_dtype = torch.bfloat16 if hidden_NH.is_cuda and hidden_NH.dtype == torch.bfloat16 else dtype
         hidden_factor_NH = hidden_NH.to(factor_dtype)
         d_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needs.hidden else None
@@ -117,7 +117,7 @@ class ChunkedBackend:
 def _raw_logit_gradient(
     hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, local_N: Tensor, spec: LogitSpec, rows: RowGrads
 ) -> Tensor:
-    """``da`` of types.py for one block of columns; ``local_N`` are target columns counted from the block's start."""
+    """``da`` of types.py for one block of columns; ``local_N`` are target columns relative to the block's start."""
     u_NC = _capped_logits(hidden_NH, weight_CH, bias_C, spec)
     z_NC = u_NC / spec.temperature
     p_NC = torch.exp(z_NC - rows.lse_N[:, None])

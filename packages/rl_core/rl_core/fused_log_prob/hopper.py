@@ -1,4 +1,4 @@
-"""Launches of the warp-specialised Hopper kernels, and when they fit."""
+"""Launchers of the warp-specialized Hopper kernels, and the conditions for using them."""
 
 import functools
 import math
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from .types import LogitSpec, Share
 
-GROUP_BYTES = 12 * 2**20  # of hidden, in the row blocks that run side by side: these have to stay in the L2 cache
-TESTED_TRITON = ((3, 6), (3, 6))  # Gluon is an experimental interface: outside these the portable kernels run
+GROUP_BYTES = 12 * 2**20  # of hidden, in the row blocks of one tile group, which must stay in the L2 cache
+TESTED_TRITON = ((3, 6), (3, 6))  # Gluon is experimental: other versions of Triton run the portable kernels
 BLOCK_N = 256
-# The tensor cores cut, not round, the float32 sum after every step of 16 elements: sums come out too near to zero, by
-# a share of themselves that grows with the number of steps. Measured on an H200 for H from 256 to 8192 with dense
-# normal inputs: 0.93e-9 to 0.98e-9 of the sum for each element; 1.1e-9 to 1.3e-9 with a few outlier dimensions, 0.1e-9
-# where 95% of hidden are zeros (few products, whose bits all fit). benchmarks/log_prob/README.md has the errors left.
+# The tensor cores truncate instead of round the float32 sum after every step of 16 elements. This biases sums toward
+# zero, by a relative error that grows with the number of steps. Measured on an H200 for H from 256 to 8192 with dense
+# normal inputs: 0.93e-9 to 0.98e-9 per element; 1.1e-9 to 1.3e-9 with a few outlier dimensions, 0.1e-9 where 95% of
+# hidden are zeros (few nonzero products, whose sum is exact). docs/rl_core.md lists the remaining errors.
 CUT = 0.97e-9
 
 
@@ -31,13 +31,13 @@ def _gluon_usable() -> bool:
 
 
 def fits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: LogitSpec) -> bool:
-    """Whether the Hopper kernels can take this problem; the portable ones take the rest."""
+    """Whether the Hopper kernels support these inputs; otherwise the portable kernels run."""
     return (
         hidden_NH.is_cuda
         and hidden_NH.dtype in (torch.bfloat16, torch.float16)
         and bias_V is None
         and spec.soft_cap is None
-        and hidden_NH.shape[1] % 8 == 0  # rows must be multiples of 16 bytes for the copy engine
+        and hidden_NH.shape[1] % 8 == 0  # TMA needs rows of a multiple of 16 bytes
         and hidden_NH.data_ptr() % 16 == 0
         and weight_VH.data_ptr() % 16 == 0
         and torch.cuda.get_device_capability(hidden_NH.device) == (9, 0)
@@ -62,7 +62,7 @@ def _box_layout(dtype: torch.dtype, block_rows: int) -> object:
 
 
 def _descriptor(matrix: Tensor, block_rows: int) -> object:
-    """A copy-engine view in 64-column boxes with the 128-byte swizzle; it travels as a kernel argument."""
+    """TMA descriptor of 64-column boxes with the 128-byte swizzle, passed as a kernel argument."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = _box_layout(matrix.dtype, block_rows)
@@ -70,7 +70,7 @@ def _descriptor(matrix: Tensor, block_rows: int) -> object:
 
 
 def corrected(spec: LogitSpec, hidden_size: int) -> LogitSpec:
-    """``spec`` with a temperature that takes the tensor cores' bias (CUT) out of every logit."""
+    """``spec`` with a temperature that corrects the bias of the tensor cores (CUT) in every logit."""
     return replace(spec, temperature=spec.temperature / (1.0 + CUT * hidden_size))
 
 
@@ -81,7 +81,7 @@ def tile_stats(
     from .hopper_kernels import stats_kernel
 
     (num_rows, hidden_size), num_columns = hidden_NH.shape, weight_CH.shape[0]
-    consumers = 3 if share is None else 2  # what is kept goes through registers that three have not
+    consumers = 3 if share is None else 2  # keeping needs more registers than three consumers have
     programs, group_m = _grid(consumers, hidden_NH, num_columns)
     stats_kernel[(programs,)](
         _descriptor(hidden_NH, 64), _descriptor(weight_CH, 256),
@@ -95,7 +95,7 @@ def tile_gradient(
     out_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor, lse_N: Tensor, alpha_N: Tensor, beta_N: Tensor | None,
     scale: float,
 ) -> None:  # fmt: skip
-    """Fill ``out`` with da (targets' own entries aside); see hopper_kernels.gradient_kernel."""
+    """Fill ``out`` with da, except the entries of the targets; see hopper_kernels.gradient_kernel."""
     from .hopper_kernels import gradient_kernel
 
     (num_rows, hidden_size), num_columns = hidden_NH.shape, weight_CH.shape[0]

@@ -1,24 +1,25 @@
-"""Warp-specialised kernels for Hopper (compute capability 9.0), bf16 and fp16, written in Gluon.
+"""Warp-specialized kernels for Hopper (compute capability 9.0), bf16 and fp16, written in Gluon.
 
-Both kernels are one persistent matrix product ``raw = hidden @ weight^T`` with a different last step. A program (one
+Both kernels are one persistent matrix product ``raw = hidden @ weight^T`` with a different epilogue. A program (one
 per multiprocessor) has these roles:
 
-* a producer warp keeps ``STAGES`` slots of shared memory full through the bulk tensor copy engine (TMA); a slot holds
-  64 x 64 of hidden for each consumer and 256 x 64 of weight, 48 or 56 KiB;
-* ``CONSUMERS`` (2 or 3) warpgroups each own 64 rows x 256 columns of the tile: 128 accumulator registers a thread. All
-  read the same weight slot. Such a product is bound by the power the chip may draw, and what it reads through the L2
-  cache takes a good part of that: 192 x 256 tiles read 22% less for the same arithmetic than 128 x 256. With three
-  consumers a thread has 160 registers, too few for the widest matrix instruction, so they take two of half the width.
+* One producer warp fills ``STAGES`` slots of shared memory through TMA. A slot holds 64 x 64 of hidden for each
+  consumer and 256 x 64 of weight, 48 or 56 KiB.
+* ``CONSUMERS`` (2 or 3) warpgroups compute 64 rows x 256 columns of the tile each, with 128 accumulator registers per
+  thread. All of them read the same weight slot. The product is limited by the power of the chip, and reads through the
+  L2 cache take a good part of it: 192 x 256 tiles read 22% less than 128 x 256 tiles for the same arithmetic. With
+  three consumers a thread has 160 registers, too few for the widest matrix instruction, so they issue two of half the
+  width.
 
-A consumer waits for its matrix instructions before it gives a slot back; the others keep the tensor cores busy
+A consumer waits for its matrix instructions before it releases a slot; the other consumers keep the tensor cores busy
 meanwhile. The exponentials of a tile take 10 to 20% of the time of its matrix product at ``H = 1024`` and are hidden
-the same way: consumers drift apart by themselves, as far as there are slots.
+the same way: consumers drift apart as far as the slots allow.
 
-Tiles go in groups of ``group_m`` row blocks with rows fastest, so the programs running at one time share a few weight
-blocks and row blocks through the L2 cache. There are no atomics: the result does not depend on timing.
+Tiles run in groups of ``group_m`` row blocks with rows fastest, so that concurrent programs share a few weight blocks
+and row blocks through the L2 cache. There are no atomics, so the result does not depend on timing.
 
-Rows past ``num_tokens`` and columns past ``vocab`` are read as zeros by the copy engine; such columns are set to a
-large negative logit before any sum, such rows are never written.
+TMA reads rows past ``num_tokens`` and columns past ``vocab`` as zeros. Such columns are set to a large negative logit
+before any sum; such rows are never written.
 """
 
 from triton.experimental import gluon
@@ -43,7 +44,7 @@ MARGIN = gl.constexpr(MARGIN_BITS)
 
 @gluon.jit
 def _tile_position(tile, num_m, num_n, group_m):
-    """Row block and column block of a tile; rows fastest inside groups of group_m row blocks."""
+    """Row block and column block of a tile; rows are fastest within groups of group_m row blocks."""
     per_group = group_m * num_n
     group = tile // per_group
     first_m = group * group_m
@@ -63,7 +64,7 @@ def _producer(pipe, sizes, hidden_desc, weight_desc, CONSUMERS: gl.constexpr, ST
     hidden_smem, weight_smem, full, empty = pipe
     num_m, num_n, num_k, group_m = sizes
     slot = 0
-    phase = 1  # the first pass over the slots must not wait
+    phase = 1  # do not wait in the first pass over the slots
     for tile in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         block_m, block_n = _tile_position(tile, num_m, num_n, group_m)
         for k in range(num_k):
@@ -81,7 +82,7 @@ def _producer(pipe, sizes, hidden_desc, weight_desc, CONSUMERS: gl.constexpr, ST
 
 @gluon.jit
 def _product(acc, pipe, slot, phase, num_k, PART: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
-    """Raw logits of one consumer's 64 x 256 part of a tile."""
+    """Raw logits of the 64 x 256 part of a tile that one consumer computes."""
     hidden_smem, weight_smem, full, empty = pipe
     for k in range(num_k):
         mbarrier.wait(full.index(slot), phase)
@@ -97,13 +98,13 @@ def _product(acc, pipe, slot, phase, num_k, PART: gl.constexpr, CONSUMERS: gl.co
 
 @gluon.constexpr_function
 def _accumulator_layout(consumers):
-    """64 x 256 over one warpgroup."""
+    """Layout of 64 x 256 accumulators over one warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256 if consumers == 2 else 128, 16])
 
 
 @gluon.jit
 def _mask_columns(acc, block_n, vocab, LAYOUT: gl.constexpr):
-    """Columns past the vocabulary (only in the last column block) become NEGATIVE."""
+    """Set columns past the vocabulary (only in the last column block) to NEGATIVE."""
     if (block_n + 1) * BLOCK_N > vocab:
         columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
         acc = gl.where((columns < vocab - block_n * BLOCK_N)[None, :], acc, NEGATIVE)
@@ -112,7 +113,7 @@ def _mask_columns(acc, block_n, vocab, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _halves(x):
-    """Left and right half of the columns, without moving a register."""
+    """Left and right half of the columns, without moving registers."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
     return x.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
@@ -120,7 +121,7 @@ def _halves(x):
 
 @gluon.jit
 def _store_piece(piece, out_desc, staging, row, column):
-    """One 64 x 64 piece through shared memory; two buffers, so at most one earlier store is still being read."""
+    """Store one 64 x 64 piece through shared memory; with two buffers, at most one earlier store may be pending."""
     tma.store_wait(1)
     staging.store(piece)
     fence_async_shared()
@@ -129,7 +130,7 @@ def _store_piece(piece, out_desc, staging, row, column):
 
 @gluon.jit
 def _store_tile(tile, out_desc, staging, row, column, PART: gl.constexpr):
-    """A consumer's 64 x 256 part of a tile, already in the output's dtype, in four pieces."""
+    """Store a consumer's 64 x 256 part of a tile, already in the output dtype, in four pieces."""
     left, right = _halves(tile)
     piece0, piece1 = _halves(left)
     piece2, piece3 = _halves(right)
@@ -203,7 +204,7 @@ def _gradient_consumer(
 
 @gluon.jit
 def _make_pipe(hidden_desc, weight_desc, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
-    """Slots of hidden and weight; the barriers "slot is full" and "slot is empty"."""
+    """Allocate the slots of hidden and weight, and the barriers "slot is full" and "slot is empty"."""
     DTYPE: gl.constexpr = hidden_desc.dtype
     hidden_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS * STAGES, PART_M, BLOCK_K], hidden_desc.layout)
     weight_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
@@ -222,7 +223,7 @@ def stats_kernel(
 ):  # fmt: skip
     """Per tile and row: log2-sum-exp2 and entropy in bits of ``t = scale * hidden @ weight^T``; ``[num_n, T]`` each.
 
-    ``scale`` is log2(e) / temperature. With KEEP the tiles also leave ``2^(t - base)``, see triton_kernels.share_base.
+    ``scale`` is log2(e) / temperature. With KEEP the tiles also store ``2^(t - base)``, see triton_kernels.share_base.
     """
     pipe = _make_pipe(hidden_desc, weight_desc, CONSUMERS, STAGES)
     staging = pipe[0]  # unused without KEEP
@@ -258,9 +259,9 @@ def gradient_kernel(
     hidden_desc, weight_desc, out_desc, lse_ptr, alpha_ptr, beta_ptr, num_tokens, vocab, hidden_size, scale, group_m,
     HAS_BETA: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``out = 2^(scale * raw - lse) * (alpha + beta * raw)`` in the input dtype: da of types.py but for the target.
+    """``out = 2^(scale * raw - lse) * (alpha + beta * raw)`` in the input dtype: da of types.py except for the targets.
 
-    ``lse`` is in bits; ``alpha``, ``beta`` carry the incoming gradients, the temperature and any loss scale.
+    ``lse`` is in bits; ``alpha`` and ``beta`` contain the incoming gradients, the temperature and any loss scale.
     """
     CONSUMERS: gl.constexpr = 3
     pipe = _make_pipe(hidden_desc, weight_desc, CONSUMERS, STAGES)

@@ -1,4 +1,4 @@
-"""The oracle: the textbook computation with every logit in memory, in float32 or float64. For tests."""
+"""Reference backend: the textbook computation with all logits in memory, in float32 or float64. For tests."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def reference_log_prob(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each row, both ``[N]``, by autograd through the plain formula.
 
-    ``dtype`` is what everything is computed and returned in: float32 unless told (float64 for float64 inputs).
+    ``dtype`` is the dtype of the computation and of the results, by default float32 (float64 for float64 inputs).
     """
     if dtype is None:
         dtype = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32

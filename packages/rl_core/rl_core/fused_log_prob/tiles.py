@@ -1,4 +1,4 @@
-"""Planning for the Triton path, without Triton: tile shapes to try, blocks of the backward pass, and the tuner."""
+"""Planning for the Triton backend, without importing Triton: tile shapes, blocks of the backward pass, the tuner."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -8,19 +8,19 @@ import torch
 
 from .types import Keeping
 
-EXTRA_BYTES = 2**29  # working memory of the backward pass beyond the gradients, where the inputs allow it
-BLOCK_BYTES = 264 * 2**20  # one block of da; 16384 tokens x 8448 columns in bf16
+EXTRA_BYTES = 2**29  # limit of the working memory of the backward pass beyond the gradients
+BLOCK_BYTES = 264 * 2**20  # size of one block of da; 16384 tokens x 8448 columns in bf16
 MAX_BLOCK_ROWS = 16384
-MAX_GROUPS = 4  # parts of the rows of one backward pass, see plan_groups
-# 4224 = 33 * 128 columns: then 128 x 256 tiles of both 16384 x C and C x 1024 come in whole waves of 132 programs.
+MAX_GROUPS = 4  # row groups of one backward pass, see plan_groups
+# 4224 = 33 * 128 columns: 128 x 256 tiles of both 16384 x C and C x 1024 then fill whole waves of 132 programs.
 COLUMN_STEPS = (4224, 256)
-# Widths of the blocks kept in the weight gradient's memory, whole tiles of 256: the first that fits.
+# Candidate widths of the blocks kept in the memory of the weight's gradient, in whole tiles of 256; the first fits.
 LENT_COLUMNS = (8448, 4096, 2048)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfig:
-    """Shape of one program's tile and how Triton builds it."""
+    """Tile shape of one program, and its Triton launch options."""
 
     block_m: int
     block_n: int
@@ -29,7 +29,7 @@ class TileConfig:
     num_stages: int
 
 
-# First is the default: used without a GPU to try on, when results must not depend on timing, and in CUDA graph capture.
+# The first one is the default: used without a GPU, with ``deterministic``, and during CUDA graph capture.
 _AMPERE = (
     TileConfig(block_m=128, block_n=128, block_k=32, num_warps=4, num_stages=4),
     TileConfig(block_m=128, block_n=256, block_k=32, num_warps=8, num_stages=3),
@@ -48,7 +48,7 @@ _INTERPRETER = (TileConfig(block_m=32, block_n=32, block_k=32, num_warps=4, num_
 
 
 def tile_configs(dtype: torch.dtype, capability: tuple[int, int] | None) -> Sequence[TileConfig]:
-    """Candidates for a GPU of this compute capability; None is Triton's interpreter on a CPU."""
+    """Candidate tile shapes for this compute capability; None is Triton's interpreter on a CPU."""
     if capability is None:
         return _INTERPRETER
     if dtype == torch.float32:
@@ -57,10 +57,10 @@ def tile_configs(dtype: torch.dtype, capability: tuple[int, int] | None) -> Sequ
 
 
 def plan_groups(num_rows: int, hidden_size: int) -> int:
-    """Rows whose gradient of hidden is summed in float32 at a time: all, or equal parts of at most MAX_BLOCK_ROWS.
+    """Rows whose gradient of hidden is summed in float32 at a time: all, or equal groups of at most MAX_BLOCK_ROWS.
 
-    Each part rounds what it adds to the weight's gradient, so there are at most MAX_GROUPS of them: above 4 * 16384
-    tokens of H = 4096 the sums take more than half of EXTRA_BYTES.
+    Each group rounds its contribution to the weight's gradient, so there are at most MAX_GROUPS groups. Above 4 * 16384
+    tokens with H = 4096 the sums therefore take more than half of EXTRA_BYTES.
     """
     if num_rows * hidden_size * 4 <= EXTRA_BYTES // 2:
         return num_rows
@@ -69,16 +69,16 @@ def plan_groups(num_rows: int, hidden_size: int) -> int:
 
 
 def sum_bytes(num_rows: int, group_rows: int, hidden_size: int, itemsize: int) -> int:
-    """Memory of hidden's float32 sums beyond the gradient itself, which is made after them where one group is all."""
+    """Memory of hidden's float32 sums beyond its gradient, which a single group allocates only after the sums."""
     return group_rows * hidden_size * (4 if group_rows < num_rows else 4 - itemsize)
 
 
 def plan_blocks(num_rows: int, num_columns: int, itemsize: int, beside: int) -> tuple[int, int]:
-    """Rows and columns of one block of da in the backward pass, with ``beside`` bytes of other working memory.
+    """Rows and columns of one block of da in the backward pass, given ``beside`` bytes of other working memory.
 
-    Rows: all up to MAX_BLOCK_ROWS, else equal parts of at most that. Columns: what fits the budget, in whole steps of
-    COLUMN_STEPS. The budget is what ``beside`` leaves of EXTRA_BYTES; where that is less than half of BLOCK_BYTES the
-    total goes over EXTRA_BYTES rather than down to narrow blocks.
+    Rows: all up to MAX_BLOCK_ROWS, otherwise equal parts of at most that. Columns: what fits the budget, in multiples
+    of COLUMN_STEPS. The budget is EXTRA_BYTES minus ``beside``, at most BLOCK_BYTES. If that is less than half of
+    BLOCK_BYTES, the budget is BLOCK_BYTES: exceeding EXTRA_BYTES is better than narrow blocks.
     """
     parts = -(-num_rows // MAX_BLOCK_ROWS)
     rows = min(num_rows, -(-num_rows // (128 * parts)) * 128)
@@ -92,7 +92,7 @@ def plan_blocks(num_rows: int, num_columns: int, itemsize: int, beside: int) -> 
 
 
 def kept_columns(num_rows: int, num_columns: int, itemsize: int, keep_bytes: int, tile_columns: int) -> int:
-    """How many leading columns ``keep_bytes`` hold: all of them, or whole tiles; what a tile's lse takes counts too."""
+    """Number of leading columns that fit ``keep_bytes``, including the lse of their tiles: all, or whole tiles."""
     row_bytes = tile_columns * itemsize + 4
     tiles = keep_bytes // (num_rows * row_bytes)
     return min(num_columns, tiles * tile_columns)
@@ -100,9 +100,9 @@ def kept_columns(num_rows: int, num_columns: int, itemsize: int, keep_bytes: int
 
 @dataclass(frozen=True, kw_only=True)
 class KeepPlan:
-    """Columns whose probabilities are kept: ``lent_blocks`` of ``lent_width``, then ``own`` in memory of their own.
+    """Columns whose probabilities are kept: ``lent_blocks`` of ``lent_width``, then ``own`` in separate memory.
 
-    ``whole``: these are all, and the backward pass may take room for a copy of hidden.
+    ``whole``: all columns are kept, and the backward pass may allocate a copy of hidden.
     """
 
     lent_blocks: int = 0
@@ -114,10 +114,10 @@ class KeepPlan:
 def plan_keeping(
     num_rows: int, num_columns: int, hidden_size: int, itemsize: int, tile_columns: int, keeping: Keeping
 ) -> KeepPlan:
-    """What to keep (types.Keeping). Where nothing is said, everything if it fits into EXTRA_BYTES, else what does.
+    """Plan the columns to keep under `types.Keeping`; by default all if they fit EXTRA_BYTES, else those that fit.
 
-    Working memory of the forward pass is the statistics of the tiles, less what hidden's gradient takes later; of the
-    backward pass, what the float32 accumulator takes beyond that gradient.
+    The working memory of the forward pass is the statistics of the tiles, minus the size of hidden's gradient, which
+    does not exist yet. That of the backward pass is the size of the float32 accumulator beyond that gradient.
     """
     if keeping.own_bytes is not None:
         own = kept_columns(num_rows, num_columns, itemsize, keeping.own_bytes, tile_columns)
@@ -129,7 +129,7 @@ def plan_keeping(
     if own == num_columns:
         return KeepPlan(own=own, whole=True)
     if num_rows > MAX_BLOCK_ROWS or left < BLOCK_BYTES // 2:
-        return KeepPlan()  # little to gain: the more tokens, the smaller the part that fits
+        return KeepPlan()  # little to gain: the part that fits shrinks with the number of tokens
     blocks, width = lent_columns(num_rows, num_columns, hidden_size) if keeping.lend else (0, 0)
     left -= 4 * num_rows * blocks * width // tile_columns  # the lse of their tiles
     rest = num_columns - blocks * width
@@ -139,11 +139,11 @@ def plan_keeping(
 
 
 def lent_columns(num_rows: int, num_columns: int, hidden_size: int) -> tuple[int, int]:
-    """How many blocks of which width fit at the end of the weight gradient's memory, so that its rows never touch them.
+    """Number and width of the blocks that fit at the end of the memory of the weight's gradient.
 
-    With n blocks of w columns, in elements: block i starts at V H - (n - i) w T, and rows 0 to (i + 1) w of the
-    gradient are there after its turn; they must end before it starts, as the product that writes them reads it. Both
-    sides are linear in i, so the first and the last block decide.
+    Writing the gradient must not overwrite a block that is still needed. With n blocks of w columns, in elements: block
+    i starts at V H - (n - i) w T. The product that reads block i writes the gradient up to row (i + 1) w, which must
+    therefore end before the block starts. Both sides are linear in i, so the first and the last block decide.
     """
     size = num_columns * hidden_size
     for width in LENT_COLUMNS:
@@ -155,7 +155,7 @@ def lent_columns(num_rows: int, num_columns: int, hidden_size: int) -> tuple[int
 
 
 class Tuner:
-    """Remembers the fastest candidate of each key. One lock: worker threads neither race nor measure each other."""
+    """Caches the fastest candidate of each key. One lock keeps threads from disturbing each other's measurements."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -164,9 +164,9 @@ class Tuner:
     def choose(
         self, key: tuple[object, ...], candidates: Sequence[TileConfig], launch: Callable[[TileConfig], object]
     ) -> TileConfig:
-        """The fastest of ``candidates`` for ``key``, measured by calling ``launch`` the first time a key is seen.
+        """The fastest of ``candidates`` for ``key``; a new key is measured by calling ``launch``.
 
-        ``launch`` must be repeatable. Candidates that the device cannot hold are passed over.
+        ``launch`` must be repeatable. Candidates that exceed the resources of the device are skipped.
         """
         with self._lock:
             if key not in self._choices:

@@ -1,4 +1,4 @@
-"""The Triton path: chooses between the Hopper kernels and the portable ones, and the portable ones' tile shapes."""
+"""Triton backend: chooses between the Hopper and the portable kernels, and the tile shapes of the portable ones."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,12 +13,12 @@ from .triton_backward import backward_blocks, portable_tile_gradient, row_factor
 from .triton_forward import MAX_ROWS, forward_rows, portable_tile_stats, tile_buffers
 from .types import KEEP_NOTHING, Gradients, Keeping, LogitSpec, Needs, Reduce, RowGrads, RowStats
 
-# The one thing remembered between calls: tile shapes measured in this process. ``deterministic`` never looks at it.
+# Measured tile shapes, the only state between calls. Not used with ``deterministic``.
 _TUNER = Tuner()
 
 
 class TritonBackend:
-    """See :class:`rl_core.fused_log_prob.types.Backend`. ``allow_hopper=False`` keeps to the portable kernels."""
+    """See :class:`rl_core.fused_log_prob.types.Backend`. ``allow_hopper=False`` uses only the portable kernels."""
 
     def __init__(self, *, deterministic: bool = False, allow_hopper: bool = True) -> None:
         self.deterministic = deterministic
@@ -88,7 +88,7 @@ class TritonBackend:
         spec: LogitSpec,
         launch: Callable[[TileConfig], object],
     ) -> TileConfig:
-        """The default tile where results must repeat across processes or nothing can be measured, else the fastest."""
+        """The fastest tile, or the default one if deterministic or if measuring is not possible."""
         capability = torch.cuda.get_device_capability(hidden_NH.device) if hidden_NH.is_cuda else None
         candidates = tile_configs(hidden_NH.dtype, capability)
         if self.deterministic or capability is None or torch.cuda.is_current_stream_capturing():
@@ -100,7 +100,7 @@ class TritonBackend:
 
 @contextlib.contextmanager
 def _on_device(tensor: Tensor) -> Iterator[None]:
-    """Triton launches on the current device, which in a worker thread need not be the tensor's."""
+    """Make the tensor's device current: Triton launches on the current device, which differs in a worker thread."""
     if tensor.is_cuda:
         with torch.cuda.device(tensor.device):
             yield

@@ -1,11 +1,15 @@
 """Backward pass on the GPU: one block of ``da`` (types.py) at a time, each followed by two library matrix products.
 
-Per block of R rows x C columns: recompute the logits and turn them into ``da`` in the tile kernel's last step (never
-written as logits), correct the targets' entries from the saved float32 log-prob, then ``d_weight[C] = da^T @ hidden``
-(written once for each group of rows; through a float32 block where several row blocks of a group add up) and, in
-float32, ``d_hidden[R] += da @ weight[C]``. Columns whose probabilities were kept need no product to recompute them: one
-pass turns what was kept into ``da`` in place. Where all were kept and da is a row's factor times a probability, not
-even that: the factor goes to d_hidden at the end and, for d_weight, to a copy of hidden.
+For each block of R rows x C columns:
+
+1. Recompute the logits and turn them into ``da`` in the epilogue of the tile kernel; logits are never stored. Columns
+   whose probabilities were kept skip this product: one pass turns them into ``da`` in place. If all columns were kept
+   and da is a factor per row times a probability, that pass is skipped too: the factor is applied to d_hidden at the
+   end and, for d_weight, to a copy of hidden.
+2. Correct the entries of the targets from the saved float32 log-prob.
+3. ``d_weight[C] = da^T @ hidden``, written once per group of rows; several row blocks of a group are summed in a
+   float32 block first.
+4. ``d_hidden[R] += da @ weight[C]`` in float32.
 """
 
 from collections.abc import Iterator
@@ -22,14 +26,14 @@ from .triton_forward import LOG2_E, tile_arguments
 from .triton_kernels import kept_gradient_kernel, rebase_kernel, target_gradient_kernel, tile_gradient_kernel
 from .types import MARGIN_BITS, Gradients, Kept, LogitSpec, Needs, Reduce, RowGrads
 
-FP16_PEAK = 2.0**14  # what the largest possible |da| is scaled to in fp16, whose smallest normal number is 2**-14
+FP16_PEAK = 2.0**14  # target of the largest possible |da| in fp16, whose smallest normal number is 2**-14
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowFactors:
-    """``da = 2^(scale u - lse) (alpha + beta u) (1 - (u / cap)^2)`` times ``loss_scale``, and the target's own value.
+    """``da = 2^(scale u - lse) (alpha + beta u) (1 - (u / cap)^2)`` times ``loss_scale``, and the value of the target.
 
-    ``loss_scale`` is None except for fp16, whose range the gradients of a mean over many tokens would leave.
+    ``loss_scale`` is None except for fp16, where the gradients of a mean over many tokens would underflow.
     """
 
     lse_bits_N: Tensor
@@ -40,7 +44,7 @@ class RowFactors:
 
 
 def row_factors(rows: RowGrads, spec: LogitSpec, dtype: torch.dtype) -> RowFactors:
-    """Everything about a row that the tile kernel needs, from the incoming gradients; no wait for the device."""
+    """Inputs of the tile kernel for each row, from the incoming gradients; without synchronization."""
     probability_N = rows.log_prob_N.exp()
     alpha_N = -rows.grad_log_prob_N
     target_N = -torch.expm1(rows.log_prob_N) * rows.grad_log_prob_N  # 1 - p without cancellation
@@ -74,7 +78,7 @@ def portable_tile_gradient(
     out_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, factors: RowFactors, spec: LogitSpec,
     config: TileConfig,
 ) -> None:  # fmt: skip
-    """Fill ``out`` with da, targets' own entries aside."""
+    """Fill ``out`` with da, except the entries of the targets."""
     (num_rows, hidden_size), num_columns = hidden_NH.shape, weight_CH.shape[0]
     tile_gradient_kernel[(triton.cdiv(num_rows, config.block_m) * triton.cdiv(num_columns, config.block_n),)](
         hidden_NH, weight_CH, weight_CH if bias_C is None else bias_C, out_NC, factors.lse_bits_N, factors.alpha_N,
@@ -88,7 +92,7 @@ def fill_block(
     out_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, targets_N: Tensor, first_column: int,
     factors: RowFactors, spec: LogitSpec, config: TileConfig | None,
 ) -> None:  # fmt: skip
-    """One block of da, complete. ``config`` None runs the Hopper kernel."""
+    """Fill one block of da, including the targets. ``config`` None runs the Hopper kernel."""
     if config is None:
         scale = LOG2_E / spec.temperature
         hopper.tile_gradient(out_NC, hidden_NH, weight_CH, factors.lse_bits_N, factors.alpha_N, factors.beta_N, scale)
@@ -100,7 +104,7 @@ def fill_block(
 def fill_kept(
     share_NC: Tensor, first_column: int, kept: Kept, targets_N: Tensor, factors: RowFactors, spec: LogitSpec
 ) -> None:
-    """da of one kept block of columns, in place of what was kept."""
+    """Turn one kept block of columns into da, in place."""
     num_columns = share_NC.shape[1]
     for rows, tile_lse in _kept_rows(kept, share_NC, first_column):
         part, share_RC = slice_rows(factors, rows), share_NC[rows]
@@ -114,17 +118,17 @@ def fill_kept(
 
 
 def _kept_rows(kept: Kept, share_NC: Tensor, first_column: int) -> Iterator[tuple[slice, Tensor]]:
-    """Row blocks of a kept block of columns with the lse of their tiles."""
+    """Row ranges of a kept block of columns, with the lse of their tiles."""
     first_tile = first_column // kept.tile_columns
     for tile_lse, first in zip(kept.tile_lse, range(0, share_NC.shape[0], kept.rows_per_block), strict=True):
         yield slice(first, first + tile_lse.shape[1]), tile_lse[first_tile:]
 
 
 def split_kept(kept: Kept, factors: RowFactors) -> tuple[Tensor, Tensor]:
-    """Factors ``[N]`` that make da of kept numbers, and the targets' own da divided by them. See finish_kept.
+    """Factors ``[N]`` that turn kept numbers into da, and the da of the targets divided by them. See finish_kept.
 
-    A factor is changed by what rounds its target's number, at most one part in 512 for bf16: the target's da comes out
-    exact that way, and every other number of the row is rounded as much anyway.
+    The factor absorbs the rounding of the target's number (at most one part in 512 for bf16), so that the da of the
+    target is exact. The other numbers of the row have rounding errors of that size anyway.
     """
     offset_N = kept.reference_N - factors.lse_bits_N
     scale_N = factors.alpha_N * torch.exp2(torch.where(offset_N < -MARGIN_BITS, 0.0, offset_N))
@@ -135,7 +139,7 @@ def split_kept(kept: Kept, factors: RowFactors) -> tuple[Tensor, Tensor]:
 def finish_kept(
     share_NC: Tensor, first_column: int, kept: Kept, targets_N: Tensor, factors: RowFactors, target_share_N: Tensor
 ) -> None:
-    """What is left to do with a kept block of which da is a row's factor (split_kept) times what was kept."""
+    """Prepare a kept block whose da is the factor of the row (split_kept) times the kept number."""
     num_columns = share_NC.shape[1]
     num_tiles = triton.cdiv(num_columns, kept.tile_columns)
     for rows, tile_lse in _kept_rows(kept, share_NC, first_column):
@@ -165,7 +169,7 @@ def slice_rows(factors: RowFactors, rows: slice) -> RowFactors:
 
 
 def product_into(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
-    """``out (+)= left @ right``; a float32 ``out`` of bf16/fp16 factors is never rounded on the way."""
+    """``out (+)= left @ right``; a float32 ``out`` of bf16/fp16 factors is never rounded in between."""
     if out.dtype == left.dtype:
         torch.addmm(out, left, right, beta=1 if add else 0, out=out)
     elif out.is_cuda:
@@ -178,9 +182,9 @@ def product_into(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class _Sums:
-    """Where the gradients of a group of rows gather: hidden and bias in float32, weight in its own dtype.
+    """Accumulators of the gradients of a group of rows: hidden and bias in float32, weight in its own dtype.
 
-    ``add``: weight and bias hold what earlier groups gave.
+    ``add``: weight and bias already contain the contributions of earlier groups.
     """
 
     hidden_NH: Tensor | None
@@ -189,7 +193,7 @@ class _Sums:
     add: bool
 
     def add_columns(self, da_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor, start: int) -> None:
-        """Everything that a block of columns of all rows of the group gives."""
+        """Add the contributions of a block of columns, for all rows of the group."""
         columns = slice(start, start + da_NC.shape[1])
         if self.hidden_NH is not None:
             product_into(self.hidden_NH, da_NC, weight_CH, add=start > 0)
@@ -206,7 +210,7 @@ def backward_blocks(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec, rows: RowGrads,
     needs: Needs, config: TileConfig | None, reduce_hidden: Reduce | None,
 ) -> Gradients:  # fmt: skip
-    """All gradients asked for, one group of rows after another (all at once where probabilities were kept)."""
+    """The requested gradients, one group of rows after another (a single group if probabilities were kept)."""
     if config is None:
         spec = hopper.corrected(spec, hidden_NH.shape[1])
     (num_rows, hidden_size), kept = hidden_NH.shape, rows.kept
@@ -251,7 +255,7 @@ def _take_kept(
     sums: _Sums, kept: Kept, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, spec: LogitSpec,
     factors: RowFactors,
 ) -> tuple[int, Tensor]:  # fmt: skip
-    """What kept columns give: how many they are, and what hidden's sum is still to be multiplied by."""
+    """Add the contributions of kept columns; returns their number and the factor for hidden's sum."""
     scale, target_share_N, factor_NH = factors.lse_bits_N.new_ones(()), None, hidden_NH
     if kept.whole and factors.beta_N is None and spec.soft_cap is None and sums.bias_V is None:
         scale_N, target_share_N = split_kept(kept, factors)
@@ -267,7 +271,7 @@ def _take_kept(
             finish_kept(share_NC, first, kept, targets_N, factors, target_share_N)
         sums.add_columns(share_NC, factor_NH, weight_VH[first : first + share_NC.shape[1]], first)
         first += share_NC.shape[1]
-        del share_NC  # its memory goes to the blocks that are recomputed
+        del share_NC  # frees its memory for the recomputed blocks
     return first, scale
 
 
@@ -275,10 +279,13 @@ def recompute_columns(
     sums: _Sums, first_column: int, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor,
     spec: LogitSpec, factors: RowFactors, config: TileConfig | None, beside: int,
 ) -> None:  # fmt: skip
-    """Columns outside, rows inside, so that the group's part of the weight's gradient is added in one go."""
+    """Add the contributions of all columns from `first_column` on, recomputed block by block.
+
+    Rows are the inner loop, so that the group's contribution to the weight's gradient is added only once.
+    """
     num_rows, vocab, dtype = hidden_NH.shape[0], weight_VH.shape[0], hidden_NH.dtype
     block_rows, block_columns = plan_blocks(num_rows, vocab - first_column, dtype.itemsize, beside)
-    # Row stride a multiple of 16 bytes whatever the vocabulary: the copy engine and the products want it.
+    # TMA and the matrix products need a row stride of a multiple of 16 bytes, for any vocabulary.
     block = torch.empty(block_rows, -(-block_columns // 8) * 8, dtype=dtype, device=hidden_NH.device)
     in_parts = block_rows < num_rows or factors.loss_scale is not None
     for start in range(first_column, vocab, block_columns):

@@ -1,4 +1,4 @@
-"""Forward pass on the GPU: tiles -> ``[tiles, N]`` partial statistics -> rows. No ``[N, V]``, no atomics."""
+"""Forward pass on the GPU: tiles give ``[tiles, N]`` partial statistics, which are reduced to rows. No atomics."""
 
 import math
 
@@ -12,9 +12,9 @@ from .triton_kernels import combine_kernel, target_kernel, tile_stats_kernel
 from .types import Keeping, Kept, LogitSpec, RowStats, Share
 
 LOG2_E = math.log2(math.e)
-MAX_ROWS = 16384  # rows of one launch: bounds the partial statistics, 78 MB at 151,936 columns
+MAX_ROWS = 16384  # rows of one launch; bounds the partial statistics, 78 MB at 151,936 columns
 GROUP_M = 8
-REFERENCE_COLUMNS = 64  # enough that the largest of them lies within MARGIN_BITS of lse in nearly all rows
+REFERENCE_COLUMNS = 64  # enough for the largest logit to be within MARGIN_BITS of lse in nearly all rows
 
 
 def portable_tile_stats(
@@ -34,13 +34,13 @@ def portable_tile_stats(
 def tile_arguments(
     hidden_NH: Tensor, bias_V: Tensor | None, spec: LogitSpec, config: TileConfig
 ) -> dict[str, int | bool | str]:
-    """The compile-time arguments both portable tile kernels share."""
+    """The compile-time arguments of both portable tile kernels."""
     return {
         "HAS_BIAS": bias_V is not None,
         "HAS_CAP": spec.soft_cap is not None,
         "EVEN_K": hidden_NH.shape[1] % config.block_k == 0,
-        "UPCAST": not hidden_NH.is_cuda,  # the interpreter multiplies the bits of bf16
-        "PRECISION": "ieee",  # of float32 inputs only; bf16 and fp16 products are exact in float32
+        "UPCAST": not hidden_NH.is_cuda,  # the interpreter cannot multiply bf16
+        "PRECISION": "ieee",  # affects float32 inputs only; bf16 and fp16 products are exact in float32
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -63,7 +63,7 @@ def row_stats(tile_lse: Tensor, tile_entropy: Tensor) -> tuple[Tensor, Tensor]:
 def target_logits(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec
 ) -> Tensor:
-    """``[N]`` z of the targets."""
+    """z of the targets, ``[N]``."""
     num_rows, hidden_size = hidden_NH.shape
     out_N = torch.empty(num_rows, dtype=torch.float32, device=hidden_NH.device)
     target_kernel[(triton.cdiv(num_rows, 64),)](
@@ -76,19 +76,19 @@ def target_logits(
 
 
 def tile_buffers(num_rows: int, num_columns: int, tile_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for lse and entropy of every tile and row, ``[tiles, N]`` each."""
+    """Uninitialized lse and entropy of every tile and row, ``[tiles, N]`` each."""
     lse, entropy = torch.empty(2, triton.cdiv(num_columns, tile_columns), num_rows, dtype=torch.float32, device=device)
     return lse, entropy
 
 
 def row_references(hidden_NH: Tensor, weight_VH: Tensor, spec: LogitSpec) -> Tensor:
-    """Kept.reference_N of a row: the largest of some of its logits, in bits. About right is good enough."""
+    """Kept.reference_N: the largest of the first logits of each row, in bits. It need not be precise."""
     logits_NC = hidden_NH @ weight_VH[:REFERENCE_COLUMNS].T
     return logits_NC.amax(1).float() * (LOG2_E / spec.temperature)
 
 
 def tile_bases(hidden_NH: Tensor) -> Tensor:
-    """Kept.reference_N so low that every tile is its own base."""
+    """Kept.reference_N so low that every tile has its own base."""
     return hidden_NH.new_full((hidden_NH.shape[0],), -1.0e30, dtype=torch.float32)
 
 
@@ -102,7 +102,7 @@ def forward_rows(
     if config is None:
         spec = hopper.corrected(spec, hidden_size)
     plan = KeepPlan()
-    if dtype != torch.float16:  # small shares would vanish in fp16
+    if dtype != torch.float16:  # small shares would underflow in fp16
         plan = plan_keeping(num_rows, vocab, hidden_size, dtype.itemsize, tile_columns, keeping)
     shares, lent_VH = _kept_blocks(plan, hidden_NH, weight_VH)
     kept_tiles = triton.cdiv(sum(share_NC.shape[1] for share_NC in shares), tile_columns)
@@ -135,7 +135,7 @@ def forward_rows(
 
 
 def _kept_blocks(plan: KeepPlan, hidden_NH: Tensor, weight_VH: Tensor) -> tuple[list[Tensor], Tensor | None]:
-    """Empty blocks of types.Kept: those at the end of the weight gradient's memory, then those in their own."""
+    """Uninitialized blocks of types.Kept: first those in the memory of the weight's gradient, then the others."""
     num_rows = hidden_NH.shape[0]
     shares: list[Tensor] = []
     lent_VH = None
@@ -144,7 +144,7 @@ def _kept_blocks(plan: KeepPlan, hidden_NH: Tensor, weight_VH: Tensor) -> tuple[
         blocks = lent_VH.view(-1)[-plan.lent_blocks * num_rows * plan.lent_width :]
         shares.extend(blocks.view(plan.lent_blocks, num_rows, plan.lent_width).unbind())
     if plan.own:
-        # Row stride a multiple of 16 bytes whatever the vocabulary: the copy engine and the products want it.
+        # TMA and the matrix products need a row stride of a multiple of 16 bytes, for any vocabulary.
         shares.append(hidden_NH.new_empty(num_rows, -(-plan.own // 8) * 8)[:, : plan.own])
     return shares, lent_VH
 
@@ -153,7 +153,7 @@ def _column_stats(
     tiles: tuple[Tensor, Tensor], hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, columns: slice,
     spec: LogitSpec, config: TileConfig | None, share: Share | None,
 ) -> None:  # fmt: skip
-    """The part of ``tiles`` that belongs to some columns, which start at a tile."""
+    """Fill the part of ``tiles`` that belongs to ``columns``, which start at a tile."""
     tile_columns = hopper.BLOCK_N if config is None else config.block_n
     lse, entropy = (part[columns.start // tile_columns : triton.cdiv(columns.stop, tile_columns)] for part in tiles)
     weight_CH, bias_C = weight_VH[columns], None if bias_V is None else bias_V[columns]

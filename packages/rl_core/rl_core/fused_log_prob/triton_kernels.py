@@ -1,9 +1,9 @@
-"""Portable Triton kernels: any GPU Triton supports, bf16, fp16 and fp32, bias and soft cap; also Triton's interpreter.
+"""Portable Triton kernels for all GPUs that Triton supports and its interpreter: bf16, fp16, fp32, bias, soft cap.
 
-The matrix products here are one tile a program. The warp-specialised kernels of hopper_kernels.py replace
-``tile_stats_kernel`` and ``tile_gradient_kernel`` where they fit; the small row kernels serve both.
+Each program computes one tile of the matrix product. The warp-specialized kernels of hopper_kernels.py replace
+``tile_stats_kernel`` and ``tile_gradient_kernel`` where they are supported; both paths use the small row kernels.
 
-Everything exponential is in bits (base 2), because the hardware's exponential is: ``t = z * log2(e)``.
+Exponentials and logarithms are base 2, as in hardware: ``t = z * log2(e)``, in bits.
 """
 
 import triton
@@ -19,7 +19,7 @@ MARGIN = tl.constexpr(MARGIN_BITS)
 
 @triton.jit
 def _tile_position(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """Row block and column block of a tile; rows fastest inside groups, so neighbours share blocks through the L2."""
+    """Row block and column block of a tile; rows are fastest within groups, so neighbors share blocks in L2."""
     per_group = GROUP_M * num_n
     group = tile // per_group
     first_m = group * GROUP_M
@@ -30,7 +30,7 @@ def _tile_position(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _soft_cap(raw, soft_cap):
-    """``cap * tanh(raw / cap)`` through one exponential; overflow of it gives exactly the cap."""
+    """``cap * tanh(raw / cap)`` with one exponential; if it overflows, the result is exactly the cap."""
     return soft_cap * (1.0 - 2.0 / (tl.exp2(raw * (2.0 * LOG2_E / soft_cap)) + 1.0))
 
 
@@ -42,7 +42,7 @@ def _capped_tile(
 ):  # fmt: skip
     """``u`` of types.py for a BLOCK_M x BLOCK_N tile in float32; columns past the vocabulary hold NEGATIVE."""
     inner = tl.arange(0, BLOCK_K)
-    # Rows and columns outside are read from the last one inside and never used.
+    # Rows and columns out of range read the last one in range; their results are never used.
     safe_rows = tl.minimum(rows, num_tokens - 1).to(tl.int64)
     safe_columns = tl.minimum(columns, vocab - 1).to(tl.int64)
     hidden_ptrs = hidden_ptr + safe_rows[:, None] * hidden_size + inner[None, :]
@@ -71,7 +71,7 @@ def _capped_tile(
 
 @triton.jit
 def share_base(tile_lse, reference):
-    """What kept numbers of a tile are relative to: its row's reference, or its own lse where that is far above."""
+    """Base of the kept numbers of a tile: the reference of the row, or the lse of the tile if that is far above."""
     return tl.where(tile_lse > reference + MARGIN, tile_lse, reference)
 
 
@@ -86,7 +86,7 @@ def tile_stats_kernel(
 
     Within a tile with maximum ``m``, ``s = sum 2^(t - m)`` and ``w = sum 2^(t - m) (t - m)``:
     ``lse = m + log2 s`` and ``entropy = log2 s - w / s``. ``scale`` is log2(e) / temperature. With KEEP the tiles
-    also leave ``2^(t - base)``, see share_base.
+    also store ``2^(t - base)``, see share_base.
     """
     num_m = tl.cdiv(num_tokens, BLOCK_M)
     num_n = tl.cdiv(vocab, BLOCK_N)
@@ -119,7 +119,7 @@ def combine_kernel(
     tile_lse_ptr, tile_entropy_ptr, lse_ptr, mean_ptr, num_tokens, num_tiles, BLOCK_T: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles to rows, in nats: with weights ``P_i = 2^(lse_i - lse)``, ``entropy = sum P_i (entropy_i - log2 P_i)``.
+    """Reduce tiles to rows, in nats: ``entropy = sum P_i (entropy_i - log2 P_i)`` with ``P_i = 2^(lse_i - lse)``.
 
     One pass with a running maximum ``m``, ``s = sum 2^(lse_i - m)``, ``q = sum 2^(lse_i - m) (entropy_i - lse_i + m)``.
     """
@@ -151,12 +151,12 @@ def target_kernel(
     soft_cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``z`` of each row's target; 0 where the target is not held here.
+    """``z`` of the target of each row; 0 where another rank holds the target.
 
-    The diagonal of BLOCK_T rows times their BLOCK_T gathered weight rows. That is BLOCK_T times the arithmetic of dot
-    products, and still nothing beside the tiles; but it runs on the same matrix units in the same order as the tiles
-    do, whose float32 sums are cut, not rounded. So a target that holds all the probability gets a log-prob of 0 and
-    not the difference between two ways to sum.
+    Computes the diagonal of BLOCK_T rows times their BLOCK_T gathered weight rows. That is BLOCK_T times the arithmetic
+    of dot products, still negligible compared with the tiles. In exchange it uses the tensor cores in the same order as
+    the tiles, whose float32 sums are truncated instead of rounded. So a target with all the probability gets a log-prob
+    of 0 instead of the difference between two summation orders.
     """
     local = tl.arange(0, BLOCK_T)
     rows = tl.program_id(0) * BLOCK_T + local
@@ -193,10 +193,10 @@ def tile_gradient_kernel(
     EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """``out = 2^(scale * u - lse) * (alpha + beta * u) * (1 - (u / cap)^2)``: da of types.py.
+    """``out = 2^(scale * u - lse) * (alpha + beta * u) * (1 - (u / cap)^2)``: da of types.py except for the targets.
 
-    The target's column lacks its own term: target_gradient_kernel writes it. ``lse`` is in bits; ``alpha`` and ``beta``
-    carry the incoming gradients, the temperature and any loss scale.
+    target_gradient_kernel writes the entries of the targets. ``lse`` is in bits; ``alpha`` and ``beta`` contain the
+    incoming gradients, the temperature and any loss scale.
     """
     num_m = tl.cdiv(num_tokens, BLOCK_M)
     num_n = tl.cdiv(vocab, BLOCK_N)
@@ -225,7 +225,7 @@ def kept_gradient_kernel(
     inverse_scale, soft_cap, HAS_BETA: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What tile_gradient_kernel computes, in place, from the kept numbers ``2^(t - base)`` of one tile."""
+    """The result of tile_gradient_kernel from the kept numbers ``2^(t - base)`` of one tile, in place."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     tile = tl.program_id(1)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -238,7 +238,7 @@ def kept_gradient_kernel(
     weight = tl.exp2(base - tl.load(lse_ptr + rows, mask=held, other=0.0))
     factor = (weight * tl.load(alpha_ptr + rows, mask=held, other=0.0))[:, None]
     if HAS_BETA or HAS_CAP:
-        # A share this small contributes nothing whatever u is; u must only be finite.
+        # A share this small contributes nothing for any finite u.
         u = (tl.log2(tl.maximum(share, 1.0e-30)) + base[:, None]) * inverse_scale
         if HAS_BETA:
             factor = factor + (weight * tl.load(beta_ptr + rows, mask=held, other=0.0))[:, None] * u
@@ -252,7 +252,7 @@ def rebase_kernel(
     share_ptr, tile_lse_ptr, reference_ptr, lse_ptr, num_tokens, num_columns, num_tiles, stride, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Kept numbers ``2^(t - base)`` to probabilities, in place, in rows whose lse is far above their reference."""
+    """Turn kept numbers ``2^(t - base)`` into probabilities, in place, in rows with an lse far above the reference."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     reference = tl.load(reference_ptr + rows, mask=rows < num_tokens, other=0.0)
     lse = tl.load(lse_ptr + rows, mask=rows < num_tokens, other=0.0)
@@ -272,7 +272,7 @@ def rebase_kernel(
 def target_gradient_kernel(
     out_ptr, targets_ptr, values_ptr, num_tokens, first_column, num_columns, out_stride, BLOCK: tl.constexpr
 ):
-    """Write the target's own ``da`` over what the tile kernel left there, for targets inside this block of columns."""
+    """Overwrite the entries of the targets within this block of columns with their ``da``."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.load(targets_ptr + rows, mask=rows < num_tokens, other=-1) - first_column
     inside = (column >= 0) & (column < num_columns)

@@ -1,7 +1,7 @@
-"""What every backend takes and gives back, and the equations they share.
+"""Interface and data types of the backends, and their equations.
 
-Shapes: ``N`` tokens that count (ignored ones are gone already), ``H`` hidden size, ``V`` vocabulary rows held here,
-``C`` columns of one vocabulary chunk.
+Shapes: ``N`` tokens (without ignored ones), ``H`` hidden size, ``V`` vocabulary rows on this rank, ``C`` columns of one
+vocabulary block.
 
 For token ``t`` and vocabulary row ``j``::
 
@@ -11,7 +11,7 @@ For token ``t`` and vocabulary row ``j``::
     lse_t = log sum_j exp(z_tj),   p_tj = exp(z_tj - lse_t),   mean_t = sum_j p_tj z_tj
     log_prob_t = z_{t, y_t} - lse_t,   entropy_t = lse_t - mean_t
 
-Only ``lse``, ``mean`` and the target's ``z`` survive the forward pass. With ``g`` the incoming gradients::
+The forward pass saves only ``lse``, ``mean`` and the ``z`` of the target. With ``g`` the incoming gradients::
 
     dz_tj = g_lp_t (1[j = y_t] - p_tj) - g_ent_t p_tj (z_tj - mean_t)
     da_tj = dz_tj / temperature * (1 - (u_tj / soft_cap)^2)
@@ -24,13 +24,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-# Bits an lse may lie above its row's reference: 2^MARGIN_BITS, and what is as far below 1, fit float32 and bf16.
+# Maximum distance, in bits, of an lse above the reference of its row: 2^64 and 2^-64 fit float32 and bf16.
 MARGIN_BITS = 64.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitSpec:
-    """How raw logits become ``z``. Both numbers are positive; ``soft_cap`` is in raw-logit units."""
+    """Transformation of raw logits into ``z``. Both numbers are positive; ``soft_cap`` is in units of raw logits."""
 
     temperature: float = 1.0
     soft_cap: float | None = None
@@ -38,19 +38,19 @@ class LogitSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Probabilities that the forward pass left for the backward pass, for the first columns of ``V``.
+    """Unnormalized probabilities that the forward pass keeps for the backward pass, for the first columns of ``V``.
 
-    ``shares`` are blocks ``[N, C]``, one after another in columns, of ``2^(t - base)`` with ``t = z log2(e)`` in the
-    input dtype, whose relative precision does not depend on how small a number is. ``base`` is the row's
-    ``reference_N`` or, where that is more than MARGIN_BITS above it, the lse of the tile in bits (``tile_lse``: of each
-    row and tile of ``tile_columns`` columns, one ``[tiles, rows]`` block for every ``rows_per_block`` rows). The
-    backward pass overwrites the blocks and drops each when it is done with it.
+    ``shares`` are consecutive column blocks ``[N, C]`` of ``2^(t - base)`` with ``t = z log2(e)``, in the input dtype
+    (the relative precision of a floating-point number does not depend on its size). ``base`` is the row's
+    ``reference_N``; if the lse of the tile is more than MARGIN_BITS above it, ``base`` is that lse. ``tile_lse`` holds
+    the lse in bits of each row and tile of ``tile_columns`` columns, in one ``[tiles, rows]`` block for every
+    ``rows_per_block`` rows. The backward pass overwrites the blocks and frees each one after use.
 
-    With ``whole`` every column is kept and a reference is the largest logit of some of the row's columns in bits, so
-    that nearly always it is the base of the whole row; without, references are so low that every tile is its own base.
+    With ``whole`` every column is kept, and the reference is the largest logit of some columns of the row, in bits; it
+    is nearly always the base of the whole row. Without ``whole`` references are so low that each tile has its own base.
 
-    ``lent_VH`` is memory for the weight's gradient in which some of ``shares`` lie: filling it from row 0 on, in the
-    order of the blocks, overwrites no block before its turn is over.
+    ``lent_VH`` is the memory of the weight's gradient, which holds some of ``shares`` until the backward pass. Writing
+    the gradient from row 0 on, in the order of the blocks, overwrites no block before it has been used.
     """
 
     shares: list[Tensor]
@@ -64,7 +64,7 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Where a forward kernel leaves a block of Kept.shares, and the references of its rows."""
+    """Output block of a forward kernel for `Kept.shares`, and the references of its rows."""
 
     out_NC: Tensor
     reference_N: Tensor
@@ -72,9 +72,9 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """What the forward pass may leave behind: ``own_bytes`` of its own, or what EXTRA_BYTES allows (None).
+    """Limit on the memory that the forward pass may keep: ``own_bytes``, or (None) what EXTRA_BYTES allows.
 
-    With ``lend`` and ``own_bytes`` None it may also use the memory that the weight's gradient will need anyway.
+    With ``lend`` and ``own_bytes`` None it may also use the memory of the weight's gradient.
     """
 
     own_bytes: int | None = 0
@@ -83,9 +83,9 @@ class Keeping:
 
 @dataclass(frozen=True, kw_only=True)
 class RowStats:
-    """What the forward pass keeps of each row of logits; all ``[N]``, float32 (float64 for float64 inputs).
+    """Statistics of each row of logits from the forward pass; all ``[N]``, float32 (float64 for float64 inputs).
 
-    ``target_z_N`` is 0 where the target lies outside the rows held here (vocabulary parallel).
+    ``target_z_N`` is 0 where another rank holds the target (vocabulary parallel).
     """
 
     lse_N: Tensor
@@ -96,9 +96,9 @@ class RowStats:
 
 @dataclass(frozen=True, kw_only=True)
 class RowGrads:
-    """What the backward pass needs of each row; all ``[N]`` in the dtype of the statistics.
+    """Inputs of the backward pass for each row; all ``[N]`` in the dtype of the statistics.
 
-    ``grad_entropy_N`` is None when nothing upstream used the entropy, which saves its arithmetic.
+    ``grad_entropy_N`` is None if the entropy has no gradient; its computation is then skipped.
     """
 
     lse_N: Tensor
@@ -111,7 +111,7 @@ class RowGrads:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Gradients asked for (None where not), in the inputs' dtype."""
+    """The requested gradients (others are None), in the dtype of the inputs."""
 
     hidden_NH: Tensor | None
     weight_VH: Tensor | None
@@ -120,7 +120,7 @@ class Gradients:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Which gradients are wanted."""
+    """The requested gradients."""
 
     hidden: bool
     weight: bool
@@ -128,15 +128,15 @@ class Needs:
 
 
 KEEP_NOTHING = Keeping()
-Reduce = Callable[[Tensor], object]  # sums a tensor over the ranks of a group, in place
+Reduce = Callable[[Tensor], object]  # sums a tensor over the ranks of a group in place
 
 
 class Backend(Protocol):
-    """One way to compute the row statistics and the gradients without holding ``[N, V]``.
+    """Computes row statistics and gradients without materializing ``[N, V]``.
 
-    ``targets_N`` holds row numbers of ``weight_VH``, or -1 for a target that is not held here. ``keeping`` is what the
-    forward pass may leave behind in ``RowStats.kept``; a backend may leave nothing. ``reduce_hidden`` is called on
-    hidden's gradient in the accumulation dtype, all of it or some rows after others, before it is rounded.
+    ``targets_N`` are row numbers of ``weight_VH``, or -1 for targets that another rank holds. ``keeping`` limits
+    ``RowStats.kept``; a backend may keep nothing. ``reduce_hidden`` is called on hidden's gradient in the accumulation
+    dtype, before rounding, for all rows at once or for one group of rows after another.
     """
 
     def forward(
