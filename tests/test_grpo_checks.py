@@ -41,7 +41,7 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["rollout.device=cuda"], "rollout.device"),
         (["rollout.max_lora_rank=8"], "there are no adapters to serve"),
         (["rollout.max_lora_rank=8", "actor.lora.rank=16"], "above rollout.max_lora_rank=8"),
-        (["rollout.max_lora_rank=9", "actor.lora.rank=4"], "rollout.max_lora_rank: got 9; allowed is one of 1, 8, 16"),
+        (["rollout.max_lora_rank=9", "actor.lora.rank=4"], "rollout.max_lora_rank: got 9; must be one of 1, 8, 16"),
         (["sync.transport=nccl"], "sync.transport"),
         (["trainer.device=cuda"], "GPUs"),
         (["trainer.ray_address=cluster"], "trainer.ray_address is 'cluster'; allowed: auto, or host:port"),

@@ -98,7 +98,7 @@ def test_servers_and_a_judge_that_somebody_else_runs(tmp_path: Path, start_app: 
     """The user's server is pushed to, also when an earlier run left it paused, and runs on with the last policy."""
     from rl_data import build_tiny_model
     from rollout_vllm import RolloutConfig, ServerGroup
-    from rollout_vllm.servers.process import call
+    from rollout_vllm.servers.blocking_http import call
     from weight_sync import SyncConfig, server_args, server_env
 
     config = RolloutConfig(max_model_len=68, kv_cache_gib=0.1, dtype="float32", cpu_threads=1, api_key="the key")

@@ -1,11 +1,10 @@
-"""Rollout over native vLLM HTTP servers: start and watch them, ask them for groups of samples."""
+"""Rollout with native vLLM HTTP servers: starts and monitors servers, generates groups of samples."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .client.client import RolloutClient
-    from .client.partial import token_versions
     from .config import RolloutConfig, SamplingConfig
     from .episodes.episodes import Episode, EpisodeGroup, EpisodeResult, TurnFailedError, run_episodes
     from .episodes.remote_rewards import RemoteReward, classification_reward, http_reward, judge_reward, pooling_reward
@@ -32,11 +31,12 @@ if TYPE_CHECKING:
         Sample,
         VersionSpan,
         request_seed,
+        token_versions,
     )
     from .servers.control import LoraAdapters
+    from .servers.group import ServerGroup, check_launch
     from .servers.ray_servers import launch_on_ray
     from .servers.running import check_running
-    from .servers.server import ServerGroup, check_launch
     from .servers.watch import ServerWatch, WatchEvent
 
 __all__ = [
@@ -84,50 +84,49 @@ __all__ = [
     "token_versions",
 ]
 
-_EXPORTS = {
-    "ControlError": ".errors",
-    "Endpoint": ".samples",
-    "Episode": ".episodes.episodes",
-    "EpisodeGroup": ".episodes.episodes",
-    "EpisodeResult": ".episodes.episodes",
-    "Failure": ".samples",
-    "FirstGroups": ".samples",
-    "GroupResult": ".samples",
-    "KVCacheTooSmallError": ".errors",
-    "LoraAdapters": ".servers.control",
-    "ModelFolderError": ".errors",
-    "NoServerError": ".errors",
-    "PartialGroup": ".samples",
-    "PortInUseError": ".errors",
-    "RemoteReward": ".episodes.remote_rewards",
-    "Request": ".samples",
-    "RequestTooLongError": ".errors",
-    "RewardOutcome": ".episodes.rewards",
-    "RewardPool": ".episodes.rewards",
-    "RolloutClient": ".client.client",
-    "RolloutConfig": ".config",
-    "RolloutConfigError": ".errors",
-    "RolloutError": ".errors",
-    "Sample": ".samples",
-    "SamplingConfig": ".config",
-    "ServerDiedError": ".errors",
-    "ServerGroup": ".servers.server",
-    "ServerStartError": ".errors",
-    "ServerWatch": ".servers.watch",
-    "TurnFailedError": ".episodes.episodes",
-    "VersionSpan": ".samples",
-    "WatchEvent": ".servers.watch",
-    "check_launch": ".servers.server",
-    "check_running": ".servers.running",
-    "classification_reward": ".episodes.remote_rewards",
-    "http_reward": ".episodes.remote_rewards",
-    "judge_reward": ".episodes.remote_rewards",
-    "launch_on_ray": ".servers.ray_servers",
-    "pooling_reward": ".episodes.remote_rewards",
-    "request_seed": ".samples",
-    "run_episodes": ".episodes.episodes",
-    "token_versions": ".client.partial",
+_MODULES = {
+    ".client.client": ("RolloutClient",),
+    ".config": ("RolloutConfig", "SamplingConfig"),
+    ".episodes.episodes": ("Episode", "EpisodeGroup", "EpisodeResult", "TurnFailedError", "run_episodes"),
+    ".episodes.remote_rewards": (
+        "RemoteReward",
+        "classification_reward",
+        "http_reward",
+        "judge_reward",
+        "pooling_reward",
+    ),
+    ".episodes.rewards": ("RewardOutcome", "RewardPool"),
+    ".errors": (
+        "ControlError",
+        "KVCacheTooSmallError",
+        "ModelFolderError",
+        "NoServerError",
+        "PortInUseError",
+        "RequestTooLongError",
+        "RolloutConfigError",
+        "RolloutError",
+        "ServerDiedError",
+        "ServerStartError",
+    ),
+    ".samples": (
+        "Endpoint",
+        "Failure",
+        "FirstGroups",
+        "GroupResult",
+        "PartialGroup",
+        "Request",
+        "Sample",
+        "VersionSpan",
+        "request_seed",
+        "token_versions",
+    ),
+    ".servers.control": ("LoraAdapters",),
+    ".servers.group": ("ServerGroup", "check_launch"),
+    ".servers.ray_servers": ("launch_on_ray",),
+    ".servers.running": ("check_running",),
+    ".servers.watch": ("ServerWatch", "WatchEvent"),
 }
+_EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,17 +1,17 @@
-"""The exceptions of this package, as a tree.
+"""The exceptions of this package.
 
 RolloutError
-├── RolloutConfigError (also ValueError)   the user's mistake: found before any process starts
-│   ├── ModelFolderError                   not a usable Hugging Face folder
-│   ├── PortInUseError                     a fixed port that something else listens on
-│   ├── KVCacheTooSmallError               max_model_len does not fit into the KV cache that was asked for
+├── RolloutConfigError (also ValueError)   an error in the user's configuration, found before any process starts
+│   ├── ModelFolderError                   the model path is not a usable Hugging Face folder
+│   ├── PortInUseError                     another process listens on the configured port
+│   ├── KVCacheTooSmallError               the KV cache cannot hold one sequence of max_model_len tokens
 │   └── RequestTooLongError                prompt + max_tokens exceed max_model_len
-├── ServerStartError                       a server did not come up; carries the reason and the log's path
-├── ServerDiedError                        a server that was up is gone
-├── ControlError                           a control route (sleep, wake, LoRA) answered with an error
-└── NoServerError                          every server is down
+├── ServerStartError                       a server did not start; holds the reason and the path of the log
+├── ServerDiedError                        a running server exited
+├── ControlError                           a control route (abort, sleep, wake, LoRA) failed
+└── NoServerError                          the client was created without endpoints
 
-Failures of single samples are data (`Failure`), not exceptions: see samples.py.
+A sample that fails is data (`Failure`), not an exception; see samples.py.
 """
 
 from __future__ import annotations
@@ -20,63 +20,60 @@ from pathlib import Path
 
 
 class RolloutError(Exception):
-    """Root of this package's exceptions."""
+    """Base class of this package's exceptions."""
 
 
 class RolloutConfigError(RolloutError, ValueError):
-    """A setting or an input that cannot work; the message says what would."""
+    """Invalid configuration or input. The message says what is allowed."""
 
 
 class ModelFolderError(RolloutConfigError):
-    """The model path is no usable Hugging Face folder."""
+    """The model path is not a usable Hugging Face folder."""
 
 
 class PortInUseError(RolloutConfigError):
-    """The fixed port is taken."""
+    """The configured port is in use."""
 
 
 class KVCacheTooSmallError(RolloutConfigError):
-    """One sequence of max_model_len tokens needs more KV cache than there is."""
+    """The KV cache cannot hold one sequence of max_model_len tokens, or memory cannot hold the KV cache."""
 
 
 class RequestTooLongError(RolloutConfigError):
     """Prompt and response together exceed the model's context."""
 
 
-class ServerStartError(RolloutError):
-    """A server did not become ready.
+class _ServerError(RolloutError):
+    """reason: one line; server_index: position in the group; log_path: file with the server's output."""
 
-    reason: one line; server_index: which of the group; log_path: where its whole output lies.
-    """
+    _what = "failed"
 
     def __init__(self, reason: str, server_index: int, log_path: Path | None) -> None:
-        super().__init__(reason, server_index, log_path)  # all of it in args, so that it pickles
+        super().__init__(reason, server_index, log_path)  # all arguments in args, so that the exception pickles
         self.reason = reason
         self.server_index = server_index
         self.log_path = log_path
 
     def __str__(self) -> str:
         where = f" (log: {self.log_path})" if self.log_path else ""
-        return f"vLLM server {self.server_index} did not start: {self.reason}{where}"
+        return f"vLLM server {self.server_index} {self._what}: {self.reason}{where}"
 
 
-class ServerDiedError(RolloutError):
-    """A server that was running has exited."""
+class ServerStartError(_ServerError):
+    """A server did not become ready."""
 
-    def __init__(self, reason: str, server_index: int, log_path: Path | None) -> None:
-        super().__init__(reason, server_index, log_path)
-        self.reason = reason
-        self.server_index = server_index
-        self.log_path = log_path
+    _what = "did not start"
 
-    def __str__(self) -> str:
-        where = f" (log: {self.log_path})" if self.log_path else ""
-        return f"vLLM server {self.server_index} died: {self.reason}{where}"
+
+class ServerDiedError(_ServerError):
+    """A running server exited."""
+
+    _what = "died"
 
 
 class ControlError(RolloutError):
-    """A control route answered with an error, or not at all."""
+    """A control route returned an error or did not answer."""
 
 
 class NoServerError(RolloutError):
-    """No endpoint was given, or none may take traffic."""
+    """The client was created without endpoints."""

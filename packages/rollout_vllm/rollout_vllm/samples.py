@@ -1,21 +1,21 @@
-"""What goes in and comes out: plain data, picklable, without any library."""
+"""Input and output of generation: plain, picklable data without dependencies."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort"]
 FailureKind = Literal[
-    "too_long",  # prompt + max_tokens do not fit the model's context
-    "refused",  # the server called the request wrong (4xx)
-    "malformed",  # answers without all samples, token ids and log-probs
-    "connection",  # no connection, or lost
-    "timeout",  # no answer within request_timeout_s
+    "too_long",  # prompt + max_tokens exceed the model's context
+    "refused",  # the server rejected the request (4xx)
+    "malformed",  # a response without all samples, token ids and log-probs
+    "connection",  # connection refused or lost
+    "timeout",  # no response within request_timeout_s
     "server",  # 5xx or 429
-    "aborted",  # the server aborted it
+    "aborted",  # the server aborted the request
     "deadline",  # the caller's deadline passed
     "rollout",  # the user's rollout function raised
 ]
@@ -23,7 +23,7 @@ FailureKind = Literal[
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One running server. `model` is the name it serves under; None: asked for at first use."""
+    """One server. `model` is the name of its model; None: the client queries it at first use."""
 
     url: str
     api_key: str | None = field(default=None, repr=False)
@@ -34,8 +34,8 @@ class Endpoint:
 class Request:
     """One prompt, to be sampled n times.
 
-    prompt_ids: token ids. seed: makes the samples repeatable; sample i is drawn with seed + i, so give every prompt
-    of a step its own (`request_seed`). None: unseeded.
+    prompt_ids: token ids. seed: makes sampling reproducible; sample i uses seed + i, so every prompt of a step needs
+    its own seed (see `request_seed`). None: no seed.
     """
 
     prompt_id: str
@@ -44,7 +44,7 @@ class Request:
 
 
 class VersionSpan(NamedTuple):
-    """So many tokens in a row, drawn by this policy version."""
+    """`num_tokens` consecutive tokens that were sampled by one policy version."""
 
     policy_version: int
     num_tokens: int
@@ -54,12 +54,13 @@ class VersionSpan(NamedTuple):
 class Sample:
     """One response.
 
-    response_ids: token ids, the end-of-sequence token included when it was sampled. log_probs: natural logarithm of
-    the probability each of them was drawn with, after temperature and the other sampling settings; same length.
-    policy_version: the version the client held when the first request was sent; last_policy_version: when the last
-    answer came back. version_spans: which version drew which tokens, in order; the num_tokens add up to the response,
-    neighbours differ in version. It is exact when weights change between `RolloutClient.pause` and `resume`; without
-    a pause a span has the version of the moment its request was sent.
+    response_ids: token ids, including the end-of-sequence token if it was sampled. log_probs: log-probability (natural
+    logarithm) of each token under the distribution it was sampled from, i.e. after temperature and the other sampling
+    settings; same length as response_ids. policy_version: the client's version when the first request was sent;
+    last_policy_version: when the last response arrived. version_spans: the policy version of every token, in order;
+    the num_tokens sum to the length of the response, and neighboring spans have different versions. The spans are
+    exact when weights change between `RolloutClient.pause` and `resume`; without a pause, a span has the version at
+    the time its request was sent.
     """
 
     prompt_id: str
@@ -71,8 +72,8 @@ class Sample:
     last_policy_version: int
     server_url: str = ""
     num_attempts: int = 1
-    duration_s: float = 0.0  # from the first attempt to the answer
-    version_spans: tuple[VersionSpan, ...] = ()  # left empty: all tokens of policy_version
+    duration_s: float = 0.0  # from the first attempt to the response
+    version_spans: tuple[VersionSpan, ...] = ()  # empty: all tokens are of policy_version
 
     def __post_init__(self) -> None:
         if not self.version_spans and self.response_ids:
@@ -92,7 +93,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupResult:
-    """All of a prompt's samples: len(samples) + len(failures) == n, every index once."""
+    """All samples of one prompt. Every index 0..n-1 is either in samples or in failures."""
 
     prompt_id: str
     samples: tuple[Sample, ...]
@@ -105,7 +106,7 @@ class GroupResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialSample:
-    """A response so far. finish_reason None: unfinished, perhaps without a token yet."""
+    """The response so far. finish_reason None: unfinished, possibly without any token."""
 
     sample_index: int
     response_ids: list[int] = field(default_factory=list)
@@ -120,9 +121,9 @@ class PartialSample:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialGroup:
-    """A group that was cut off: hand it to a later `generate` in a request's place, and it is gone on with.
+    """An interrupted group. Pass it to a later `generate` in place of a request to resume it.
 
-    samples: one for every index 0..n-1. Plain data: it may be pickled into a checkpoint.
+    samples: one for every index 0..n-1. Plain data, which can be pickled into a checkpoint.
     """
 
     request: Request
@@ -135,10 +136,10 @@ class PartialGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstGroups:
-    """What `RolloutClient.generate_first` brings.
+    """Result of `RolloutClient.generate_first`.
 
-    groups: in request order; as many complete ones as were asked for (fewer when too many failed), and those with
-    failures that ended before the cut. rest: the others, to be gone on with; empty when they were given up.
+    groups: in request order; `num_groups` complete ones (fewer if too many groups failed) and the incomplete ones that
+    ended before them. rest: the interrupted groups, to be resumed; empty with keep_rest=False.
     """
 
     groups: list[GroupResult]
@@ -146,6 +147,23 @@ class FirstGroups:
 
 
 def request_seed(run_seed: int, step: int, prompt_id: str) -> int:
-    """A seed of its own for each prompt of each step: 62 bits of SHA-256, so seed + sample index stays an int64."""
+    """A distinct seed for each prompt of each step: 62 bits of SHA-256, so that seed + sample index fits an int64."""
     digest = hashlib.sha256(f"{run_seed}/{step}/{prompt_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 2
+
+
+def merge_spans(spans: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
+    """Merge neighboring spans of the same version and drop empty ones."""
+    merged: list[VersionSpan] = []
+    for version, num_tokens in spans:
+        if num_tokens == 0:
+            continue
+        if merged and merged[-1].policy_version == version:
+            num_tokens += merged.pop().num_tokens
+        merged.append(VersionSpan(version, num_tokens))
+    return tuple(merged)
+
+
+def token_versions(spans: Sequence[VersionSpan]) -> list[int]:
+    """The policy version of every token."""
+    return [span.policy_version for span in spans for _ in range(span.num_tokens)]

@@ -22,7 +22,7 @@ from rollout_vllm import (
     ServerGroup,
     token_versions,
 )
-from rollout_vllm.servers.process import call
+from rollout_vllm.servers.blocking_http import call
 
 pytestmark = pytest.mark.slow
 LONG = SamplingConfig(n=4, max_tokens=200, ignore_eos=True, temperature=0.8)
@@ -163,7 +163,7 @@ def test_a_pause_that_cannot_be_had_changes_nothing(proxy: HarmfulProxy) -> None
     with RolloutClient([proxy.endpoint], config_for_tests(max_retries=0)) as client:
         future = client.start(client.generate(make_requests(2), LONG))
         wait_until(lambda: proxy.num_requests == 2)
-        with pytest.raises(ControlError, match="still under way"):
+        with pytest.raises(ControlError, match="still in flight"):
             client.run(client.pause(timeout_s=1.0))
         proxy.without_control_routes = True
         with pytest.raises(ControlError, match="control_routes"):

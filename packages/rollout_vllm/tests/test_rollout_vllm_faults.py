@@ -20,13 +20,10 @@ from rollout_vllm import (
     GroupResult,
     RolloutClient,
     RolloutConfig,
-    RolloutConfigError,
     SamplingConfig,
-    ServerDiedError,
     ServerGroup,
     ServerWatch,
 )
-from rollout_vllm.servers.watch import version_problem
 
 pytestmark = pytest.mark.slow
 SHORT = SamplingConfig(n=3, max_tokens=5)
@@ -167,7 +164,7 @@ class Synchroniser:
 
     def __call__(self, index: int, endpoint: Endpoint) -> int:
         from rollout_vllm.client.metrics import server_metrics
-        from rollout_vllm.servers.process import call
+        from rollout_vllm.servers.blocking_http import call
 
         if self._before is not None and self._times > 0:
             self._times -= 1
@@ -248,30 +245,3 @@ def test_the_only_server_hangs_or_is_killed(pair: ServerGroup) -> None:
         ]
         for job in jobs:
             job.result()
-
-
-def test_a_server_that_cannot_be_restarted_is_given_up(pair: ServerGroup, tmp_path: Path) -> None:
-    """With plain processes in the server's place: they end at once, as a server with a broken setup does."""
-    from rollout_vllm.servers.process import ServerProcess
-
-    endpoint = Endpoint("http://127.0.0.1:9", "k", "policy")
-    server = ServerProcess(0, endpoint, ["--no-such-argument"], {"PYTHONHOME": str(tmp_path)}, tmp_path / "log")
-    group = ServerGroup([endpoint], [server], 60.0)
-    client = RolloutClient([endpoint], quick())
-    with client, ServerWatch(group, client, on_restart=lambda *_: 0, max_restarts=2) as watch:
-        [result] = client.generate_blocking(make_requests(1), SHORT, deadline_s=300)
-        assert {f.kind for f in result.failures} == {"connection"}
-        wait_until(lambda: any(e.what == "given_up" for e in watch.events))
-        assert [e.what for e in watch.events] == ["died", "died", "died", "given_up"]
-        with pytest.raises(ServerDiedError, match="failed 3 times, max_restarts=2"):
-            watch.check()
-    with pytest.raises(RolloutConfigError, match="by url"):
-        ServerWatch(ServerGroup([endpoint], [], 1.0), client, on_restart=lambda *_: 0)
-    with pytest.raises(RolloutConfigError, match="endpoints"):
-        ServerWatch(pair, client, on_restart=lambda *_: 0)
-
-
-def test_wrong_weights_never_generate() -> None:
-    assert version_problem(4, 4) is None
-    assert version_problem(None, 4) is None
-    assert "version 3" in (version_problem(3, 4) or "")

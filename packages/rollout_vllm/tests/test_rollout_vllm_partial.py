@@ -24,12 +24,11 @@ from rollout_vllm import (
     VersionSpan,
     run_episodes,
 )
-from rollout_vllm.client.attempts import Answer, Call, GivenUp
 from rollout_vllm.client.dispatch import Dispatcher
-from rollout_vllm.client.group_run import GroupRun
-from rollout_vllm.client.partial import extend, fresh_group, merge_spans, remaining, seed_of, token_versions
+from rollout_vllm.client.group_run import GroupRun, extend, fresh_group, remaining, seed_of
 from rollout_vllm.client.protocol import Choice
-from rollout_vllm.samples import Endpoint, PartialSample
+from rollout_vllm.client.request_runner import Completion, CompletionRequest, RequestFailure
+from rollout_vllm.samples import Endpoint, PartialSample, merge_spans, token_versions
 
 QUICK = settings(deadline=None, derandomize=True)
 PROMPT = [7, 8, 9]
@@ -68,24 +67,24 @@ class FakeServers:
 
     def __init__(self, seed: int, lengths: list[int], *, cut_rate: float, fail_rate: float) -> None:
         self.policy_version = 0
-        self.calls: list[Call] = []
+        self.calls: list[CompletionRequest] = []
         self._random = random.Random(seed)
         self._lengths, self._cut_rate, self._fail_rate = lengths, cut_rate, fail_rate
 
-    async def ask(self, call: Call) -> Answer | GivenUp | None:
+    async def run(self, call: CompletionRequest) -> Completion | RequestFailure | None:
         await asyncio.sleep(0)
         if call.owner.stopping:
             return None
         self.calls.append(call)
         if self._random.random() < self._fail_rate:
-            return GivenUp(kind="connection", message="gone", num_attempts=3)
+            return RequestFailure(kind="connection", message="gone", num_attempts=3)
         version = self.policy_version
         if self._random.random() < 0.5:
             self.policy_version += 1  # an update comes while it is under way
         choices = [self._choice(call, index, version) for index in range(call.sampling.n)]
-        return Answer(choices=choices, server=0, version=version, num_attempts=1)
+        return Completion(choices=choices, server=0, version=version, num_attempts=1)
 
-    def _choice(self, call: Call, index: int, version: int) -> Choice:
+    def _choice(self, call: CompletionRequest, index: int, version: int) -> Choice:
         done = len(call.prompt_ids) - len(PROMPT)
         left = call.sampling.max_tokens
         wanted = min(left, max(1, self._lengths[index % len(self._lengths)] - done))

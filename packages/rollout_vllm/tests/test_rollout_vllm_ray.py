@@ -24,7 +24,7 @@ from rollout_vllm import (
     ServerStartError,
     launch_on_ray,
 )
-from rollout_vllm.servers.process import call
+from rollout_vllm.servers.blocking_http import call
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 ray: Any = pytest.importorskip("ray")
@@ -56,7 +56,7 @@ def cluster() -> Iterator[None]:
 
 
 def test_what_no_cluster_can_give_is_refused_at_once(model_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(RolloutConfigError, match="not initialised"):
+    with pytest.raises(RolloutConfigError, match="not initialized"):
         launch_on_ray(model_folder, config_for_tests(), log_dir=tmp_path)
     with pytest.raises(RolloutConfigError, match="urls"):
         launch_on_ray(model_folder, RolloutConfig(urls=("http://a:1",)), log_dir=tmp_path)
@@ -80,9 +80,9 @@ def test_a_server_on_a_ray_node(cluster: None, model_folder: Path, tmp_path: Pat
     here = ray.get_runtime_context().get_node_id()
     with pytest.raises(RolloutConfigError, match="node_ids has 2 entries for num_servers=1"):
         launch_on_ray(model_folder, config, log_dir=tmp_path, node_ids=[here, here])
-    with pytest.raises(RolloutConfigError, match="rollout_node each make 2, the Ray cluster has 1"):
+    with pytest.raises(RolloutConfigError, match="rollout_node each is 2 in total, the cluster has 1"):
         launch_on_ray(model_folder, config_for_tests(num_servers=2), log_dir=tmp_path, resources_per_server=wanted)
-    with pytest.raises(ModelFolderError, match=r"on Ray node .* is no folder.*same path on every node"):
+    with pytest.raises(ModelFolderError, match=r"on Ray node .* is not a folder.*same path on every node"):
         launch_on_ray(tmp_path / "nowhere", config, log_dir=tmp_path)
     nodes = {"node_ids": [here], "resources_per_server": wanted}
     with launch_on_ray(model_folder, config, log_dir=tmp_path, **nodes) as group:

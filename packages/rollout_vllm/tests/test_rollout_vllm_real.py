@@ -42,8 +42,8 @@ from rollout_vllm import (
     run_episodes,
 )
 from rollout_vllm.servers import control
+from rollout_vllm.servers.blocking_http import call
 from rollout_vllm.servers.command import server_environment
-from rollout_vllm.servers.process import call
 
 pytestmark = pytest.mark.slow
 
@@ -258,7 +258,7 @@ def test_running_servers_are_asked_whether_they_will_do(pair: ServerGroup, proxy
     check_running(good)
     for changes, message in (
         ({"urls": ("http://127.0.0.1:9",)}, "no server answers at http://127.0.0.1:9"),
-        ({"api_key": "wrong"}, "refuses the api_key"),
+        ({"api_key": "wrong"}, "rejects the given api_key"),
         ({"api_key": None}, "without an API key"),
         ({"max_model_len": 257}, "is 256 tokens, less than max_model_len=257"),
     ):

@@ -1,4 +1,4 @@
-"""The client: groups of samples from one or several vLLM servers, over HTTP, none lost and none doubled."""
+"""The rollout client: generates groups of samples on one or several vLLM servers over HTTP."""
 
 from __future__ import annotations
 
@@ -15,37 +15,36 @@ import aiohttp
 from ..config import RolloutConfig, SamplingConfig
 from ..errors import ControlError, NoServerError
 from ..samples import Endpoint, FirstGroups, GroupResult, PartialGroup, Request
-from .attempts import Asker
 from .dispatch import Dispatcher
-from .group_run import GroupRun
+from .group_run import GroupRun, fresh_group
 from .metrics import ClientCounters, Rates, combine, server_metrics
-from .partial import fresh_group
+from .request_runner import RequestRunner
 from .transport import HttpClient
 
 T = TypeVar("T")
 OnGroup = Callable[[GroupResult], Awaitable[None] | None]
 
 _METRICS_TIMEOUT_S = 10.0
-_CUT_POLL_S = 0.02
-_CUT_TIMEOUT_S = 30.0
+_INTERRUPT_POLL_S = 0.02
+_INTERRUPT_TIMEOUT_S = 30.0
 
 
 class RolloutClient(HttpClient):
-    """Asks servers for groups of samples.
+    """Generates groups of samples. Every requested sample is returned exactly once, as a `Sample` or a `Failure`.
 
-    Use `generate` from a coroutine; from ordinary code `generate_blocking`, or `run` and `start` for any coroutine of
-    this client. Thread-safe; connections are kept per event loop. Close it with `close` (or `aclose` inside the loop
-    that used `generate`).
+    Use `generate` in a coroutine. In blocking code use `generate_blocking`, or `run` and `start` for any coroutine of
+    this client. Thread-safe; connections are kept per event loop. Close the client with `close` (or `aclose` in the
+    event loop that used `generate`).
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig | None = None) -> None:
         if not endpoints:
-            raise NoServerError("no endpoints: launch a ServerGroup or give rollout.urls")
+            raise NoServerError("no endpoints: launch a ServerGroup or set rollout.urls")
         self.endpoints = tuple(endpoints)
         self.config = config or RolloutConfig()
         self._dispatcher = Dispatcher(len(self.endpoints), max_in_flight=self.config.max_samples_in_flight)
         super().__init__(self.endpoints, self.config, thread_name="rollout-client")
-        self._asker = Asker(self.config, self._transport, self._dispatcher)
+        self._runner = RequestRunner(self.config, self._transport, self._dispatcher)
         self._urls = [endpoint.url for endpoint in self.endpoints]
         self._rates = Rates()
         self._num_running, self._running_since = 0, 0.0
@@ -59,14 +58,14 @@ class RolloutClient(HttpClient):
         on_group: OnGroup | None = None,
         deadline_s: float | None = None,
     ) -> list[GroupResult]:
-        """`sampling.n` samples for each request; results in request order. A PartialGroup is gone on with.
+        """Generate `sampling.n` samples for each request. Results are in request order. A PartialGroup is resumed.
 
-        on_group: called (and awaited) with each group as soon as it is complete, in order of completion. If it
-        raises, the rest is cancelled and the exception is raised here.
-        deadline_s: seconds from now after which unfinished samples are given up as failures of kind "deadline".
+        on_group: called (and awaited) with each group as soon as it ends, in order of completion. If it raises, the
+        other groups are cancelled and the exception propagates.
+        deadline_s: seconds from now after which unfinished samples become failures of kind "deadline".
 
-        A sample that cannot be had is a `Failure` in its group, after `config.max_retries` further attempts.
-        Cancelling this coroutine closes its connections, which aborts its requests on the servers.
+        A sample that still fails after `config.max_retries` retries is a `Failure` in its group. Cancelling this
+        coroutine closes its connections, which aborts its requests on the servers.
         """
         end = None if deadline_s is None else time.monotonic() + deadline_s
         runs = [self._run_of(request, sampling) for request in requests]
@@ -94,34 +93,34 @@ class RolloutClient(HttpClient):
         on_group: OnGroup | None = None,
         deadline_s: float | None = None,
     ) -> FirstGroups:
-        """Return as soon as `num_groups` groups are complete, so that the longest responses hold nobody up.
+        """Generate, and return as soon as `num_groups` groups are complete. The longest responses do not delay it.
 
-        keep_rest: cut the others short and hand them back with all tokens so far, for a later call to go on with
-        (the servers need `RolloutConfig(control_routes=True)`, else ControlError); False: give them up.
-        Which groups come first is no chance: short ones do. Kept ones come back later, given-up ones never.
-        on_group and deadline_s: as in `generate`; on_group hears of the returned groups alone.
+        keep_rest: interrupt the other groups and return them with all tokens so far, so that a later call can resume
+        them (requires `RolloutConfig(control_routes=True)`, else ControlError). False: discard them. Groups with short
+        responses complete first, so discarding the others biases the batch towards short responses.
+        on_group and deadline_s: as in `generate`; on_group is called for the returned groups only.
         """
         if not 1 <= num_groups <= len(requests):
-            raise ValueError(f"num_groups={num_groups}: allowed is 1..{len(requests)}, the number of requests")
+            raise ValueError(f"num_groups={num_groups}: must be in 1..{len(requests)} (the number of requests)")
         end = None if deadline_s is None else time.monotonic() + deadline_s
         runs = [self._run_of(request, sampling) for request in requests]
         self._enter()
-        tasks = {asyncio.ensure_future(self._group(run, end)): place for place, run in enumerate(runs)}
+        tasks = {asyncio.ensure_future(self._group(run, end)): index for index, run in enumerate(runs)}
         try:
-            taken = await self._take_first(tasks, num_groups, on_group)
-            others = [run for place, run in enumerate(runs) if place not in taken]
+            first = await self._collect_first(tasks, num_groups, on_group)
+            others = [run for index, run in enumerate(runs) if index not in first]
             if keep_rest:
-                await self._cut_short(others)
+                await self._interrupt(others)
         finally:
             await _cancel(list(tasks))
             self._leave()
         rest = [run.partial() for run in others] if keep_rest else []
-        return FirstGroups(groups=[taken[place] for place in sorted(taken)], rest=rest)
+        return FirstGroups(groups=[first[index] for index in sorted(first)], rest=rest)
 
     async def sample(
         self, request: Request, sampling: SamplingConfig, *, deadline_s: float | None = None
     ) -> GroupResult:
-        """One group: the building stone of multi-turn rollouts."""
+        """Generate one group. Multi-turn rollouts are built on this."""
         return (await self.generate([request], sampling, deadline_s=deadline_s))[0]
 
     def generate_blocking(
@@ -132,22 +131,22 @@ class RolloutClient(HttpClient):
         on_group: OnGroup | None = None,
         deadline_s: float | None = None,
     ) -> list[GroupResult]:
-        """`generate` for callers without an event loop. on_group runs in the client's own thread."""
+        """`generate` for callers without an event loop. on_group runs in the client's thread."""
         return self.run(self.generate(requests, sampling, on_group=on_group, deadline_s=deadline_s))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of this client from code without an event loop: `client.run(client.pause())`."""
+        """Run a coroutine of this client from blocking code: `client.run(client.pause())`."""
         return self._background.run(coroutine)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin to run it beside the caller: generation while the trainer works. Cancelling the future cancels it."""
+        """Run a coroutine of this client in the background. Cancelling the future cancels the coroutine."""
         return self._background.submit(coroutine)
 
     def _run_of(self, request: Request | PartialGroup, sampling: SamplingConfig) -> GroupRun:
         start = fresh_group(request, sampling.n) if isinstance(request, Request) else request
         if len(start.samples) != sampling.n:
             raise ValueError(f"n={sampling.n}: the partial group {start.prompt_id} has {len(start.samples)} samples")
-        return GroupRun(start, sampling, self._asker, self._urls, self.config.max_model_len)
+        return GroupRun(start, sampling, self._runner, self._urls, self.config.max_model_len)
 
     async def _group(self, run: GroupRun, end: float | None) -> GroupResult:
         try:
@@ -158,7 +157,7 @@ class RolloutClient(HttpClient):
         return run.result()
 
     async def _deliver(self, result: GroupResult, on_group: OnGroup | None) -> GroupResult:
-        with self._asker.lock:
+        with self._runner.lock:
             self.counters.count_group(result)
         if on_group is not None:
             answer = on_group(result)
@@ -166,107 +165,108 @@ class RolloutClient(HttpClient):
                 await answer
         return result
 
-    async def _take_first(
+    async def _collect_first(
         self, tasks: Mapping[asyncio.Task[GroupResult], int], num_groups: int, on_group: OnGroup | None
     ) -> dict[int, GroupResult]:
-        """Groups as they end, until `num_groups` of them are complete."""
+        """Collect groups as they end, until `num_groups` of them are complete."""
         ended: asyncio.Queue[asyncio.Task[GroupResult]] = asyncio.Queue()
         for task in tasks:
             task.add_done_callback(ended.put_nowait)
-        taken: dict[int, GroupResult] = {}
+        first: dict[int, GroupResult] = {}
         num_complete = 0
-        while num_complete < num_groups and len(taken) < len(tasks):
+        while num_complete < num_groups and len(first) < len(tasks):
             task = await ended.get()
-            result = taken[tasks[task]] = await self._deliver(task.result(), on_group)
+            result = first[tasks[task]] = await self._deliver(task.result(), on_group)
             num_complete += result.complete
-        return taken
+        return first
 
-    async def _cut_short(self, runs: Sequence[GroupRun]) -> None:
-        """Have all that is under way come back with what it has."""
+    async def _interrupt(self, runs: Sequence[GroupRun]) -> None:
+        """Make the servers return all requests of `runs` with the tokens generated so far."""
         for run in runs:
             run.stopping = True
-        end = time.monotonic() + _CUT_TIMEOUT_S
-        while self._asker.has_flights(runs) and time.monotonic() < end:
-            await self._asker.cut_short(runs)
-            await asyncio.sleep(_CUT_POLL_S)
+        end = time.monotonic() + _INTERRUPT_TIMEOUT_S
+        while self._runner.has_attempts_in_flight(runs) and time.monotonic() < end:
+            await self._runner.interrupt(runs)
+            await asyncio.sleep(_INTERRUPT_POLL_S)
 
     # ---- partial rollout -----------------------------------------------------------------------------------------
     async def pause(self, *, timeout_s: float = 60.0) -> None:
-        """Stop generating and keep what there is; returns when no request of this client is under way.
+        """Interrupt all requests of this client and keep their tokens. Returns when no request is in flight.
 
-        Running `generate` calls wait until `resume` and then go on where they stopped. In between the weights may be
-        replaced: the servers are idle, and neither paused nor resumed by this.
-        Raises ControlError, everything going on as before: a server has no route for it
-        (`RolloutConfig(control_routes=True)`), or did not answer within timeout_s.
+        Running `generate` calls wait until `resume` and then continue with the tokens they have. In between, the
+        weights can be replaced: the servers are idle. This neither pauses nor resumes the servers themselves.
+
+        Raises ControlError if a server lacks the route (`RolloutConfig(control_routes=True)`) or does not answer
+        within timeout_s. Generation then continues as before.
         """
         self._dispatcher.pause()
         end = time.monotonic() + timeout_s
         try:
             while self._dispatcher.samples_in_flight:
                 if time.monotonic() > end:
-                    raise ControlError(f"pause: requests are still under way after {timeout_s:g} s")
-                await self._asker.cut_short()
-                await asyncio.sleep(_CUT_POLL_S)
+                    raise ControlError(f"pause: requests are still in flight after {timeout_s:g} s")
+                await self._runner.interrupt()
+                await asyncio.sleep(_INTERRUPT_POLL_S)
         except BaseException:
             self._dispatcher.resume()
             raise
 
     def resume(self, policy_version: int | None = None) -> None:
-        """Go on generating; policy_version: of the weights that all servers have now, None: the same as before."""
+        """Resume generation. policy_version: version of the weights that all servers hold now; None: unchanged."""
         if policy_version is not None:
             self.set_policy_version(policy_version)
         self._dispatcher.resume()
 
     # ---- servers out of service ----------------------------------------------------------------------------------
     def block(self, server: int) -> None:
-        """Send nothing new to endpoint number `server` until `unblock` (it restarts, or awaits weights)."""
+        """Send no new requests to endpoint number `server` until `unblock`, while it restarts or waits for weights."""
         self._dispatcher.block(server)
 
     def unblock(self, server: int) -> None:
         self._dispatcher.unblock(server)
 
     def retire(self, server: int) -> None:
-        """Endpoint number `server` will not come back. With none left, all that waits ends as failures."""
+        """Exclude endpoint number `server` permanently. When all are retired, waiting requests end as failures."""
         self._dispatcher.retire(server)
 
     def report_suspects_to(self, report: Callable[[int], None] | None) -> None:
-        """Call `report(server)` whenever a server could not be reached or did not answer (see ServerWatch)."""
-        self._asker.report_suspect = report
+        """Call `report(server)` when a server cannot be reached or does not answer (see ServerWatch)."""
+        self._runner.report_suspect = report
 
-    # ---- versions, figures, end ----------------------------------------------------------------------------------
+    # ---- policy version and metrics ------------------------------------------------------------------------------
     @property
     def counters(self) -> ClientCounters:
-        return self._asker.counters
+        return self._runner.counters
 
     @property
     def policy_version(self) -> int:
-        return self._asker.policy_version
+        return self._runner.policy_version
 
     def set_policy_version(self, version: int) -> None:
-        """To be called when all servers have taken the weights of `version`."""
-        self._asker.policy_version = version
+        """Call this when all servers hold the weights of `version`."""
+        self._runner.policy_version = version
 
     def set_model(self, model: str | None) -> None:
-        """Ask for another model name from now on: a LoRA adapter's; None: each endpoint's own."""
-        self._asker.model = model
+        """Request this model name from now on, e.g. a LoRA adapter's; None: the model of each endpoint."""
+        self._runner.model = model
 
     async def fetch_metrics(self) -> dict[str, float]:
-        """The client's counters ("client/...") and the servers' own figures, summed and per server ("server_0/...").
+        """The client's counters ("client/...") and the servers' metrics, summed and per server ("server_0/...").
 
-        Tokens a second are those since the call before. A server that does not answer is left out.
+        Tokens per second are measured since the previous call. A server that does not answer is left out.
         """
 
         async def one(server: int) -> dict[str, float]:
-            with suppress(TimeoutError, aiohttp.ClientError):
+            with suppress(TimeoutError, aiohttp.ClientError, ValueError):
                 status, _, raw = await self._transport.exchange(server, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
                 if status == 200:
                     figures = server_metrics(raw.decode("utf-8", "replace"))
-                    return figures | self._rates.of(server, figures, time.monotonic())
+                    return figures | self._rates.update(server, figures, time.monotonic())
             return {}
 
         per_server = await asyncio.gather(*(one(server) for server in range(len(self.endpoints))))
         load = self._dispatcher.load
-        with self._asker.lock:
+        with self._runner.lock:
             own = self.counters.as_dict()
             retries = [self.counters.retries_by_server.get(server, 0) for server in range(len(load))]
         own["client/samples_in_flight"] = float(sum(load))
@@ -285,13 +285,13 @@ class RolloutClient(HttpClient):
         return self.run(self.fetch_metrics())
 
     def _enter(self) -> None:
-        with self._asker.lock:
+        with self._runner.lock:
             if self._num_running == 0:
                 self._running_since = time.monotonic()
             self._num_running += 1
 
     def _leave(self) -> None:
-        with self._asker.lock:
+        with self._runner.lock:
             self._num_running -= 1
             if self._num_running == 0:
                 self.counters.busy_s += time.monotonic() - self._running_since

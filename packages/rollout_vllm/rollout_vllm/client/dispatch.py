@@ -1,18 +1,106 @@
-"""The router with waiting: who may send now, who waits in line. Shared by event loops and threads."""
+"""Load balancing of requests over servers: the routing state, and a queue of requests that wait for capacity."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection
 
-from .routing import Router
+_MAX_REMEMBERED_GROUPS = 65536
+
+
+class Router:
+    """Chooses a server for each request: least loaded, with affinity. Pure state without I/O.
+
+    Counts the samples in flight of every server. Times are arguments (seconds of a monotonic clock), so that tests
+    need no clock.
+    """
+
+    def __init__(self, num_servers: int, *, max_in_flight: int, cooldown_s: float = 1.0, max_cooldown_s: float = 30.0):
+        if num_servers < 1:
+            raise ValueError(f"num_servers={num_servers}: must be 1 or more")
+        self.num_servers = num_servers
+        self.max_in_flight = max_in_flight
+        self.load = [0] * num_servers
+        self._blocked = [False] * num_servers
+        self._retired = [False] * num_servers
+        self._down_until = [0.0] * num_servers
+        self._consecutive_failures = [0] * num_servers
+        self._cooldown_s = cooldown_s
+        self._max_cooldown_s = max_cooldown_s
+        self._affinity: OrderedDict[str, int] = OrderedDict()
+
+    def pick(self, group: str, cost: int, now: float, *, avoid: Collection[int] = ()) -> int | None:
+        """Choose a server for `cost` samples of `group` and count them as in flight. None: no server has capacity.
+
+        avoid: servers that just failed for this group; used only if no other server is available. An idle server
+        accepts a group that is larger than its limit, so that such a group does not wait indefinitely.
+        """
+        allowed = [s for s in range(self.num_servers) if not self._blocked[s]]
+        healthy = [s for s in allowed if self._down_until[s] <= now] or self._next_to_recover(allowed)
+        preferred = [s for s in healthy if s not in avoid] or healthy
+        fits = [s for s in preferred if self.load[s] == 0 or self.load[s] + cost <= self.max_in_flight]
+        if not fits:
+            return None
+        least = min(self.load[s] for s in fits)
+        previous = self._affinity.get(group)
+        # The previous server has the prompt in its prefix cache. That is worth a queue which is longer by one group.
+        reuse = previous in fits and self.load[previous] <= least + cost
+        choice = previous if reuse else min(fits, key=lambda s: (self.load[s], s))
+        assert choice is not None
+        self.load[choice] += cost
+        self._remember(group, choice)
+        return choice
+
+    def _next_to_recover(self, allowed: list[int]) -> list[int]:
+        """All servers are in cooldown: probe the one whose cooldown ends first."""
+        return [min(allowed, key=lambda s: self._down_until[s])] if allowed else []
+
+    def _remember(self, group: str, server: int) -> None:
+        self._affinity[group] = server
+        self._affinity.move_to_end(group)
+        while len(self._affinity) > _MAX_REMEMBERED_GROUPS:
+            self._affinity.popitem(last=False)
+
+    def finish(self, server: int, cost: int) -> None:
+        """The samples counted by `pick` are no longer in flight."""
+        self.load[server] -= cost
+        assert self.load[server] >= 0, "finish() without pick()"
+
+    def succeeded(self, server: int) -> None:
+        self._consecutive_failures[server] = 0
+        self._down_until[server] = 0.0
+
+    def failed(self, server: int, now: float) -> None:
+        """Start a cooldown of the server; it doubles with each consecutive failure."""
+        doublings = min(self._consecutive_failures[server], 20)
+        self._consecutive_failures[server] += 1
+        self._down_until[server] = now + min(self._max_cooldown_s, self._cooldown_s * 2.0**doublings)
+
+    def block(self, server: int) -> None:
+        """Exclude the server until `unblock`, while it restarts or waits for weights."""
+        self._blocked[server] = True
+
+    def unblock(self, server: int) -> None:
+        self._blocked[server] = self._retired[server]
+        self.succeeded(server)
+
+    def retire(self, server: int) -> None:
+        """Exclude the server permanently."""
+        self._blocked[server] = self._retired[server] = True
+
+    @property
+    def all_retired(self) -> bool:
+        return all(self._retired)
+
+    def is_blocked(self, server: int) -> bool:
+        return self._blocked[server]
 
 
 class Dispatcher:
-    """First come, first served, within each server's limit of samples in flight."""
+    """A first-in-first-out queue in front of `Router`. Thread-safe; shared by several event loops."""
 
     def __init__(self, num_servers: int, *, max_in_flight: int) -> None:
         self._router = Router(num_servers, max_in_flight=max_in_flight)
@@ -21,7 +109,7 @@ class Dispatcher:
         self._paused = False
 
     async def acquire(self, group: str, cost: int, avoid: Collection[int] = ()) -> int | None:
-        """A server with room for `cost` samples, counted from now on until `release`. None: all are retired."""
+        """Wait for a server with capacity for `cost` samples, held until `release`. None: all servers are retired."""
         loop = asyncio.get_running_loop()
         while True:
             with self._lock:
@@ -34,13 +122,13 @@ class Dispatcher:
                     waiter: asyncio.Future[None] = loop.create_future()
                     self._waiters.append((loop, waiter, cost))
             if server is not None:
-                self._wake_one()  # there may be room for another one
+                self._wake_one()  # there may be capacity for the next one
                 return server
             try:
                 await waiter
             except asyncio.CancelledError:
                 if waiter.done() and not waiter.cancelled():
-                    self._wake_one()  # hand our turn on
+                    self._wake_one()  # pass the turn on
                 raise
 
     def release(self, server: int, cost: int) -> None:
@@ -53,12 +141,12 @@ class Dispatcher:
             self._router.succeeded(server)
 
     def failed(self, server: int) -> None:
-        """The server is at fault: it rests for a while."""
+        """Start a cooldown of the server."""
         with self._lock:
             self._router.failed(server, time.monotonic())
 
     def pause(self) -> None:
-        """Let nobody send until `resume`."""
+        """Make all requests wait until `resume`."""
         with self._lock:
             self._paused = True
 
@@ -85,8 +173,7 @@ class Dispatcher:
 
     @property
     def samples_in_flight(self) -> int:
-        with self._lock:
-            return sum(self._router.load)
+        return sum(self.load)
 
     @property
     def load(self) -> list[int]:
@@ -96,20 +183,20 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for room: the client's own queue."""
+        """Number of requests in the queue."""
         with self._lock:
             return sum(not waiter.done() for _, waiter, _ in self._waiters)
 
     @property
     def samples_waiting(self) -> int:
-        """The samples those requests ask for."""
+        """Number of samples of the requests in the queue."""
         with self._lock:
             return sum(cost for _, waiter, cost in self._waiters if not waiter.done())
 
     def _wake_one(self) -> None:
         with self._lock:
             if self._paused and not self._router.all_retired:
-                return  # they keep their places
+                return  # waiting requests keep their order
             while self._waiters:
                 loop, waiter, _ = self._waiters.popleft()
                 if not waiter.done() and not loop.is_closed():

@@ -1,4 +1,8 @@
-"""One group on its way: which requests bring its samples, and what has come so far."""
+"""Generation of one group of samples, from the start or resumed from a partial rollout.
+
+A response that was interrupted (finish reason "abort") is resumed by a new request whose prompt is the original prompt
+followed by all tokens generated so far. Each token keeps the log-prob and the policy version it was sampled with.
+"""
 
 from __future__ import annotations
 
@@ -8,59 +12,135 @@ import time
 from collections.abc import Sequence
 
 from ..config import SamplingConfig
-from ..samples import Failure, FailureKind, GroupResult, PartialGroup
-from .attempts import Asker, Call, GivenUp
-from .partial import extend, finished_sample, remaining, seed_of
+from ..samples import (
+    Failure,
+    FailureKind,
+    GroupResult,
+    PartialGroup,
+    PartialSample,
+    Request,
+    Sample,
+    merge_spans,
+    request_seed,
+)
+from .protocol import Choice
+from .request_runner import CompletionRequest, RequestFailure, RequestRunner
+
+
+def fresh_group(request: Request, n: int) -> PartialGroup:
+    """A partial group without any tokens."""
+    return PartialGroup(request=request, samples=tuple(PartialSample(sample_index=i) for i in range(n)))
+
+
+def extend(
+    part: PartialSample, choice: Choice, sampling: SamplingConfig, *, version: int, last_version: int
+) -> PartialSample:
+    """Append a choice's tokens to `part`. The result is finished unless the choice was interrupted.
+
+    version: the client's policy version when the request was sent; last_version: when the response arrived.
+    """
+    ids = part.response_ids + choice.response_ids
+    reason = None if choice.finish_reason == "abort" else choice.finish_reason
+    if reason is None and len(ids) >= sampling.max_tokens:
+        reason = "length"  # interrupted after its last token
+    return dataclasses.replace(
+        part,
+        response_ids=ids,
+        log_probs=part.log_probs + choice.log_probs,
+        version_spans=merge_spans([*part.version_spans, (version, len(choice.response_ids))]),
+        finish_reason=reason,
+        last_policy_version=last_version,
+    )
+
+
+def remaining(part: PartialSample, sampling: SamplingConfig) -> SamplingConfig:
+    """The sampling settings of the request that resumes `part`."""
+    done = len(part.response_ids)
+    max_tokens = sampling.max_tokens - done
+    return dataclasses.replace(sampling, n=1, max_tokens=max_tokens, min_tokens=max(0, sampling.min_tokens - done))
+
+
+def seed_of(request: Request, part: PartialSample) -> int | None:
+    """The seed of the request that resumes `part`; it differs after every interruption.
+
+    With the same seed, later tokens would be sampled with the random numbers of the first ones.
+    """
+    if request.seed is None:
+        return None
+    own = request.seed + part.sample_index
+    return own if not part.response_ids else request_seed(own, len(part.response_ids), "go on")
+
+
+def _finished_sample(request: Request, part: PartialSample) -> Sample:
+    assert part.finish_reason is not None
+    return Sample(
+        prompt_id=request.prompt_id,
+        sample_index=part.sample_index,
+        response_ids=part.response_ids,
+        log_probs=part.log_probs,
+        finish_reason=part.finish_reason,
+        policy_version=part.version_spans[0].policy_version if part.version_spans else part.last_policy_version,
+        last_policy_version=part.last_policy_version,
+        server_url=part.server_url,
+        num_attempts=part.num_attempts,
+        duration_s=part.duration_s,
+        version_spans=part.version_spans,
+    )
 
 
 class GroupRun:
-    """Brings every sample of a group to an end, from nothing or from where it was cut off.
+    """Generates every sample of a group.
 
-    A fresh group is one request for all its samples. What is cut short is gone on with, one request a sample.
-    Cancelling `run` loses the answers under way and nothing else: see `partial`.
+    A fresh group is one request for all its samples; interrupted samples are resumed with one request each. Cancelling
+    `run` loses only the responses in flight: see `partial`.
     """
 
     def __init__(
-        self, start: PartialGroup, sampling: SamplingConfig, asker: Asker, urls: Sequence[str], max_len: int | None
+        self,
+        start: PartialGroup,
+        sampling: SamplingConfig,
+        runner: RequestRunner,
+        urls: Sequence[str],
+        max_len: int | None,
     ) -> None:
         self.request = start.request
         self.parts = list(start.samples)
-        self.stopping = False  # set before cutting it short: what comes back is not gone on with
+        self.stopping = False  # set before an interruption, so that interrupted responses are not resumed
         self._failures: dict[int, Failure] = {}
-        self._sampling, self._asker, self._urls, self._max_len = sampling, asker, urls, max_len
+        self._sampling, self._runner, self._urls, self._max_len = sampling, runner, urls, max_len
 
     async def run(self) -> None:
-        open_parts = self._unfinished(range(len(self.parts)))
+        unfinished = self._unfinished(range(len(self.parts)))
         wanted = len(self.request.prompt_ids) + self._sampling.max_tokens
-        if open_parts and self._max_len is not None and wanted > self._max_len:
+        if unfinished and self._max_len is not None and wanted > self._max_len:
             sizes = f"prompt of {len(self.request.prompt_ids)} + max_tokens {self._sampling.max_tokens}"
-            self.fail(open_parts, "too_long", f"{sizes} > max_model_len {self._max_len}", 0)
+            self._fail(unfinished, "too_long", f"{sizes} > max_model_len {self._max_len}", 0)
             return
-        await self._bring(open_parts)
+        await self._generate(unfinished)
 
-    async def _bring(self, indices: list[int]) -> None:
-        """All of `indices` finished or failed. One request for a whole fresh group, else one for each."""
+    async def _generate(self, indices: list[int]) -> None:
+        """Finish or fail all of `indices`: one request for a fresh group, else one request per sample."""
         while indices and not self.stopping:
             whole = len(indices) == len(self.parts) and not any(self.parts[i].response_ids for i in indices)
             if not whole and len(indices) > 1:
-                await asyncio.gather(*(self._bring([index]) for index in indices))
+                await asyncio.gather(*(self._generate([index]) for index in indices))
                 return
-            await self._ask(indices, whole)
+            await self._send(indices, whole)
             indices = self._unfinished(indices)
 
-    async def _ask(self, indices: list[int], whole: bool) -> None:
+    async def _send(self, indices: list[int], whole: bool) -> None:
         started = time.monotonic()
-        outcome = await self._asker.ask(self._whole_call() if whole else self._call_for(indices[0]))
+        outcome = await self._runner.run(self._completion_request(None if whole else indices[0]))
         duration_s = time.monotonic() - started
         if outcome is None:
             return
-        if isinstance(outcome, GivenUp):
-            self.fail(indices, outcome.kind, outcome.message, outcome.num_attempts)
+        if isinstance(outcome, RequestFailure):
+            self._fail(indices, outcome.kind, outcome.message, outcome.num_attempts)
             return
         for index, choice in zip(indices, outcome.choices, strict=True):
             before = self.parts[index]
             part = extend(
-                before, choice, self._sampling, version=outcome.version, last_version=self._asker.policy_version
+                before, choice, self._sampling, version=outcome.version, last_version=self._runner.policy_version
             )
             self.parts[index] = dataclasses.replace(
                 part,
@@ -69,30 +149,21 @@ class GroupRun:
                 duration_s=before.duration_s + duration_s,
             )
 
-    def _whole_call(self) -> Call:
-        request = self.request
-        return Call(
+    def _completion_request(self, index: int | None) -> CompletionRequest:
+        """The request for the rest of sample `index`; None: for the whole fresh group."""
+        request, part = self.request, None if index is None else self.parts[index]
+        return CompletionRequest(
             group=request.prompt_id,
             owner=self,
-            prompt_ids=request.prompt_ids,
-            sampling=self._sampling,
-            seed=request.seed,
-        )
-
-    def _call_for(self, index: int) -> Call:
-        part = self.parts[index]
-        return Call(
-            group=self.request.prompt_id,
-            owner=self,
-            prompt_ids=[*self.request.prompt_ids, *part.response_ids],
-            sampling=remaining(part, self._sampling),
-            seed=seed_of(self.request, part),
+            prompt_ids=request.prompt_ids if part is None else [*request.prompt_ids, *part.response_ids],
+            sampling=self._sampling if part is None else remaining(part, self._sampling),
+            seed=request.seed if part is None else seed_of(request, part),
         )
 
     def _unfinished(self, indices: Sequence[int]) -> list[int]:
         return [i for i in indices if self.parts[i].finish_reason is None and i not in self._failures]
 
-    def fail(self, indices: Sequence[int], kind: FailureKind, message: str, num_attempts: int) -> None:
+    def _fail(self, indices: Sequence[int], kind: FailureKind, message: str, num_attempts: int) -> None:
         for index in indices:
             self._failures[index] = Failure(
                 prompt_id=self.request.prompt_id,
@@ -104,11 +175,11 @@ class GroupRun:
 
     def fail_unfinished(self, kind: FailureKind, message: str) -> None:
         for index in self._unfinished(range(len(self.parts))):
-            self.fail([index], kind, message, max(1, self.parts[index].num_attempts))
+            self._fail([index], kind, message, max(1, self.parts[index].num_attempts))
 
     def result(self) -> GroupResult:
-        """After the end of `run` or `fail_unfinished`."""
-        samples = tuple(finished_sample(self.request, p) for p in self.parts if p.sample_index not in self._failures)
+        """The result, once `run` or `fail_unfinished` has returned."""
+        samples = tuple(_finished_sample(self.request, p) for p in self.parts if p.sample_index not in self._failures)
         return GroupResult(
             prompt_id=self.request.prompt_id,
             samples=samples,
@@ -116,5 +187,5 @@ class GroupRun:
         )
 
     def partial(self) -> PartialGroup:
-        """What has come so far; samples that failed are to be tried again."""
+        """The samples so far. Failed samples are unfinished in it, so a later call retries them."""
         return PartialGroup(request=self.request, samples=tuple(self.parts))

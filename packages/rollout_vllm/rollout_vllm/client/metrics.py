@@ -1,16 +1,15 @@
-"""Figures of the rollout: the client's own counters and those vLLM serves at /metrics, in one flat dict."""
+"""Rollout metrics: the client's counters and the servers' /metrics, as one flat dict."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from ..samples import GroupResult
 
-_LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
-
-# our name -> vLLM's names, newest first (counters carry _total in the text format)
+# our name -> vLLM's names, newest first (in the text format, counters end in _total)
 _SERVER_METRICS: Mapping[str, Sequence[str]] = {
     "num_running": ("vllm:num_requests_running",),
     "num_waiting": ("vllm:num_requests_waiting",),
@@ -22,45 +21,35 @@ _SERVER_METRICS: Mapping[str, Sequence[str]] = {
     "prefix_cache_hits": ("vllm:prefix_cache_hits_total",),
 }
 _MEANS = ("kv_cache_usage",)  # averaged over the servers; the others are summed
-
-
-def parse_prometheus(text: str) -> dict[str, float]:
-    """Metric name -> value, summed over labels. Lines that are no samples are skipped."""
-    totals: dict[str, float] = {}
-    for line in text.splitlines():
-        if line.startswith("#") or not (match := _LINE.match(line)):
-            continue
-        try:
-            value = float(match[3])
-        except ValueError:
-            continue
-        totals[match[1]] = totals.get(match[1], 0.0) + value
-    return totals
+_RATES = {"generation_tokens_per_s": "generation_tokens", "prompt_tokens_per_s": "prompt_tokens"}
 
 
 def server_metrics(text: str) -> dict[str, float]:
-    """What we report of one server, from the text of its /metrics; a metric it does not serve is left out."""
-    values = parse_prometheus(text)
+    """The metrics of one server, from the text of its /metrics, summed over labels. Missing metrics are left out.
+
+    Raises ValueError if the text is not in Prometheus format.
+    """
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
     found: dict[str, float] = {}
     for ours, names in _SERVER_METRICS.items():
         for name in names:
-            if name in values:
-                found[ours] = values[name]
+            if name in totals:
+                found[ours] = totals[name]
                 break
     return found
 
 
-_RATES = {"generation_tokens_per_s": "generation_tokens", "prompt_tokens_per_s": "prompt_tokens"}
-
-
 class Rates:
-    """Tokens a second of each server, from its counters at two readings."""
+    """Tokens per second of each server, from two readings of its counters."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[float, Mapping[str, float]]] = {}
 
-    def of(self, server: int, figures: Mapping[str, float], now: float) -> dict[str, float]:
-        """Since the reading before; nothing at the first one. A restarted server's counters begin at 0 again."""
+    def update(self, server: int, figures: Mapping[str, float], now: float) -> dict[str, float]:
+        """Rates since the previous reading; empty at the first one. A restarted server's counters start at 0 again."""
         before = self._last.get(server)
         self._last[server] = (now, dict(figures))
         if before is None or now <= before[0]:
@@ -80,7 +69,7 @@ def _with_hit_rate(figures: Mapping[str, float]) -> dict[str, float]:
 
 
 def combine(per_server: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Totals over servers, each server's own under server_<i>/, and the prefix cache's hit rate of both."""
+    """Totals over the servers and each server's own metrics under server_<i>/, with prefix-cache hit rates."""
     totals: dict[str, float] = {}
     for name in dict.fromkeys(name for server in per_server for name in server):
         values = [server[name] for server in per_server if name in server]
@@ -93,7 +82,7 @@ def combine(per_server: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass
 class ClientCounters:
-    """Since the client was made."""
+    """Totals since the client was created."""
 
     num_groups: int = 0
     num_samples: int = 0
@@ -116,12 +105,7 @@ class ClientCounters:
             self.failures_by_kind[failure.kind] = self.failures_by_kind.get(failure.kind, 0) + 1
 
     def as_dict(self) -> dict[str, float]:
-        out = {
-            "client/num_groups": float(self.num_groups),
-            "client/num_samples": float(self.num_samples),
-            "client/num_failures": float(self.num_failures),
-            "client/num_retries": float(self.num_retries),
-            "client/response_tokens": float(self.response_tokens),
-            "client/tokens_per_s": self.response_tokens / self.busy_s if self.busy_s > 0 else 0.0,
-        }
+        names = ("num_groups", "num_samples", "num_failures", "num_retries", "response_tokens")
+        out = {f"client/{name}": float(getattr(self, name)) for name in names}
+        out["client/tokens_per_s"] = self.response_tokens / self.busy_s if self.busy_s > 0 else 0.0
         return out | {f"client/failures/{kind}": float(count) for kind, count in self.failures_by_kind.items()}

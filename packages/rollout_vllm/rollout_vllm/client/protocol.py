@@ -1,12 +1,13 @@
-"""The completion request and its answer: pure functions between our data and the OpenAI JSON (vLLM 0.26 to 0.32).
+"""JSON of the completion request and its response: pure functions (OpenAI API of vLLM 0.26 to 0.32).
 
-The standard part is /v1/completions with the prompt as token ids. vLLM's additions used here: `return_token_ids`
-(token ids of the response), `return_tokens_as_token_ids` (log-prob tokens as "token_id:17", the fallback for servers
-without the former), `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `repetition_penalty`.
+The request is /v1/completions with token ids as the prompt. It uses these vLLM extensions: `return_token_ids` (token
+ids of the response), `return_tokens_as_token_ids` (log-prob tokens as "token_id:17", the fallback for servers without
+the former), `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `repetition_penalty`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,12 @@ _FINISH_REASONS = ("stop", "length", "abort")
 
 
 class MalformedAnswerError(ValueError):
-    """The server's JSON is not a complete answer to the request."""
+    """The server's JSON is not a complete response to the request."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One response as it came over the wire."""
+    """One response, as parsed from JSON."""
 
     response_ids: list[int]
     log_probs: list[float]
@@ -34,7 +35,7 @@ class Choice:
 def completion_body(
     prompt_ids: Sequence[int], sampling: SamplingConfig, *, model: str | None, seed: int | None
 ) -> dict[str, Any]:
-    """The JSON of one request for `sampling.n` samples. Names every sampling value, so no server default applies."""
+    """The JSON of one request for `sampling.n` samples. It sets every sampling value, so no server default applies."""
     body: dict[str, Any] = {
         "prompt": list(prompt_ids),
         "n": sampling.n,
@@ -65,15 +66,15 @@ def completion_body(
 
 
 def engine_request_id(request_id: str) -> str:
-    """What vLLM calls a completion request that came with the header X-Request-Id."""
+    """vLLM's internal id of a completion request that was sent with the header X-Request-Id."""
     return f"cmpl-{request_id}-0"
 
 
 def parse_completion(answer: Any, n: int) -> list[Choice]:
     """The n choices in index order.
 
-    Raises MalformedAnswerError unless the answer holds every index 0..n-1 once, each with token ids and one finite
-    log-prob a token.
+    Raises MalformedAnswerError unless every index 0..n-1 is present once, with token ids and one finite log-prob per
+    token.
     """
     if not isinstance(answer, Mapping) or not isinstance(answer.get("choices"), list):
         raise MalformedAnswerError("the answer has no list of choices")
@@ -83,7 +84,7 @@ def parse_completion(answer: Any, n: int) -> list[Choice]:
             raise MalformedAnswerError("a choice has no index")
         index = raw["index"]
         if index in choices or not 0 <= index < n:
-            raise MalformedAnswerError(f"choice index {index} is double or not in 0..{n - 1}")
+            raise MalformedAnswerError(f"choice index {index} is repeated or not in 0..{n - 1}")
         choices[index] = _parse_choice(raw, index)
     if len(choices) != n:
         raise MalformedAnswerError(f"{len(choices)} choices for n={n}")
@@ -93,7 +94,9 @@ def parse_completion(answer: Any, n: int) -> list[Choice]:
 def _parse_choice(raw: Mapping[str, Any], index: int) -> Choice:
     reason = raw.get("finish_reason")
     if reason not in _FINISH_REASONS:
-        raise MalformedAnswerError(f"choice {index}: finish_reason {reason!r} is none of {', '.join(_FINISH_REASONS)}")
+        raise MalformedAnswerError(
+            f"choice {index}: finish_reason {reason!r} is not one of {', '.join(_FINISH_REASONS)}"
+        )
     logprobs = raw.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, Mapping) else None
     ids = raw.get("token_ids")
@@ -101,14 +104,14 @@ def _parse_choice(raw: Mapping[str, Any], index: int) -> Choice:
         ids = _ids_from_placeholders(logprobs.get("tokens"), index)
     if values is None and ids == []:
         values = []
-    # A million tokens pass here in a large step: whole-list functions of the interpreter, not a loop.
+    # A large step has a million tokens: use built-in functions over whole lists instead of a Python loop.
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
-        raise MalformedAnswerError(f"choice {index}: no token ids (does the server know return_token_ids?)")
+        raise MalformedAnswerError(f"choice {index}: no token ids (does the server support return_token_ids?)")
     if not isinstance(values, list) or len(values) != len(ids):
         got = len(values) if isinstance(values, list) else "no"
         raise MalformedAnswerError(f"choice {index}: {got} log-probs for {len(ids)} tokens")
     if not set(map(type, values)) <= {int, float} or not all(map(math.isfinite, values)):
-        raise MalformedAnswerError(f"choice {index}: a log-prob is missing or not finite")
+        raise MalformedAnswerError(f"choice {index}: a log-prob is missing or is not finite")
     return Choice(ids, list(map(float, values)), cast(FinishReason, reason))
 
 
@@ -119,15 +122,13 @@ def _ids_from_placeholders(tokens: Any, index: int) -> list[int] | None:
     for token in tokens:
         head, _, number = str(token).partition(":")
         if head != "token_id" or not number.isdigit():
-            raise MalformedAnswerError(f"choice {index}: no token ids (does the server know return_token_ids?)")
+            raise MalformedAnswerError(f"choice {index}: no token ids (does the server support return_token_ids?)")
         ids.append(int(number))
     return ids
 
 
 def error_message(status: int, body: str) -> str:
-    """One line from an error answer: the server's own message if there is one, at most 300 characters."""
-    import json
-
+    """One line that describes an HTTP error: the server's own message if there is one, at most 300 characters."""
     text = body
     try:
         parsed = json.loads(body)

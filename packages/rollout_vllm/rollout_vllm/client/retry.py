@@ -1,4 +1,4 @@
-"""What to do after a failed attempt: pure decisions."""
+"""Retry policy: which failed attempts are retried, and after which delay. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from ..samples import FailureKind
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """retry: worth another attempt. blame_server: the server, not the request, is at fault, so try another one."""
+class RetryDecision:
+    """retry: another attempt is useful. blame_server: the server caused the failure, so use another one."""
 
     kind: FailureKind
     retry: bool
     blame_server: bool
 
 
-CONNECTION_LOST = Verdict("connection", retry=True, blame_server=True)
-TIMED_OUT = Verdict("timeout", retry=True, blame_server=True)
-MALFORMED = Verdict("malformed", retry=True, blame_server=True)
-ABORTED = Verdict("aborted", retry=True, blame_server=False)
+CONNECTION_LOST = RetryDecision("connection", retry=True, blame_server=True)
+TIMED_OUT = RetryDecision("timeout", retry=True, blame_server=True)
+MALFORMED = RetryDecision("malformed", retry=True, blame_server=True)
+ABORTED = RetryDecision("aborted", retry=True, blame_server=False)
 
-_TOO_LONG_SIGNS = ("maximum context length", "max_model_len", "maximum model length", "too long", "longer than")
+_TOO_LONG_MESSAGES = ("maximum context length", "max_model_len", "maximum model length", "too long", "longer than")
 
 
-def judge_status(status: int, message: str) -> Verdict:
-    """Sort an HTTP error. 408, 425, 429 and 5xx pass with time; any other 4xx is the request's own fault."""
+def classify_status(status: int, message: str) -> RetryDecision:
+    """Classify an HTTP error: 408, 425, 429 and 5xx are transient, any other 4xx is an error in the request."""
     if status == 429:
-        return Verdict("server", retry=True, blame_server=False)
+        return RetryDecision("server", retry=True, blame_server=False)
     if status in (408, 425) or status >= 500:
-        return Verdict("server", retry=True, blame_server=True)
+        return RetryDecision("server", retry=True, blame_server=True)
     lowered = message.lower()
-    if status in (400, 413, 422) and any(sign in lowered for sign in _TOO_LONG_SIGNS):
-        return Verdict("too_long", retry=False, blame_server=False)
-    return Verdict("refused", retry=False, blame_server=False)
+    if status in (400, 413, 422) and any(text in lowered for text in _TOO_LONG_MESSAGES):
+        return RetryDecision("too_long", retry=False, blame_server=False)
+    return RetryDecision("refused", retry=False, blame_server=False)
 
 
 def backoff_s(attempt: int, *, base_s: float, max_s: float, jitter: float, retry_after_s: float | None = None) -> float:
-    """Delay before the attempt after `attempt` (1, 2, ...): full jitter over an exponentially growing window.
+    """Delay after attempt number `attempt` (1, 2, ...): exponential backoff with full jitter.
 
-    jitter: a uniform random number in [0, 1). A server's Retry-After is a lower bound, itself capped at max_s.
+    jitter: a uniform random number in [0, 1). A server's Retry-After is a lower bound, capped at max_s.
     """
     window = min(max_s, base_s * 2.0 ** min(attempt - 1, 60))
     floor = min(max(retry_after_s or 0.0, 0.0), max_s)

@@ -1,26 +1,29 @@
-"""HTTP exchanges with the servers: connections per event loop, keys, time limits, the model's name."""
+"""HTTP exchanges with the servers, and the background event loop for callers that have none."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Self, TypeVar
 
 import aiohttp
 
 from ..config import RolloutConfig
 from ..samples import Endpoint
-from ._loop import LoopThread
 from .protocol import MalformedAnswerError, error_message
 
-# Shorter than the 5 s after which uvicorn closes an idle connection, so that a stale one is rarely picked up at all.
+T = TypeVar("T")
+
+# Shorter than the 5 s after which uvicorn closes an idle connection, so that stale connections are rarely reused.
 _KEEP_ALIVE_S = 3.0
 
 
 class Transport:
-    """One exchange at a time is one attempt: nothing here is tried again."""
+    """Sends single HTTP requests, without retries. Connections are kept per event loop."""
 
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig) -> None:
         self._endpoints, self._config = tuple(endpoints), config
@@ -38,7 +41,7 @@ class Transport:
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """(status, headers, body). Raises TimeoutError or an aiohttp.ClientError."""
+        """Return (status, headers, body). Raises TimeoutError or aiohttp.ClientError."""
         endpoint = self._endpoints[server]
         headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         if request_id is not None:
@@ -51,7 +54,7 @@ class Transport:
             return response.status, response.headers, await response.read()
 
     async def model_of(self, server: int) -> str:
-        """The name the server's model goes by; asked for once where the endpoint does not say."""
+        """The name of the server's model; queried once if the endpoint does not give it."""
         known = self._models[server]
         if known is not None:
             return known
@@ -61,7 +64,7 @@ class Transport:
         try:
             name = str(json.loads(raw)["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
-            raise MalformedAnswerError("/v1/models names no model") from None
+            raise MalformedAnswerError("/v1/models lists no model") from None
         self._models[server] = name
         return name
 
@@ -74,14 +77,14 @@ class Transport:
         return session
 
     async def aclose(self) -> None:
-        """Close the running event loop's connections."""
+        """Close the connections of the running event loop."""
         session = self._sessions.pop(asyncio.get_running_loop(), None)
         if session is not None:
             await session.close()
 
 
 class HttpClient:
-    """What asks servers: a transport, and an event loop of its own for callers that have none."""
+    """Base class of clients: a transport, and an event loop in a thread for callers without one."""
 
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig, *, thread_name: str) -> None:
         self._transport = Transport(endpoints, config)
@@ -92,7 +95,7 @@ class HttpClient:
         await self._transport.aclose()
 
     def close(self) -> None:
-        """Cancel what runs in the client's own loop and close what it opened. Idempotent."""
+        """Cancel the tasks of the background loop and close its connections. Idempotent."""
         if self._background.running:
             self._background.settle(cancel=True)
             self._background.run(self.aclose())
@@ -103,3 +106,67 @@ class HttpClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class LoopThread:
+    """An event loop in a daemon thread, so that blocking calls share connections. Starts at the first use."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def _ensure(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+                self._thread.start()
+            return self._loop
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start the coroutine. Cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._ensure())
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine and return its result. An interrupt of the caller (Ctrl-C) cancels it and waits for it."""
+        if threading.current_thread() is self._thread:  # a callback would wait for itself indefinitely
+            coroutine.close()
+            raise RuntimeError("called from the loop's own thread: await the coroutine there")
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                future.cancel()
+                self.settle(cancel=False)
+            raise
+
+    def settle(self, *, cancel: bool) -> None:
+        """Wait for the clean-up of cancelled tasks: closing their connections aborts the requests on the servers.
+
+        cancel: first cancel all tasks of this loop.
+        """
+        assert self._loop is not None
+
+        async def settle() -> None:
+            others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+            for task in others if cancel else ():
+                task.cancel()
+            await asyncio.wait(others, timeout=5.0) if others else None
+
+        asyncio.run_coroutine_threadsafe(settle(), self._loop).result(timeout=10.0)
+
+    def close(self) -> None:
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(timeout=10.0)
+            loop.close()
+
+    @property
+    def running(self) -> bool:
+        return self._loop is not None

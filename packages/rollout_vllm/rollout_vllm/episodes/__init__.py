@@ -1,1 +1,1 @@
-"""Multi-turn episodes, reward pools and reward services."""
+"""Multi-turn episodes with tools, reward functions in worker processes, rewards over HTTP."""

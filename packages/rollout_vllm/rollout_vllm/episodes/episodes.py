@@ -1,4 +1,4 @@
-"""Multi-turn rollouts: a coroutine of the user's drives the conversation, this keeps the books.
+"""Multi-turn rollouts: the user's coroutine drives a conversation, which is recorded as one training sequence.
 
     async def with_calculator(episode: Episode) -> None:
         for _ in range(4):
@@ -9,7 +9,7 @@
 
     results = await run_episodes(client, requests, with_calculator, sampling)
 
-Everything is token ids, so what the trainer sees is what the model saw: no decoding and encoding again in between.
+Everything is token ids, without decoding and re-encoding, so the trainer sees exactly the tokens that the model saw.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..client.client import RolloutClient
-from ..client.partial import merge_spans
 from ..config import SamplingConfig
 from ..errors import RolloutError
-from ..samples import Failure, FailureKind, FinishReason, Request, Sample, VersionSpan, request_seed
+from ..samples import Failure, FailureKind, FinishReason, Request, Sample, VersionSpan, merge_spans, request_seed
 
 
 class TurnFailedError(RolloutError):
-    """A turn brought no sample. Let it pass: the episode becomes a Failure."""
+    """A turn failed. If the rollout function does not catch it, the episode becomes a Failure."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -44,11 +43,11 @@ class TurnFailedError(RolloutError):
 class EpisodeResult:
     """One finished episode: a training sequence.
 
-    response_ids: everything after the prompt, turns and context, in order; log_probs (0.0 on context) and
-    response_mask (True: sampled by the policy, False: given to it, e.g. a tool's result) have the same length.
-    policy_versions: of every turn's first token. version_spans: which version drew which tokens, as in `Sample`;
-    context counts to the version before it, so that num_tokens add up to the response. data: what the rollout
-    function left in `episode.data`.
+    response_ids: everything after the prompt, turns and context, in order. log_probs (0.0 for context) and
+    response_mask (True: sampled by the policy, False: context, e.g. the result of a tool) have the same length.
+    policy_versions: the version of the first token of every turn. version_spans: the policy version of every token, as
+    in `Sample`; context has the version of the tokens before it, so that num_tokens sum to the length of the response.
+    data: the contents of `episode.data`.
     """
 
     prompt_id: str
@@ -66,7 +65,7 @@ class EpisodeResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeGroup:
-    """All episodes of a prompt: every index once, in results or in failures."""
+    """All episodes of one prompt. Every index is either in results or in failures."""
 
     prompt_id: str
     results: tuple[EpisodeResult, ...]
@@ -74,7 +73,7 @@ class EpisodeGroup:
 
 
 class Episode:
-    """What a rollout function works on: one conversation with the policy, as token ids."""
+    """One conversation with the policy, as token ids. Passed to the rollout function."""
 
     def __init__(self, client: RolloutClient, request: Request, sample_index: int, sampling: SamplingConfig) -> None:
         self.prompt_id = request.prompt_id
@@ -85,28 +84,28 @@ class Episode:
         self.response_mask: list[bool] = []
         self.turns: list[Sample] = []
         self._version_spans: list[VersionSpan] = []
-        self.data: dict[str, Any] = {}  # yours: it is handed on with the result
+        self.data: dict[str, Any] = {}  # for the rollout function; returned with the result
         self._client, self._sampling, self._seed = client, dataclasses.replace(sampling, n=1), request.seed
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt, turns and context so far: what the next turn is sampled from."""
+        """Prompt, turns and context so far, i.e. the prompt of the next turn."""
         return self.prompt_ids + self.response_ids
 
     @property
     def num_tokens_left(self) -> int:
-        """Of sampling.max_tokens, which bounds the whole response: turns and context together."""
+        """Tokens left of sampling.max_tokens, which limits the whole response: turns and context together."""
         return max(0, self._sampling.max_tokens - len(self.response_ids))
 
     async def generate(self, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Sample:
         """Sample one turn and append it.
 
-        max_tokens: of this turn, at most what is left; stop_token_ids: beside the sampling settings' own.
-        Raises TurnFailedError when no sample can be had, ValueError when no token is left.
+        max_tokens: limit of this turn, in addition to num_tokens_left. stop_token_ids: in addition to those of the
+        sampling settings. Raises TurnFailedError if generation fails, ValueError if no tokens are left.
         """
         left = self.num_tokens_left
         if left == 0:
-            raise ValueError("no tokens are left for another turn: look at episode.num_tokens_left")
+            raise ValueError("no tokens are left for another turn: check episode.num_tokens_left")
         sampling = dataclasses.replace(
             self._sampling,
             max_tokens=min(left, max_tokens or left),
@@ -117,21 +116,21 @@ class Episode:
         seed = None
         if self._seed is not None:
             seed = request_seed(self._seed, turn_number, f"{self.sample_index}/{self.prompt_id}")
-        # A routing name of its own: later turns go where this episode's prefix is cached.
+        # A distinct routing name: later turns use the server that has this episode's prefix in its cache.
         name = f"{self.prompt_id}/{self.sample_index}"
         group = await self._client.sample(Request(prompt_id=name, prompt_ids=self.token_ids, seed=seed), sampling)
         if group.failures:
             raise TurnFailedError(group.failures[0])
         turn = group.samples[0]
         self.turns.append(turn)
-        if not self._version_spans and self.response_ids:  # context that came before any turn
+        if not self._version_spans and self.response_ids:  # context before the first turn
             self._version_spans.append(VersionSpan(turn.policy_version, len(self.response_ids)))
         self._version_spans += turn.version_spans
         self._append(turn.response_ids, turn.log_probs, True)
         return turn
 
     def add_context(self, token_ids: Sequence[int]) -> None:
-        """Append tokens the policy did not produce: a tool's result, the next user message. Masked out of the loss."""
+        """Append tokens that the policy did not sample, e.g. the result of a tool. They are masked out of the loss."""
         if self._version_spans:
             self._version_spans.append(VersionSpan(self._version_spans[-1].policy_version, len(token_ids)))
         self._append(list(token_ids), [0.0] * len(token_ids), False)
@@ -172,10 +171,10 @@ async def run_episodes(
     on_group: OnEpisodes | None = None,
     episode_timeout_s: float | None = None,
 ) -> list[EpisodeGroup]:
-    """Run `function` on `sampling.n` episodes of every request, all at once; groups in request order.
+    """Run `function` on `sampling.n` episodes of every request concurrently. Groups are in request order.
 
-    An episode whose function raises, or takes longer than episode_timeout_s, is a Failure of its group (kind
-    "rollout" or "deadline"); the others go on.
+    on_group: called (and awaited) with each group as soon as it ends. An episode whose function raises, or takes longer
+    than episode_timeout_s, is a Failure of its group (kind "rollout" or "deadline"); the other episodes continue.
     """
 
     async def one_group(request: Request) -> EpisodeGroup:

@@ -1,9 +1,9 @@
-"""Rewards asked for over HTTP: a service of yours, or a model behind a vLLM or other OpenAI-compatible server.
+"""Rewards over HTTP: a user's service, or a model behind vLLM or another OpenAI-compatible server.
 
     with classification_reward(Endpoint("http://10.0.0.7:8000", key), label=1) as reward:
         outcome = await reward.score(text)
 
-Each sample's trouble is its own, as in `RewardPool`, and the outcome has the same type.
+A failure affects only its own sample. The outcome has the same type as that of `RewardPool`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import aiohttp
 
 from ..client.protocol import MalformedAnswerError, error_message
-from ..client.retry import backoff_s, judge_status
+from ..client.retry import backoff_s, classify_status
 from ..client.transport import HttpClient
 from ..config import RolloutConfig
 from ..samples import Endpoint
@@ -32,10 +32,11 @@ _RETRY_BASE_S, _RETRY_MAX_S = 0.2, 5.0
 
 
 class RemoteReward(HttpClient):
-    """POSTs `body(*args)` as JSON to `path` of the endpoint; `read(answer)` is the reward.
+    """Sends `body(*args)` as JSON to `path` of the endpoint by POST. `read(answer)` extracts the reward.
 
-    timeout_s: of one score with its retries, from when it is sent. max_retries: after lost connections, 429 and 5xx.
-    max_in_flight: more wait here. with_model: put the served model's name into the body.
+    timeout_s: time limit of one score including its retries, from the moment it is sent. max_retries: retries after
+    lost connections, 429 and 5xx. max_in_flight: further calls wait in this client. with_model: add the name of the
+    served model to the body.
     """
 
     def __init__(
@@ -50,25 +51,25 @@ class RemoteReward(HttpClient):
         max_in_flight: int = 64,
         with_model: bool = False,
     ) -> None:
-        for name, value, least in (("timeout_s", timeout_s, 0), ("max_in_flight", max_in_flight, 0)):
-            if not value > least:
-                raise ValueError(f"{name}={value}: allowed is a number above {least}")
+        for name, value in (("timeout_s", timeout_s), ("max_in_flight", max_in_flight)):
+            if not value > 0:
+                raise ValueError(f"{name}={value}: must be greater than 0")
         if max_retries < 0:
-            raise ValueError(f"max_retries={max_retries}: allowed is 0 or more")
+            raise ValueError(f"max_retries={max_retries}: must be 0 or more")
         self._path, self._body, self._read, self._with_model = path, body, read, with_model
         self._timeout_s, self._max_retries, self._max_in_flight = timeout_s, max_retries, max_in_flight
         super().__init__([endpoint], RolloutConfig(request_timeout_s=timeout_s), thread_name="remote-reward")
-        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
-        self._turns = weakref.WeakKeyDictionary()
+        self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._slots = weakref.WeakKeyDictionary()
 
     async def score(self, *args: Any) -> RewardOutcome:
-        """Ask for one reward. Raises nothing of what went wrong: see RewardOutcome.kind."""
-        turn = self._turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_in_flight))
-        async with turn:
+        """Request one reward. Failures are reported in RewardOutcome.kind, not raised."""
+        slot = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_in_flight))
+        async with slot:
             begin = time.monotonic()
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    outcome = await self._ask(args)
+                    outcome = await self._request(args)
             except TimeoutError:
                 outcome = RewardOutcome(None, "timeout", f"no reward within {self._timeout_s:g} s")
             return RewardOutcome(outcome.score, outcome.kind, outcome.message, time.monotonic() - begin)
@@ -77,11 +78,11 @@ class RemoteReward(HttpClient):
         """`score` for callers without an event loop."""
         return self._background.submit(self.score(*args))
 
-    async def _ask(self, args: Sequence[Any]) -> RewardOutcome:
+    async def _request(self, args: Sequence[Any]) -> RewardOutcome:
         try:
             body = dict(self._body(*args))
         except Exception as error:
-            return _trouble(error, "the request could not be built")
+            return _exception(error, "the request could not be built")
         for attempt in range(1, self._max_retries + 2):
             try:
                 if self._with_model:
@@ -90,12 +91,12 @@ class RemoteReward(HttpClient):
             except (aiohttp.ClientError, MalformedAnswerError) as error:
                 outcome, again = RewardOutcome(None, "connection", f"{type(error).__name__}: {error}"), True
             except (TypeError, ValueError) as error:
-                return _trouble(error, "the request is no JSON")
+                return _exception(error, "the request is not JSON")
             else:
                 if status == 200:
                     return self._read_answer(raw)
                 message = error_message(status, raw.decode("utf-8", "replace"))
-                outcome, again = RewardOutcome(None, "exception", message), judge_status(status, message).retry
+                outcome, again = RewardOutcome(None, "exception", message), classify_status(status, message).retry
             if not again or attempt > self._max_retries:
                 return outcome
             await asyncio.sleep(backoff_s(attempt, base_s=_RETRY_BASE_S, max_s=_RETRY_MAX_S, jitter=random.random()))
@@ -105,21 +106,21 @@ class RemoteReward(HttpClient):
         try:
             score = float(self._read(json.loads(raw)))
         except Exception as error:
-            return _trouble(error, "the answer holds no reward")
+            return _exception(error, "the answer contains no reward")
         if not math.isfinite(score):
             return RewardOutcome(None, "exception", f"the reward is {score}, not a finite number")
         return RewardOutcome(score, "ok")
 
 
-def _trouble(error: Exception, what: str) -> RewardOutcome:
+def _exception(error: Exception, what: str) -> RewardOutcome:
     text = " ".join(str(error).split())[:300]
     return RewardOutcome(None, "exception", f"{what}: {type(error).__name__}: {text}")
 
 
 def http_reward(url: str, *, api_key: str | None = None, **settings: Any) -> RemoteReward:
-    """A service of yours: `score(fields)` POSTs that mapping as JSON to `url` and expects {"score": number}.
+    """A user's service: `score(fields)` sends that mapping as JSON to `url` and expects {"score": number}.
 
-    settings: of `RemoteReward`, here and below.
+    settings: arguments of `RemoteReward`, here and below.
     """
     base, _, path = url.partition("://")[2].partition("/")
     endpoint = Endpoint(f"{url.partition('://')[0]}://{base}", api_key)
@@ -129,9 +130,9 @@ def http_reward(url: str, *, api_key: str | None = None, **settings: Any) -> Rem
 def classification_reward(
     endpoint: Endpoint, *, label: int = 0, use_activation: bool | None = None, **settings: Any
 ) -> RemoteReward:
-    """A classifier behind vLLM's /classify: `score(text_or_token_ids)` is class `label`'s probability.
+    """A classifier behind vLLM's /classify: `score(text_or_token_ids)` is the probability of class `label`.
 
-    use_activation=False: its logit instead, as a reward model with one output wants; None: the model's own choice.
+    use_activation=False: the logit instead, e.g. for a reward model with one output. None: the model's default.
     """
     extra = {} if use_activation is None else {"use_activation": use_activation}
     return RemoteReward(
@@ -145,9 +146,9 @@ def classification_reward(
 
 
 def pooling_reward(endpoint: Endpoint, **settings: Any) -> RemoteReward:
-    """A reward model behind vLLM's /pooling: `score(text_or_token_ids)` is the last number of what it returns.
+    """A reward model behind vLLM's /pooling: `score(text_or_token_ids)` is the last number that it returns.
 
-    That is the only one of a sequence reward, and the last token's of a token-wise one.
+    That is the sequence's reward, or the reward of the last token if the model scores every token.
     """
 
     def last(answer: Any) -> float:
@@ -167,10 +168,10 @@ def judge_reward(
     max_tokens: int = 512,
     **settings: Any,
 ) -> RemoteReward:
-    """A chat model as judge, behind /v1/chat/completions of any server.
+    """A chat model as a judge, behind /v1/chat/completions of any server.
 
-    `score(fields)`: `prompt.format(**fields)` is asked at temperature 0; the reward is the first group of the last
-    match of `pattern` in the answer.
+    `score(fields)` sends `prompt.format(**fields)` at temperature 0. The reward is the first group of the last match
+    of `pattern` in the response.
     """
     compiled = re.compile(pattern)
 

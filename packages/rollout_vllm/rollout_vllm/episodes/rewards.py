@@ -1,10 +1,10 @@
-"""Reward functions beside the rollout: in processes of their own, with time limits, each sample's trouble its own.
+"""Runs reward functions in worker processes with time limits, concurrently with generation.
 
     with RewardPool(num_workers=2, timeout_s=5.0) as pool:
         outcome = await pool.score(my_reward, text, ground_truth)
 
-A function that raises, hangs, or takes its process down costs that sample its reward and nothing else. The time limit
-is the call's: what comes before it (the process's start, the import of the function's module) has one of its own.
+A function that raises, hangs or kills its process affects only the reward of its own sample. The time limit covers the
+call; starting the process and importing the function's module have a separate limit.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class RewardOutcome:
-    """score: the reward, None unless kind is "ok". kind: how it went. message: one line, empty when ok.
+    """score: the reward, None unless kind is "ok". message: one line, empty if kind is "ok".
 
-    Kinds of trouble: the function raised, or the service answered with an error or no number (exception); no reward in
-    time (timeout); the worker process died (crash); it did not start, or could not import the function's module, or
-    not in time (start); the service could not be reached (connection).
+    Kinds of failures: the function raised, or the service returned an error or no number (exception); no reward in time
+    (timeout); the worker process died (crash); the worker process did not start or did not import the function's module
+    in time (start); the service could not be reached (connection).
     """
 
     score: float | None
@@ -59,21 +59,21 @@ class _FailedStart:
 
 
 class RewardPool:
-    """Worker processes, each served by one thread; a worker that overruns its time is killed and replaced.
+    """Worker processes, each managed by one thread. A worker that exceeds its time limit is killed and replaced.
 
-    The functions are sent by pickle over local pipes: they have to be importable (defined in a module), and their
-    arguments picklable. Workers are started afresh (spawn), so they hold none of the trainer's memory.
+    Functions and arguments are pickled, so functions must be importable (defined in a module). Workers are spawned, so
+    they share no memory with the trainer.
 
-    timeout_s: of one call. start_timeout_s: of all that comes before the call, once a worker takes it up: the start of
-    its process, the import of the modules that the function and its arguments come from.
+    timeout_s: time limit of one call. start_timeout_s: time limit of everything before the call: starting the worker
+    process and importing the modules of the function and its arguments.
     """
 
     def __init__(self, *, num_workers: int = 1, timeout_s: float = 30.0, start_timeout_s: float = 60.0) -> None:
         if num_workers < 1:
-            raise ValueError(f"num_workers={num_workers}: allowed is 1 or more")
+            raise ValueError(f"num_workers={num_workers}: must be 1 or more")
         for name, value in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
             if not value > 0:
-                raise ValueError(f"{name}={value}: allowed is a number above 0")
+                raise ValueError(f"{name}={value}: must be greater than 0")
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._failed_start: _FailedStart | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -85,10 +85,10 @@ class RewardPool:
             thread.start()
 
     def submit(self, function: Callable[..., float], *args: Any) -> Future[RewardOutcome]:
-        """Queue one call. The future never raises what the function raised: see RewardOutcome.kind.
+        """Queue one call. Failures are reported in RewardOutcome.kind, not raised by the future.
 
-        The time limit counts from when a worker has loaded the function. Calls that wait while its load fails share
-        that outcome, else each of them would wait for a load of its own; later ones try again.
+        The time limit starts when a worker has loaded the function. If loading fails, all calls of that function that
+        are already queued get the same outcome, since each would wait for the same failure; later calls try again.
         """
         if self._closed:
             raise RuntimeError("the pool is closed")
@@ -103,11 +103,11 @@ class RewardPool:
         return future
 
     async def score(self, function: Callable[..., float], *args: Any) -> RewardOutcome:
-        """`submit` for coroutines. Cancelling it drops the call if no worker has taken it up yet."""
+        """`submit` for coroutines. Cancelling it drops the call if no worker has started it."""
         return await asyncio.wrap_future(self.submit(function, *args))
 
     def close(self) -> None:
-        """End the workers; calls not taken up yet are cancelled. Idempotent."""
+        """Stop the workers and cancel the calls that have not started. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -127,7 +127,7 @@ class RewardPool:
     ) -> None:
         self.close()
 
-    # ---- one worker's thread -------------------------------------------------------------------------------------
+    # ---- the thread of one worker --------------------------------------------------------------------------------
     def _serve(self) -> None:
         worker: _Worker | None = None
         while (job := self._jobs.get()) is not None:
@@ -154,7 +154,7 @@ class RewardPool:
 
 
 class _Worker:
-    """One process and the pipe to it."""
+    """One worker process and the pipe to it."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -165,7 +165,7 @@ class _Worker:
         self._ready = False
 
     def call(self, job: _Job, *, timeout_s: float, start_timeout_s: float) -> RewardOutcome:
-        """duration_s: of the call, or of the load that failed."""
+        """duration_s of the outcome: time of the call, or of the failed load."""
         begin, loaded = time.monotonic(), False
         try:
             if problem := self._load(job, start_timeout_s):
@@ -186,18 +186,18 @@ class _Worker:
         return RewardOutcome(score, "ok", "", duration_s)
 
     def _load(self, job: _Job, timeout_s: float) -> str:
-        """Why the function could not be loaded, or "". Raises EOFError or OSError when the process is gone."""
+        """Why the function could not be loaded, or "". Raises EOFError or OSError if the process is gone."""
         deadline = time.monotonic() + timeout_s
-        late = f"the reward function's process and module were not loaded within {timeout_s:g} s"
-        if not self._ready:  # nothing is sent to a process that may not read: a full pipe would block
+        too_late = f"the reward function's process and module were not loaded within {timeout_s:g} s"
+        if not self._ready:  # do not send to a process that may not read yet: a full pipe would block
             if not self._pipe.poll(timeout_s):
-                return late
+                return too_late
             self._pipe.recv_bytes()
             self._ready = True
         self._pipe.send_bytes(job.function)
         self._pipe.send_bytes(job.arguments)
         if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
-            return late
+            return too_late
         problem = self._pipe.recv_bytes().decode()
         return f"the reward function could not be loaded: {problem}" if problem else ""
 
@@ -208,14 +208,16 @@ class _Worker:
 
 
 def _work(pipe: Connection, parent: int) -> None:
-    """The worker's main loop. One message says that it is up; then for each call two messages in (function, arguments)
-    and two out (why they could not be loaded, or nothing; the result).
+    """Main loop of a worker.
+
+    It sends one message when it is ready. For each call it receives two messages (function, arguments) and sends two:
+    why they could not be loaded (empty on success), and the result.
     """
-    with suppress(OSError, AttributeError):  # die with the launcher, even in the middle of a call
+    with suppress(OSError, AttributeError):  # exit together with the launcher, even during a call
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the launcher's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     pipe.send_bytes(b"ready")
     while True:
         try:
@@ -224,7 +226,7 @@ def _work(pipe: Connection, parent: int) -> None:
             return
         try:
             function, args = (pickle.loads(part) for part in pickled)
-        except BaseException as error:  # a module that raises, or exits, at its import
+        except BaseException as error:  # a module that raises or exits when it is imported
             pipe.send_bytes(_describe(error).encode())
             continue
         pipe.send_bytes(b"")
@@ -232,10 +234,10 @@ def _work(pipe: Connection, parent: int) -> None:
 
 
 def _evaluate(function: Callable[..., float], args: tuple[Any, ...]) -> tuple[float | None, str]:
-    """(score, "") or (None, what went wrong)."""
+    """Return (score, "") or (None, problem)."""
     try:
         score = float(function(*args))
-    except BaseException as error:  # sys.exit in a reward function is its trouble, not the worker's
+    except BaseException as error:  # sys.exit in a reward function must not end the worker
         return None, _describe(error)
     return (score, "") if math.isfinite(score) else (None, f"the reward is {score}, not a finite number")
 

@@ -1,1 +1,1 @@
-"""vLLM server processes: command lines, start, watch, restart, control."""
+"""vLLM servers: checks before a start, process trees, servers on Ray nodes, restarts, control routes."""

@@ -1,7 +1,7 @@
-"""Runs inside the server process, as a script: prepares it, then hands over to vLLM's OpenAI server.
+"""Entry script of the server process: prepares the process, then runs vLLM's OpenAI server.
 
-Being a small script of its own (and not `-m vllm...`) also keeps vLLM's spawned children from importing the whole
-HTTP front end again as their main module.
+A small script, instead of `-m vllm...`, also prevents vLLM's spawned children from importing the whole HTTP front end
+as their main module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FORK_VARIABLE = "PLINTH_ROLLOUT_FORK"
 
 
 def _load_auth() -> None:
-    """Make auth.py importable under one fixed name, wherever this package lies and however it was installed."""
+    """Make auth.py importable under a fixed name, independently of where this package is installed."""
     spec = importlib.util.spec_from_file_location(AUTH_MODULE, Path(__file__).with_name("auth.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -27,10 +27,10 @@ def _load_auth() -> None:
 
 
 def _fork_engine_and_worker() -> None:
-    """Let the CPU engine and its worker be forks of this process instead of fresh interpreters.
+    """Fork the CPU engine and its worker from this process instead of spawning new interpreters.
 
-    Each fresh one imports vLLM, torch and transformers again: 8 to 20 s apiece. Forking is sound as long as no OpenMP
-    pool exists yet, which one thread guarantees; the launcher asks for it only then.
+    Each new interpreter imports vLLM, torch and transformers again, which takes 8 to 20 s. Forking is safe as long as
+    no OpenMP pool exists. That holds with one thread, and the launcher enables forking only then.
     """
     from vllm.utils import system_utils
 
@@ -39,14 +39,14 @@ def _fork_engine_and_worker() -> None:
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_model_runner
-    import vllm.v1.worker.cpu_worker  # noqa: F401  (imported here once instead of in the children)
+    import vllm.v1.worker.cpu_worker  # noqa: F401  (imported once, before the fork)
 
 
-def _leave_log_probs_undecoded() -> None:
-    """Spare the front end a decoding of every token that comes with a log-prob, which it does beside that of the text.
+def _skip_log_prob_decoding() -> None:
+    """Stop the front end from decoding every token that has a log-prob, in addition to decoding the text.
 
-    One tokenizer call a token is most of what a log-prob costs there (the figures are in the README). Our client asks
-    for ids, and whoever asks for names still gets them: vLLM decodes what has none yet as it writes the answer.
+    One tokenizer call per token is most of the cost of a log-prob there (see docs/rollout_vllm.md). The client of this
+    package uses token ids. Other clients still get token strings: vLLM decodes them when it writes the response.
     """
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
@@ -58,7 +58,7 @@ def main() -> None:
     import runpy
 
     _load_auth()
-    _leave_log_probs_undecoded()
+    _skip_log_prob_decoding()
     if os.environ.get(FORK_VARIABLE) == "1":
         _fork_engine_and_worker()
     sys.argv[0] = "plinth-rollout-server"

@@ -1,14 +1,14 @@
-"""Runs one command and sees to it that nothing of it survives: a script, standard library only.
+"""Runs a command and guarantees that no process of it survives. A script that uses only the standard library.
 
     python _supervise.py PARENT_PID GRACE_S COMMAND...
 
-It ends the command's whole process tree when the command ends, when SIGTERM or SIGINT arrives, or when the process
-PARENT_PID is gone, however that died. Grandchildren count: as a child subreaper it inherits every orphan below it, so
-vLLM's engine and worker processes cannot slip away. SIGTERM goes to the command first; after GRACE_S seconds all that
-is left gets SIGKILL. Exit status: the command's, or 128 + its signal.
+It stops the command's whole process tree when the command exits, when SIGTERM, SIGINT or SIGHUP arrives, or when the
+process PARENT_PID is gone for any reason. As a child subreaper it inherits all orphaned descendants, so vLLM's engine
+and worker processes cannot escape. The command receives SIGTERM first; after GRACE_S seconds all remaining processes
+receive SIGKILL. The exit status is that of the command, or 128 + its signal.
 
-Should this process itself be killed, the command dies with it (parent-death signal), and the launcher kills the
-process group.
+If this process itself is killed, the command dies with it (parent-death signal), and the launcher kills the process
+group.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _parent_of(pid: int) -> int:
 
 
 def descendants(root: int) -> list[int]:
-    """Every process below `root`, by /proc."""
+    """All descendants of process `root`, from /proc."""
     parents = {int(p.name): _parent_of(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()}
     found, frontier = [], [root]
     while frontier:
@@ -56,7 +56,7 @@ def descendants(root: int) -> list[int]:
 
 
 def _reap(child: int, status: int | None) -> int | None:
-    """Collect everything that has ended; the command's exit status once it is known."""
+    """Reap all exited children. Returns the command's exit status once it is known."""
     while True:
         try:
             pid, raw = os.waitpid(-1, os.WNOHANG)
@@ -76,8 +76,8 @@ def _kill_tree(child: int, status: int | None, grace_s: float) -> int | None:
     while time.monotonic() < end and descendants(os.getpid()):
         status = _reap(child, status)
         time.sleep(0.02)
-    while left := descendants(os.getpid()):
-        for pid in left:
+    while remaining := descendants(os.getpid()):
+        for pid in remaining:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -89,17 +89,17 @@ def main() -> int:
     parent, grace_s, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # One thread only lives here, so running code between fork and exec is safe.
+    # This process has a single thread, so running code between fork and exec is safe.
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_before_exec)
     child, status = process.pid, None
-    process.returncode = 0  # waitpid(-1) below collects it; keep Popen from waiting too
+    process.returncode = 0  # _reap collects it; prevents Popen from waiting for it
     while status is None and os.getppid() == parent:
         info = signal.sigtimedwait(_WATCHED, _POLL_S)
         status = _reap(child, status)
         if info is not None and info.si_signo != signal.SIGCHLD:
             break
-    died_alone = status is not None
-    status = _kill_tree(child, status, 0.5 if died_alone else grace_s)
+    exited = status is not None
+    status = _kill_tree(child, status, 0.5 if exited else grace_s)
     return 128 + signal.SIGTERM if status is None else status
 
 

@@ -1,8 +1,8 @@
-"""The API key on every route of a server, the control routes included.
+"""ASGI middleware that requires the API key on every route of a server, including the control routes.
 
-vLLM's own --api-key guards only paths below /v1 (and a few more): pausing, weight updates, metrics and the rest stay
-open. This ASGI middleware refuses every HTTP or websocket request without the bearer token. Standard library only:
-the server process loads this file by its path.
+vLLM's --api-key protects only /v1 and a few other paths; the routes for pausing, weight updates and metrics stay open.
+This middleware rejects every HTTP or websocket request without the bearer token. Standard library only, since the
+server process loads this file by path.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own guard reads the same variable
+KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own check reads the same variable
 
 
 class ApiKeyMiddleware:
@@ -28,7 +28,7 @@ class ApiKeyMiddleware:
     def __init__(self, app: App) -> None:
         key = os.environ.get(KEY_VARIABLE, "")
         if not key:
-            raise RuntimeError(f"{KEY_VARIABLE} is empty: the server would be open to everybody")
+            raise RuntimeError(f"{KEY_VARIABLE} is empty: every client could use the server")
         self._app = app
         self._digest = hashlib.sha256(key.encode()).digest()
 

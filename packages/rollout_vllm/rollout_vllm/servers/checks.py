@@ -1,4 +1,4 @@
-"""What can be found wrong before a server starts: model folder, context length, KV cache, memory, ports."""
+"""Checks before a server starts: model folder, context length, KV cache, memory, ports."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from .command import Device, kv_cache_bytes_of
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_CPU_BLOCK_TOKENS = 128  # vLLM's KV block on the CPU; a sequence takes whole blocks
+_CPU_BLOCK_TOKENS = 128  # tokens per KV cache block of vLLM on the CPU; a sequence uses whole blocks
 _GPU_BLOCK_TOKENS = 16
 
 
 def check_model_folder(model_path: str, *, load_format: str = "auto") -> dict[str, Any] | None:
-    """The folder's config.json. None: `model_path` names a model on the Hub, nothing to check.
+    """Return the folder's config.json as a dict. None: `model_path` is a model on the Hub, which is not checked.
 
-    Raises ModelFolderError: no such folder, no or broken config.json, no tokenizer, no weights.
+    Raises ModelFolderError: the folder does not exist, or has no valid config.json, no tokenizer or no weights.
     """
     folder = Path(model_path).expanduser()
     if not folder.is_dir():
         if not folder.exists() and model_path.count("/") == 1 and model_path[0] not in "./~":
             return None
-        raise ModelFolderError(f"model path {model_path!r} is no folder; give a Hugging Face folder or a Hub name a/b")
+        raise ModelFolderError(f"model path {model_path!r} is not a folder; give a Hugging Face folder or Hub name a/b")
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ModelFolderError(f"model folder {model_path!r} has no config.json; is it a Hugging Face model folder?")
     try:
         model_config = json.loads(config_file.read_text())
     except (ValueError, UnicodeDecodeError) as error:
-        raise ModelFolderError(f"{config_file} is no valid JSON: {error}") from None
+        raise ModelFolderError(f"{config_file} is not valid JSON: {error}") from None
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         names = ", ".join(_TOKENIZER_FILES)
         raise ModelFolderError(
@@ -44,13 +44,13 @@ def check_model_folder(model_path: str, *, load_format: str = "auto") -> dict[st
     if load_format != "dummy" and not any(any(folder.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
         raise ModelFolderError(
             f"model folder {model_path!r} has no weights ({', '.join(_WEIGHT_PATTERNS)}); "
-            "load_format='dummy' starts with random ones"
+            "load_format='dummy' starts with random weights"
         )
     return dict(model_config)
 
 
 def check_context(config: RolloutConfig, model_config: Mapping[str, Any] | None) -> None:
-    """max_model_len within the model's own context."""
+    """Check that max_model_len is within the model's context. Raises RequestTooLongError."""
     limit = (model_config or {}).get("max_position_embeddings")
     if config.max_model_len is None or not isinstance(limit, int) or (model_config or {}).get("rope_scaling"):
         return
@@ -61,26 +61,27 @@ def check_context(config: RolloutConfig, model_config: Mapping[str, Any] | None)
 
 
 def check_device_features(config: RolloutConfig, device: Device) -> None:
-    """Settings that only one kind of server knows. Raises RolloutConfigError."""
+    """Check for settings that the device does not support. Raises RolloutConfigError."""
     if device == "cpu" and config.sleep_mode:
-        raise RolloutConfigError("sleep_mode=True: a CPU server has no GPU memory to give back; allowed is False")
+        raise RolloutConfigError("sleep_mode=True: a CPU server has no GPU memory to free; set it to False")
     if device == "cpu" and config.tensor_parallel_size > 1:
         raise RolloutConfigError(
-            f"tensor_parallel_size={config.tensor_parallel_size}: allowed on the CPU is 1; raise num_servers instead"
+            f"tensor_parallel_size={config.tensor_parallel_size}: must be 1 on the CPU; increase num_servers instead"
         )
 
 
 def check_request_length(max_prompt_tokens: int, max_tokens: int, max_model_len: int | None) -> None:
-    """Prompt and response together within the context. Raises RequestTooLongError."""
+    """Check that prompt and response together fit the context. Raises RequestTooLongError."""
     if max_model_len is not None and max_prompt_tokens + max_tokens > max_model_len:
         raise RequestTooLongError(
-            f"prompts of up to {max_prompt_tokens} tokens and max_tokens={max_tokens} make "
-            f"{max_prompt_tokens + max_tokens}, more than max_model_len={max_model_len}; shorten one or raise the other"
+            f"prompts of up to {max_prompt_tokens} tokens and max_tokens={max_tokens} add up to "
+            f"{max_prompt_tokens + max_tokens} tokens, more than max_model_len={max_model_len}; shorten the prompts or "
+            "max_tokens, or increase max_model_len"
         )
 
 
 def kv_bytes_per_token(model_config: Mapping[str, Any], dtype: str, tensor_parallel_size: int) -> int | None:
-    """KV cache bytes of one token on one GPU; None where the plain formula does not hold (MLA, sliding, hybrid)."""
+    """KV cache bytes per token on one GPU; None for models with MLA, sliding-window or hybrid attention."""
     layer_types = model_config.get("layer_types") or []
     special = "kv_lora_rank" in model_config or any(t != "full_attention" for t in layer_types)
     layers, heads = model_config.get("num_hidden_layers"), model_config.get("num_attention_heads")
@@ -96,7 +97,7 @@ def kv_bytes_per_token(model_config: Mapping[str, Any], dtype: str, tensor_paral
 
 
 def check_kv_cache(config: RolloutConfig, model_config: Mapping[str, Any] | None, device: Device) -> None:
-    """One sequence of max_model_len tokens must fit. Raises KVCacheTooSmallError with sizes that would do."""
+    """Check that one sequence of max_model_len tokens fits. Raises KVCacheTooSmallError with sizes that suffice."""
     budget = kv_cache_bytes_of(config, device)
     if budget is None or model_config is None:
         return
@@ -105,7 +106,7 @@ def check_kv_cache(config: RolloutConfig, model_config: Mapping[str, Any] | None
     if per_token is None or not isinstance(max_len, int):
         return
     block = _CPU_BLOCK_TOKENS if device == "cpu" else _GPU_BLOCK_TOKENS
-    # vLLM keeps one block for itself.
+    # vLLM reserves one block.
     needed = (-(-max_len // block) + 1) * block * per_token
     if needed > budget:
         fits = max(0, budget // (block * per_token) - 1) * block
@@ -121,7 +122,7 @@ def _round_up(gib: float) -> float:
 
 
 def available_memory_bytes(meminfo: str) -> int | None:
-    """MemAvailable of /proc/meminfo's text."""
+    """MemAvailable, from the text of /proc/meminfo."""
     for line in meminfo.splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
@@ -130,27 +131,26 @@ def available_memory_bytes(meminfo: str) -> int | None:
 
 
 def check_memory(config: RolloutConfig, device: Device, available_bytes: int | None) -> None:
-    """The CPU servers' KV caches must fit into free memory. Raises KVCacheTooSmallError."""
+    """Check that the KV caches of CPU servers fit into free memory. Raises KVCacheTooSmallError."""
     budget = kv_cache_bytes_of(config, device)
     if device != "cpu" or budget is None or available_bytes is None:
         return
     if budget * config.num_servers > available_bytes:
         raise KVCacheTooSmallError(
             f"{config.num_servers} server(s) with kv_cache_gib={budget / 2**30:.4g} need more than the "
-            f"{available_bytes / 2**30:.1f} GiB of memory that are free; lower kv_cache_gib or num_servers"
+            f"{available_bytes / 2**30:.1f} GiB of free memory; lower kv_cache_gib or num_servers"
         )
 
 
 def reserve_port(host: str, port: int | None) -> socket.socket:
-    """A bound socket that does not listen: nobody else is given its port, and vLLM may still bind it.
+    """Reserve a port (None: a free one) with a socket that is bound but does not listen. Raises PortInUseError.
 
-    On Linux two sockets with SO_REUSEADDR share an address while neither listens, and the kernel never hands out a
-    bound port to a caller who asks for any. Keep the socket until the server has stopped.
-    Raises PortInUseError.
+    The kernel never assigns a bound port to a process that requests any free port, and vLLM can still bind it: on Linux
+    two sockets with SO_REUSEADDR share an address while neither listens. Keep the socket until the server has stopped.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        if port is not None:  # somebody else's reservation shows only when one listens
+        if port is not None:  # another reservation is detected only by listening
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, port))
@@ -160,6 +160,6 @@ def reserve_port(host: str, port: int | None) -> socket.socket:
         held.bind((host, port or 0))
     except OSError as error:
         raise PortInUseError(
-            f"port={port} on {host}: {error.strerror or error}; choose another, or leave port empty for a free one"
+            f"port={port} on {host}: {error.strerror or error}; choose another port, or unset port to use a free one"
         ) from None
     return held

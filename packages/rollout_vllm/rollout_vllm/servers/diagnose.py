@@ -1,4 +1,4 @@
-"""From a server's log to the reason it failed, in one line."""
+"""Extracts the reason of a server's failure from its log, as one line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 _PREFIX = re.compile(r"^(\([^)]*pid=\d+\)\s*)+")
 _LOG_HEAD = re.compile(r"^(INFO|WARNING|ERROR|DEBUG)\s+\d\d-\d\d \d\d:\d\d:\d\d( \[[^\]]*\])?\s*")
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)): (.+)")
-# These say only that something else failed before.
+# These errors only report an earlier failure.
 _SECONDARY = ("Engine core initialization failed", "WorkerProc initialization failed", "EngineCore encountered")
 
-# (what to say, what to look for in a line); the matched text follows what is said when it has a group.
+# (message, pattern of a log line); the pattern's group, if any, is appended to the message.
 _RULES: Sequence[tuple[str, str]] = (
     ("out of GPU memory", r"(Free memory on device.*is less than desired GPU memory utilization[^.]*)"),
     ("out of GPU memory", r"((?:CUDA out of memory|OutOfMemoryError).*)"),
@@ -26,10 +26,10 @@ _RULES: Sequence[tuple[str, str]] = (
     ("bad model: broken safetensors file", r"(.*(?:SafetensorError|HeaderTooLarge|MetadataIncompleteBuffer).*)"),
     ("bad model: no usable tokenizer", r"(.*(?:Can't load tokenizer|Couldn't instantiate the backend tokenizer).*)"),
     ("bad model", r"(.*(?:Cannot find any model weights|size mismatch for|not initialized from checkpoint).*)"),
-    ("vLLM refused an argument", r"(?:api_server|plinth-rollout-server).*: error: (.*)"),
+    ("vLLM rejected an argument", r"(?:api_server|plinth-rollout-server).*: error: (.*)"),
     ("vLLM is not installed in this Python", r"No module named '?vllm"),
 )
-_COMPILED = tuple((say, re.compile(pattern)) for say, pattern in _RULES)
+_COMPILED = tuple((message, re.compile(pattern)) for message, pattern in _RULES)
 
 
 def clean_line(line: str) -> str:
@@ -38,20 +38,20 @@ def clean_line(line: str) -> str:
 
 
 def diagnose(log: str, exit_status: int | None) -> str:
-    """The reason, at most 400 characters. `log`: the server's output; exit_status: None while it still runs."""
+    """The reason, at most 400 characters. log: the server's output; exit_status: None while it is running."""
     lines = [clean_line(line) for line in log.splitlines()]
-    for say, pattern in _COMPILED:
+    for message, pattern in _COMPILED:
         for line in lines:
             if match := pattern.search(line):
-                return _shorten(f"{say}: {match[1]}" if pattern.groups else say)
+                return _shorten(f"{message}: {match[1]}" if pattern.groups else message)
     exceptions = [m for line in lines if (m := _EXCEPTION.match(line))]
     primary = [m for m in exceptions if not any(s in m[2] for s in _SECONDARY)]
     if primary or exceptions:
-        # The first one: later ones follow from it, in other processes.
+        # The first exception is the cause; other processes report later ones as a consequence.
         match = (primary or exceptions)[0]
         return _shorten(f"{match[1].rpartition('.')[2]}: {match[2]}")
     if exit_status is not None and exit_status in (137, -9):
-        return "killed (SIGKILL); perhaps the machine ran out of memory"
+        return "killed (SIGKILL); the machine may have run out of memory"
     if exit_status is not None:
         last = next((line for line in reversed(lines) if line), "no output")
         return _shorten(f"exit status {exit_status}: {last}")

@@ -1,9 +1,7 @@
-"""One server as a process tree: start, poll, readiness by a real generation, stop. Standard library only."""
+"""One server as a process tree: start, readiness check by generating a token, stop. Standard library only."""
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import signal
 import socket
@@ -16,53 +14,19 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from ..errors import ServerDiedError, ServerStartError
+from ..errors import ServerStartError
 from ..samples import Endpoint
+from .blocking_http import try_generation
 from .command import describe_environment
 from .diagnose import diagnose
 
 _HERE = Path(__file__).resolve().parent
-_MAX_LOG_BYTES = 4 << 20  # of the log, read for a diagnosis
+_MAX_LOG_BYTES = 4 << 20  # how much of the log is read for a diagnosis
 _POLL_S = 0.1
 
 
-def call(
-    endpoint: Endpoint, method: str, path: str, body: object | None = None, *, timeout_s: float = 30.0
-) -> tuple[int, str]:
-    """One blocking HTTP call: (status, text). Raises OSError or http.client.HTTPException when there is no answer."""
-    parts = urlsplit(endpoint.url)
-    connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    assert parts.hostname is not None, endpoint.url
-    connection = connection_class(parts.hostname, parts.port, timeout=timeout_s)
-    headers = {"Connection": "close"}
-    if endpoint.api_key:
-        headers["Authorization"] = f"Bearer {endpoint.api_key}"
-    payload = None
-    if body is not None:
-        payload = json.dumps(body)
-        headers["Content-Type"] = "application/json"
-    try:
-        connection.request(method, parts.path.rstrip("/") + path, payload, headers)
-        response = connection.getresponse()
-        return response.status, response.read().decode("utf-8", "replace")
-    finally:
-        connection.close()
-
-
-def try_generation(endpoint: Endpoint, *, timeout_s: float) -> str | None:
-    """Generate one token for real. None: it worked; else what went wrong, in a few words."""
-    body = {"prompt": [1, 2], "max_tokens": 1, "temperature": 1.0, "seed": 0, "n": 1, "logprobs": 0}
-    if endpoint.model is not None:
-        body["model"] = endpoint.model
-    try:
-        status, text = call(endpoint, "POST", "/v1/completions", body, timeout_s=timeout_s)
-    except (OSError, http.client.HTTPException) as error:
-        return f"{type(error).__name__}: {error}"
-    return None if status == 200 else f"HTTP {status}: {text[:200]}"
-
-
 class Server(Protocol):
-    """A server that we started, here or elsewhere: what `ServerGroup` and `ServerWatch` need of it."""
+    """A server of a `ServerGroup`, on this host (`ServerProcess`) or on a Ray node (`RayServer`)."""
 
     @property
     def index(self) -> int: ...
@@ -76,17 +40,16 @@ class Server(Protocol):
     def start(self) -> None: ...
     def wait_ready(self, deadline: float) -> None: ...
     def reason(self) -> str: ...
-    def check(self) -> None: ...
     def ask_to_stop(self) -> None: ...
     def stop(self) -> None: ...
     def release_port(self) -> None: ...
 
 
 class ServerProcess:
-    """A vLLM server under its supervisor.
+    """A vLLM server under a supervisor process (`_supervise.py`).
 
-    The supervisor leads a session and a process group of its own, so a Ctrl-C at the terminal reaches the launcher
-    alone and the whole tree can be addressed as one.
+    The supervisor leads its own session and process group: a Ctrl-C at the terminal reaches only the launcher, and
+    signals can be sent to the whole tree.
     """
 
     def __init__(
@@ -114,7 +77,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The supervisor's process id, which is the process group's too."""
+        """Process id of the supervisor, which is also the id of its process group."""
         return self._process.pid if self._process else None
 
     @property
@@ -122,7 +85,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start it and return at once. Also starts a dead one again, on the same port, into the same log."""
+        """Start the server in the background, or start it again after `stop`, with the same port and log file."""
         assert not self.alive, "already running"
         supervisor = [
             sys.executable,
@@ -150,7 +113,7 @@ class ServerProcess:
         self._stopped = False
 
     def log_text(self) -> str:
-        """This run's output, its last megabytes."""
+        """The output since the last start, at most its last megabytes."""
         try:
             with self.log_path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
@@ -160,14 +123,14 @@ class ServerProcess:
             return ""
 
     def reason(self) -> str:
-        """Why it is not running, or not answering, in one line."""
+        """One line that says why the server is not running or not answering."""
         status = self._process.poll() if self._process else None
         if self._stopped:
             return "it was stopped"
         return diagnose(self.log_text(), status)
 
     def wait_ready(self, deadline: float) -> None:
-        """Block until a token was generated. `deadline`: by time.monotonic(). Raises ServerStartError."""
+        """Block until the server has generated a token. deadline: time.monotonic(). Raises ServerStartError."""
         while True:
             if not self.alive:
                 raise ServerStartError(self.reason(), self.index, self.log_path)
@@ -179,7 +142,7 @@ class ServerProcess:
                 problem = try_generation(self.endpoint, timeout_s=left)
                 if problem is None:
                     return
-                if problem.startswith("HTTP 4"):  # up, but it will not take our request: waiting does not mend that
+                if problem.startswith("HTTP 4"):  # it rejects the request: waiting does not help
                     raise ServerStartError(problem, self.index, self.log_path)
             time.sleep(_POLL_S)
 
@@ -191,27 +154,22 @@ class ServerProcess:
         except OSError:
             return False
 
-    def check(self) -> None:
-        """Raises ServerDiedError if it has exited."""
-        if not self.alive:
-            raise ServerDiedError(self.reason(), self.index, self.log_path)
-
     def ask_to_stop(self) -> None:
-        """Begin to stop; returns at once."""
+        """Start stopping the server; does not wait."""
         if self._process is not None and os.getpid() == self._owner_pid and not self._stopped:
             self._stopped = True
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Stop the whole tree and wait for its end. Idempotent; does nothing in a forked child of the launcher."""
+        """Stop the process tree and wait until it is gone. Idempotent; does nothing in a forked child."""
         if self._process is None or os.getpid() != self._owner_pid:
             return
         self.ask_to_stop()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(self._stop_grace_s + 10.0)
-        # A supervisor that ends by itself leaves nothing behind. This is for one that hangs or was killed; not done
-        # otherwise, since the number of a group that is gone may belong to somebody else by now.
+        # A supervisor that exits normally leaves no processes. Kill the group only if the supervisor hangs or was
+        # killed: otherwise the id of the process group may already be in use by another process.
         if self._process.returncode is None or self._process.returncode < 0:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,12 +1,12 @@
-"""Servers on the nodes of a Ray cluster: each owned by an actor there, reached by its node's own address.
+"""Servers on the nodes of a Ray cluster. An actor on the node owns each server; clients use the node's address.
 
     ray.init(address="auto")
     with launch_on_ray(model_folder, RolloutConfig(num_servers=4), log_dir=Path("logs")) as servers:
         servers.wait_ready()
         client = RolloutClient(servers.endpoints, config)
 
-Ray is imported when this is used. The nodes need this package, vLLM, and the model folder under the same path, as on a
-file system that they share: a node without it is refused by its address before any server of it starts.
+Ray is imported at first use. Every node needs this package, vLLM, and the model folder under the same path, for example
+on a shared file system. An error names the address of a node without the folder, before a server starts there.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RolloutConfig
-from ..errors import ModelFolderError, RolloutConfigError, ServerDiedError, ServerStartError
+from ..errors import ModelFolderError, RolloutConfigError, ServerStartError
 from ..samples import Endpoint
 from .checks import check_device_features
 from .command import Device, detect_device
+from .group import ServerGroup, build_server, check_launch
 from .process import ServerProcess
-from .server import ServerGroup, build_server, check_launch
 
 _CALL_TIMEOUT_S = 30.0
 
 
 class _ServerHost:
-    """The actor: one server as a process tree of its node. Dies with the job, and the tree with it."""
+    """The actor: owns one server's process tree on its node. Actor and process tree end with the job."""
 
     _server: ServerProcess
 
@@ -45,8 +45,8 @@ class _ServerHost:
             check_launch(model_path, dataclasses.replace(config, num_servers=1, port=None))
         except ModelFolderError as error:
             raise ModelFolderError(
-                f"on Ray node {config.host}: {error}; the model folder must be under the same path on every node that "
-                "gets a server, as on a file system that they share"
+                f"on Ray node {config.host}: {error}; the model folder must exist under the same path on every node "
+                "that runs a server, for example on a shared file system"
             ) from None
         self._server = build_server(index, model_path, config, **settings)
         self._server.start()
@@ -62,14 +62,14 @@ class _ServerHost:
         self._server.start()
 
     def wait_ready(self, seconds: float) -> None:
-        self._server.wait_ready(time.monotonic() + seconds)  # clocks of two hosts differ
+        self._server.wait_ready(time.monotonic() + seconds)  # monotonic clocks differ between hosts
 
     def stop(self) -> None:
         self._server.stop()
 
 
 class RayServer:
-    """A server on some node, as the launcher sees it. Restarted in its place; when the node is lost, so is it."""
+    """The launcher's handle of a server on a node. It restarts on the same node; it is lost when the node is lost."""
 
     def __init__(self, index: int, actor: Any, endpoint: Endpoint, log_path: Path, stop_timeout_s: float) -> None:
         self.index, self.endpoint = index, endpoint
@@ -78,7 +78,7 @@ class RayServer:
         self._stopping: Any = None
 
     def _call(self, method: str, *args: Any, timeout_s: float = _CALL_TIMEOUT_S) -> Any:
-        """Raises ray.exceptions.RayError when the actor is gone, the method's own exception when it raised."""
+        """Raises ray.exceptions.RayError if the actor is gone, or the exception of the method."""
         import ray
 
         return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
@@ -100,7 +100,7 @@ class RayServer:
             return f"its Ray actor is gone: {_first_line(error)}"
 
     def start(self) -> None:
-        """Start a dead one again, on its node and port. Raises ServerStartError when the node is lost."""
+        """Start the stopped server again, on the same node and port. Raises ServerStartError if the node is lost."""
         from ray.exceptions import RayError
 
         try:
@@ -125,16 +125,12 @@ class RayServer:
             return cause
         return ServerStartError(f"its Ray actor is gone: {_first_line(error)}", self.index, self.log_path)
 
-    def check(self) -> None:
-        if not self.alive:
-            raise ServerDiedError(self.reason(), self.index, self.log_path)
-
     def ask_to_stop(self) -> None:
-        with suppress(Exception):  # Ray is shut down, and everything of it with it
+        with suppress(Exception):  # Ray is shut down, which stopped the server
             self._stopping = self._stopping or self._actor.stop.remote()
 
     def stop(self) -> None:
-        """Stop the server's whole tree. The actor stays, for a restart."""
+        """Stop the server's process tree. The actor stays alive for a restart."""
         import ray
 
         self.ask_to_stop()
@@ -142,7 +138,7 @@ class RayServer:
             ray.get(self._stopping, timeout=self._stop_timeout_s)
 
     def release_port(self) -> None:
-        """The end: the actor goes, and with it the port it held."""
+        """Kill the actor, which releases the port it reserved."""
         import ray
 
         with suppress(Exception):
@@ -160,27 +156,27 @@ def launch_on_ray(
     extra_args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> ServerGroup:
-    """`ServerGroup.launch` over the nodes of the Ray cluster this process is connected to.
+    """Launch a `ServerGroup` on the nodes of the Ray cluster that this process is connected to.
 
-    resources_per_server: of one server, on one node, in Ray's words ({"CPU": 2, "GPU": 1, "my_label": 0.01}); None:
-    `default_resources`. placement_group: of the caller's, server i in bundle i; node_ids: Ray's ids of nodes, server i
-    on the i-th and nowhere else; neither: Ray spreads them over the nodes. log_dir: on each node. `config.host` is not
-    used: every server binds to the address its node has in the cluster, where the API key guards it; the traffic itself
-    is not encrypted.
+    resources_per_server: Ray resources of one server ({"CPU": 2, "GPU": 1, "my_label": 0.01}); None:
+    `default_resources`. placement_group: an existing placement group, server i uses bundle i. node_ids: ids of Ray
+    nodes, server i runs on the i-th. Neither: Ray spreads the servers over the nodes. log_dir: a folder on each node.
+    `config.host` is ignored: every server binds to the cluster address of its node. The API key protects it, but the
+    traffic is not encrypted.
 
-    Raises RolloutConfigError (no Ray here, more asked for than the cluster has, not one node a server),
-    ServerStartError, and what `check_launch` raises, found on the server's node.
+    Raises RolloutConfigError (Ray is not initialized, the cluster lacks the resources, node_ids has the wrong length),
+    ServerStartError, and the exceptions of `check_launch`, which runs on the server's node.
     """
     import ray
 
     if config.urls:
-        raise RolloutConfigError("urls: servers that run already need no Ray; use ServerGroup.launch")
+        raise RolloutConfigError("urls: existing servers do not need Ray; use ServerGroup.launch")
     if not ray.is_initialized():
-        raise RolloutConfigError("Ray is not initialised: call ray.init(address=...) first")
+        raise RolloutConfigError("Ray is not initialized: call ray.init(address=...) first")
     if node_ids is not None and (placement_group is not None or len(node_ids) != config.num_servers):
         raise RolloutConfigError(
-            f"node_ids has {len(node_ids)} entries for num_servers={config.num_servers}; give one a server, and no "
-            "placement_group beside them"
+            f"node_ids has {len(node_ids)} entries for num_servers={config.num_servers}; give one per server, and no "
+            "placement_group"
         )
     device: Device = detect_device()[0] if config.device == "auto" else config.device
     check_device_features(config, device)
@@ -200,13 +196,13 @@ def launch_on_ray(
             num_cpus=resources.get("CPU", 0),
             num_gpus=resources.get("GPU", 0),
             resources={name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")},
-            max_concurrency=8,  # asking whether it lives must not wait for its start
+            max_concurrency=8,  # alive() must not wait for wait_ready()
             scheduling_strategy=_strategy(placement_group, node_ids, index),
         ).remote()
         for index in range(config.num_servers)
     ]
     folder = Path(model_path).expanduser()
-    model = str(folder.absolute() if folder.is_dir() else model_path)  # actors have a working folder of their own
+    model = str(folder.absolute() if folder.is_dir() else model_path)  # actors have another working directory
     launched = [actor.launch.remote(index, model, config, settings) for index, actor in enumerate(actors)]
     try:
         servers = [_connect(index, actor, launched[index], config) for index, actor in enumerate(actors)]
@@ -218,17 +214,17 @@ def launch_on_ray(
 
 
 def default_resources(config: RolloutConfig, device: Device) -> dict[str, float]:
-    """What a server takes of its node, in Ray's words: one CPU, and on GPUs tensor_parallel_size of them."""
+    """Ray resources of one server: one CPU, and tensor_parallel_size GPUs if the device is cuda."""
     return {"CPU": 1.0} | ({"GPU": float(config.tensor_parallel_size)} if device == "cuda" else {})
 
 
-def _check_resources(wanted: Mapping[str, float], num_servers: int, there: Mapping[str, float]) -> None:
-    """Ray would wait for ever for what no cluster node has. Raises RolloutConfigError."""
+def _check_resources(wanted: Mapping[str, float], num_servers: int, available: Mapping[str, float]) -> None:
+    """Raises RolloutConfigError if the cluster lacks the resources: Ray would wait for them indefinitely."""
     for name, amount in wanted.items():
-        if amount * num_servers > there.get(name, 0.0):
+        if amount * num_servers > available.get(name, 0.0):
             raise RolloutConfigError(
-                f"num_servers={num_servers}: {amount:g} {name} each make {amount * num_servers:g}, the Ray cluster has "
-                f"{there.get(name, 0.0):g}; lower num_servers or resources_per_server"
+                f"num_servers={num_servers}: {amount:g} {name} each is {amount * num_servers:g} in total, the cluster "
+                f"has {available.get(name, 0.0):g}; lower num_servers or resources_per_server"
             )
 
 
@@ -249,7 +245,7 @@ def _connect(index: int, actor: Any, launched: Any, config: RolloutConfig) -> Ra
     try:
         endpoint, log_path = ray.get(launched, timeout=config.startup_timeout_s)
     except GetTimeoutError:
-        raise ServerStartError("no node of the Ray cluster had room for it in time", index, None) from None
+        raise ServerStartError("no node of the Ray cluster had the resources in time", index, None) from None
     except RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, RolloutConfigError):

@@ -1,8 +1,7 @@
-"""Keeps servers alive: restarts one that died or hangs, has it synchronised, and only then gives it traffic."""
+"""Monitors servers and restarts those that die or hang. The only place where servers are restarted."""
 
 from __future__ import annotations
 
-import http.client
 import threading
 import time
 from collections.abc import Callable
@@ -12,35 +11,40 @@ from typing import Literal
 from ..client.client import RolloutClient
 from ..errors import RolloutConfigError, ServerDiedError, ServerStartError
 from ..samples import Endpoint
-from .process import Server, call
-from .server import ServerGroup
+from .blocking_http import NO_ANSWER, call
+from .group import ServerGroup
+from .process import Server
 
 OnRestart = Callable[[int, Endpoint], int | None]
+EventKind = Literal["died", "hung", "restarted", "given_up"]
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class WatchEvent:
-    """What happened to a server. `what`: died or hung; restarted: it serves again; given_up: it will not come back."""
+    """What happened to a server. given_up: it is not restarted again."""
 
     server: int
-    what: Literal["died", "hung", "restarted", "given_up"]
+    what: EventKind
     detail: str
     at_s: float  # time.monotonic()
 
 
 class ServerWatch:
-    """Watches a group for a client, one thread a server.
+    """Monitors the servers of a group for a client, with one thread per server.
 
-    on_restart(index, endpoint): called when a restarted server answers but has no traffic yet. It holds the weights of
-    the model folder then, and no LoRA adapter: push the current ones to this endpoint and return their version. If it
-    raises, or returns another version than the client's, the server is given up: wrong weights must not generate.
+    on_restart(index, endpoint): called when a restarted server is ready but receives no requests yet. At that time it
+    holds the weights of the model folder and no LoRA adapter: push the current weights to this endpoint and return
+    their policy version. If the function raises, or returns another version than the client's, the server is given up,
+    so that it never generates with wrong weights.
 
-    A server that the client could not reach gets no traffic until the watch has looked at it. One that fails again,
-    also while it starts, is restarted up to max_restarts times, then given up; when all are, waiting requests come back
-    as failures.
+    A server that the client cannot reach receives no requests until the watch has checked it. A server that fails
+    again, including during its start, is restarted up to max_restarts times and then given up. When all servers are
+    given up, waiting requests end as failures.
 
-    health_every_s: pause between health calls; hang_timeout_s: without an answer for so long, a server counts as hung.
+    health_every_s: time between health checks. hang_timeout_s: a server that does not answer for this long has hung.
+
+    Raises RolloutConfigError: the group has no servers of its own, or the client has other endpoints.
     """
 
     def __init__(
@@ -54,18 +58,19 @@ class ServerWatch:
         hang_timeout_s: float = 60.0,
     ) -> None:
         if not group.servers:
-            raise RolloutConfigError("the servers given by url are not ours to restart")
+            raise RolloutConfigError("existing servers, given by url, cannot be restarted")
         if tuple(e.url for e in client.endpoints) != tuple(e.url for e in group.endpoints):
-            raise RolloutConfigError("the client must have been made with this group's endpoints, in their order")
+            raise RolloutConfigError("the client must have the endpoints of this group, in the same order")
         self.events: list[WatchEvent] = []
         self._group, self._client, self._on_restart = group, client, on_restart
         self._max_restarts = max_restarts
         self._health_every_s, self._hang_timeout_s = health_every_s, hang_timeout_s
         self._stopping = threading.Event()
         self._suspects = [threading.Event() for _ in group.servers]
+        self._restarting = [False] * len(group.servers)
         self._threads = [
             threading.Thread(target=self._run, args=(index, server), name=f"watch-{index}", daemon=True)
-            for index, server in enumerate(group.servers)  # positions in the group, as the client counts them
+            for index, server in enumerate(group.servers)  # positions in the group, as in the client
         ]
 
     def start(self) -> ServerWatch:
@@ -74,13 +79,23 @@ class ServerWatch:
             thread.start()
         return self
 
-    def stop(self) -> None:
-        """Stop watching (the servers run on). Idempotent."""
+    def stop(self, *, abort_restarts: bool = False) -> None:
+        """Stop monitoring; the servers keep running. Idempotent.
+
+        abort_restarts: also stop servers that are restarting, instead of waiting for their restart.
+        """
         self._stopping.set()
         self._client.report_suspects_to(None)
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(timeout=self._hang_timeout_s + 10.0)
+        end = time.monotonic() + self._hang_timeout_s + 10.0
+        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < end:
+            for index, server in enumerate(self._group.servers if abort_restarts else ()):
+                if self._restarting[index] and server.alive:
+                    server.stop()
+            time.sleep(_POLL_S)
+
+    def restart(self, server: int) -> None:
+        """Stop server number `server`. The watch then restarts it in the background, like a server that died."""
+        self._group.servers[server].stop()
 
     def __enter__(self) -> ServerWatch:
         return self.start()
@@ -89,22 +104,22 @@ class ServerWatch:
         self.stop()
 
     def check(self) -> None:
-        """Raises ServerDiedError if every server was given up."""
+        """Raises ServerDiedError if all servers were given up."""
         given_up = [event for event in self.events if event.what == "given_up"]
         if len(given_up) == len(self._group.servers):
             last = given_up[-1]
             raise ServerDiedError(last.detail, last.server, self._group.servers[last.server].log_path)
 
-    # ---- one server's thread -------------------------------------------------------------------------------------
+    # ---- the thread of one server --------------------------------------------------------------------------------
     def _suspect(self, server: int) -> None:
-        """The client could not reach it: no traffic until we have looked."""
+        """The client could not reach the server: block it until the watch has checked it."""
         self._client.block(server)
         self._suspects[server].set()
 
     def _run(self, index: int, server: Server) -> None:
         try:
             self._watch(index, server)
-        except Exception as error:  # without its watch a blocked server would stay blocked, and its requests wait
+        except Exception as error:  # without its thread, a blocked server would stay blocked and requests would wait
             self._give_up(index, f"the watch failed: {type(error).__name__}: {error}")
 
     def _watch(self, index: int, server: Server) -> None:
@@ -123,12 +138,16 @@ class ServerWatch:
             if self._stopping.is_set():
                 return
             restarts += 1
-            if not self._revive(index, server, restarts):
-                return
+            self._restarting[index] = True
+            try:
+                if not self._try_restart(index, server, restarts):
+                    return
+            finally:
+                self._restarting[index] = False
             next_health = time.monotonic() + self._health_every_s
 
     def _healthy(self, server: Server) -> bool:
-        """False once it has exited or not answered for hang_timeout_s."""
+        """False if the server has exited or has not answered for hang_timeout_s."""
         end = time.monotonic() + self._hang_timeout_s
         while server.alive and not self._stopping.is_set():
             left = end - time.monotonic()
@@ -136,14 +155,15 @@ class ServerWatch:
                 return False
             try:
                 status, _ = call(server.endpoint, "GET", "/health", timeout_s=left)
-            except (OSError, http.client.HTTPException):
-                # Refused: the front end is gone and its supervisor is clearing up, or it is only just busy.
+            except NO_ANSWER:
+                # Connection refused: the front end has exited and its supervisor is cleaning up, or it is only busy.
                 self._stopping.wait(_POLL_S)
                 continue
             return status == 200
         return False
 
-    def _revive(self, index: int, server: Server, restarts: int) -> bool:
+    def _try_restart(self, index: int, server: Server, restarts: int) -> bool:
+        """False: the server is given up. True: it is back, or failed again before it was ready."""
         self._client.block(index)
         hung = server.alive
         self._note(index, "hung" if hung else "died", server.reason())
@@ -156,7 +176,7 @@ class ServerWatch:
             version = self._on_restart(index, server.endpoint)
         except Exception as error:
             if isinstance(error, ServerStartError) or not self._healthy(server):
-                server.stop()  # it failed again before it served: the next failure
+                server.stop()  # it failed before it was ready, which counts as the next failure
                 return True
             return self._give_up(index, f"on_restart failed: {type(error).__name__}: {error}")
         expected = self._client.policy_version
@@ -172,12 +192,12 @@ class ServerWatch:
         self._client.retire(index)
         return False
 
-    def _note(self, server: int, what: Literal["died", "hung", "restarted", "given_up"], detail: str) -> None:
+    def _note(self, server: int, what: EventKind, detail: str) -> None:
         self.events.append(WatchEvent(server, what, detail, time.monotonic()))
 
 
-def version_problem(brought: int | None, expected: int) -> str | None:
-    """Why a server that was synchronised to version `brought` may not serve; None: it may."""
-    if brought is None or brought == expected:
+def version_problem(returned: int | None, expected: int) -> str | None:
+    """Why a server that on_restart brought to version `returned` must not generate; None: it may."""
+    if returned is None or returned == expected:
         return None
-    return f"on_restart brought version {brought}, the client is at {expected}"
+    return f"on_restart returned version {returned}, the client is at version {expected}"

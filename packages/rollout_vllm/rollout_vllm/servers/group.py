@@ -1,4 +1,4 @@
-"""A group of vLLM servers: launched together, ready together, stopped together."""
+"""A group of vLLM servers that are launched, checked and stopped together."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 from types import TracebackType
 
 from ..config import RolloutConfig
-from ..errors import RolloutConfigError, ServerStartError
+from ..errors import RolloutConfigError, ServerDiedError, ServerStartError
 from ..samples import Endpoint
+from .blocking_http import try_generation
 from .checks import (
     available_memory_bytes,
     check_context,
@@ -25,17 +26,18 @@ from .checks import (
     reserve_port,
 )
 from .command import SERVED_MODEL_NAME, Device, detect_device, server_arguments, server_environment
-from .process import Server, ServerProcess, try_generation
+from .process import Server, ServerProcess
 from .running import is_paused
 
 
 def check_launch(model_path: str | Path, config: RolloutConfig, *, elsewhere: bool = False) -> Device:
-    """Everything that can be found wrong without starting anything; takes milliseconds.
+    """Check the configuration without starting a process; takes milliseconds. Returns the device of the servers.
 
-    elsewhere: the servers will start on other hosts, so this one's memory and ports do not matter.
+    elsewhere: the servers will run on other hosts, so memory and ports of this host are not checked.
 
-    Raises RolloutConfigError or one of its children: vLLM not installed, no usable model folder, max_model_len beyond
-    the model, KV cache too small for one sequence or too large for the machine, a fixed port in use.
+    Raises RolloutConfigError or a subclass: vLLM is not installed, the model folder is not usable, max_model_len
+    exceeds the model's context, the KV cache is too small for one sequence or too large for the machine, a configured
+    port is in use.
     """
     if config.urls:
         return "cpu"
@@ -71,7 +73,7 @@ def build_server(
     env: Mapping[str, str] | None = None,
     gpu_ids: Sequence[int] | None = None,
 ) -> ServerProcess:
-    """Server `index` of a group on this host, its port held, not started yet. Raises PortInUseError."""
+    """Server `index` of a group on this host, with a reserved port, not started yet. Raises PortInUseError."""
     held = reserve_port(config.host, None if config.port is None else config.port + index)
     port = held.getsockname()[1]
     variables = server_environment(
@@ -85,9 +87,9 @@ def build_server(
 
 
 class ServerGroup:
-    """N servers of one model. Use `launch`, then `wait_ready`; a context manager stops them at its end.
+    """N servers of one model. Use `launch`, then `wait_ready`. As a context manager, it stops the servers at the end.
 
-    Whatever ends the launching process, SIGKILL included, ends the servers: each has a supervisor that watches it.
+    When the launching process ends for any reason, including SIGKILL, the supervisors of the servers stop them.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], servers: Sequence[Server], startup_timeout_s: float) -> None:
@@ -110,11 +112,11 @@ class ServerGroup:
         env: Mapping[str, str] | None = None,
         gpu_ids_per_server: Sequence[Sequence[int]] | None = None,
     ) -> ServerGroup:
-        """Start the servers and return at once (they load in parallel; `wait_ready` waits).
+        """Start the servers in the background; they load in parallel. `wait_ready` waits for them.
 
-        With `config.urls` nothing is started. log_dir: receives server_0.log, server_1.log, ...; extra_args and env go
-        to every server, over our own. gpu_ids_per_server: one sequence of device ids a server.
-        Raises what `check_launch` raises, before any process exists.
+        With `config.urls` nothing is started. log_dir: for server_0.log, server_1.log, ... extra_args, env: for every
+        server; they override our values. gpu_ids_per_server: one sequence of device ids per server.
+        Raises the exceptions of `check_launch`, before any process starts.
         """
         if config.urls:
             return cls([Endpoint(url.rstrip("/"), config.api_key) for url in config.urls], [], config.startup_timeout_s)
@@ -150,7 +152,7 @@ class ServerGroup:
     def wait_ready(self) -> None:
         """Block until every server has generated a token.
 
-        Raises ServerStartError with the first failure's reason in one line; then all of them are stopped.
+        Raises ServerStartError with the reason of the first failure in one line, after stopping all servers.
         """
         deadline = self._started_at + self.startup_timeout_s
         jobs = self.servers or self.endpoints
@@ -164,18 +166,19 @@ class ServerGroup:
             for future in done:
                 future.result()
         except BaseException:
-            self.stop()  # the other waiting threads see their servers gone and end
+            self.stop()  # the other threads notice that their servers are gone and end
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def check(self) -> None:
-        """Raises ServerDiedError if a server that we started has exited. Cheap: no request is made."""
+        """Raises ServerDiedError if a server of this group has exited. Cheap: sends no request."""
         for server in self.servers:
-            server.check()
+            if not server.alive:
+                raise ServerDiedError(server.reason(), server.index, server.log_path)
 
     def stop(self) -> None:
-        """Stop every server and wait until no process of theirs is left. Idempotent."""
+        """Stop all servers and wait until none of their processes is left. Idempotent."""
         if os.getpid() != self._owner_pid:
             return
         for server in self.servers:
@@ -204,7 +207,7 @@ def _stop_if_alive(reference: weakref.ref[ServerGroup]) -> None:
 
 
 def _wait_url(index: int, endpoint: Endpoint, deadline: float) -> None:
-    """Readiness of a server that somebody else runs; a paused one is ready for those who push weights and resume it."""
+    """Wait for an existing server. A paused server counts as ready: the first weight push resumes it."""
     while True:
         if is_paused(endpoint):
             return

@@ -1,0 +1,144 @@
+"""ServerWatch with scripted servers and with processes that exit immediately; no vLLM."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from rollout_vllm_helpers import config_for_tests, make_requests, wait_until
+
+from rollout_vllm import (
+    Endpoint,
+    RolloutClient,
+    RolloutConfigError,
+    SamplingConfig,
+    ServerDiedError,
+    ServerGroup,
+    ServerStartError,
+    ServerWatch,
+)
+from rollout_vllm.servers.process import ServerProcess
+from rollout_vllm.servers.watch import version_problem
+
+NOBODY = Endpoint("http://127.0.0.1:9", "k", "policy")
+
+
+class ScriptedServer:
+    """A server that answers every request. While `loading` is set, `wait_ready` blocks until `stop` is called."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._http = HTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        self.index, self.endpoint = 0, Endpoint(f"http://127.0.0.1:{self._http.server_port}", "k", "policy")
+        self.log_path, self.alive = tmp_path / "log", True
+        self.num_starts, self.loading = 0, False
+
+    def start(self) -> None:
+        self.num_starts += 1
+        self.alive = True
+
+    def wait_ready(self, deadline: float) -> None:
+        while self.loading and time.monotonic() < deadline:
+            if not self.alive:
+                raise ServerStartError("it was stopped", self.index, self.log_path)
+            time.sleep(0.01)
+
+    def reason(self) -> str:
+        return "it was stopped"
+
+    def ask_to_stop(self) -> None: ...
+
+    def stop(self) -> None:
+        self.alive = False
+
+    def release_port(self) -> None:
+        self._http.shutdown()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> ScriptedServer:
+    return ScriptedServer(tmp_path)
+
+
+def watched(
+    server: ScriptedServer, on_restart: Callable[[int, Endpoint], int | None]
+) -> tuple[ServerGroup, ServerWatch]:
+    group = ServerGroup([server.endpoint], [server], 60.0)
+    client = RolloutClient(group.endpoints, config_for_tests())
+    client.set_policy_version(4)
+    return group, ServerWatch(group, client, on_restart=on_restart)
+
+
+def events(watch: ServerWatch) -> list[str]:
+    return [event.what for event in watch.events]
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [(4, ["died", "restarted"]), (None, ["died", "restarted"]), (3, ["died", "given_up"])],
+)
+def test_restart_requires_the_current_policy_version(
+    server: ScriptedServer, returned: int | None, expected: list[str]
+) -> None:
+    group, watch = watched(server, lambda *_: returned)
+    with group, watch:
+        watch.restart(0)
+        wait_until(lambda: len(watch.events) == 2, timeout_s=20)
+    assert events(watch) == expected
+    assert watch.events[0].detail == "it was stopped"
+    assert ("version 3" in watch.events[1].detail) == (returned == 3) == bool(version_problem(returned, 4))
+
+
+def test_on_restart_that_raises_gives_the_server_up(server: ScriptedServer) -> None:
+    def fail(*_: object) -> int:
+        raise ConnectionError("no weights")
+
+    group, watch = watched(server, fail)
+    with group, watch:
+        watch.restart(0)
+        wait_until(lambda: len(watch.events) == 2, timeout_s=20)
+    assert watch.events[1].detail == "on_restart failed: ConnectionError: no weights"
+    with pytest.raises(ServerDiedError, match="no weights"):
+        watch.check()
+
+
+def test_stop_aborts_a_restart(server: ScriptedServer) -> None:
+    group, watch = watched(server, lambda *_: 4)
+    server.loading = True
+    with group:
+        watch.start()
+        watch.restart(0)
+        wait_until(lambda: server.num_starts == 1, timeout_s=20)
+        begin = time.monotonic()
+        watch.stop(abort_restarts=True)
+        assert time.monotonic() - begin < 20
+        assert (events(watch), server.alive) == (["died"], False)
+
+
+def test_server_that_cannot_start_is_given_up(tmp_path: Path) -> None:
+    server = ServerProcess(0, NOBODY, ["--no-such-argument"], {"PYTHONHOME": str(tmp_path)}, tmp_path / "log")
+    group = ServerGroup([NOBODY], [server], 60.0)
+    client = RolloutClient([NOBODY], config_for_tests(retry_base_s=0.05, retry_max_s=0.5, max_retries=4))
+    with client, ServerWatch(group, client, on_restart=lambda *_: 0, max_restarts=2) as watch:
+        [result] = client.generate_blocking(make_requests(1), SamplingConfig(n=3, max_tokens=5), deadline_s=300)
+        assert {f.kind for f in result.failures} == {"connection"}
+        wait_until(lambda: "given_up" in events(watch))
+        assert events(watch) == ["died", "died", "died", "given_up"]
+        with pytest.raises(ServerDiedError, match="failed 3 times, max_restarts=2"):
+            watch.check()
+    with pytest.raises(RolloutConfigError, match="given by url"):
+        ServerWatch(ServerGroup([NOBODY], [], 1.0), client, on_restart=lambda *_: 0)
+    other = Endpoint("http://127.0.0.1:10", "k", "policy")
+    with pytest.raises(RolloutConfigError, match="endpoints"):
+        ServerWatch(ServerGroup([other], [server], 1.0), client, on_restart=lambda *_: 0)
