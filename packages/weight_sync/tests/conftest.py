@@ -14,13 +14,13 @@ import weight_sync_helpers as helpers
 
 @pytest.fixture(scope="session")
 def old_model() -> Any:
-    """What the server is started with."""
+    """The model that the server is started with."""
     return helpers.tiny_model(helpers.tiny_config(), seed=1)
 
 
 @pytest.fixture(scope="session")
 def new_model() -> Any:
-    """Same architecture, other weights."""
+    """Same architecture, different weights."""
     return helpers.tiny_model(helpers.tiny_config(), seed=2)
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters alone into a real CPU server: equal to PEFT's own model, the base model untouched, all or none."""
+"""LoRA adapters pushed into a real CPU server: output of PEFT's model, base model unchanged, all servers or none."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def lora_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def tuned_model(seed: int) -> Any:
-    """The server's base model under adapters that change every prediction."""
+    """The server's base model with adapters that change every prediction."""
     import peft
     import torch
 
@@ -52,7 +52,7 @@ def pusher_of(model: Any, servers: list[Server], config: SyncConfig | None = Non
     return WeightPusher(ModuleSource(model, rename=peft_name), servers, config, adapter=adapter_of(model, **changes))
 
 
-def test_versions_arrive_beside_the_base_model(lora_server: Server, old_model: Any, monkeypatch: Any) -> None:
+def test_adapter_is_served_next_to_the_base_model(lora_server: Server, old_model: Any, monkeypatch: Any) -> None:
     first, second = tuned_model(7), tuned_model(8)
     with pusher_of(first, [lora_server]) as pusher:
         report = pusher.push(1)
@@ -74,7 +74,7 @@ def test_versions_arrive_beside_the_base_model(lora_server: Server, old_model: A
 
 
 class Changed(ModuleSource):
-    """An adapter whose manifest differs in one entry; None leaves it out."""
+    """An adapter whose manifest differs in one entry; None omits it."""
 
     def __init__(self, model: Any, name: str, changes: dict[str, Any] | None) -> None:
         super().__init__(model, rename=peft_name)
@@ -93,17 +93,15 @@ class Changed(ModuleSource):
             out.zero_()
 
 
-def test_an_adapter_that_does_not_fit_is_refused_by_name_and_the_one_before_stays(
-    lora_server: Server, server: Server
-) -> None:
+def test_mismatched_adapter_is_rejected_and_the_previous_version_stays(lora_server: Server, server: Server) -> None:
     model = tuned_model(7)
     with pusher_of(model, [lora_server]) as pusher:
         pusher.push(1)
     place = "layers.1.mlp.down_proj.lora_"
     cases: list[tuple[Any, Adapter, str]] = [
         (Changed(model, f"{place}A.weight", {"shape": (RANK, 64)}), adapter_of(model), "has 128"),
-        (Changed(model, f"{place}B.weight", {"shape": (64, RANK // 2)}), adapter_of(model), "no low-rank pair"),
-        (Changed(model, f"{place}B.weight", None), adapter_of(model), "comes without its B"),
+        (Changed(model, f"{place}B.weight", {"shape": (64, RANK // 2)}), adapter_of(model), "not a low-rank pair"),
+        (Changed(model, f"{place}B.weight", None), adapter_of(model), "lora_B is missing"),
         (
             Changed(model, f"{place}B.weight", {"name": f"base_model.model.x.{place}B.weight"}),
             adapter_of(model),
@@ -119,12 +117,12 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name_and_the_one_before_stay
             assert caught.value.kind == "plan"
     with pusher_of(tuned_model(8), [lora_server, server]) as pusher:
         with pytest.raises(ReceiverError, match="--enable-lora"):
-            pusher.push(2)  # one server cannot: none has it
+            pusher.push(2)  # one server cannot load it, so none publishes it
         assert is_paused(lora_server)
         assert is_paused(server)
     with WeightPusher(ModuleSource(helpers.tiny_model(helpers.tiny_config(), seed=2)), [server]) as pusher:
         pusher.push(1)
     helpers.call(lora_server, "POST", "/resume")
-    assert_serves(lora_server, model, NAME)  # what it held before
+    assert_serves(lora_server, model, NAME)  # the previous version
     with pytest.raises(SyncConfigError, match="r missing"):
         Adapter(name="a", settings={"lora_alpha": 1, "target_modules": []})

@@ -1,4 +1,4 @@
-"""The examples run as they stand, against the shared server, and what they trained is what it then serves."""
+"""The examples run unchanged against the shared server, which then serves the weights that they trained."""
 
 import sys
 from pathlib import Path

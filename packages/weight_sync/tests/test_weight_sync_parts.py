@@ -1,4 +1,4 @@
-"""Sources, checksum, channel and shared memory without a server."""
+"""Sources, checksum, channel, transports and server check, without vLLM."""
 
 import json
 import os
@@ -29,24 +29,23 @@ from weight_sync import (
     SourceError,
     SyncConfig,
     SyncConfigError,
-    WeightSource,
+    TensorSource,
     WeightSyncError,
     ZeroSource,
     check_server,
     plan_buckets,
 )
 from weight_sync.channel import Channel, Listener, connect
-from weight_sync.checksum import checksum
 from weight_sync.errors import ChannelError
-from weight_sync.session import Link, PushSession
-from weight_sync.sources.base import slot_view
-from weight_sync.transports.nccl import NcclSender, await_members, join_members
+from weight_sync.push.session import Link, PushSession
+from weight_sync.tensors import checksum, slot_view
+from weight_sync.transports.nccl import NcclSender, await_workers, join_rendezvous
 from weight_sync.transports.shm import ShmReceiver, ShmSender
-from weight_sync.vllm_plugin.adapters import _mapper
+from weight_sync.vllm_plugin.adapters import _weights_mapper
 
 
-def collect(source: WeightSource, bucket_bytes: int = 20_000) -> dict[str, torch.Tensor]:
-    """Everything a source delivers, by name."""
+def collect(source: TensorSource, bucket_bytes: int = 20_000) -> dict[str, torch.Tensor]:
+    """All tensors of a source, by name."""
     tensors = {}
     for bucket in plan_buckets(source.manifest(), bucket_bytes).buckets:
         out = torch.empty(bucket.nbytes, dtype=torch.uint8)
@@ -57,7 +56,7 @@ def collect(source: WeightSource, bucket_bytes: int = 20_000) -> dict[str, torch
 
 
 @pytest.mark.parametrize("kind", [ModuleSource, ZeroSource])
-def test_module_tensors_arrive_once_and_whole(kind: Any, new_model: Any) -> None:
+def test_source_sends_every_full_parameter_once(kind: Any, new_model: Any) -> None:
     got = collect(kind(new_model))
     assert "model.embed_tokens.weight" in got
     assert "lm_head.weight" not in got  # tied
@@ -75,7 +74,7 @@ def test_integer_parameters_are_not_cast() -> None:
     assert collect(ModuleSource(module, torch.bfloat16))["scale"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_folder_gives_the_saved_tensors(new_model: Any, tmp_path: Path) -> None:
+def test_folder_source_sends_the_saved_tensors(new_model: Any, tmp_path: Path) -> None:
     helpers.save_model(new_model, tmp_path)
     got = collect(HfFolderSource(tmp_path))
     for name, param in new_model.named_parameters():
@@ -83,7 +82,7 @@ def test_folder_gives_the_saved_tensors(new_model: Any, tmp_path: Path) -> None:
     assert not got
 
 
-def test_bad_folders_and_modules_are_named(tmp_path: Path) -> None:
+def test_bad_folders_and_changed_modules_raise(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"no \*\.safetensors"):
         HfFolderSource(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"hello")
@@ -113,7 +112,7 @@ def test_fsdp2_shards_are_gathered(tmp_path: Path) -> None:
 
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(st.integers(1, 40), st.data())
-def test_checksum_sees_a_changed_byte_and_a_moved_block(num_blocks: int, data: st.DataObject) -> None:
+def test_checksum_detects_a_changed_byte_and_moved_blocks(num_blocks: int, data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(num_blocks)
     bytes_N = torch.randint(0, 256, (num_blocks * 256,), dtype=torch.uint8, generator=generator)
     before = checksum(bytes_N)
@@ -128,16 +127,15 @@ def test_checksum_sees_a_changed_byte_and_a_moved_block(num_blocks: int, data: s
         assert checksum(rolled) != before
 
 
-def test_checksum_of_nothing() -> None:
+def test_checksum_of_an_empty_tensor() -> None:
     assert checksum(torch.empty(0, dtype=torch.uint8)) == 0
 
 
-def test_channel_carries_messages_and_descriptors() -> None:
+def test_channel_sends_messages_and_descriptors() -> None:
     listener = Listener()
     worker = connect(listener.address, 5.0)
     pusher = listener.accept(5.0, 5.0)
     assert pusher is not None
-    assert pusher.peer_uid() == os.getuid()
     read_end, write_end = os.pipe()
     sending = threading.Thread(target=pusher.send, args=({"type": "plan", "text": "é" * 700_000}, [read_end]))
     sending.start()
@@ -158,7 +156,7 @@ def test_channel_carries_messages_and_descriptors() -> None:
         connect(listener.address, 1.0)
 
 
-def test_channel_does_not_wait_for_ever() -> None:
+def test_channel_receive_times_out() -> None:
     left, right = socket.socketpair()
     with pytest.raises(ChannelError, match="timed out"):
         Channel(left, 0.05).receive()
@@ -166,7 +164,7 @@ def test_channel_does_not_wait_for_ever() -> None:
     left.close()
 
 
-def test_segments_are_shared_and_reused(new_model: Any) -> None:
+def test_shared_memory_segments_are_reused(new_model: Any) -> None:
     source = ModuleSource(new_model)
     plan = plan_buckets(source.manifest(), 100_000)
     assert len(plan.buckets) > 2
@@ -190,10 +188,10 @@ def test_segments_are_shared_and_reused(new_model: Any) -> None:
     receiver.close()
 
 
-# ---- the meeting before an NCCL communicator -------------------------------------------------------------------------
+# ---- rendezvous before an NCCL communicator --------------------------------------------------------------------------
 @pytest.fixture
-def meeting() -> Iterator[tuple[TCPStore, list[Channel], list[Channel]]]:
-    """A store, and the pusher's and the workers' ends of two links."""
+def rendezvous() -> Iterator[tuple[TCPStore, list[Channel], list[Channel]]]:
+    """A store, and the pusher's and the workers' ends of two channels."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     pairs = [socket.socketpair() for _ in range(2)]
     pushers, workers = ([Channel(pair[side], 5.0) for pair in pairs] for side in range(2))
@@ -205,56 +203,56 @@ def meeting() -> Iterator[tuple[TCPStore, list[Channel], list[Channel]]]:
 WHERE = ["http://h:1 worker 0.0", "http://h:1 worker 0.1"]
 
 
-def test_members_meet_before_the_communicator_is_made(meeting: Any) -> None:
-    store, pushers, workers = meeting
+def test_rendezvous_of_all_workers(rendezvous: Any) -> None:
+    store, pushers, workers = rendezvous
     with ThreadPoolExecutor(2) as pool:
-        joins = [pool.submit(join_members, store, 3, rank, workers[rank - 1], 5.0) for rank in (1, 2)]
-        await_members(store, 3, WHERE, pushers, 5.0)
+        joins = [pool.submit(join_rendezvous, store, 3, rank, workers[rank - 1], 5.0) for rank in (1, 2)]
+        await_workers(store, 3, WHERE, pushers, 5.0)
         for join in joins:
             join.result(5)
 
 
-def test_a_member_that_does_not_come_is_named(meeting: Any) -> None:
-    store, pushers, workers = meeting
+def test_rendezvous_timeout_names_the_missing_worker(rendezvous: Any) -> None:
+    store, pushers, workers = rendezvous
     with ThreadPoolExecutor(1) as pool:
-        join = pool.submit(join_members, store, 4, 1, workers[0], 30.0)
-        with pytest.raises(WeightSyncError, match=r"^http://h:1 worker 0\.1: did not come .* within 0\.3 s"):
-            await_members(store, 4, WHERE, pushers, 0.3)
-        pushers[0].close()  # as the end of a failed push does: those who came are let go
-        with pytest.raises(ChannelError, match="before the communicator was made"):
+        join = pool.submit(join_rendezvous, store, 4, 1, workers[0], 30.0)
+        with pytest.raises(WeightSyncError, match=r"^http://h:1 worker 0\.1: did not join .* within 0\.3 s"):
+            await_workers(store, 4, WHERE, pushers, 0.3)
+        pushers[0].close()  # as after a failed push: the workers that joined stop waiting
+        with pytest.raises(ChannelError, match="before the communicator was created"):
             join.result(5)
 
 
-@pytest.mark.parametrize("says", ["CUDA out of memory", ""])
-def test_a_member_that_fails_before_the_meeting_is_heard(meeting: Any, says: str) -> None:
-    store, pushers, workers = meeting
+@pytest.mark.parametrize("detail", ["CUDA out of memory", ""])
+def test_error_of_a_worker_before_the_rendezvous_is_reported(rendezvous: Any, detail: str) -> None:
+    store, pushers, workers = rendezvous
     sender = NcclSender.__new__(NcclSender)
     sender._comm, sender._store, sender._generation, sender._timeout_s = None, store, 5, 30.0
     sender._where = WHERE
     session = PushSession.__new__(PushSession)
     session._sender, session._config = sender, SyncConfig()
     links = [Link(channel, {}, where) for channel, where in zip(pushers, WHERE, strict=True)]
-    if says:
-        workers[1].send({"type": "error", "kind": "internal", "detail": says})
+    if detail:
+        workers[1].send({"type": "error", "kind": "internal", "detail": detail})
     workers[1].close()
     push: Any = SimpleNamespace(links=links)
     bucket: Any = SimpleNamespace(index=0)
-    with pytest.raises(WeightSyncError, match=says or r"worker 0\.1: the other side closed") as caught:
+    with pytest.raises(WeightSyncError, match=detail or r"worker 0\.1: the other side closed") as caught:
         session._announce(push, bucket, None)
     assert WHERE[1] in str(caught.value)
 
 
-# ---- servers that run already ---------------------------------------------------------------------------------------
-def _started_with(backend: str | None) -> dict[str, Any]:
+# ---- check_server ----------------------------------------------------------------------------------------------------
+def _vllm_config(backend: str | None) -> dict[str, Any]:
     return {"weight_transfer_config": {"backend": backend} if backend else None, "model_config": {}}
 
 
-UP: dict[str, tuple[int, Any]] = {"/get_world_size": (200, {"world_size": 1})}
+REACHABLE: dict[str, tuple[int, Any]] = {"/get_world_size": (200, {"world_size": 1})}
 
 
 @contextmanager
-def _answering(answers: dict[str, tuple[int, Any]]) -> Iterator[str]:
-    """A server with these answers by path, vLLM's own for any other."""
+def _http_server(answers: dict[str, tuple[int, Any]]) -> Iterator[str]:
+    """A server with these answers by path, and 404 for any other path."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -274,25 +272,25 @@ def _answering(answers: dict[str, tuple[int, Any]]) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("answers", "error"),
     [
-        (UP | {"/server_info": (200, {"vllm_config": _started_with("plinth")})}, ""),
+        (REACHABLE | {"/server_info": (200, {"vllm_config": _vllm_config("plinth")})}, ""),
         (
-            UP | {"/server_info": (200, {"vllm_config": _started_with("nccl")})},
+            REACHABLE | {"/server_info": (200, {"vllm_config": _vllm_config("nccl")})},
             "SyncConfigError: .* with the weight-transfer backend 'nccl'; start it with --weight-transfer-config",
         ),
         (
-            UP | {"/server_info": (200, {"vllm_config": _started_with(None)})},
+            REACHABLE | {"/server_info": (200, {"vllm_config": _vllm_config(None)})},
             "SyncConfigError: .* with no weight-transfer backend",
         ),
-        (UP, ""),  # a release that does not tell
-        (UP | {"/server_info": (200, {"vllm_config": "text"})}, ""),
-        (UP | {"/server_info": (200, {})}, ""),
-        (UP | {"/server_info": (500, {})}, "ServerError: .*/server_info"),
+        (REACHABLE, ""),  # a release that does not report its backend
+        (REACHABLE | {"/server_info": (200, {"vllm_config": "text"})}, ""),
+        (REACHABLE | {"/server_info": (200, {})}, ""),
+        (REACHABLE | {"/server_info": (500, {})}, "ServerError: .*/server_info"),
         ({"/get_world_size": (401, {})}, "ServerError: .*check the API key"),
         ({}, "ServerError: .*no such route"),
     ],
 )
-def test_a_server_is_asked_how_it_was_started(answers: dict[str, tuple[int, Any]], error: str) -> None:
-    with _answering(answers) as url:
+def test_check_server(answers: dict[str, tuple[int, Any]], error: str) -> None:
+    with _http_server(answers) as url:
         if not error:
             check_server(SimpleNamespace(url=url, api_key="k"))
             return
@@ -302,7 +300,7 @@ def test_a_server_is_asked_how_it_was_started(answers: dict[str, tuple[int, Any]
 
 
 @pytest.mark.parametrize("method", ["get_rename_mapper", "get_unstacked_mapper"], ids=["0.29 on", "0.26 to 0.28"])
-def test_names_of_adapters_are_mapped_without_stacking_rules(method: str) -> None:
+def test_adapter_names_are_mapped_without_stacking_rules(method: str) -> None:
     mapper = SimpleNamespace(**{method: lambda: "renames only"})
-    assert _mapper(SimpleNamespace(hf_to_vllm_mapper=mapper)) == "renames only"
-    assert _mapper(SimpleNamespace()) is None
+    assert _weights_mapper(SimpleNamespace(hf_to_vllm_mapper=mapper)) == "renames only"
+    assert _weights_mapper(SimpleNamespace()) is None

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync import Manifest, ManifestError, ReceiverError, ServerError, SyncConfig, TensorEntry, plan_buckets
+import weight_sync
+from weight_sync import (
+    ReceiverError,
+    ServerError,
+    SyncConfig,
+    TensorEntry,
+    WeightManifest,
+    WeightManifestError,
+    plan_buckets,
+)
 from weight_sync.manifest import DTYPE_BYTES
 from weight_sync.plan import ALIGN_BYTES, BucketPlan
 
@@ -19,9 +28,9 @@ dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 
 
 @st.composite
-def manifests(draw: st.DrawFn) -> Manifest:
+def manifests(draw: st.DrawFn) -> WeightManifest:
     unique = draw(st.lists(names, unique=True, max_size=30))
-    return Manifest.of(
+    return WeightManifest.of(
         TensorEntry(name=name, shape=draw(shapes), dtype=draw(dtypes), padding=draw(st.integers(0, 7)))
         for name in unique
     )
@@ -29,7 +38,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 @settings(deadline=None, derandomize=True)
 @given(manifests(), st.integers(1, 200_000))
-def test_every_tensor_once_in_order_within_bounds(manifest: Manifest, bound: int) -> None:
+def test_every_tensor_once_in_order_within_bounds(manifest: WeightManifest, bound: int) -> None:
     plan = plan_buckets(manifest, bound)
     slots = [slot for bucket in plan.buckets for slot in bucket.slots]
     assert [(s.name, s.shape, s.dtype, s.nbytes) for s in slots] == [
@@ -45,33 +54,34 @@ def test_every_tensor_once_in_order_within_bounds(manifest: Manifest, bound: int
         for slot in bucket.slots:
             assert slot.offset == end
             assert slot.offset % ALIGN_BYTES == 0
-            end = slot.offset + slot.room
+            end = slot.offset + slot.reserved_bytes
         assert end == bucket.nbytes
-    room = {e.name: e.room_bytes for e in manifest.entries}
-    assert all(room[s.name] <= s.room < room[s.name] + ALIGN_BYTES for s in slots)
+    room = {e.name: e.padded_bytes for e in manifest.entries}
+    assert all(room[s.name] <= s.reserved_bytes < room[s.name] + ALIGN_BYTES for s in slots)
 
 
 @settings(deadline=None, derandomize=True)
 @given(manifests(), st.integers(1, 200_000))
-def test_no_two_neighbouring_buckets_fit_into_one(manifest: Manifest, bound: int) -> None:
+def test_no_two_neighboring_buckets_fit_into_one(manifest: WeightManifest, bound: int) -> None:
     buckets = plan_buckets(manifest, bound).buckets
     for left, right in itertools.pairwise(buckets):
-        assert left.nbytes + right.slots[0].room > bound
+        assert left.nbytes + right.slots[0].reserved_bytes > bound
 
 
 @settings(deadline=None, derandomize=True)
 @given(manifests(), st.integers(1, 200_000))
-def test_wire_round_trip_and_two_segments_suffice(manifest: Manifest, bound: int) -> None:
+def test_wire_round_trip_and_two_buffers_suffice(manifest: WeightManifest, bound: int) -> None:
     plan = plan_buckets(manifest, bound)
     assert BucketPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    assert plan_buckets(Manifest.of(reversed(tuple(reversed(manifest.entries)))), bound).digest == plan.digest
-    sizes = plan.slot_bytes(2)
+    assert plan_buckets(WeightManifest.of(reversed(tuple(reversed(manifest.entries)))), bound).digest == plan.digest
+    sizes = plan.buffer_bytes()
+    assert len(sizes) == min(2, len(plan.buckets))
     assert all(bucket.nbytes <= sizes[bucket.index % 2] for bucket in plan.buckets)
 
 
 @settings(deadline=None, derandomize=True)
 @given(manifests().filter(lambda m: len(m.entries) > 0), st.data())
-def test_any_change_changes_the_digest(manifest: Manifest, data: st.DataObject) -> None:
+def test_digest_depends_on_names_shapes_and_dtypes(manifest: WeightManifest, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, len(manifest.entries) - 1))
     entry = manifest.entries[index]
     other = data.draw(
@@ -83,41 +93,54 @@ def test_any_change_changes_the_digest(manifest: Manifest, data: st.DataObject) 
             ]
         )
     )
-    changed = Manifest.of((*manifest.entries[:index], other, *manifest.entries[index + 1 :]))
+    changed = WeightManifest.of((*manifest.entries[:index], other, *manifest.entries[index + 1 :]))
     assert plan_buckets(changed, 4096).digest != plan_buckets(manifest, 4096).digest
 
 
-def test_bad_manifests_and_plans_are_refused() -> None:
+def test_bad_manifests_and_plans_are_rejected() -> None:
     entry = TensorEntry(name="w", shape=(4, 4), dtype="float32")
-    with pytest.raises(ManifestError, match="w appears twice"):
-        Manifest.of([entry, entry])
-    with pytest.raises(ManifestError, match="complex64"):
+    with pytest.raises(WeightManifestError, match="w appears twice"):
+        WeightManifest.of([entry, entry])
+    with pytest.raises(WeightManifestError, match="complex64"):
         TensorEntry(name="w", shape=(1,), dtype="complex64")
-    with pytest.raises(ManifestError, match="bucket_bytes: 0"):
-        plan_buckets(Manifest.of([entry]), 0)
-    data = plan_buckets(Manifest.of([entry]), 1024).to_json()
+    with pytest.raises(WeightManifestError, match="bucket_bytes: 0"):
+        plan_buckets(WeightManifest.of([entry]), 0)
+    data = plan_buckets(WeightManifest.of([entry]), 1024).to_json()
     data["buckets"][0][1][0][1] = [4, 5]
-    with pytest.raises(ManifestError, match="digest"):
+    with pytest.raises(WeightManifestError, match="digest"):
         BucketPlan.from_json(data)
 
 
-def test_config_names_the_field_and_the_value() -> None:
+def test_config_error_names_the_field_and_the_value() -> None:
     for field, value in (("transport", "smoke"), ("bucket_mib", 0), ("timeout_s", 0.0)):
         with pytest.raises(ValueError, match=f"{field}: .*{value}"):
             SyncConfig(**{field: value})
 
 
-def test_bucket_sizes_follow_the_transport() -> None:
-    usual = {name: SyncConfig().bucket_bytes(name) >> 20 for name in ("ipc", "nccl", "shm", "tcp")}
-    assert usual == {"ipc": 256, "nccl": 256, "shm": 64, "tcp": 64}
+def test_default_bucket_size_depends_on_the_transport() -> None:
+    defaults = {name: SyncConfig().bucket_bytes(name) >> 20 for name in ("ipc", "nccl", "shm", "tcp")}
+    assert defaults == {"ipc": 256, "nccl": 256, "shm": 64, "tcp": 64}
     assert SyncConfig(bucket_mib=3).bucket_bytes("ipc") == SyncConfig(bucket_mib=3).bucket_bytes("shm") == 3 << 20
 
 
-def test_errors_cross_process_borders() -> None:
+def test_errors_can_be_pickled() -> None:
     for error in (ServerError("http://a", "POST /x", 500, "no"), ReceiverError("plan", "w", "wrong", "here")):
         again = pickle.loads(pickle.dumps(error))
         assert str(again) == str(error)
         assert type(again) is type(error)
+
+
+@pytest.mark.parametrize("name", ["Manifest", "ManifestError", "WeightSource", "quantise_blocks", "restore_blocks"])
+def test_renamed_names_warn(name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"weight_sync\.{name} is deprecated: use \w+"):
+        assert getattr(weight_sync, name) is getattr(weight_sync, weight_sync._RENAMED[name])
+
+
+def test_renamed_config_key_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="use quantize="):
+        config = SyncConfig(quantise="fp8_blocks")  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match="use quantize"):
+        assert config.quantise == config.quantize == "fp8_blocks"
 
 
 def test_importing_the_package_is_cheap() -> None:

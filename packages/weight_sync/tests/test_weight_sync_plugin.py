@@ -1,6 +1,7 @@
-"""What runs inside vLLM, without a server."""
+"""The vLLM plugin without a server."""
 
 from collections import deque
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,15 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.utils import replace_parameter
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
-from weight_sync import Manifest, ReceiverError, TensorEntry, plan_buckets
+from weight_sync import ReceiverError, TensorEntry, WeightManifest, plan_buckets
 from weight_sync.vllm_plugin import layout
+from weight_sync.vllm_plugin.adapters import patch_adapter_loading
 from weight_sync.vllm_plugin.apply import ModelLoader
-from weight_sync.vllm_plugin.replies import keep_in_step
+from weight_sync.vllm_plugin.patch import REPLACED, replace_method
+from weight_sync.vllm_plugin.stale_replies import patch_executor
 
 
-def test_a_compared_bucket_is_no_longer_read_when_it_is_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_waits_for_the_device_before_the_bucket_is_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     loader = ModelLoader(nn.Module(), None, torch.device("cpu"))
     compare = SimpleNamespace(verify=lambda bucket, bytes_N: events.append(f"read {bucket}"))
@@ -37,8 +40,8 @@ class Replies(deque[Any]):
         return self.popleft()
 
 
-class Asked:
-    """The workers: each replies to every call with its name and its own rank, and fails in ``update_weights``."""
+class Workers:
+    """Reply to every call with its name and their rank, and fail in ``update_weights``."""
 
     def __init__(self, replies: list[Replies]) -> None:
         self._replies = replies
@@ -52,13 +55,13 @@ class Asked:
                 queue.append((result, f"{method} {rank}"))
 
 
-def test_a_failed_call_leaves_no_reply_for_the_next() -> None:
-    keep_in_step()
-    keep_in_step()
+def test_replies_stay_in_order_after_a_failed_call() -> None:
+    patch_executor()
+    patch_executor()
     executor: Any = MultiprocExecutor.__new__(MultiprocExecutor)
     replies = [Replies() for _ in range(3)]
     executor.is_failed, executor.futures_queue = False, deque()
-    executor.response_mqs, executor.rpc_broadcast_mq = replies, Asked(replies)
+    executor.response_mqs, executor.rpc_broadcast_mq = replies, Workers(replies)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="update_weights 0"):
             executor.collective_rpc("update_weights")
@@ -72,8 +75,19 @@ def test_a_failed_call_leaves_no_reply_for_the_next() -> None:
     assert not any(replies)
 
 
+def test_replaced_methods_are_recorded_and_exist() -> None:
+    patch_executor()
+    patch_adapter_loading()
+    for path in REPLACED:
+        module, owner, name = path.rsplit(".", 2)
+        assert hasattr(getattr(import_module(module), owner), name)
+    assert {path.rpartition(".")[2] for path in REPLACED} == {"collective_rpc", "_load_adapter"}
+    with pytest.raises(AttributeError, match="renamed_upstream"):
+        replace_method(MultiprocExecutor, "renamed_upstream", lambda method: method)
+
+
 class Attention(MLAAttention):
-    """Of MLA's attention only what matters here: once loaded, it keeps a product of another layer's weight."""
+    """Stand-in for MLA attention: derives a parameter from another layer's weight after loading."""
 
     def __init__(self, model: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -84,7 +98,7 @@ class Attention(MLAAttention):
 
 
 class Mla(nn.Module):
-    """A layer with a bias, and an attention that keeps a parameter derived from it."""
+    """A layer with a bias, and an attention with a parameter derived from its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +112,7 @@ class Mla(nn.Module):
             getattr(param, "weight_loader", default_weight_loader)(param, tensor)
 
 
-def test_derived_parameters_are_not_asked_for_and_are_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_derived_parameters_are_recomputed_and_not_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
     model = Mla()
     record_metadata_for_reloading(model)
@@ -107,12 +121,12 @@ def test_derived_parameters_are_not_asked_for_and_are_computed_anew(monkeypatch:
         "weight": TensorEntry(name="weight", shape=(4, 4), dtype="float32"),
         "bias": TensorEntry(name="bias", shape=(4,), dtype="float32"),
     }
-    plan = plan_buckets(Manifest.of(entries.values()), 1024)
+    plan = plan_buckets(WeightManifest.of(entries.values()), 1024)
     assert loader.check(plan).direct
     model.attention.process_weights_after_loading(torch.float32)
-    for missing in entries:  # a bias is not recorded for reloading either, and is asked for all the same
-        part = plan_buckets(Manifest.of(entry for name, entry in entries.items() if name != missing), 1024)
-        with pytest.raises(ReceiverError, match="gets 0 of its") as caught:
+    for missing in entries:  # vLLM does not record a bias for reloading either, but it is required
+        part = plan_buckets(WeightManifest.of(entry for name, entry in entries.items() if name != missing), 1024)
+        with pytest.raises(ReceiverError, match="receives 0 of its") as caught:
             loader.check(part)
         assert caught.value.tensor == missing
 

@@ -1,4 +1,4 @@
-"""Two real DeepSpeed ranks over gloo: every ZeRO stage gives its exact weights, and stage 3 pushes them."""
+"""Two real DeepSpeed ranks over gloo: ZeroSource sends the exact weights of every stage, and stage 3 pushes them."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""One rank of an FSDP2 job on the CPU: its source must give the whole tensors. Run by test_weight_sync_parts.py."""
+"""One rank of an FSDP2 job on the CPU: ModuleSource must send the full tensors. Run by test_weight_sync_parts.py."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from weight_sync import ModuleSource, plan_buckets
-from weight_sync.sources.base import slot_view
+from weight_sync.tensors import slot_view
 
 rank, port = int(sys.argv[1]), sys.argv[2]
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from weight_sync import SyncConfig, server_args, server_env
-from weight_sync.session import PushSession
+from weight_sync.push.session import PushSession
 
 VOCAB_SIZE = 96
 PROMPTS = [[5, 6, 7, 8], [11, 3, 42, 9, 17, 23], [60, 61, 62], [90, 2, 2, 4, 8, 16, 32, 64]]
@@ -26,7 +26,7 @@ PROMPTS = [[5, 6, 7, 8], [11, 3, 42, 9, 17, 23], [60, 61, 62], [90, 2, 2, 4, 8, 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server and what it was built from."""
+    """A running server, its process and its log."""
 
     url: str
     api_key: str | None
@@ -63,7 +63,7 @@ def tiny_config(family: str = "qwen3", *, tied: bool = True, hidden: int = 64, l
 
 
 def tiny_model(config: Any, seed: int) -> Any:
-    """A random float32 model whose predictions are far from uniform, so that a wrong weight shows."""
+    """A random float32 model whose predictions are far from uniform, so that a wrong weight changes them."""
     import transformers
 
     torch.manual_seed(seed)
@@ -116,7 +116,7 @@ def start_server(
     extra_env: dict[str, str] | None = None,
     port: int | None = None,
 ) -> Server:
-    """Start and return at once."""
+    """Start a server without waiting for it."""
     config = SyncConfig()
     port = port or free_port()
     command = [sys.executable, str(Path(__file__).with_name("weight_sync_server.py")), "--model", str(folder)]
@@ -133,15 +133,15 @@ def start_server(
     if api_key:
         command += ["--api-key", api_key]
     env = {**server_env(config), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    # Eager or not, vLLM compiles two functions of its sampler at the first request; and a worker in a process of its
-    # own makes the engine spin while it waits for it, which the two cores of a test run cannot spare.
+    # vLLM compiles two functions of its sampler even in eager mode, and the engine busy-waits for a worker in another
+    # process; both cost too much on the two cores of a test run.
     env |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     env |= {"VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "", **(extra_env or {})}
     return Server(f"http://127.0.0.1:{port}", api_key, start_process(command, log, env), log)
 
 
 def start_process(command: Sequence[str], log: Path, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """A process group of its own that dies with the test run."""
+    """Start a process group that is killed when the test run ends."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
     with log.open("wb") as stream:
         return subprocess.Popen(
@@ -223,14 +223,14 @@ def expected(model: Any, prompt: list[int], num_tokens: int = 24) -> list[int]:
 
 @torch.no_grad()
 def log_probs_of(model: Any, prompt: list[int], response: list[int]) -> list[float]:
-    """The trainer's own log-probs of the response's tokens."""
+    """The trainer's log-probs of the response's tokens."""
     ids = torch.tensor([[*prompt, *response]])
     log_probs = model(ids).logits[0].float().log_softmax(-1)
     return [float(log_probs[len(prompt) - 1 + i, token]) for i, token in enumerate(response)]
 
 
 def assert_serves(server: Server, model: Any, name: str = "policy") -> float:
-    """The server's greedy output is the model's; returns the mean absolute log-prob difference. ``name``: asked for."""
+    """Check that the server's greedy output is the model's; returns the mean absolute log-prob difference."""
     differences = []
     for prompt in PROMPTS:
         tokens, log_probs = generate(server, prompt, name=name)
@@ -241,22 +241,22 @@ def assert_serves(server: Server, model: Any, name: str = "policy") -> float:
 
 
 def is_paused(server: Server) -> bool:
-    """Whether the server holds requests back."""
+    """Whether the server is paused."""
     return bool(call(server, "GET", "/is_paused")[1]["is_paused"])
 
 
 def flip_bytes(monkeypatch: Any, times: int) -> None:
-    """Damage the first ``times`` buckets after their checksum was taken."""
+    """Corrupt the first ``times`` buckets after their checksum was computed."""
     announce = PushSession._announce
     left = [times]
 
-    def damaged(self: PushSession, push: Any, bucket: Any, value: Any) -> None:
+    def corrupt(self: PushSession, push: Any, bucket: Any, value: Any) -> None:
         if left[0]:
             left[0] -= 1
             self._sender.buffer(bucket)[17] += 1
         announce(self, push, bucket, value)
 
-    monkeypatch.setattr(PushSession, "_announce", damaged)
+    monkeypatch.setattr(PushSession, "_announce", corrupt)
 
 
 def free_port() -> int:

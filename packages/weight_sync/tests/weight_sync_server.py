@@ -1,6 +1,6 @@
-"""vLLM's OpenAI server with its engine and workers forked: one import of vLLM a server instead of three or more.
+"""vLLM's OpenAI server with a forked engine and forked workers: one import of vLLM per server instead of three or more.
 
-Sound on the CPU with one OpenMP thread, which the helpers ask for: no thread pool exists yet when it forks.
+Safe on the CPU with one OpenMP thread, which the helpers set: no thread pool exists yet at the fork.
 """
 
 import multiprocessing

@@ -17,7 +17,7 @@ import transformers
 from transformers.integrations import HfDeepSpeedConfig
 
 from weight_sync import WeightPusher, ZeroSource, plan_buckets
-from weight_sync.sources.base import slot_view
+from weight_sync.tensors import slot_view
 
 
 def build_engine(folder: str, stage: int, **settings: Any) -> tuple[Any, Any]:
@@ -40,7 +40,7 @@ def build_engine(folder: str, stage: int, **settings: Any) -> tuple[Any, Any]:
 
 
 def full_weights(engine: Any) -> dict[str, torch.Tensor]:
-    """The reference: DeepSpeed's own gather, one parameter at a time."""
+    """Reference weights: DeepSpeed's own gather, one parameter at a time."""
     weights = {}
     for name, param in engine.module.named_parameters():
         if hasattr(param, "ds_id"):
@@ -52,7 +52,7 @@ def full_weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def check_source(engine: Any, rank: int) -> None:
-    """Buckets of several sizes hold exactly the reference, in full precision and cast."""
+    """Check that buckets of several sizes hold exactly the reference, in full precision and cast."""
     reference = full_weights(engine)
     for dtype, bound in ((None, 1 << 30), (None, 20_000), (torch.bfloat16, 50_000)):
         source = ZeroSource(engine.module, dtype)
@@ -72,7 +72,7 @@ def check_source(engine: Any, rank: int) -> None:
 
 
 class OuterProduct:
-    """Something added to a square weight, made of two other parameters: what an adapter is to the source."""
+    """A low-rank update of a square weight, made of two other parameters."""
 
     def __init__(self, a: torch.nn.Parameter, b: torch.nn.Parameter) -> None:
         self.parts = [a, b]
@@ -82,7 +82,7 @@ class OuterProduct:
 
 
 class Doubled:
-    """A packing of fp32 weights: twice of what the parameter holds, in another shape and dtype."""
+    """A TensorPacking of fp32 parameters: twice their values, in another shape and dtype."""
 
     dtype = torch.float64
 
@@ -93,9 +93,9 @@ class Doubled:
         return (2 * packed.to(self.dtype)).view(self.shape)
 
 
-def check_additions(engine: Any, rank: int) -> None:
-    """Other names, a parameter left out, an addition to two, two in packed form, one of them with an addition: merged
-    and unpacked in what is sent, and the module is as before."""
+def check_updates_and_packings(engine: Any, rank: int) -> None:
+    """Renamed parameters, one omitted, two with a low-rank update, two packed, one of these with an update: the sent
+    tensors are merged and unpacked, and the module is unchanged."""
     reference = full_weights(engine)
     params = dict(engine.module.named_parameters())
     first, second = [name for name in params if name.endswith("layernorm.weight")][:2]
@@ -103,12 +103,12 @@ def check_additions(engine: Any, rank: int) -> None:
     assert len(squares) >= 2
     table = "model.embed_tokens.weight"
     packings = {squares[0]: Doubled(*reference[squares[0]].shape), table: Doubled(reference[table].numel())}
-    addition = OuterProduct(params[first], params[second])
+    update = OuterProduct(params[first], params[second])
     named = [
         SimpleNamespace(
             name=f"sent.{name}",
             parameter=param,
-            low_rank=addition if name in squares else None,
+            low_rank=update if name in squares else None,
             packed=packings.get(name),
         )
         for name, param in params.items()
@@ -143,7 +143,7 @@ def main() -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": args.port, "LOCAL_RANK": str(args.rank)}
     os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.world)}
     torch.set_num_threads(1)
-    # Not needed, and a compiler that is killed half-way leaves a lock that every later process waits for without end.
+    # Not needed, and a killed compiler leaves a lock that later processes wait for indefinitely.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
     settings: dict[str, Any]
@@ -155,18 +155,18 @@ def main() -> None:
     ):
         engine, keep = build_engine(args.folder, stage, **settings)
         check_source(engine, args.rank)
-        if "zero_hpz_partition_size" in settings:  # its copies appear with a forward and go with a step
+        if "zero_hpz_partition_size" in settings:  # the secondary copies exist from a forward to the next step
             before = plan_buckets(ZeroSource(engine.module).manifest(), 20_000).digest
             engine(input_ids=torch.arange(3, 35)[None])
             assert any(p.ds_secondary_tensor is not None for p in engine.module.parameters())
             assert plan_buckets(ZeroSource(engine.module).manifest(), 20_000).digest == before
             check_source(engine, args.rank)
-        check_additions(engine, args.rank)
+        check_updates_and_packings(engine, args.rank)
         engine.destroy()
         del engine, keep
     engine, _keep = build_engine(args.folder, 3)
     check_source(engine, args.rank)
-    check_additions(engine, args.rank)
+    check_updates_and_packings(engine, args.rank)
     endpoint = SimpleNamespace(url=args.url, api_key=args.api_key)
     with WeightPusher(ZeroSource(engine.module), [endpoint], rank=args.rank) as pusher:
         report = pusher.push(5)

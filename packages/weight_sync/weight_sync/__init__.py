@@ -1,5 +1,6 @@
-"""Push model weights from a trainer into running vLLM servers: planned, checked, and published all at once."""
+"""Pushes model weights from a trainer into running vLLM servers: bucketed, verified, on all servers or none."""
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -8,19 +9,21 @@ if TYPE_CHECKING:
     from .config import SyncConfig
     from .errors import (
         ChannelError,
-        ManifestError,
         ReceiverError,
         ServerError,
         SourceError,
         SyncConfigError,
+        WeightManifestError,
         WeightSyncError,
     )
-    from .manifest import Manifest, TensorEntry
+    from .manifest import TensorEntry, WeightManifest
     from .plan import Bucket, BucketPlan, Slot, plan_buckets
-    from .pusher import Endpoint, SyncReport, WeightPusher
-    from .server import check_server, server_args, server_env
-    from .sources.base import HfFolderSource, ModuleSource, WeightSource
-    from .sources.fp8 import quantise_blocks, restore_blocks
+    from .push.pusher import SyncReport, WeightPusher
+    from .push.server import Endpoint, check_server, server_args, server_env
+    from .sources.base import TensorSource
+    from .sources.fp8 import dequantize_blocks, quantize_blocks
+    from .sources.hf_folder import HfFolderSource
+    from .sources.module import ModuleSource
     from .sources.zero import ZeroSource
 
 __all__ = [
@@ -30,8 +33,6 @@ __all__ = [
     "ChannelError",
     "Endpoint",
     "HfFolderSource",
-    "Manifest",
-    "ManifestError",
     "ModuleSource",
     "ReceiverError",
     "ServerError",
@@ -41,52 +42,60 @@ __all__ = [
     "SyncConfigError",
     "SyncReport",
     "TensorEntry",
+    "TensorSource",
+    "WeightManifest",
+    "WeightManifestError",
     "WeightPusher",
-    "WeightSource",
     "WeightSyncError",
     "ZeroSource",
     "check_server",
+    "dequantize_blocks",
     "peft_name",
     "plan_buckets",
-    "quantise_blocks",
-    "restore_blocks",
+    "quantize_blocks",
     "server_args",
     "server_env",
 ]
 
-_EXPORTS = {
-    "Adapter": ".adapter",
-    "Bucket": ".plan",
-    "BucketPlan": ".plan",
-    "ChannelError": ".errors",
-    "Endpoint": ".pusher",
-    "HfFolderSource": ".sources.base",
-    "Manifest": ".manifest",
-    "ManifestError": ".errors",
-    "ModuleSource": ".sources.base",
-    "ReceiverError": ".errors",
-    "ServerError": ".errors",
-    "Slot": ".plan",
-    "SourceError": ".errors",
-    "SyncConfig": ".config",
-    "SyncConfigError": ".errors",
-    "SyncReport": ".pusher",
-    "TensorEntry": ".manifest",
-    "WeightPusher": ".pusher",
-    "WeightSource": ".sources.base",
-    "WeightSyncError": ".errors",
-    "ZeroSource": ".sources.zero",
-    "check_server": ".server",
-    "peft_name": ".adapter",
-    "plan_buckets": ".plan",
-    "quantise_blocks": ".sources.fp8",
-    "restore_blocks": ".sources.fp8",
-    "server_args": ".server",
-    "server_env": ".server",
+_MODULES = {
+    ".adapter": ("Adapter", "peft_name"),
+    ".config": ("SyncConfig",),
+    ".errors": (
+        "ChannelError",
+        "ReceiverError",
+        "ServerError",
+        "SourceError",
+        "SyncConfigError",
+        "WeightManifestError",
+        "WeightSyncError",
+    ),
+    ".manifest": ("TensorEntry", "WeightManifest"),
+    ".plan": ("Bucket", "BucketPlan", "Slot", "plan_buckets"),
+    ".push.pusher": ("SyncReport", "WeightPusher"),
+    ".push.server": ("Endpoint", "check_server", "server_args", "server_env"),
+    ".sources.base": ("TensorSource",),
+    ".sources.fp8": ("dequantize_blocks", "quantize_blocks"),
+    ".sources.hf_folder": ("HfFolderSource",),
+    ".sources.module": ("ModuleSource",),
+    ".sources.zero": ("ZeroSource",),
+}
+_EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
+
+#: Names deprecated in 0.2.0.
+_RENAMED = {
+    "Manifest": "WeightManifest",
+    "ManifestError": "WeightManifestError",
+    "WeightSource": "TensorSource",
+    "quantise_blocks": "quantize_blocks",
+    "restore_blocks": "dequantize_blocks",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        new_name = _RENAMED[name]
+        warnings.warn(f"weight_sync.{name} is deprecated: use {new_name}", DeprecationWarning, stacklevel=2)
+        name = new_name
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name], __name__), name)

@@ -1,4 +1,4 @@
-"""A LoRA adapter that is pushed alone, beside a base model that the servers keep."""
+"""LoRA adapters that are pushed without their base model, which the servers keep."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,29 +11,32 @@ _SUFFIXES = ("lora_A.weight", "lora_B.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Which adapter a pusher's tensors are. They carry PEFT's names (``base_model.model.….lora_A.weight``)."""
+    """Name and PEFT settings of the adapter whose tensors a pusher sends.
+
+    The tensors carry PEFT's names (``base_model.model.….lora_A.weight``).
+    """
 
     name: str
-    """The model name by which requests ask for it; the servers' own model name stays the base model's."""
+    """Model name that requests use; the server's own model name stays the base model's."""
 
     settings: Mapping[str, Any]
-    """PEFT's adapter_config.json: ``r``, ``lora_alpha``, ``target_modules`` and what else it holds, JSON-able."""
+    """PEFT's adapter_config.json, JSON-serializable: ``r``, ``lora_alpha``, ``target_modules`` and further keys."""
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
-            raise SyncConfigError(f"adapter name: {self.name!r} given, allowed is a name without '/'")
+            raise SyncConfigError(f"adapter name: {self.name!r} given, must be a name without '/'")
         missing = {"r", "lora_alpha", "target_modules"} - set(self.settings)
         if missing:
             raise SyncConfigError(f"adapter settings: {', '.join(sorted(missing))} missing")
 
     @property
     def path(self) -> str:
-        """What stands for the adapter's folder in vLLM's registry; no such folder exists."""
+        """The adapter's folder in vLLM's registry. No such folder exists: the worker holds the tensors in memory."""
         return f"/weight_sync/{self.name}"
 
 
 def peft_name(name: str, adapter: str = "default") -> str | None:
-    """A PEFT model's parameter name as PEFT's files have it; None for a parameter that is not of the adapter.
+    """Name of a PEFT model's parameter in PEFT's files; None for a parameter that is not part of the adapter.
 
     For ``ModuleSource(peft_model, rename=peft_name)``.
     """

@@ -1,8 +1,18 @@
 """Messages between the pusher and the workers inside the servers: length-prefixed JSON over a socket, plus file
-descriptors over Unix sockets. Nothing is ever unpickled.
+descriptors over Unix sockets. Nothing is pickled.
 
-The pusher listens; each worker of each server connects while its server executes ``/update_weights``. A socket that
-closes is therefore how either side learns that the other died.
+The pusher listens; each worker of each server connects while its server executes ``/update_weights``. The messages of
+one push, in order:
+
+    worker -> pusher   hello    (token, server, worker rank, buffers that are still mapped)
+    pusher -> worker   plan     (digest; the layout if the worker does not know it; how to attach to the transport)
+    worker -> pusher   ready    (digest recomputed, every name and shape checked against the model)
+    pusher -> worker   bucket k (checksum)      at most two are unanswered
+    worker -> pusher   taken k  (checksum verified, loaded)
+    pusher -> worker   end      (number of tensors)
+    worker -> pusher   done     (every tensor counted, layers processed)
+
+Either side may send ``error`` or ``abort`` at any point. A closed socket means that the other side died.
 """
 
 import array
@@ -18,6 +28,9 @@ from typing import Any
 
 from .errors import ChannelError
 
+#: Version of the messages; both sides must have the same.
+PROTOCOL = 1
+
 _HEADER = struct.Struct("!I")
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _MAX_FDS = 8
@@ -26,7 +39,7 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """One connection. Blocking, with a time limit on every call."""
+    """One blocking connection with a time limit on every call."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         sock.settimeout(timeout_s)
@@ -44,7 +57,7 @@ class Channel:
         return self._sock.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send one message, and descriptors with it (Unix sockets only). Raises ChannelError."""
+        """Send one message and, over a Unix socket, file descriptors. Raises ChannelError."""
         body = json.dumps(message, separators=(",", ":")).encode()
         data = _HEADER.pack(len(body)) + body
         try:
@@ -57,22 +70,22 @@ class Channel:
             raise ChannelError(f"cannot send {message.get('type')!r}: {_reason(error)}") from error
 
     def receive(self) -> Message:
-        """Wait for one message. Raises ChannelError when the other side is gone or silent."""
+        """Wait for one message. Raises ChannelError when the connection is closed, silent or sends something else."""
         size = _HEADER.unpack(self._read(_HEADER.size))[0]
         if size > _MAX_MESSAGE_BYTES:
-            raise ChannelError(f"a message of {size} bytes is not ours")
+            raise ChannelError(f"a message of {size} bytes exceeds the limit of {_MAX_MESSAGE_BYTES}")
         message = json.loads(self._read(size))
         if not isinstance(message, dict):
-            raise ChannelError("a message that is not an object")
+            raise ChannelError("received a message that is not a JSON object")
         return message
 
     def take_fds(self) -> list[int]:
-        """Descriptors received so far; the caller owns them from now on."""
+        """File descriptors received so far. The caller owns them and must close them."""
         fds, self._received_fds = self._received_fds, []
         return fds
 
     def send_bytes(self, view: memoryview) -> None:
-        """Send raw bytes; the other side must know how many. Raises ChannelError."""
+        """Send raw bytes; the receiver must know their number. Raises ChannelError."""
         try:
             self._sock.sendall(view)
         except OSError as error:
@@ -87,26 +100,19 @@ class Channel:
             except OSError as error:
                 raise ChannelError(f"cannot receive a bucket: {_reason(error)}") from error
             if count == 0:
-                raise ChannelError("the other side closed the connection in the middle of a bucket")
+                raise ChannelError("the other side closed the connection during a bucket")
             done += count
 
-    def peer_uid(self) -> int | None:
-        """User id of the process at the other end of a Unix socket; None for TCP."""
-        if self._sock.family != socket.AF_UNIX:
-            return None
-        data = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        return int(struct.unpack("3i", data)[1])
-
     def is_hung_up(self) -> bool:
-        """Whether the other side has closed, even when messages are still unread."""
+        """Whether the other side has closed the connection, even if messages are still unread."""
         poll = select.poll()
         poll.register(self._sock, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         return bool(poll.poll(0))
 
     def linger(self, wait_s: float = 5.0) -> None:
-        """After a last message: keep reading until the other side closes, so that it can read the message.
+        """Read and discard until the other side closes, so that it can still read our last message.
 
-        Closing a TCP socket with unread bytes resets the connection and would throw the message away.
+        Closing a TCP socket with unread bytes resets the connection and would discard that message.
         """
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
@@ -115,7 +121,7 @@ class Channel:
                 pass
 
     def close(self) -> None:
-        """Close the connection and any descriptor nobody took."""
+        """Close the connection and the received descriptors that were not taken."""
         for fd in self.take_fds():
             os.close(fd)
         with contextlib.suppress(OSError):
@@ -142,7 +148,7 @@ class Channel:
 
 
 class Listener:
-    """The pusher's ear: an abstract Unix socket (same host), or TCP when ``host`` is given."""
+    """The pusher's listening socket: an abstract Unix socket (same host), or TCP when ``host`` is given."""
 
     def __init__(self, host: str | None = None) -> None:
         self.token = secrets.token_hex(16)
@@ -157,7 +163,7 @@ class Listener:
         self._sock.listen(128)
 
     def accept(self, wait_s: float, timeout_s: float) -> Channel | None:
-        """The next connection, or None after ``wait_s`` seconds without one."""
+        """The next connection, or None if none arrives within ``wait_s`` seconds."""
         self._sock.settimeout(wait_s)
         try:
             sock, _ = self._sock.accept()
@@ -166,12 +172,12 @@ class Listener:
         return Channel(sock, timeout_s)
 
     def close(self) -> None:
-        """Stop listening; receivers take this as the death of the pusher."""
+        """Stop listening. The servers then accept another pusher."""
         self._sock.close()
 
 
 def connect(address: str, timeout_s: float) -> Channel:
-    """Connect to a Listener's ``address``. Raises ChannelError when nobody listens there."""
+    """Connect to a Listener's ``address``. Raises ChannelError when it cannot be reached."""
     kind, _, rest = address.partition(":")
     sock: socket.socket | None = None
     try:

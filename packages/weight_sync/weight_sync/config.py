@@ -1,43 +1,69 @@
 """Settings of a weight sync."""
 
+import functools
+import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from .errors import SyncConfigError
 
 TRANSPORTS = ("auto", "shm", "ipc", "nccl", "tcp")
 
+#: The name of this package's weight-transfer engine in vLLM (``--weight-transfer-config``).
+BACKEND = "plinth"
 
+ConfigT = TypeVar("ConfigT")
+
+
+def _accept_renamed_keys(cls: type[ConfigT]) -> type[ConfigT]:
+    """Let the constructor accept the old names in ``RENAMED_KEYS``, with a DeprecationWarning."""
+    init: Any = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, **settings: Any) -> None:
+        for old, new in cls.RENAMED_KEYS.items():  # type: ignore[attr-defined]
+            if old in settings:
+                warnings.warn(f"{cls.__name__}({old}=) is deprecated: use {new}=", DeprecationWarning, stacklevel=2)
+                settings[new] = settings.pop(old)
+        init(self, **settings)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+@_accept_renamed_keys
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """How weights travel from the trainer into the servers."""
+    """Transport, checks and time limits of a weight sync."""
+
+    RENAMED_KEYS: ClassVar[dict[str, str]] = {"quantise": "quantize"}
 
     transport: Literal["auto", "shm", "ipc", "nccl", "tcp"] = "auto"
-    """``shm``: shared memory, same host, servers on CPU or GPU. ``ipc``: CUDA IPC, same host, same GPU or a peer.
-    ``nccl``: between GPUs, across hosts. ``tcp``: across hosts, anything. ``auto``: ``shm`` for a trainer on the CPU,
-    ``ipc`` for one on a GPU."""
+    """``shm``: shared memory; same host, servers on CPU or GPU. ``ipc``: CUDA IPC; same host, same GPU or a peer.
+    ``nccl``: GPU to GPU, also across hosts. ``tcp``: any device, any host. ``auto``: ``shm`` for a trainer on the CPU,
+    ``ipc`` for a trainer on a GPU."""
 
     host: str | None = None
     """``nccl`` and ``tcp``: this machine's address as the servers see it. None: the address of the route to them."""
 
     bucket_mib: int | None = None
-    """Bound of one bucket in MiB; a larger parameter gets a bucket of its own. Two buckets are in flight. None: 256
-    with ``ipc`` and ``nccl``, where a bucket costs half a millisecond whatever its size, 64 with the others."""
+    """Largest bucket in MiB; a larger parameter gets a bucket of its own. Two buckets are in flight. None: 256 with
+    ``ipc`` and ``nccl``, where a bucket costs half a millisecond whatever its size, 64 with ``shm`` and ``tcp``."""
 
     checksum: bool = True
-    """Compute a 64-bit checksum of every bucket on both sides and refuse a bucket that differs."""
+    """Compute a 64-bit checksum of every bucket on both sides and reject a bucket that differs."""
 
     verify: bool = False
-    """After loading, send everything once more and compare it with what the server's layers hold, byte for byte, before
-    anything is published. Several times slower; for tests and for tracking down a mismatch."""
+    """Send everything a second time after loading and compare it with the server's parameters, byte for byte, before
+    the version is published. Several times slower; for tests and for debugging a mismatch."""
 
     apply: Literal["auto", "layerwise"] = "auto"
-    """How a server loads what came. ``auto``: dense unquantised models directly, others through vLLM's layerwise
-    reload; ``layerwise``: always through it."""
+    """How a server loads the tensors. ``auto``: dense unquantized models directly, others through vLLM's layerwise
+    reload. ``layerwise``: always through the layerwise reload."""
 
-    quantise: Literal["none", "fp8_blocks"] = "none"
-    """``fp8_blocks``: linear weights travel in 8 bits with a scale per 128 x 128 block, quantised by the trainer, for
-    servers of a checkpoint of that kind. A server of another kind refuses them by name. Not tried on a GPU yet."""
+    quantize: Literal["none", "fp8_blocks"] = "none"
+    """``fp8_blocks``: the trainer quantizes linear weights to 8 bits with one scale per 128 x 128 block, for servers of
+    a checkpoint in that format. A server of another format rejects them by name. Not tested on a GPU yet."""
 
     timeout_s: float = 120.0
     """Longest silence, in seconds, before the other side counts as dead. Waiting for running requests is separate."""
@@ -50,8 +76,8 @@ class SyncConfig:
             raise SyncConfigError(f"transport: {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         if self.apply not in ("auto", "layerwise"):
             raise SyncConfigError(f"apply: {self.apply!r} is not one of auto, layerwise")
-        if self.quantise not in ("none", "fp8_blocks"):
-            raise SyncConfigError(f"quantise: {self.quantise!r} is not one of none, fp8_blocks")
+        if self.quantize not in ("none", "fp8_blocks"):
+            raise SyncConfigError(f"quantize: {self.quantize!r} is not one of none, fp8_blocks")
         if self.bucket_mib is not None and self.bucket_mib < 1:
             raise SyncConfigError(f"bucket_mib: {self.bucket_mib} given, must be at least 1")
         for name in ("timeout_s", "pause_timeout_s"):
@@ -59,7 +85,14 @@ class SyncConfig:
             if not value > 0:
                 raise SyncConfigError(f"{name}: {value} given, must be above 0")
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.RENAMED_KEYS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        new_name = self.RENAMED_KEYS[name]
+        warnings.warn(f"SyncConfig.{name} is deprecated: use {new_name}", DeprecationWarning, stacklevel=2)
+        return getattr(self, new_name)
+
     def bucket_bytes(self, transport: str) -> int:
-        """The bound of one bucket in bytes; ``transport``: the one used, not ``auto``."""
-        usual_mib = 256 if transport in ("ipc", "nccl") else 64
-        return (self.bucket_mib or usual_mib) * 1024 * 1024
+        """Largest bucket in bytes for a resolved transport (not ``auto``)."""
+        default_mib = 256 if transport in ("ipc", "nccl") else 64
+        return (self.bucket_mib or default_mib) * 1024 * 1024

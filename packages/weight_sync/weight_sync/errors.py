@@ -1,14 +1,12 @@
-"""Everything this package raises.
+"""Exceptions of this package. All of them can be pickled.
 
-    WeightSyncError
-    ├── SyncConfigError (ValueError)   a setting is wrong, or cannot work here
-    ├── ManifestError (ValueError)     a manifest or plan breaks its own rules
-    ├── SourceError                    the trainer's side could not produce a tensor
-    ├── ServerError                    a server answered a control call with an error, or not at all
-    ├── ReceiverError                  a worker inside a server refused or lost something; carries the tensor's name
-    └── ChannelError                   the connection between pusher and worker broke
-
-All of them pickle, so they cross process borders.
+WeightSyncError
+├── SyncConfigError (ValueError)      a setting is wrong, or the transport cannot work here
+├── WeightManifestError (ValueError)  a manifest or a bucket plan is inconsistent
+├── SourceError                       a source on the trainer's side cannot produce a tensor
+├── ServerError                       a control call to a server failed or got no answer
+├── ReceiverError                     a worker inside a server rejected a tensor; names the tensor
+└── ChannelError                      the connection between pusher and worker broke
 """
 
 
@@ -20,19 +18,19 @@ class SyncConfigError(WeightSyncError, ValueError):
     """A setting is wrong, or the chosen transport cannot work between these processes."""
 
 
-class ManifestError(WeightSyncError, ValueError):
-    """A manifest or a bucket plan breaks one of its rules."""
+class WeightManifestError(WeightSyncError, ValueError):
+    """A manifest or a bucket plan is inconsistent."""
 
 
 class SourceError(WeightSyncError):
-    """The trainer's side could not produce a tensor."""
+    """A source on the trainer's side cannot produce a tensor."""
 
 
 class ServerError(WeightSyncError):
     """A control call to a server failed.
 
     Attributes: ``url`` of the server, ``step`` (the call), ``status`` (HTTP status, 0 when there was no answer),
-    ``detail`` (what the server said).
+    ``detail`` (the server's message).
     """
 
     def __init__(self, url: str, step: str, status: int, detail: str) -> None:
@@ -45,10 +43,10 @@ class ServerError(WeightSyncError):
 
 
 class ReceiverError(WeightSyncError):
-    """A worker inside a server refused or lost something.
+    """A worker inside a server rejected the plan or a bucket, or failed to load it.
 
     Attributes: ``kind`` (one of ``plan``, ``checksum``, ``load``, ``count``, ``verify``, ``owner``, ``protocol``,
-    ``internal``), ``tensor`` (the parameter concerned, or an empty string), ``detail``, ``where`` (server and worker).
+    ``internal``), ``tensor`` (name of the parameter, or an empty string), ``detail``, ``where`` (server and worker).
     """
 
     def __init__(self, kind: str, tensor: str, detail: str, where: str = "") -> None:
@@ -56,13 +54,13 @@ class ReceiverError(WeightSyncError):
         self.kind, self.tensor, self.detail, self.where = kind, tensor, detail, where
 
     def __str__(self) -> str:
-        about = f" {self.tensor!r}" if self.tensor else ""
-        place = f" ({self.where})" if self.where else ""
-        return f"{self.kind}{about}: {self.detail}{place}"
+        tensor = f" {self.tensor!r}" if self.tensor else ""
+        where = f" ({self.where})" if self.where else ""
+        return f"{self.kind}{tensor}: {self.detail}{where}"
 
     @property
     def retryable(self) -> bool:
-        """Whether sending everything once more can help. A refused plan stays refused."""
+        """Whether a resend can succeed. A worker that rejects a plan rejects it again."""
         return self.kind not in ("plan", "owner", "protocol")
 
 

@@ -1,12 +1,12 @@
-"""What will be sent: names, shapes and dtypes, in order. Pure; no tensors, no torch."""
+"""The weight manifest: names, shapes and dtypes of the tensors to send, in order. Does not import torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from .errors import ManifestError
+from .errors import WeightManifestError
 
-#: Bytes of one element, by the name torch gives the dtype.
+#: Bytes of one element, by torch's name of the dtype. Only these dtypes can be sent.
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -25,10 +25,10 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor on the wire.
+    """One tensor to send. ``dtype`` is torch's name, such as ``bfloat16``.
 
-    ``padding`` counts the elements that the trainer's shard layout needs after the tensor (ZeRO-3 pads a parameter
-    to a multiple of the world size); they travel, and the receiver ignores them.
+    ``padding`` is the number of elements that the trainer's shards need after the tensor (ZeRO-3 pads a parameter to a
+    multiple of the world size); they are sent, and the receiver ignores them.
     """
 
     name: str
@@ -38,31 +38,26 @@ class TensorEntry:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ManifestError("a tensor without a name")
+            raise WeightManifestError("a tensor has no name")
         if self.dtype not in DTYPE_BYTES:
-            raise ManifestError(f"{self.name}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+            raise WeightManifestError(f"{self.name}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         if any(size < 0 for size in self.shape) or self.padding < 0:
-            raise ManifestError(f"{self.name}: negative size in shape {self.shape} or padding {self.padding}")
-
-    @property
-    def numel(self) -> int:
-        """Number of elements, without padding."""
-        return prod(self.shape)
+            raise WeightManifestError(f"{self.name}: negative size in shape {self.shape} or padding {self.padding}")
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor, without padding."""
-        return self.numel * DTYPE_BYTES[self.dtype]
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property
-    def room_bytes(self) -> int:
-        """Bytes the tensor takes in a bucket: with padding, before alignment."""
-        return (self.numel + self.padding) * DTYPE_BYTES[self.dtype]
+    def padded_bytes(self) -> int:
+        """Bytes of the tensor with padding, before alignment."""
+        return (prod(self.shape) + self.padding) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The tensors of one policy in the order they are sent. Tied weights appear once, under their first name."""
+class WeightManifest:
+    """The tensors of one policy in sending order. Tied weights appear once, under their first name."""
 
     entries: tuple[TensorEntry, ...]
 
@@ -70,12 +65,12 @@ class Manifest:
         seen: set[str] = set()
         for entry in self.entries:
             if entry.name in seen:
-                raise ManifestError(f"{entry.name} appears twice; tied weights are listed once, under their first name")
+                raise WeightManifestError(f"{entry.name} appears twice; list tied weights once, under their first name")
             seen.add(entry.name)
 
     @classmethod
-    def of(cls, entries: Iterable[TensorEntry]) -> "Manifest":
-        """Build from any iterable of entries."""
+    def of(cls, entries: Iterable[TensorEntry]) -> "WeightManifest":
+        """Build a manifest from an iterable of entries. Raises WeightManifestError for a name that appears twice."""
         return cls(tuple(entries))
 
     @property

@@ -1,35 +1,45 @@
-"""The bucket plan: a pure function of the manifest, so that every rank and every receiver derives the same one."""
+"""The bucket plan: a pure function of the manifest, so that every rank and every receiver derives the same plan."""
 
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from .errors import ManifestError
-from .manifest import DTYPE_BYTES, Manifest, TensorEntry
+from .errors import WeightManifestError
+from .manifest import DTYPE_BYTES, TensorEntry, WeightManifest
 
-#: Every slot starts at a multiple of this many bytes: enough for any dtype, for checksums over 64-bit words and for
+#: Every slot starts at a multiple of this many bytes. Enough for any dtype, for checksums over 64-bit words and for
 #: aligned vector loads on a GPU.
 ALIGN_BYTES = 256
+
+#: Persistent buffers of a transport: the pusher fills one while the receivers read the other.
+NUM_BUFFERS = 2
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies in its bucket."""
+    """Position of one tensor in its bucket."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     offset: int
+    """First byte in the bucket."""
     nbytes: int
-    room: int
-    """Bytes reserved from ``offset``: ``nbytes``, shard padding, and filling up to the alignment."""
+    reserved_bytes: int
+    """Bytes reserved from ``offset``: ``nbytes``, shard padding, and alignment."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, without padding."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A run of consecutive slots that travels as one piece."""
+    """Consecutive slots that are sent together."""
 
     index: int
     slots: tuple[Slot, ...]
@@ -38,7 +48,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """All buckets in sending order, and a digest of exactly this layout (SHA-256, hexadecimal)."""
+    """All buckets in sending order, and the SHA-256 digest (hexadecimal) of this layout."""
 
     buckets: tuple[Bucket, ...]
     digest: str
@@ -53,22 +63,20 @@ class BucketPlan:
         """Bytes of all tensors, without padding or alignment."""
         return sum(slot.nbytes for bucket in self.buckets for slot in bucket.slots)
 
-    def slot_bytes(self, num_slots: int = 2) -> tuple[int, ...]:
-        """Bytes each of ``num_slots`` persistent segments needs when bucket k goes to segment k modulo their number."""
-        sizes = [0] * num_slots
-        for bucket in self.buckets:
-            sizes[bucket.index % num_slots] = max(sizes[bucket.index % num_slots], bucket.nbytes)
-        return tuple(sizes)
+    def buffer_bytes(self) -> list[int]:
+        """Bytes of each persistent buffer; bucket ``k`` uses buffer ``k % NUM_BUFFERS``. Never 0."""
+        used = (self.buckets[index::NUM_BUFFERS] for index in range(min(NUM_BUFFERS, len(self.buckets))))
+        return [max(ALIGN_BYTES, *(bucket.nbytes for bucket in buckets)) for buckets in used]
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain lists, for the wire."""
-        return {"digest": self.digest, "buckets": _plain(self.buckets)}
+        return {"digest": self.digest, "buckets": _as_lists(self.buckets)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "BucketPlan":
-        """Rebuild a plan from the wire, recomputing its digest.
+        """Rebuild a plan from the wire and recompute its digest.
 
-        Raises ManifestError when the digest in ``data`` is not that of its buckets or a slot lies outside its bucket.
+        Raises WeightManifestError when the digest in ``data`` differs or a slot lies outside its bucket.
         """
         buckets = tuple(
             Bucket(index, tuple(Slot(n, tuple(s), d, o, b, r) for n, s, d, o, b, r in slots), nbytes)
@@ -76,54 +84,47 @@ class BucketPlan:
         )
         digest = _digest(buckets)
         if digest != data["digest"]:
-            raise ManifestError(f"the plan's digest is {data['digest']!r} but its content gives {digest!r}")
+            raise WeightManifestError(f"the plan's digest is {data['digest']!r} but its content gives {digest!r}")
         _check(buckets)
         return cls(buckets, digest)
 
 
-def plan_buckets(manifest: Manifest, bucket_bytes: int) -> BucketPlan:
+def plan_buckets(manifest: WeightManifest, bucket_bytes: int) -> BucketPlan:
     """Pack the manifest's tensors, in order, into buckets of at most ``bucket_bytes`` bytes.
 
-    A tensor that alone exceeds the bound gets a bucket of its own. Deterministic: it depends on nothing but its
-    arguments, so ranks need not agree on anything else. Raises ManifestError for a bound below 1 byte.
+    A larger tensor gets a bucket of its own. Deterministic, so ranks need not agree on anything else. Raises
+    WeightManifestError for a bound below 1 byte.
     """
     if bucket_bytes < 1:
-        raise ManifestError(f"bucket_bytes: {bucket_bytes} given, must be at least 1")
+        raise WeightManifestError(f"bucket_bytes: {bucket_bytes} given, must be at least 1")
     groups: list[list[Slot]] = []
     used = 0
     for entry in manifest.entries:
-        room = _align(entry.room_bytes)
-        if not groups or used + room > bucket_bytes:
+        reserved = -(-entry.padded_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        if not groups or used + reserved > bucket_bytes:
             groups.append([])
             used = 0
-        groups[-1].append(_slot(entry, used, room))
-        used += room
+        groups[-1].append(Slot(entry.name, entry.shape, entry.dtype, used, entry.num_bytes, reserved))
+        used += reserved
     buckets = tuple(
-        Bucket(index, tuple(slots), slots[-1].offset + slots[-1].room) for index, slots in enumerate(groups)
+        Bucket(index, tuple(slots), slots[-1].offset + slots[-1].reserved_bytes) for index, slots in enumerate(groups)
     )
     return BucketPlan(buckets, _digest(buckets))
 
 
-def _slot(entry: TensorEntry, offset: int, room: int) -> Slot:
-    return Slot(entry.name, entry.shape, entry.dtype, offset, entry.num_bytes, room)
-
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _plain(buckets: Sequence[Bucket]) -> list[Any]:
+def _as_lists(buckets: Sequence[Bucket]) -> list[Any]:
     return [
-        [b.nbytes, [[s.name, list(s.shape), s.dtype, s.offset, s.nbytes, s.room] for s in b.slots]] for b in buckets
+        [b.nbytes, [[s.name, list(s.shape), s.dtype, s.offset, s.nbytes, s.reserved_bytes] for s in b.slots]]
+        for b in buckets
     ]
 
 
 def _digest(buckets: Sequence[Bucket]) -> str:
-    return hashlib.sha256(json.dumps(_plain(buckets), separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_as_lists(buckets), separators=(",", ":")).encode()).hexdigest()
 
 
 def _check(buckets: Sequence[Bucket]) -> None:
-    """Refuse a plan from the wire that would read outside its buckets or name a tensor twice."""
+    """Reject a plan from the wire that would read outside its buckets or name a tensor twice."""
     entries = []
     for bucket in buckets:
         end = 0
@@ -131,8 +132,10 @@ def _check(buckets: Sequence[Bucket]) -> None:
             entry = TensorEntry(name=slot.name, shape=slot.shape, dtype=slot.dtype)
             entries.append(entry)
             if slot.offset < end or slot.offset % DTYPE_BYTES[slot.dtype] or entry.num_bytes != slot.nbytes:
-                raise ManifestError(f"{slot.name}: offset {slot.offset} or size {slot.nbytes} does not fit its shape")
-            end = slot.offset + slot.room
-            if slot.nbytes > slot.room or end > bucket.nbytes:
-                raise ManifestError(f"{slot.name}: ends at byte {end} of a bucket of {bucket.nbytes}")
-    Manifest.of(entries)
+                raise WeightManifestError(
+                    f"{slot.name}: offset {slot.offset} or size {slot.nbytes} does not fit its shape"
+                )
+            end = slot.offset + slot.reserved_bytes
+            if slot.nbytes > slot.reserved_bytes or end > bucket.nbytes:
+                raise WeightManifestError(f"{slot.name}: ends at byte {end} of a bucket of {bucket.nbytes}")
+    WeightManifest.of(entries)

@@ -149,8 +149,8 @@ def check_adapters(actor: EngineConfig, rollout: RolloutConfig, sync: SyncConfig
             f"actor.lora.rank is {actor.lora.rank}, above rollout.max_lora_rank={rollout.max_lora_rank}; raise that, "
             "or merge adapters into the weights that are pushed: rollout.max_lora_rank=null"
         )
-    if sync.quantise != "none":
-        raise InputError(f"sync.quantise is {sync.quantise}, which adapters alone (rollout.max_lora_rank) cannot be")
+    if sync.quantize != "none":
+        raise InputError(f"sync.quantize is {sync.quantize}, which adapters alone (rollout.max_lora_rank) cannot be")
 
 
 def check_servers(

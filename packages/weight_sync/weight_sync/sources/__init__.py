@@ -1,1 +1,1 @@
-"""Where weights come from: plain tensors, ZeRO shards, FP8-quantized."""
+"""Tensor sources: modules (FSDP2 included), Hugging Face folders, DeepSpeed ZeRO, blockwise FP8."""

@@ -1,13 +1,15 @@
-"""Weights out of a DeepSpeed ZeRO engine, stage 1, 2 or 3.
+"""Source for a module trained by DeepSpeed ZeRO, stage 1, 2 or 3.
 
-Stages 1 and 2 keep every parameter whole on every rank: the sending rank copies. Stage 3 keeps a flat shard of each
+Stages 1 and 2 keep full parameters on every rank, so the sending rank copies them. Stage 3 keeps a flat shard of each
 parameter, padded at the tail so that all shards have one length. The shards of a bucket are gathered in one step:
-over NCCL each all-gather writes straight into its slot of the bucket (a slot has room for the padding) and the calls
-are coalesced; over gloo the bucket's shards travel as one message to the sending rank alone. Shards that are not
-plain device tensors (offloaded, quantised, hpZ) go through DeepSpeed's own gather.
 
-What adapters added to a parameter is merged into its slot once that is filled, so the wire carries whole weights. A
-parameter that is packed (a base in four bits) is gathered as it is and unpacked into its slot.
+* over NCCL, each all-gather writes straight into its slot of the bucket (a slot reserves room for the padding), and the
+  calls are coalesced;
+* over gloo, the bucket's shards are one message per rank to the sending rank;
+* shards that are not plain device tensors (offloaded, quantized, hpZ) go through DeepSpeed's own gather.
+
+Low-rank updates (LoRA) are merged into a slot after it is filled, so full weights are sent. A parameter that holds its
+weight in another form (4 bits) is gathered as it is and unpacked into its slot.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,63 +21,65 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import SourceError
-from ..manifest import DTYPE_BYTES, Manifest, TensorEntry
+from ..manifest import TensorEntry, WeightManifest
 from ..plan import Bucket, Slot
-from .base import Staging, dtype_name, slot_view, torch_dtype, wire_dtype
+from ..tensors import dtype_name, slot_view, torch_dtype
+from .base import Staging, wire_dtype
 
 _dist: Any = dist
-# torch 2.13 warns at every use of the old name.
+# torch 2.13 warns at every use of all_gather_into_tensor.
 _all_gather_single = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
 
 
-class Addition(Protocol):
-    """What training added to a parameter that is frozen itself, such as LoRA's scale * B @ A."""
+class LowRankUpdate(Protocol):
+    """An update of a frozen parameter that is kept apart from it, such as LoRA's scale * B @ A."""
 
     @property
     def parts(self) -> Sequence[nn.Parameter]:
-        """The parameters `merged` reads; the source gathers them."""
+        """The parameters that `merged` reads; the source gathers them."""
 
     def merged(self, weight: Tensor) -> Tensor:
-        """A whole weight with the addition, in any floating dtype."""
+        """The full weight plus the update, same shape, in any floating-point dtype."""
 
 
-class Packing(Protocol):
-    """How a parameter that holds a weight in another form, such as four bits, becomes that weight."""
+class TensorPacking(Protocol):
+    """Converts a parameter that holds a weight in another form, such as 4 bits, into that weight."""
 
     @property
     def shape(self) -> Sequence[int]:
-        """The weight's."""
+        """Shape of the weight."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The weight's."""
+        """Dtype of the weight."""
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """The weight, of that shape and dtype, out of the whole parameter."""
+        """The weight, with this shape and dtype, from the full parameter."""
 
 
 class NamedParameter(Protocol):
-    """A parameter and the Hugging Face name it is sent under."""
+    """A parameter and the Hugging Face name under which it is sent."""
 
     @property
     def name(self) -> str: ...
     @property
     def parameter(self) -> nn.Parameter: ...
     @property
-    def low_rank(self) -> Addition | None:
-        """None: sent as it is."""
+    def low_rank(self) -> LowRankUpdate | None:
+        """The update to merge; None: the weight is sent unchanged."""
 
     @property
-    def packed(self) -> Packing | None:
-        """None: the parameter is the weight."""
+    def packed(self) -> TensorPacking | None:
+        """How to unpack the parameter; None: the parameter is the weight."""
 
 
 class ZeroSource:
-    """The parameters of a module trained by DeepSpeed, found to be sharded (stage 3) or not (stages 1 and 2).
+    """The parameters of a module trained by DeepSpeed; detects whether they are sharded (stage 3) or not (1 and 2).
 
-    ``weights`` is the module, or an iterable of named parameters where names differ or adapters are to be merged.
-    ``dtype`` casts floating-point parameters on the wire. ``root`` is the rank, within the ZeRO group, that sends.
-    Every rank of the ZeRO group must call ``fill`` for every bucket in order.
+    ``weights`` is the module, or an iterable of named parameters when names differ or low-rank updates are merged.
+    ``dtype`` casts floating-point parameters before sending. ``root`` is the sending rank within the ZeRO group. Every
+    rank of the ZeRO group must call ``fill`` for every bucket in order. Raises SourceError for a module without
+    parameters.
     """
 
     def __init__(
@@ -83,35 +87,35 @@ class ZeroSource:
     ) -> None:
         self._dtype = dtype
         self._root = root
-        self._additions: dict[str, Addition] = {}
-        self._packings: dict[str, Packing] = {}
+        self._updates: dict[str, LowRankUpdate] = {}
+        self._packings: dict[str, TensorPacking] = {}
         if isinstance(weights, nn.Module):
             self._params: dict[str, Any] = dict(weights.named_parameters())
         else:
             named = list(weights)
             self._params = {tensor.name: tensor.parameter for tensor in named}
-            self._additions = {tensor.name: tensor.low_rank for tensor in named if tensor.low_rank is not None}
+            self._updates = {tensor.name: tensor.low_rank for tensor in named if tensor.low_rank is not None}
             self._packings = {tensor.name: tensor.packed for tensor in named if tensor.packed is not None}
         if not self._params:
             raise SourceError("the module has no parameters")
         self._scratch: Tensor | None = None
 
-    def manifest(self) -> Manifest:
-        """Names, full shapes, wire dtypes, and the tail padding that ZeRO-3 shards need."""
-        return Manifest.of(self._entry(name, param) for name, param in self._params.items())
+    def manifest(self) -> WeightManifest:
+        """Names, full shapes, wire dtypes, and the tail padding of ZeRO-3 shards."""
+        return WeightManifest.of(self._entry(name, param) for name, param in self._params.items())
 
     def fill(self, bucket: Bucket, out: Tensor | None) -> None:
-        """See WeightSource."""
+        """See TensorSource."""
         with torch.no_grad():
-            whole, fast, slow = self._sort(bucket)
-            if fast:
-                self._gather_shards(bucket, fast, out)
-            if slow:
-                self._gather_slowly(slow, out)
-            if whole and out is not None:
-                self._copy_whole(bucket, whole, out)
+            full, sharded, special = self._group_slots(bucket)
+            if sharded:
+                self._gather_shards(bucket, sharded, out)
+            if special:
+                self._gather_with_deepspeed(special, out)
+            if full and out is not None:
+                self._copy_full(bucket, full, out)
             self._unpack([slot for slot in bucket.slots if slot.name in self._packings], out)
-            self._merge([slot for slot in bucket.slots if slot.name in self._additions], out)
+            self._merge([slot for slot in bucket.slots if slot.name in self._updates], out)
 
     def _entry(self, name: str, param: Any) -> TensorEntry:
         packing = self._packings.get(name)
@@ -121,27 +125,27 @@ class ZeroSource:
         shape = tuple(getattr(param, "ds_shape", param.shape))
         dtype = wire_dtype(param, self._dtype)
         padding = 0
-        if hasattr(param, "ds_tensor"):  # whichever way it is gathered: hpZ's copies come and go between pushes
+        if hasattr(param, "ds_tensor"):  # also for slots that need no padding: hpZ's copies come and go between pushes
             padding = param.ds_tensor.ds_numel * _world(param) - param.ds_numel
         return TensorEntry(name=name, shape=shape, dtype=dtype_name(dtype), padding=padding)
 
-    def _sort(self, bucket: Bucket) -> tuple[list[Slot], list[Slot], list[Slot]]:
-        """Slots whose parameter is whole here, sharded on the device, sharded in another way; no packed ones."""
+    def _group_slots(self, bucket: Bucket) -> tuple[list[Slot], list[Slot], list[Slot]]:
+        """Slots of full parameters, of plain shards, and of shards that only DeepSpeed can gather; no packed ones."""
         groups: tuple[list[Slot], list[Slot], list[Slot]] = ([], [], [])
         for slot in bucket.slots:
             if slot.name in self._packings:
                 continue
             param = self._params[slot.name]
-            groups[0 if not hasattr(param, "ds_tensor") else 1 if _is_fast(param) else 2].append(slot)
+            groups[0 if not hasattr(param, "ds_tensor") else 1 if _is_plain_shard(param) else 2].append(slot)
         return groups
 
-    def _copy_whole(self, bucket: Bucket, slots: list[Slot], out: Tensor) -> None:
-        """Stages 1 and 2. A bucket that mixes kinds is copied slot by slot, for staging would overwrite the rest."""
+    def _copy_full(self, bucket: Bucket, slots: list[Slot], out: Tensor) -> None:
+        """Stages 1 and 2. A bucket that mixes kinds is copied slot by slot: staging would overwrite the other slots."""
         if len(slots) == len(bucket.slots):
             with Staging(bucket, out, self._params[slots[0].name]) as stage:
                 assert stage.bytes_N is not None
-                to = [slot_view(stage.bytes_N, slot) for slot in slots]
-                torch._foreach_copy_(to, [self._params[slot.name].detach() for slot in slots])
+                targets = [slot_view(stage.bytes_N, slot) for slot in slots]
+                torch._foreach_copy_(targets, [self._params[slot.name].detach() for slot in slots])
         else:
             for slot in slots:
                 slot_view(out, slot).copy_(self._params[slot.name])
@@ -157,7 +161,7 @@ class ZeroSource:
     def _all_gather_into_slots(
         self, bucket: Bucket, slots: list[Slot], out: Tensor | None, group: Any, device: torch.device
     ) -> None:
-        """One coalesced set of all-gathers, each writing where its tensor belongs."""
+        """Coalesced all-gathers, each writing into the slot of its tensor."""
         direct = out is not None and out.device == device
         target = out if direct else self._scratch_bytes(bucket.nbytes, device)
         assert target is not None
@@ -174,7 +178,7 @@ class ZeroSource:
                     casts.append((slot, gathered))
                 _all_gather_single(gathered, shard.view(-1)[: shard.ds_numel], group=group)
         for slot, gathered in casts:
-            slot_view(target, slot).view(-1).copy_(gathered[: _numel(slot)])
+            slot_view(target, slot).view(-1).copy_(gathered[: slot.numel])
         if out is not None and not direct:
             for slot in slots if len(slots) < len(bucket.slots) else ():
                 slot_view(out, slot).copy_(slot_view(target, slot))
@@ -182,7 +186,7 @@ class ZeroSource:
                 out[: bucket.nbytes].copy_(target[: bucket.nbytes])
 
     def _gather_to_root(self, slots: list[Slot], out: Tensor | None, group: Any) -> None:
-        """CPU: the shards of the bucket as one message per rank, laid out by the root."""
+        """CPU: one message per rank with the bucket's shards; the root copies them into the slots."""
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         shards = [self._params[slot.name].ds_tensor for slot in slots]
         mine = torch.cat(
@@ -193,7 +197,7 @@ class ZeroSource:
         if out is None:
             return
         if parts is None:
-            raise SourceError(f"rank {rank} of the ZeRO group was asked to send, but its root is rank {self._root}")
+            raise SourceError(f"rank {rank} of the ZeRO group cannot send: the root is rank {self._root}")
         offset = 0
         for slot, shard in zip(slots, shards, strict=True):
             width = shard.ds_numel * shard.element_size()
@@ -205,8 +209,8 @@ class ZeroSource:
                 flat[start : start + length].copy_(piece[:length])
             offset += width
 
-    def _gather_slowly(self, slots: list[Slot], out: Tensor | None) -> None:
-        """Offloaded, quantised and hpZ shards: DeepSpeed knows how to gather them; copy before it shards again."""
+    def _gather_with_deepspeed(self, slots: list[Slot], out: Tensor | None) -> None:
+        """Offloaded, quantized and hpZ shards. Copies before DeepSpeed shards the parameters again."""
         from deepspeed import zero
 
         params = [self._params[slot.name] for slot in slots]
@@ -216,7 +220,7 @@ class ZeroSource:
                     slot_view(out, slot).copy_(param.data.view(slot.shape))
 
     def _unpack(self, slots: list[Slot], out: Tensor | None) -> None:
-        """Packed parameters: gathered by DeepSpeed where they are sharded, then unpacked by the rank that sends."""
+        """Packed parameters: gathered by DeepSpeed if they are sharded, unpacked by the sending rank."""
         params = [self._params[slot.name] for slot in slots]
         with _gathered(params):
             for slot, param in zip(slots, params, strict=True) if out is not None else ():
@@ -224,18 +228,14 @@ class ZeroSource:
                 slot_view(out, slot).copy_(self._packings[slot.name].unpack(param.data))
 
     def _merge(self, slots: list[Slot], out: Tensor | None) -> None:
-        """Adapters are small: those of a bucket are gathered together and multiplied where they live."""
-        parts = list(dict.fromkeys(part for slot in slots for part in self._additions[slot.name].parts))
+        """Low-rank updates are small: those of a bucket are gathered together and merged on their own device."""
+        parts = list(dict.fromkeys(part for slot in slots for part in self._updates[slot.name].parts))
         with _gathered(parts):
-            self._merge_whole(slots, out)
-
-    def _merge_whole(self, slots: list[Slot], out: Tensor | None) -> None:
-        if out is None:
-            return
-        for slot in slots:
-            addition = self._additions[slot.name]
-            weight = slot_view(out, slot)
-            weight.copy_(addition.merged(weight.to(addition.parts[0].device)))
+            for slot in slots if out is not None else ():
+                assert out is not None
+                update = self._updates[slot.name]
+                weight = slot_view(out, slot)
+                weight.copy_(update.merged(weight.to(update.parts[0].device)))
 
     def _scratch_bytes(self, nbytes: int, device: torch.device) -> Tensor:
         if self._scratch is None or self._scratch.numel() < nbytes or self._scratch.device != device:
@@ -244,7 +244,7 @@ class ZeroSource:
 
 
 def _gathered(params: list[Any]) -> AbstractContextManager[Any]:
-    """Inside, `params` are whole: those that ZeRO-3 has sharded, by DeepSpeed's own gather."""
+    """Context in which `params` are full: DeepSpeed gathers those that ZeRO-3 has sharded."""
     if not any(hasattr(param, "ds_tensor") for param in params):
         return nullcontext()
     from deepspeed import zero
@@ -252,8 +252,8 @@ def _gathered(params: list[Any]) -> AbstractContextManager[Any]:
     return cast("AbstractContextManager[Any]", zero.GatheredParameters(params))
 
 
-def _is_fast(param: Any) -> bool:
-    """Whether the parameter is a plain ZeRO-3 shard in memory that the process group's collectives accept."""
+def _is_plain_shard(param: Any) -> bool:
+    """Whether the parameter is a plain ZeRO-3 shard on a device that its process group's backend supports."""
     shard = getattr(param, "ds_tensor", None)
     if shard is None or getattr(shard, "ds_numel", 0) == 0 or shard.numel() < shard.ds_numel:
         return False
@@ -267,7 +267,3 @@ def _is_fast(param: Any) -> bool:
 
 def _world(param: Any) -> int:
     return dist.get_world_size(param.ds_process_group)
-
-
-def _numel(slot: Slot) -> int:
-    return slot.nbytes // DTYPE_BYTES[slot.dtype]

@@ -1,1 +1,1 @@
-"""How bucket bytes reach the workers: one module per transport, behind the two Protocols of ``base``."""
+"""Transports move buckets: shared memory, CUDA IPC, NCCL, TCP. Each module holds both ends."""

@@ -1,14 +1,13 @@
-"""The two ends of a transport. A transport moves bytes; planning, checking and loading happen elsewhere."""
+"""The interfaces of a transport's two ends. A transport only moves bytes."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ..channel import Channel
 from ..plan import Bucket, BucketPlan
-
-#: Persistent buffers: the pusher fills one while the receivers empty the other.
-NUM_SLOTS = 2
 
 
 class Sender(Protocol):
@@ -17,27 +16,26 @@ class Sender(Protocol):
     name: str
 
     def prepare(self, plan: BucketPlan) -> None:
-        """Make the persistent buffers large enough. Called before every push; cheap when they are."""
+        """Allocate persistent buffers for this plan. Called before every push; reuses buffers that are large enough."""
 
     def buffer(self, bucket: Bucket) -> Tensor:
-        """Where the source writes this bucket: uint8, 1-D, at least ``bucket.nbytes`` long."""
+        """The buffer into which the source writes this bucket: uint8, 1-D, at least ``bucket.nbytes`` long."""
 
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """What this worker needs to attach: a message part and file descriptors.
+        """What this worker needs to attach: a part of the plan message, and file descriptors.
 
-        ``hello`` is the worker's first message and, as ``where``, how errors name it.
-
-        Raises SyncConfigError when this transport cannot reach it.
+        ``hello`` is the worker's first message plus ``where``, its name in errors. Raises SyncConfigError when the
+        transport cannot reach the worker.
         """
 
-    def settle(self) -> dict[str, Any]:
-        """Called once every worker was greeted: what all of them must know besides. Usually nothing."""
+    def common_greeting(self) -> dict[str, Any]:
+        """What all workers need to attach, besides `greet`. Called after every worker was greeted."""
 
-    def deliver(self, bucket: Bucket, links: list[Channel]) -> None:
-        """Move the bytes for transports that push; called after the bucket message went out. May do nothing."""
+    def deliver(self, bucket: Bucket, channels: list[Channel]) -> None:
+        """Send the bytes to the workers, after the bucket message. Does nothing if they read the buffer in place."""
 
     def reset(self) -> None:
-        """A push failed: give up what is still in flight."""
+        """Abort transfers in flight after a failed push."""
 
     def close(self) -> None:
         """Free the buffers."""
@@ -47,10 +45,23 @@ class Receiver(Protocol):
     """A worker's end, inside the server."""
 
     def attach(self, greeting: dict[str, Any], fds: list[int], plan: BucketPlan) -> None:
-        """Use what the pusher's ``greet`` said. Owns the descriptors."""
+        """Attach with the sender's greeting. Takes ownership of the descriptors."""
 
     def receive(self, bucket: Bucket, channel: Channel) -> Tensor:
-        """The bucket's bytes on the device the model loads from; valid until the next call for the same slot."""
+        """The bucket's bytes (uint8, 1-D) on the model's device; valid until the buffer's next bucket is received."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free the buffers."""
+
+
+def fits(have: Sequence[int], needed: Sequence[int]) -> bool:
+    """Whether buffers of ``have`` bytes are enough for buffers of ``needed`` bytes."""
+    return len(have) >= len(needed) and all(size >= need for size, need in zip(have, needed, strict=False))
+
+
+def grow_buffers(buffers: list[Tensor], plan: BucketPlan, device: torch.device, *, pin: bool = False) -> list[Tensor]:
+    """``buffers``, or new uint8 buffers if the plan needs more. Zeroed, because the first write to a page is slow."""
+    sizes = plan.buffer_bytes()
+    if fits([buffer.numel() for buffer in buffers], sizes):
+        return buffers
+    return [torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pin) for size in sizes]

@@ -1,9 +1,8 @@
-"""NCCL between GPUs: one communicator of the pusher and all workers of all servers, one broadcast a bucket.
+"""NCCL between GPUs: one communicator of the pusher and all workers of all servers, one broadcast per bucket.
 
-The communicator belongs to this sync alone (no default process group is touched, on either side) and is kept between
-pushes as long as the same workers answer. NCCL waits without a limit for a member that does not come, so all of them
-meet in the store first. A worker that dies in the middle would leave the broadcast waiting for ever: ``reset`` aborts
-the communicator and the next push builds another.
+The communicator is separate from torch's default process group on either side, and is kept between pushes while the
+workers stay the same. NCCL waits indefinitely for a missing member, so all members meet in a TCPStore first. If a
+worker dies during a broadcast, ``reset`` aborts the communicator and the next push creates another.
 """
 
 import datetime
@@ -18,15 +17,14 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ..channel import Channel
 from ..errors import ChannelError, SyncConfigError, WeightSyncError
-from ..plan import Bucket, BucketPlan
-from .base import NUM_SLOTS
-from .tcp import grown
+from ..plan import NUM_BUFFERS, Bucket, BucketPlan
+from .base import grow_buffers
 
-_MEETING_POLL_S = 0.002
+_RENDEZVOUS_POLL_S = 0.002
 
 
 class NcclSender:
-    """Pusher's end: rank 0 of the communicator."""
+    """The pusher's end: rank 0 of the communicator."""
 
     name = "nccl"
 
@@ -47,18 +45,18 @@ class NcclSender:
 
     def prepare(self, plan: BucketPlan) -> None:
         """See Sender."""
-        self._buffers = grown(self._buffers, plan, self._device)
+        self._buffers = grow_buffers(self._buffers, plan, self._device)
         self._greeted, self._where = [], []
 
     def buffer(self, bucket: Bucket) -> Tensor:
         """See Sender."""
-        work = self._works.pop(bucket.index % NUM_SLOTS, None)
+        work = self._works.pop(bucket.index % NUM_BUFFERS, None)
         if work is not None:
-            work.wait()  # every receiver has taken it: this only orders the streams
-        return self._buffers[bucket.index % NUM_SLOTS]
+            work.wait()  # every receiver has acknowledged it, so this only orders the streams
+        return self._buffers[bucket.index % NUM_BUFFERS]
 
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """Where the communicator meets, and this worker's rank in it. Raises SyncConfigError off a GPU."""
+        """Address of the store and the worker's rank. Raises SyncConfigError for a worker that is not on a GPU."""
         if hello.get("device") != "cuda":
             raise SyncConfigError(
                 f"transport: 'nccl' cannot reach a server on {hello.get('device')}; use 'shm' or 'tcp'"
@@ -71,8 +69,8 @@ class NcclSender:
         self._where.append(str(hello.get("where", f"worker {hello['worker']}")))
         return {"host": self._host, "port": self._store.port, "rank": len(self._greeted)}, []
 
-    def settle(self) -> dict[str, Any]:
-        """After all workers were greeted: the communicator's size and generation, sent to all of them."""
+    def common_greeting(self) -> dict[str, Any]:
+        """Size and generation of the communicator; a new generation when the workers changed."""
         members = tuple(self._greeted)
         if members != self._members:
             self.reset()
@@ -80,18 +78,18 @@ class NcclSender:
             self._members = members
         return {"size": len(members) + 1, "generation": self._generation}
 
-    def deliver(self, bucket: Bucket, links: list[Channel]) -> None:
-        """Broadcast the bucket; every worker has posted its part on reading the announcement."""
+    def deliver(self, bucket: Bucket, channels: list[Channel]) -> None:
+        """Broadcast the bucket; every worker joins the broadcast when it reads the bucket message."""
         if self._comm is None:
             assert self._store is not None
-            await_members(self._store, self._generation, self._where, links, self._timeout_s)
-            self._comm = communicator(self._store, 0, len(self._members) + 1, self._generation, self._timeout_s)
-        slot = bucket.index % NUM_SLOTS
+            await_workers(self._store, self._generation, self._where, channels, self._timeout_s)
+            self._comm = create_communicator(self._store, 0, len(self._members) + 1, self._generation, self._timeout_s)
+        slot = bucket.index % NUM_BUFFERS
         with torch.cuda.device(self._device):
             self._works[slot] = self._comm.broadcast([self._buffers[slot][: bucket.nbytes]], _from_root())
 
     def reset(self) -> None:
-        """Abort what is in flight; the next push makes a new communicator."""
+        """Abort the communicator; the next push creates another."""
         if self._comm is not None:
             self._comm.abort()
         self._comm, self._members, self._works = None, (), {}
@@ -103,39 +101,39 @@ class NcclSender:
 
 
 class NcclReceiver:
-    """Worker's end."""
+    """The worker's end: one rank of the communicator."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self._device = device
         self._timeout_s = timeout_s
         self._buffers: list[Tensor] = []
-        self._next: dict[str, Any] = {}
+        self._greeting: dict[str, Any] = {}
         self._key: tuple[Any, ...] = ()
         self._comm: Any = None
         self._store: TCPStore | None = None
 
     def attach(self, greeting: dict[str, Any], fds: list[int], plan: BucketPlan) -> None:
-        """See Receiver. The communicator itself is built with the first bucket, when every member is ready."""
-        self._buffers = grown(self._buffers, plan, self._device)
-        self._next = greeting
+        """See Receiver. The communicator is created with the first bucket, when every member is ready."""
+        self._buffers = grow_buffers(self._buffers, plan, self._device)
+        self._greeting = greeting
 
     def receive(self, bucket: Bucket, channel: Channel) -> Tensor:
         """See Receiver."""
-        key = tuple(self._next[field] for field in ("host", "port", "rank", "size", "generation"))
+        key = tuple(self._greeting[field] for field in ("host", "port", "rank", "size", "generation"))
         if key != self._key:
             self.reset()
             host, port, rank, size, generation = key
             self._store = TCPStore(host, port, is_master=False, timeout=_seconds(self._timeout_s))
-            join_members(self._store, generation, rank, channel, self._timeout_s)
-            self._comm = communicator(self._store, rank, size, generation, self._timeout_s)
+            join_rendezvous(self._store, generation, rank, channel, self._timeout_s)
+            self._comm = create_communicator(self._store, rank, size, generation, self._timeout_s)
             self._key = key
-        target = self._buffers[bucket.index % NUM_SLOTS][: bucket.nbytes]
+        target = self._buffers[bucket.index % NUM_BUFFERS][: bucket.nbytes]
         with torch.cuda.device(self._device):
             work = self._comm.broadcast([target], _from_root())
             while not work.is_completed():
                 if channel.is_hung_up():
                     self.reset()
-                    raise ChannelError("the pusher closed the connection in the middle of a bucket")
+                    raise ChannelError("the pusher closed the connection during a bucket")
                 time.sleep(2e-5)
             work.wait()
         return target
@@ -152,52 +150,52 @@ class NcclReceiver:
         self._buffers, self._store = [], None
 
 
-def await_members(
-    store: TCPStore, generation: int, where: Sequence[str], links: Sequence[Channel], timeout_s: float
+def await_workers(
+    store: TCPStore, generation: int, where: Sequence[str], channels: Sequence[Channel], timeout_s: float
 ) -> None:
-    """The pusher's side of the meeting: every worker (``where`` and ``links`` in the order of ranks) is in the store.
+    """The pusher's side of the rendezvous: wait until every worker has joined. ``where``, ``channels``: in rank order.
 
-    Raises ChannelError when one has hung up: what it said last is in its link, unread. Raises WeightSyncError naming
-    those that did not come in time.
+    Raises ChannelError when a worker hung up (its last message may be unread in its channel), and WeightSyncError that
+    names the workers that did not join in time.
     """
-    meeting = _meeting(store, generation)
+    rendezvous = _rendezvous_store(store, generation)
     missing = dict(enumerate(where, start=1))
     deadline = time.monotonic() + timeout_s
     while True:
-        missing = {rank: name for rank, name in missing.items() if not meeting.check([str(rank)])}
+        missing = {rank: name for rank, name in missing.items() if not rendezvous.check([str(rank)])}
         if not missing:
             break
-        for name, link in zip(where, links, strict=True):
-            if link.is_hung_up():
-                raise ChannelError(f"{name}: hung up before the communicator was made")
+        for name, channel in zip(where, channels, strict=True):
+            if channel.is_hung_up():
+                raise ChannelError(f"{name}: hung up before the communicator was created")
         if time.monotonic() > deadline:
             raise WeightSyncError(
-                f"{', '.join(missing.values())}: did not come to the communicator at {store.host}:{store.port} "
+                f"{', '.join(missing.values())}: did not join the communicator at {store.host}:{store.port} "
                 f"within {timeout_s} s"
             )
-        time.sleep(_MEETING_POLL_S)
-    meeting.set("0", b"1")
+        time.sleep(_RENDEZVOUS_POLL_S)
+    rendezvous.set("0", b"1")
 
 
-def join_members(store: TCPStore, generation: int, rank: int, channel: Channel, timeout_s: float) -> None:
-    """A worker's side: it is here, and waits until the pusher has seen everyone. Raises ChannelError."""
-    meeting = _meeting(store, generation)
-    meeting.set(str(rank), b"1")
+def join_rendezvous(store: TCPStore, generation: int, rank: int, channel: Channel, timeout_s: float) -> None:
+    """A worker's side: join, then wait until the pusher has seen all workers. Raises ChannelError."""
+    rendezvous = _rendezvous_store(store, generation)
+    rendezvous.set(str(rank), b"1")
     deadline = time.monotonic() + timeout_s
-    while not meeting.check(["0"]):
+    while not rendezvous.check(["0"]):
         if channel.is_hung_up():
-            raise ChannelError("the pusher closed the connection before the communicator was made")
+            raise ChannelError("the pusher closed the connection before the communicator was created")
         if time.monotonic() > deadline:
-            raise ChannelError(f"the other workers did not come to the communicator within {timeout_s} s")
-        time.sleep(_MEETING_POLL_S)
+            raise ChannelError(f"the other workers did not join the communicator within {timeout_s} s")
+        time.sleep(_RENDEZVOUS_POLL_S)
 
 
-def _meeting(store: TCPStore, generation: int) -> Any:
+def _rendezvous_store(store: TCPStore, generation: int) -> Any:
     return PrefixStore(f"plinth_weight_sync/members/{generation}", store)
 
 
-def communicator(store: TCPStore, rank: int, size: int, generation: int, timeout_s: float) -> Any:
-    """An NCCL communicator that no default group knows of."""
+def create_communicator(store: TCPStore, rank: int, size: int, generation: int, timeout_s: float) -> Any:
+    """An NCCL communicator outside torch's default process group. Raises SyncConfigError without NCCL."""
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:
         raise SyncConfigError("transport: 'nccl' needs a torch built with NCCL")

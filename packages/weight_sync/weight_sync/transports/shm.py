@@ -1,8 +1,8 @@
 """Shared memory between processes of one host.
 
-The segments are anonymous files (memfd) whose descriptors travel over the Unix socket: nothing is left behind when
-either side is killed, and the size of /dev/shm does not matter. They are faulted in once and reused: cold pages run
-at a twentieth of the speed. A CUDA receiver copies from the segment to its GPU.
+The segments are anonymous files (memfd) whose descriptors are sent over the Unix socket: nothing is left behind when
+either side is killed, and the size of /dev/shm does not matter. Their pages are faulted in once and reused, because the
+first write to a page is about 20 times slower. A CUDA receiver copies from the segment to its GPU.
 """
 
 import mmap
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..channel import Channel
 from ..errors import SyncConfigError
-from ..plan import Bucket, BucketPlan
-from .base import NUM_SLOTS
+from ..plan import NUM_BUFFERS, Bucket, BucketPlan
+from .base import fits
 
 
 class Segment:
@@ -30,7 +30,7 @@ class Segment:
 
     @classmethod
     def create(cls, num_bytes: int) -> "Segment":
-        """Allocate and fault in ``num_bytes`` bytes. Raises SyncConfigError when the host has no room."""
+        """Allocate and fault in ``num_bytes`` bytes. Raises SyncConfigError when the host has not enough memory."""
         fd = os.memfd_create("plinth-weight-sync", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, num_bytes)
@@ -40,12 +40,12 @@ class Segment:
             raise SyncConfigError(f"cannot allocate {num_bytes} bytes of shared memory: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close the descriptor; the mapping goes when the last tensor over it does."""
+        """Close the descriptor. The memory is unmapped when its last tensor is deleted."""
         os.close(self.fd)
 
 
 class ShmSender:
-    """Pusher's end: up to two segments, kept between pushes, regrown only when a plan needs more."""
+    """The pusher's end: up to two segments, kept between pushes and replaced when a plan needs more."""
 
     name = "shm"
 
@@ -55,9 +55,8 @@ class ShmSender:
 
     def prepare(self, plan: BucketPlan) -> None:
         """See Sender."""
-        sizes = [size for size in plan.slot_bytes(NUM_SLOTS) if size]
-        have = [segment.num_bytes for segment in self._segments]
-        if len(have) >= len(sizes) and all(had >= size for had, size in zip(have, sizes, strict=False)):
+        sizes = plan.buffer_bytes()
+        if fits([segment.num_bytes for segment in self._segments], sizes):
             return
         self.close()
         self._segments = [Segment.create(size) for size in sizes]
@@ -65,23 +64,23 @@ class ShmSender:
 
     def buffer(self, bucket: Bucket) -> Tensor:
         """See Sender."""
-        return self._segments[bucket.index % NUM_SLOTS].bytes_N
+        return self._segments[bucket.index % NUM_BUFFERS].bytes_N
 
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """Hand over the descriptors, unless this worker still has the segments mapped."""
+        """The segments' descriptors, unless this worker still has them mapped."""
         sizes = [segment.num_bytes for segment in self._segments]
         known = hello.get("segments") == self._id
         return {"segments": self._id, "sizes": sizes}, [] if known else [segment.fd for segment in self._segments]
 
-    def settle(self) -> dict[str, Any]:
-        """Nothing more."""
+    def common_greeting(self) -> dict[str, Any]:
+        """See Sender."""
         return {}
 
-    def deliver(self, bucket: Bucket, links: list[Channel]) -> None:
-        """The bytes are already there."""
+    def deliver(self, bucket: Bucket, channels: list[Channel]) -> None:
+        """Does nothing: the workers read the segments in place."""
 
     def reset(self) -> None:
-        """Nothing is in flight after an error."""
+        """See Sender."""
 
     def close(self) -> None:
         """See Sender."""
@@ -91,7 +90,7 @@ class ShmSender:
 
 
 class ShmReceiver:
-    """Worker's end. Keeps the mapping between syncs; on CUDA it stages through a persistent device buffer."""
+    """The worker's end. Keeps the mapping between syncs; on CUDA it copies to a persistent device buffer."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -105,7 +104,7 @@ class ShmReceiver:
             return
         self.close()
         if len(fds) != len(greeting["sizes"]):
-            raise SyncConfigError(f"got {len(fds)} shared-memory descriptors, expected {len(greeting['sizes'])}")
+            raise SyncConfigError(f"received {len(fds)} shared-memory descriptors, expected {len(greeting['sizes'])}")
         self._segments = [Segment(fd, size) for fd, size in zip(fds, greeting["sizes"], strict=True)]
         if self._device.type != "cpu":
             self._staged = [torch.empty(s.num_bytes, dtype=torch.uint8, device=self._device) for s in self._segments]
@@ -113,7 +112,7 @@ class ShmReceiver:
 
     def receive(self, bucket: Bucket, channel: Channel) -> Tensor:
         """See Receiver."""
-        index = bucket.index % NUM_SLOTS
+        index = bucket.index % NUM_BUFFERS
         host = self._segments[index].bytes_N[: bucket.nbytes]
         if self._device.type == "cpu":
             return host

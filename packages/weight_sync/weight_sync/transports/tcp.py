@@ -1,6 +1,6 @@
-"""Plain TCP between hosts (or containers): the bucket's bytes follow its announcement on each worker's connection.
+"""TCP between hosts or containers: the bucket's bytes follow the bucket message on each worker's connection.
 
-Host memory on both sides; a CUDA receiver copies to its GPU. Several workers are served at the same time.
+Buffers are in host memory on both sides; a CUDA receiver copies to its GPU. Sends to several workers in parallel.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..channel import Channel
-from ..plan import Bucket, BucketPlan
-from .base import NUM_SLOTS
+from ..plan import NUM_BUFFERS, Bucket, BucketPlan
+from .base import grow_buffers
 
 
 class TcpSender:
-    """Pusher's end: two host buffers and a thread per worker while a bucket is on its way."""
+    """The pusher's end: two host buffers, and one thread per worker while it sends a bucket."""
 
     name = "tcp"
 
@@ -25,33 +25,33 @@ class TcpSender:
 
     def prepare(self, plan: BucketPlan) -> None:
         """See Sender."""
-        self._buffers = grown(self._buffers, plan, torch.device("cpu"))
+        self._buffers = grow_buffers(self._buffers, plan, torch.device("cpu"))
 
     def buffer(self, bucket: Bucket) -> Tensor:
         """See Sender."""
-        return self._buffers[bucket.index % NUM_SLOTS]
+        return self._buffers[bucket.index % NUM_BUFFERS]
 
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """Nothing to attach to: the bytes come over the connection."""
+        """Empty: the bytes come over the same connection."""
         return {}, []
 
-    def settle(self) -> dict[str, Any]:
-        """Nothing more."""
+    def common_greeting(self) -> dict[str, Any]:
+        """See Sender."""
         return {}
 
-    def deliver(self, bucket: Bucket, links: list[Channel]) -> None:
-        """Send the bucket to every worker; returns when it has left."""
+    def deliver(self, bucket: Bucket, channels: list[Channel]) -> None:
+        """Send the bucket to every worker; returns when all bytes are sent."""
         view = memoryview(self.buffer(bucket)[: bucket.nbytes].numpy().data).cast("B")
-        if len(links) == 1:
-            links[0].send_bytes(view)
+        if len(channels) == 1:
+            channels[0].send_bytes(view)
             return
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(len(links), thread_name_prefix="weight_sync_tcp")
-        for future in [self._pool.submit(link.send_bytes, view) for link in links]:
+            self._pool = ThreadPoolExecutor(len(channels), thread_name_prefix="weight_sync_tcp")
+        for future in [self._pool.submit(channel.send_bytes, view) for channel in channels]:
             future.result()
 
     def reset(self) -> None:
-        """The connections of a failed push are closed by its session."""
+        """Does nothing: the session closes the connections of a failed push."""
 
     def close(self) -> None:
         """See Sender."""
@@ -61,7 +61,7 @@ class TcpSender:
 
 
 class TcpReceiver:
-    """Worker's end: host buffers, and device buffers behind them on a GPU."""
+    """The worker's end: host buffers (pinned on a GPU worker) and, on a GPU, device buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,13 +70,13 @@ class TcpReceiver:
 
     def attach(self, greeting: dict[str, Any], fds: list[int], plan: BucketPlan) -> None:
         """See Receiver."""
-        self._buffers = grown(self._buffers, plan, torch.device("cpu"), pin=self._device.type == "cuda")
+        self._buffers = grow_buffers(self._buffers, plan, torch.device("cpu"), pin=self._device.type == "cuda")
         if self._device.type != "cpu":
-            self._staged = grown(self._staged, plan, self._device)
+            self._staged = grow_buffers(self._staged, plan, self._device)
 
     def receive(self, bucket: Bucket, channel: Channel) -> Tensor:
         """See Receiver."""
-        index = bucket.index % NUM_SLOTS
+        index = bucket.index % NUM_BUFFERS
         host = self._buffers[index][: bucket.nbytes]
         channel.receive_bytes_into(memoryview(host.numpy().data).cast("B"))
         if self._device.type == "cpu":
@@ -88,11 +88,3 @@ class TcpReceiver:
     def close(self) -> None:
         """See Receiver."""
         self._buffers, self._staged = [], []
-
-
-def grown(buffers: list[Tensor], plan: BucketPlan, device: torch.device, *, pin: bool = False) -> list[Tensor]:
-    """``buffers``, or new ones when the plan needs more; faulted in, for cold pages are slow."""
-    sizes = plan.slot_bytes(NUM_SLOTS)
-    if len(buffers) == len(sizes) and all(b.numel() >= size for b, size in zip(buffers, sizes, strict=True)):
-        return buffers
-    return [torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pin and size > 0) for size in sizes]

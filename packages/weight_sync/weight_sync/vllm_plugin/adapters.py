@@ -1,8 +1,8 @@
-"""LoRA adapters in memory: received tensors are kept by the worker, and vLLM's adapter manager loads them from there.
+"""LoRA adapters in memory: the worker keeps the received tensors, and vLLM's adapter manager loads them from there.
 
-vLLM loads an adapter when a request asks for it and its slot does not hold it, and empties its slots whenever weights
-were replaced. So the tensors stay here, and the one method that reads an adapter's folder is taught to look here first.
-A version counts from ``publish`` on; until then the one before stays in place.
+vLLM loads an adapter when a request needs it and no slot holds it, and it clears its slots whenever weights are
+replaced. The worker therefore keeps the tensors, and a patch makes vLLM look them up before it reads the adapter's
+folder. ``publish`` makes a version visible; until then the previous version stays.
 """
 
 from collections.abc import Mapping
@@ -15,34 +15,36 @@ from torch import Tensor, nn
 from ..adapter import Adapter
 from ..errors import ReceiverError, SyncConfigError
 from ..plan import Bucket, BucketPlan, Slot
-from ..sources.base import slot_view
+from ..tensors import slot_view
+from .patch import replace_method
 
+#: Attribute of vLLM's adapter manager: the pushed adapters by path.
 _STORE = "pushed_by_weight_sync"
 
 
 @dataclass(frozen=True)
-class Held:
-    """One adapter version as it came."""
+class AdapterVersion:
+    """One version of an adapter as received."""
 
     adapter: Adapter
     tensors: Mapping[str, Tensor]
 
     def model(self, lora_id: int, manager: Any) -> Any:
-        """vLLM's form of it. The tensors are copied, for vLLM multiplies the scale into them."""
+        """The adapter as vLLM's LoRAModel. Copies the tensors, because vLLM multiplies the scale into them."""
         from vllm.lora.lora_model import LoRAModel
 
         return LoRAModel.from_lora_tensors(
             lora_id,
             {name: tensor.clone() for name, tensor in self.tensors.items()},
-            _helper(self.adapter),
+            _peft_helper(self.adapter),
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
-            weights_mapper=_mapper(manager.model),
+            weights_mapper=_weights_mapper(manager.model),
         )
 
 
 class AdapterLoader:
-    """Checks plans against the server's LoRA slots and keeps their tensors."""
+    """Checks plans against the server's LoRA slots and keeps the received tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self._manager: Any = getattr(model, "lora_manager", None)
@@ -51,30 +53,30 @@ class AdapterLoader:
         self._num_compared = 0
         if self._manager is not None:
             setattr(self._manager, _STORE, {})
-            look_here_first()
+            patch_adapter_loading()
 
     def check(self, plan: BucketPlan, adapter: Mapping[str, Any]) -> None:
-        """Raises ReceiverError('plan', name, ...) naming what the server's LoRA slots cannot take."""
+        """Raises ReceiverError('plan', name, ...) for a tensor or setting that does not fit the server's LoRA slots."""
         if self._manager is None:
-            raise ReceiverError("plan", "", "the server takes no adapters: start it with --enable-lora")
+            raise ReceiverError("plan", "", "the server accepts no adapters: start it with --enable-lora")
         try:
             self._adapter = Adapter(name=adapter["name"], settings=adapter["settings"])
-            _helper(self._adapter).validate_legal(self._manager.lora_config)
+            _peft_helper(self._adapter).validate_legal(self._manager.lora_config)
         except (SyncConfigError, TypeError, ValueError) as error:
             raise ReceiverError("plan", "", f"adapter settings: {error}") from error
         halves: dict[tuple[str, bool], Slot] = {}
         for bucket in plan.buckets:
             for slot in bucket.slots:
-                halves[self._place(slot)] = slot
+                halves[self._find_module(slot)] = slot
         for (module, is_a), slot in halves.items():
             other = halves.get((module, not is_a))
             if other is None:
-                raise ReceiverError("plan", slot.name, f"comes without its {'B' if is_a else 'A'}")
+                raise ReceiverError("plan", slot.name, f"its lora_{'B' if is_a else 'A'} is missing")
             if is_a:
                 self._check_shapes(module, slot, other)
 
     def begin(self) -> None:
-        """A new version."""
+        """Start a new version."""
         self._staged = {}
 
     def load(self, bucket: Bucket, bytes_N: Tensor) -> None:
@@ -83,11 +85,11 @@ class AdapterLoader:
             self._staged[slot.name] = slot_view(bytes_N, slot).to("cpu", copy=True)
 
     def finish(self) -> int:
-        """The number of tensors taken."""
+        """The number of tensors received."""
         return len(self._staged)
 
     def begin_verify(self) -> None:
-        """Start comparing what was taken with a second sending."""
+        """Start comparing the received tensors with a second transfer."""
         self._num_compared = 0
 
     def verify(self, bucket: Bucket, bytes_N: Tensor) -> None:
@@ -104,42 +106,42 @@ class AdapterLoader:
         return self._num_compared
 
     def abort(self) -> None:
-        """Forget what came; the version before stays."""
+        """Drop the received tensors; the previous version stays."""
         self._adapter, self._staged = None, {}
 
     def publish(self) -> None:
-        """From now on the adapter is what came last. vLLM's slots are emptied and filled again on demand."""
+        """Make the received version the current one. vLLM clears its slots and loads it on the next request."""
         if self._adapter is not None and self._staged:
-            getattr(self._manager, _STORE)[self._adapter.path] = Held(self._adapter, self._staged)
+            getattr(self._manager, _STORE)[self._adapter.path] = AdapterVersion(self._adapter, self._staged)
             self._manager.remove_all_adapters()
         self.abort()
 
-    def _place(self, slot: Slot) -> tuple[str, bool]:
-        """The module a tensor belongs to, and whether it is an A."""
+    def _find_module(self, slot: Slot) -> tuple[str, bool]:
+        """The tensor's module, and whether it is a lora_A."""
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         try:
-            module, is_a = parse_fine_tuned_lora_name(slot.name, _mapper(self._manager.model))
+            module, is_a = parse_fine_tuned_lora_name(slot.name, _weights_mapper(self._manager.model))
         except ValueError as error:
-            raise ReceiverError("plan", slot.name, "is not an adapter's tensor by its name") from error
-        if module not in self._places():
+            raise ReceiverError("plan", slot.name, "the name is not that of a LoRA tensor") from error
+        if module not in self._modules():
             raise ReceiverError("plan", slot.name, f"the server has no LoRA slot for {module!r}")
         return module, is_a
 
-    def _places(self) -> dict[str, tuple[Any, int | None]]:
-        """Module names an adapter may use: the server's layer behind each and, in a fused one, the part's index."""
+    def _modules(self) -> dict[str, tuple[Any, int | None]]:
+        """Modules with a LoRA slot: the server's layer and, in a fused layer, the index of the part."""
         fused = self._manager.packed_modules
-        places: dict[str, tuple[Any, int | None]] = {}
+        modules: dict[str, tuple[Any, int | None]] = {}
         for name, layer in self._manager.modules.items():
-            places |= {part: (layer, index) for index, part in enumerate(fused[name])} if name in fused else {}
-            places |= {name: (layer, None)} if name not in fused else {}
-        return places
+            modules |= {part: (layer, index) for index, part in enumerate(fused[name])} if name in fused else {}
+            modules |= {name: (layer, None)} if name not in fused else {}
+        return modules
 
     def _check_shapes(self, module: str, a: Slot, b: Slot) -> None:
-        """vLLM copies a smaller tensor into a corner of its slot without a word, so every size is compared here."""
-        layer, index = self._places()[module]
+        """Compare every size: vLLM silently copies a smaller tensor into a part of its slot."""
+        layer, index = self._modules()[module]
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
-            raise ReceiverError("plan", a.name, f"shapes {list(a.shape)} and {list(b.shape)} are no low-rank pair")
+            raise ReceiverError("plan", a.name, f"shapes {list(a.shape)} and {list(b.shape)} are not a low-rank pair")
         if a.shape[0] > self._manager.lora_config.max_lora_rank:
             raise ReceiverError("plan", a.name, f"rank {a.shape[0]} is above the server's --max-lora-rank")
         if not isinstance(getattr(layer, "lora_a_stacked", None), tuple):
@@ -154,34 +156,35 @@ class AdapterLoader:
                 raise ReceiverError("plan", slot.name, f"shape {list(slot.shape)}: the server's layer has {own}")
 
 
-def look_here_first() -> None:
-    """Teach vLLM's worker to load a pushed adapter from memory. Safe to call twice."""
+def patch_adapter_loading() -> None:
+    """Make vLLM's worker load pushed adapters from memory. Can be called twice."""
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    read_folder = WorkerLoRAManager._load_adapter
-    if getattr(read_folder, _STORE, False):
-        return
+    replace_method(WorkerLoRAManager, "_load_adapter", _loading_from_memory)
+
+
+def _loading_from_memory(read_folder: Any) -> Any:
+    """``_load_adapter`` that reads an adapter's folder only if the adapter was not pushed."""
 
     def load_adapter(self: Any, lora_request: Any) -> Any:
-        held = getattr(self._adapter_manager, _STORE, {}).get(lora_request.lora_path)
-        if held is None:
+        version = getattr(self._adapter_manager, _STORE, {}).get(lora_request.lora_path)
+        if version is None:
             return read_folder(self, lora_request)
-        return held.model(lora_request.lora_int_id, self._adapter_manager)
+        return version.model(lora_request.lora_int_id, self._adapter_manager)
 
-    setattr(load_adapter, _STORE, True)
-    WorkerLoRAManager._load_adapter = load_adapter
+    return load_adapter
 
 
-def _helper(adapter: Adapter) -> Any:
+def _peft_helper(adapter: Adapter) -> Any:
     from vllm.lora.peft_helper import PEFTHelper
 
     return PEFTHelper.from_dict(dict(adapter.settings))
 
 
-def _mapper(model: Any) -> Any:
-    """Renames between Hugging Face and vLLM that the model declares, without its stacking rules where it has such."""
+def _weights_mapper(model: Any) -> Any:
+    """The model's renames from Hugging Face to vLLM, without the rules that stack parts of fused layers."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    for without_stacking in ("get_rename_mapper", "get_unstacked_mapper"):  # since vLLM 0.29; before
+    for without_stacking in ("get_rename_mapper", "get_unstacked_mapper"):  # vLLM 0.29 and later; earlier
         if hasattr(mapper, without_stacking):
             return getattr(mapper, without_stacking)()
     return mapper

@@ -1,10 +1,10 @@
-"""Loading received tensors into vLLM's model, in one of two ways.
+"""Loads received tensors into vLLM's model, in one of two ways.
 
-direct     dense unquantised models: the copies that the dry run wrote down are replayed on the live parameters. vLLM's
-           CPU build keeps linear weights packed and drops the plain ones: there a layer is packed straight out of the
-           bucket when its bytes lie there in one piece, else it is assembled in a reused scratch buffer first.
-layerwise  everything else: vLLM's own layerwise reload, which holds on to tensors until a layer is complete, so what is
-           pending when a bucket's memory is about to be reused is copied.
+direct     Dense unquantized models: replays the copies recorded by the dry run on the live parameters. vLLM's CPU build
+           keeps linear weights packed and frees the plain ones: there a layer is packed straight from the bucket if its
+           bytes are contiguous in it, else it is first assembled in a scratch buffer.
+layerwise  All other models: vLLM's own layerwise reload. It keeps references to tensors until a layer is complete, so
+           tensors that are still pending are cloned before a bucket's memory is reused.
 """
 
 from collections.abc import Iterator
@@ -21,26 +21,26 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from ..errors import ReceiverError
 from ..plan import Bucket, BucketPlan
-from ..sources.base import slot_view
+from ..tensors import slot_view
 from .layout import DryRun, Layout, Target, like
 from .scratch import ScratchPool
 from .verify import Verifier
 
 
 class Loader(Protocol):
-    """One way to load."""
+    """One of the two ways to load."""
 
     def begin(self, layout: Layout) -> None:
-        """A new sync."""
+        """Start a sync."""
 
     def load(self, bucket: Bucket, bytes_N: Tensor) -> None:
         """Load one bucket; its memory may be reused when this returns."""
 
     def finish(self) -> None:
-        """Everything has come."""
+        """Complete the sync after the last bucket."""
 
     def abort(self) -> None:
-        """Put the model's structure back after a failed sync; its values may be mixed until a full resend."""
+        """Restore the model's modules after a failed sync. Old and new values may be mixed until a full resend."""
 
 
 class ModelLoader:
@@ -58,11 +58,11 @@ class ModelLoader:
         self._loaded: set[str] = set()
 
     def check(self, plan: BucketPlan) -> Layout:
-        """Dry run on meta tensors. Raises ReceiverError('plan', name, ...) naming the tensor that does not fit."""
+        """Dry run on meta tensors. Raises ReceiverError('plan', name, ...) for the tensor that does not fit."""
         return DryRun(self._model, self._device).run(plan)
 
     def begin(self, layout: Layout, *, layerwise: bool = False) -> None:
-        """Start receiving; ``layerwise`` insists on vLLM's own reload."""
+        """Start a sync; ``layerwise`` forces vLLM's layerwise reload."""
         self._loaded, self._layout = set(), layout
         self._active = self._direct if layout.direct and not layerwise else self._layerwise
         self._active.begin(layout)
@@ -76,7 +76,7 @@ class ModelLoader:
 
     @torch.no_grad()
     def finish(self) -> int:
-        """Process what remains; the number of tensors loaded. Raises ReceiverError('count', name, ...)."""
+        """Complete the sync; returns the number of tensors loaded. Raises ReceiverError('count', name, ...)."""
         self._active.finish()
         if self._device.type == "cpu":
             pack_heads(self._model)
@@ -84,7 +84,7 @@ class ModelLoader:
         return len(self._loaded)
 
     def begin_verify(self) -> None:
-        """Start comparing what was loaded with a second sending."""
+        """Start comparing the loaded parameters with a second transfer."""
         self._verifier.begin(self._layout)
 
     @torch.no_grad()
@@ -94,14 +94,14 @@ class ModelLoader:
         Raises ReceiverError('verify', name, ...) at the first difference.
         """
         self._verifier.verify(bucket, bytes_N)
-        self._synchronize()  # a bucket that completes no parameter was only copied, and nothing waited for that
+        self._synchronize()  # no comparison waits for the copies of a bucket that completes no parameter
 
     def finish_verify(self) -> int:
         """The number of tensors compared. Raises ReceiverError('count', name, ...)."""
         return self._verifier.finish()
 
     def abort(self) -> None:
-        """Put the model's structure back after a failed sync."""
+        """Restore the model's modules after a failed sync."""
         for target in self._scratch.users():
             target.module._parameters[target.name] = target.live  # type: ignore[assignment]
             self._scratch.release(target)
@@ -113,7 +113,7 @@ class ModelLoader:
 
 
 class DirectLoader:
-    """Writes into the live parameters; packs CPU layers one by one as they complete."""
+    """Writes into the live parameters; packs each CPU layer when it is complete."""
 
     def __init__(self, model: nn.Module, device: torch.device, scratch: ScratchPool) -> None:
         self._model: Any = model
@@ -149,35 +149,35 @@ class DirectLoader:
                 raise ReceiverError("count", target.qualname, f"{left} of {target.received} elements did not arrive")
 
     def abort(self) -> None:
-        """The live parameters stay where they are; ModelLoader takes the scratch buffers back."""
+        """Put the live parameters back. ModelLoader releases the scratch buffers."""
         for target in self._layout.targets:
             target.module._parameters[target.name] = target.live  # type: ignore[assignment]
 
     def _prepare(self, target: Target, bytes_N: Tensor) -> None:
-        """Give a packed layer a plain parameter to load into: the bucket itself, or a scratch buffer."""
+        """Give a packed layer a plain parameter to load: a view of the bucket, or a scratch buffer."""
         if target.in_place or target in self._scratch or target.module._parameters[target.name] is not target.live:
             return
-        if target in self._layout.whole:
-            start = self._layout.whole[target][1]
+        if target in self._layout.contiguous:
+            start = self._layout.contiguous[target][1]
             flat = bytes_N[start : start + target.meta.numel() * target.meta.element_size()].view(target.meta.dtype)
         else:
             flat = self._scratch.acquire(target)
         target.module._parameters[target.name] = like(target.meta, flat)  # type: ignore[assignment]
 
     def _replay(self, bucket: Bucket, bytes_N: Tensor) -> None:
-        to, sources = [], []
+        targets, sources = [], []
         for slot in bucket.slots:
             received: Tensor | None = None
             for copy in self._layout.copies[slot.name]:
-                if not copy.target.in_place and copy.target in self._layout.whole:
-                    continue  # the parameter is the bucket
+                if not copy.target.in_place and copy.target in self._layout.contiguous:
+                    continue  # the parameter is a view of the bucket
                 received = slot_view(bytes_N, slot) if received is None else received
                 parameter = copy.target.module._parameters[copy.target.name]
                 assert parameter is not None
-                to.append(_view(parameter.data, copy.to_view))
+                targets.append(_view(parameter.data, copy.to_view))
                 sources.append(_view(received, copy.from_view))
-        if to:
-            torch._foreach_copy_(to, sources)
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def _pack(self, target: Target) -> None:
         repack(target.module)
@@ -187,7 +187,7 @@ class DirectLoader:
 
 
 class LayerwiseLoader:
-    """vLLM's own reload, for quantised layers and whatever else changes its weights after loading."""
+    """vLLM's layerwise reload, for quantized and other layers that transform their weights after loading."""
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self._model: Any = model
@@ -206,7 +206,7 @@ class LayerwiseLoader:
         for module in self._model.modules():
             for _, bound in get_layerwise_info(module).loaded_weights:
                 for key, value in bound.arguments.items():
-                    if _lies_in(value, storage):
+                    if _is_in_storage(value, storage):
                         bound.arguments[key] = value.clone()
 
     def finish(self) -> None:
@@ -215,17 +215,17 @@ class LayerwiseLoader:
         self._reloading = False
 
     def abort(self) -> None:
-        """See Loader. vLLM would leave the parameters on the meta device."""
+        """See Loader. Without it the parameters stay on the meta device."""
         if self._reloading:
             self._reloading = False
             for module in self._model.modules():
                 info = get_layerwise_info(module)
                 if info.can_load():
-                    _place_back(module, info)
+                    _restore_tensors(module, info)
 
 
 def load_by_name(model: Any, bucket: Bucket, bytes_N: Tensor) -> None:
-    """Feed a bucket to the model's ``load_weights``. Raises ReceiverError('load', name, ...)."""
+    """Pass a bucket to the model's ``load_weights``. Raises ReceiverError('load', name, ...)."""
     current = ""
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -241,10 +241,10 @@ def load_by_name(model: Any, bucket: Bucket, bytes_N: Tensor) -> None:
 
 
 def pack_heads(model: nn.Module) -> None:
-    """On the CPU, embeddings and heads keep their plain weight and a packed copy: renew it.
+    """Pack the output head again: on the CPU, embeddings and heads keep their plain weight and a packed copy.
 
-    vLLM's own finalisation misses a head tied to the embedding and would leave the old policy's there. An embedding
-    that is no head never multiplies with its packed copy: it is dropped for the plain weight.
+    vLLM's own finalization skips a head that is tied to the embedding, which would keep the old policy's packed copy.
+    An embedding that is not a head never multiplies with its packed copy, so that copy is freed.
     """
     embeddings: list[Any] = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
     has_head = any(isinstance(m, ParallelLMHead) for m in embeddings)
@@ -258,7 +258,7 @@ def pack_heads(model: nn.Module) -> None:
 
 
 def repack(module: Any) -> None:
-    """Pack a CPU layer's weight. The old packed copy goes first, so that its warm pages are used for the new one."""
+    """Pack a CPU layer's weight. Frees the old packed copy first, so that the new one reuses its mapped pages."""
     module.cpu_linear = None
     module.quant_method.process_weights_after_loading(module)
 
@@ -268,15 +268,15 @@ def _view(tensor: Tensor, view: tuple[tuple[int, ...], tuple[int, ...], int]) ->
     return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
-def _lies_in(value: Any, storage_ptr: int) -> bool:
+def _is_in_storage(value: Any, storage_ptr: int) -> bool:
     return isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() == storage_ptr
 
 
-def _place_back(module: nn.Module, info: Any) -> None:
-    """Undo layerwise reload's replacement of one module's tensors."""
+def _restore_tensors(module: nn.Module, info: Any) -> None:
+    """Restore the tensors of one module that the layerwise reload has replaced."""
     parameters, buffers = info.kernel_tensors
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is not None:  # a bias that a layer does not have is registered as None and stays so
+        if tensor is not None:  # an absent bias is registered as None and stays None
             delattr(module, name)
     for name, parameter in parameters.items():
         module.register_parameter(name, parameter)

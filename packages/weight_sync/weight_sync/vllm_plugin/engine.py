@@ -1,7 +1,7 @@
-"""The weight-transfer engine vLLM creates in every worker. Works with vLLM 0.26 to 0.32.
+"""The weight-transfer engine that vLLM creates in every worker, for vLLM 0.26 to 0.32.
 
-vLLM calls ``init_transfer_engine`` (a pusher claims this worker), ``start_weight_update``, ``update_weights`` (one call
-for a whole sync: the worker connects to the pusher and stays until it has everything) and ``finish_weight_update``.
+vLLM calls ``init_transfer_engine`` (a pusher claims this worker), ``start_weight_update``, ``update_weights`` (once per
+sync: the worker connects to the pusher and returns when it has loaded everything) and ``finish_weight_update``.
 """
 
 import secrets
@@ -21,27 +21,26 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from ..channel import Channel, Message, connect
-from ..checksum import checksum
-from ..errors import ChannelError, ManifestError, ReceiverError, WeightSyncError
+from ..channel import PROTOCOL, Channel, Message, connect
+from ..errors import ChannelError, ReceiverError, WeightManifestError, WeightSyncError
 from ..plan import Bucket, BucketPlan
-from ..session import PROTOCOL
+from ..tensors import checksum
 from ..transports.base import Receiver
+from ..transports.select import make_receiver
 from ..transports.shm import ShmReceiver
-from ..transports.tcp import TcpReceiver
 from .adapters import AdapterLoader
 from .apply import ModelLoader
 from .layout import Layout
 
 logger = init_logger(__name__)
 
-#: Plans kept, with what their check against the model found; newest last.
+#: Plans kept, with their layouts in the model; newest last.
 _MAX_PLANS = 4
 
 
 @dataclass
 class PusherInfo(WeightTransferInitInfo):
-    """Who claims this worker."""
+    """The pusher that claims this worker."""
 
     trainer: str
     pid: int
@@ -52,7 +51,7 @@ class PusherInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where to fetch one sync from."""
+    """Address and identity of one sync."""
 
     trainer: str
     address: str = ""
@@ -61,12 +60,13 @@ class UpdateInfo(WeightTransferUpdateInfo):
     server: int = 0
     timeout_s: float = 120.0
     wait_s: float = 1920.0
-    """Until the first message: the pusher may still wait for other servers' running requests."""
+    """Longest wait for the first message, as other servers may still have running requests."""
     abort: str = ""
+    """Reason why the pusher ends this update; empty for a regular sync."""
 
 
 class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
-    """Receives bucketed weights from a WeightPusher and loads them into this worker's model."""
+    """Receives buckets from a WeightPusher and loads them into this worker's model."""
 
     init_info_cls = PusherInfo
     update_info_cls = UpdateInfo
@@ -84,9 +84,9 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         self._process = secrets.token_hex(8)
 
     def init_transfer_engine(self, init_info: PusherInfo) -> None:
-        """Accept a pusher unless another one lives. Raises ReceiverError."""
+        """Accept a pusher as the owner. Raises ReceiverError while another pusher is alive."""
         if init_info.protocol != PROTOCOL:
-            raise ReceiverError("protocol", "", f"the pusher speaks {init_info.protocol}, this server {PROTOCOL}")
+            raise ReceiverError("protocol", "", f"the pusher has protocol {init_info.protocol}, this server {PROTOCOL}")
         owner = self._owner
         if owner is not None and owner.trainer != init_info.trainer and _is_alive(owner):
             raise ReceiverError(
@@ -95,21 +95,23 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         self._owner = init_info
 
     def start_weight_update(self) -> None:
-        """Nothing has arrived yet."""
+        """Start an update that is not complete yet."""
         self._complete = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Fetch one whole sync. Replaces the base method, whose accelerator synchronisation fails without one."""
+        """Receive one sync. Overrides the base method, which synchronizes an accelerator and fails on the CPU."""
         info = self.parse_update_info(update_info)
         if self._owner is None or info.trainer != self._owner.trainer:
-            raise ReceiverError("owner", "", "this pusher has not claimed the server, or lost it to another one")
+            raise ReceiverError(
+                "owner", "", "this pusher does not own the server: it has not claimed it, or another one has"
+            )
         if info.abort:
             raise WeightSyncError(f"the pusher ended this update: {info.abort}")
         with set_current_vllm_config(self.vllm_config):
             self.receive_weights(info)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Connect to the pusher, check its plan, load every bucket, count. Errors go to the pusher, then to vLLM."""
+        """Connect to the pusher, check its plan, load and count every tensor. Reports errors to the pusher and vLLM."""
         channel = connect(update_info.address, update_info.timeout_s)
         try:
             channel.send(self._hello(update_info))
@@ -132,14 +134,14 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
             channel.close()
 
     def finish_weight_update(self) -> None:
-        """Publish. Raises when the update is incomplete."""
+        """Publish the update. Raises WeightSyncError when it is incomplete."""
         if not self._complete:
-            raise WeightSyncError("finish without a complete update")
+            raise WeightSyncError("finish_weight_update was called before the update was complete")
         self._adapters.publish()
         self._complete = False
 
     def shutdown(self) -> None:
-        """Release buffers and the owner."""
+        """Free the buffers and release the owner."""
         for receiver in self._receivers.values():
             receiver.close()
         self._receivers.clear()
@@ -147,7 +149,7 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Abstract in vLLM 0.26; the trainer's side is WeightPusher."""
+        """Not supported: the trainer's side is WeightPusher. Abstract in vLLM 0.26."""
         raise NotImplementedError("use weight_sync.WeightPusher")
 
     def _hello(self, info: UpdateInfo) -> Message:
@@ -170,7 +172,7 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         if message["type"] != "plan":
             raise _unexpected(message)
         channel.set_timeout(timeout_s)
-        plan = self._learn(message)
+        plan = self._resolve_plan(message)
         loader: ModelLoader | AdapterLoader = self._adapters
         if "adapter" in message:
             self._adapters.check(plan, message["adapter"])
@@ -199,7 +201,7 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         take: Callable[[Bucket, torch.Tensor], None],
         finish: Callable[[], int],
     ) -> int:
-        """Receive, check and take every bucket once; the number of tensors, acknowledged to the pusher."""
+        """Receive every bucket once, verify its checksum and pass it to ``take``; returns the number of tensors."""
         for bucket in plan.buckets:
             message = channel.receive()
             if message["type"] != "bucket" or message["index"] != bucket.index:
@@ -208,7 +210,7 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
             expected = message.get("checksum")
             if expected is not None and f"{checksum(bytes_N):016x}" != expected:
                 first, last = bucket.slots[0].name, bucket.slots[-1].name
-                raise ReceiverError("checksum", first, f"bucket {bucket.index} ({first} to {last}) arrived damaged")
+                raise ReceiverError("checksum", first, f"bucket {bucket.index} ({first} to {last}) is corrupted")
             take(bucket, bytes_N)
             channel.send({"type": "taken", "value": bucket.index})
         message = channel.receive()
@@ -220,26 +222,26 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         channel.send({"type": "done", "value": num_tensors})
         return num_tensors
 
-    def _learn(self, message: Message) -> BucketPlan:
-        """The plan the pusher means: known, or read and digested now."""
+    def _resolve_plan(self, message: Message) -> BucketPlan:
+        """The plan with the announced digest: already known, or read from the message."""
         digest = message["digest"]
         if digest in self._plans:
             return self._plans[digest]
         try:
             plan = BucketPlan.from_json(message["plan"])
-        except ManifestError as error:
+        except WeightManifestError as error:
             raise ReceiverError("plan", "", str(error)) from error
         if plan.digest != digest:
             raise ReceiverError("plan", "", f"the pusher announced plan {digest} and sent {plan.digest}")
         self._plans[digest] = plan
         while len(self._plans) > _MAX_PLANS:
-            forgotten = next(iter(self._plans))
-            del self._plans[forgotten]
-            self._layouts.pop(forgotten, None)
+            oldest = next(iter(self._plans))
+            del self._plans[oldest]
+            self._layouts.pop(oldest, None)
         return plan
 
     def _layout_of(self, plan: BucketPlan) -> Layout:
-        """How the plan lands in the model, checked the first time."""
+        """The plan's layout in the model, from a dry run the first time."""
         if plan.digest not in self._layouts:
             self._layouts[plan.digest] = self._loader.check(plan)
         return self._layouts[plan.digest]
@@ -254,24 +256,7 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
             channel.send({"type": "error", "kind": error.kind, "tensor": error.tensor, "detail": error.detail})
             channel.linger()
         except ChannelError:
-            logger.warning("the pusher is gone and did not hear: %s", error)
-
-
-def make_receiver(transport: str, device: torch.device, timeout_s: float) -> Receiver:
-    """The worker's end of a transport. Raises ReceiverError for one this release does not know."""
-    if transport == "shm":
-        return ShmReceiver(device)
-    if transport == "tcp":
-        return TcpReceiver(device)
-    if transport == "ipc":
-        from ..transports.ipc import IpcReceiver
-
-        return IpcReceiver(device)
-    if transport == "nccl":
-        from ..transports.nccl import NcclReceiver
-
-        return NcclReceiver(device, timeout_s)
-    raise ReceiverError("protocol", "", f"unknown transport {transport!r}")
+            logger.warning("cannot report to the pusher, which is gone: %s", error)
 
 
 def _unexpected(message: Message) -> WeightSyncError:
@@ -281,7 +266,7 @@ def _unexpected(message: Message) -> WeightSyncError:
 
 
 def _is_alive(owner: PusherInfo) -> bool:
-    """Whether the pusher still listens. On another host a Unix address cannot be probed: it counts as alive."""
+    """Whether the pusher still listens. A Unix address on another host cannot be probed and counts as alive."""
     if owner.address.startswith("unix:") and owner.host != socket.gethostname():
         return True
     try:

@@ -1,12 +1,13 @@
-"""Where the tensors of a plan land in the model, found out before any byte moves.
+"""The layout of a plan's tensors in the model, determined by a dry run before any weights are sent.
 
-The model's own ``load_weights`` runs once on meta tensors, with every parameter replaced by a meta copy, while every
-copy it makes is written down. That run refuses a wrong name, a wrong shape and a parameter that gets nothing; and its
-copies, replayed on real memory, are the load itself, without the Python of the weight loaders.
+The dry run calls the model's own ``load_weights`` on meta tensors, with every parameter replaced by a meta copy, and
+records every copy that the weight loaders make. It rejects a wrong name, a wrong shape and a parameter that receives
+nothing. Replaying the recorded copies on real memory loads the weights without running the loaders' Python code.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -19,41 +20,41 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from ..errors import ReceiverError
 from ..plan import Bucket, BucketPlan, Slot
-from ..sources.base import torch_dtype
+from ..tensors import dtype_name, torch_dtype
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
 @dataclass(eq=False)
 class Target:
-    """One parameter of one module of the model, as its weight loader wants to see it."""
+    """One parameter of the model: ``meta`` has the layout that its weight loader expects, ``live`` is in use."""
 
     module: nn.Module
     name: str
     qualname: str
     meta: Tensor
     live: Tensor
-    since_load: bool = False
-    """Whether it exists only since the model was loaded."""
+    created_after_load: bool = False
+    """Whether vLLM created it after loading the model."""
 
     received: int = 0
-    """Elements that the plan's tensors write into it."""
+    """Number of elements that the plan's tensors write into it."""
 
     @property
     def is_derived(self) -> bool:
-        """Whether vLLM computed it from other parameters (MLA's W_UV and W_UK_T); known after the dry run."""
-        return self.since_load and self.received == 0 and self.meta.numel() > 0
+        """Whether vLLM computes it from other parameters (MLA's W_UV and W_UK_T). Valid after the dry run."""
+        return self.created_after_load and self.received == 0 and self.meta.numel() > 0
 
     @property
     def in_place(self) -> bool:
-        """Whether the live parameter has the loader's layout; packed CPU layers keep an empty one."""
+        """Whether the live parameter has the loader's layout. Packed CPU layers keep an empty parameter."""
         same = self.live.shape == self.meta.shape and self.live.stride() == self.meta.stride()
         return same and self.live.numel() > 0
 
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """One copy of a weight loader: part of a received tensor into part of a parameter, in elements."""
+    """One copy of a weight loader: part of a received tensor into part of a parameter. Units are elements."""
 
     target: Target
     to_view: tuple[tuple[int, ...], tuple[int, ...], int]
@@ -63,16 +64,13 @@ class Copy:
 
     @property
     def numel(self) -> int:
-        """Elements written."""
-        numel = 1
-        for size in self.to_view[0]:
-            numel *= size
-        return numel
+        """Number of elements written."""
+        return prod(self.to_view[0])
 
 
 @dataclass
 class Layout:
-    """How one plan's tensors land in the model."""
+    """The copies that load one plan's tensors into the model."""
 
     copies: dict[str, list[Copy]] = field(default_factory=dict)
     """By tensor name."""
@@ -80,18 +78,18 @@ class Layout:
     targets: list[Target] = field(default_factory=list)
 
     replayable: bool = True
-    """Whether the copies written down are all that the loaders do."""
+    """Whether the recorded copies are everything that the loaders do."""
 
     direct: bool = True
-    """Whether every parameter can be written in place or packed layer by layer; else vLLM's layerwise reload loads,
-    which also computes anew what is derived from others."""
+    """Whether every parameter can be written in place or packed layer by layer. If not, vLLM's layerwise reload loads
+    the model, which also recomputes derived parameters."""
 
-    whole: dict[Target, tuple[int, int]] = field(default_factory=dict)
-    """Parameters whose bytes lie in one bucket exactly as the parameter needs them: bucket index and first byte."""
+    contiguous: dict[Target, tuple[int, int]] = field(default_factory=dict)
+    """Parameters whose bytes are contiguous in one bucket: bucket index and first byte."""
 
 
 class DryRun:
-    """Builds a Layout, or raises ReceiverError('plan', name, ...) naming what does not fit."""
+    """Builds a Layout, or raises ReceiverError('plan', name, ...) for a tensor or parameter that does not fit."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model = model
@@ -100,20 +98,20 @@ class DryRun:
         self._by_storage: dict[int, Target] = {}
         self._metas: list[Tensor] = []
         self._current = ""
-        self._fed: Tensor | None = None
+        self._tensor: Tensor | None = None
         self._layout = Layout()
 
     def run(self, plan: BucketPlan) -> Layout:
-        """Check every tensor of the plan, then the completeness of every parameter."""
+        """Check that every tensor of the plan fits, and that every parameter is complete."""
         swapped: list[tuple[dict[str, Any], str, Any]] = []
         try:
             self._swap(swapped)
-            with torch.no_grad(), _Listener(self):
+            with torch.no_grad(), _WriteRecorder(self):
                 self._model.load_weights(self._tensors(plan))
         except ReceiverError:
             raise
         except Exception as error:
-            detail = str(error) or "shape or name does not fit the server's model"
+            detail = str(error) or "name or shape does not fit the server's model"
             raise ReceiverError("plan", self._current, f"{type(error).__name__}: {detail}") from error
         finally:
             for table, name, value in reversed(swapped):
@@ -126,17 +124,22 @@ class DryRun:
         self._check_parameters()
         layout.direct = all(self._is_direct(target) for target in layout.targets)
         if layout.replayable:
-            layout.whole = _whole_parameters(plan, layout)
+            layout.contiguous = _contiguous_parameters(plan, layout)
         return layout
 
     def on_copy(self, to: Tensor, source: Tensor) -> None:
-        """A loader copies. Called for every copy while the model loads."""
+        """Record one copy of a loader."""
         if to.numel() != source.numel():
             raise ValueError(f"shape {list(source.shape)} where the server has {list(to.shape)}")
         if source.dtype == torch.float8_e4m3fn != to.dtype:
-            raise ValueError(f"8 bits where the server has {to.dtype}: it must serve a blockwise fp8 checkpoint")
+            raise ValueError(f"float8_e4m3fn where the server has {to.dtype}: it must serve a blockwise fp8 checkpoint")
         target = self._by_storage.get(_storage(to))
-        if target is None or self._fed is None or _storage(source) != _storage(self._fed) or to.shape != source.shape:
+        if (
+            target is None
+            or self._tensor is None
+            or _storage(source) != _storage(self._tensor)
+            or to.shape != source.shape
+        ):
             self._layout.replayable = False
         if target is None:
             return
@@ -144,7 +147,7 @@ class DryRun:
         self._layout.copies[self._current].append(Copy(target, _geometry(to), _geometry(source)))
 
     def on_other_write(self, to: Tensor) -> None:
-        """A loader changes a tensor in another way than by copying or zeroing vocabulary padding."""
+        """A loader writes a tensor other than by copying or by zeroing vocabulary padding."""
         if _storage(to) in self._by_storage:
             self._layout.replayable = False
 
@@ -160,9 +163,9 @@ class DryRun:
                     if id(live) not in copies:
                         copies[id(live)] = self._meta(module, prefix, name, live, metas.get(name))
                         if is_recorded and id(live) in self._targets and name not in metas:
-                            # what vLLM leaves in place while it reloads is not recorded either
-                            left = name in SKIP_TENSORS or type(module).__name__ in SKIP_MODULES
-                            self._targets[id(live)].since_load = not left
+                            # vLLM does not record the tensors that it leaves in place during a reload either
+                            skipped = name in SKIP_TENSORS or type(module).__name__ in SKIP_MODULES
+                            self._targets[id(live)].created_after_load = not skipped
                     swapped.append((table, name, live))
                     table[name] = copies[id(live)]
 
@@ -171,7 +174,7 @@ class DryRun:
         meta = like(origin, torch.empty(origin.numel(), dtype=origin.dtype, device="meta"))
         restore_layer_refs(meta, module)
         _unwrap_loader(meta)
-        self._metas.append(meta)  # keeps its storage's identity from being used again
+        self._metas.append(meta)  # keeps the address of its storage from being reused
         if name in module._parameters:
             target = Target(module, name, f"{prefix}.{name}" if prefix else name, meta, live)
             self._targets[id(live)] = target
@@ -183,39 +186,36 @@ class DryRun:
             for slot in bucket.slots:
                 self._current = slot.name
                 self._layout.copies[slot.name] = []
-                self._fed = torch.empty(slot.shape, dtype=torch_dtype(slot.dtype), device="meta")
-                yield slot.name, self._fed
+                self._tensor = torch.empty(slot.shape, dtype=torch_dtype(slot.dtype), device="meta")
+                yield slot.name, self._tensor
 
     def _check_tensor(self, slot: Slot) -> None:
-        """A loader that cuts its part out of a larger tensor would take a wrong shape without a word."""
-        numel = 1
-        for size in slot.shape:
-            numel *= size
+        """Check the number of elements: a loader that slices its part out of a larger tensor accepts a wrong shape."""
         copies = self._layout.copies[slot.name]
         copied = sum(copy.numel for copy in copies)
         if not copies:
-            raise ReceiverError("plan", slot.name, "no parameter of the server's model takes it")
+            raise ReceiverError("plan", slot.name, "the server's model has no parameter for it")
         num_ranks = _num_tensor_ranks()
         if num_ranks > 1 and all(isinstance(copy.target.module, VocabParallelEmbedding) for copy in copies):
-            return  # ranks hold unequal parts of a vocabulary, and its loader checks the full shape
-        if copied > numel or copied * num_ranks < numel or (num_ranks == 1 and copied != numel):
-            detail = f"shape {list(slot.shape)}: the server takes {copied} of its {numel} elements"
+            return  # the ranks' parts of a vocabulary differ in size, and its loader checks the full shape
+        if copied > slot.numel or copied * num_ranks < slot.numel or (num_ranks == 1 and copied != slot.numel):
+            detail = f"shape {list(slot.shape)}: the server loads {copied} of its {slot.numel} elements"
             raise ReceiverError("plan", slot.name, detail)
 
     def _check_parameters(self) -> None:
-        fed = {copy.target for copies in self._layout.copies.values() for copy in copies}
+        received = {copy.target for copies in self._layout.copies.values() for copy in copies}
         for target in self._layout.targets:
             needed = int(getattr(target.meta, "weight_loader_numel", target.meta.numel()))
             if target.is_derived:
                 continue
             padded = isinstance(target.module, VocabParallelEmbedding)
-            if needed and (target not in fed if padded else target.received < needed):
-                detail = f"the server's parameter gets {target.received} of its {needed} elements from this manifest"
+            if needed and (target not in received if padded else target.received < needed):
+                detail = f"the server's parameter receives {target.received} of its {needed} elements"
                 raise ReceiverError("plan", target.qualname, detail)
 
     def _is_direct(self, target: Target) -> bool:
         if target.is_derived:
-            return False  # the copies would leave it as it was
+            return False  # no copy would update it
         method = getattr(target.module, "quant_method", None)
         if method is not None and type(method).__name__ not in _PLAIN_METHODS:
             return False
@@ -223,8 +223,8 @@ class DryRun:
         return target.in_place or packed or target.meta.numel() == 0
 
 
-class _Listener(TorchDispatchMode):
-    """Tells the dry run what the loaders write."""
+class _WriteRecorder(TorchDispatchMode):
+    """Reports the loaders' writes to the dry run."""
 
     def __init__(self, run: DryRun) -> None:
         super().__init__()
@@ -238,46 +238,46 @@ class _Listener(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-#: Vocabulary padding is zeroed by the loader every time; it is zero already and its logits are cut off.
+#: The loader zeroes vocabulary padding every time. It is zero already, and its logits are discarded.
 _ZEROING = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 
 
 def like(origin: Tensor, flat_N: Tensor) -> Tensor:
-    """``flat_N`` with the shape, class and attributes (weight loaders among them) of ``origin``."""
+    """``flat_N`` with the shape, class and attributes (including weight loaders) of ``origin``."""
     tensor = flat_N.view(origin.shape)
     tensor.__class__ = origin.__class__
     tensor.__dict__ = origin.__dict__.copy()
     return tensor
 
 
-def _whole_parameters(plan: BucketPlan, layout: Layout) -> dict[Target, tuple[int, int]]:
-    """Parameters that one bucket holds byte for byte: alone, or as neighbours that a fused projection joins."""
+def _contiguous_parameters(plan: BucketPlan, layout: Layout) -> dict[Target, tuple[int, int]]:
+    """Parameters whose bytes are contiguous in one bucket: single tensors, or neighbors that are fused."""
     found: dict[Target, set[tuple[int, int]]] = {}
     for bucket in plan.buckets:
         for slot in bucket.slots:
             for copy in layout.copies[slot.name]:
                 found.setdefault(copy.target, set()).add(_origin(bucket, slot, copy))
-    whole = {}
+    contiguous = {}
     for target, origins in found.items():
         if len(origins) == 1 and target.received == target.meta.numel():
             origin = next(iter(origins))
             if origin[1] >= 0:
-                whole[target] = origin
-    return whole
+                contiguous[target] = origin
+    return contiguous
 
 
 def _origin(bucket: Bucket, slot: Slot, copy: Copy) -> tuple[int, int]:
-    """Bucket and byte at which the parameter would begin if it lay there as a whole; byte -1 when it cannot."""
+    """Bucket and byte at which the parameter would start if it is contiguous there; byte -1 if it cannot be."""
     (size, stride, to_offset), (_, from_stride, from_offset) = copy.to_view, copy.from_view
     dense = torch.empty(size, device="meta").stride()
-    if stride != from_stride or stride != dense or slot.dtype != str(copy.target.meta.dtype).removeprefix("torch."):
+    if stride != from_stride or stride != dense or slot.dtype != dtype_name(copy.target.meta.dtype):
         return bucket.index, -1
     start = slot.offset + (from_offset - to_offset) * copy.target.meta.element_size()
     return bucket.index, start if start % 64 == 0 else -1
 
 
 def _unwrap_loader(meta: Any) -> None:
-    """After a layerwise reload the stored metadata keeps its wrapped loaders, which load nothing outside of one."""
+    """Unwrap loaders that a layerwise reload left in the stored metadata; outside a reload they load nothing."""
     loader = getattr(meta, "weight_loader", None)
     while getattr(loader, "__name__", "") == "online_process_loader":
         loader = loader.__wrapped__  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Reused buffers in which parameters are assembled; few are needed, for layers arrive one after another."""
+"""Scratch buffers in which parameters are assembled. Few are needed, because layers arrive one after another."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from .layout import Target
 
 
 class ScratchPool:
-    """Buffers on the model's device, handed out by target and kept for the next."""
+    """Buffers on the model's device, one per target while it is assembled, and reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,7 +27,7 @@ class ScratchPool:
         return buffer[:nbytes].view(target.meta.dtype)
 
     def release(self, target: Target) -> None:
-        """Give the target's buffer back."""
+        """Return the target's buffer to the pool."""
         self._free.append(self._used.pop(target))
 
     def users(self) -> list[Target]:
@@ -35,7 +35,7 @@ class ScratchPool:
         return list(self._used)
 
     def trim(self) -> None:
-        """Forget the buffers nobody holds."""
+        """Free the buffers that no target holds."""
         self._free = []
 
     def __contains__(self, target: Target) -> bool:

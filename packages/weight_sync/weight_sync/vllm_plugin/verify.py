@@ -1,7 +1,7 @@
-"""Comparing what a worker's layers hold with a second sending, byte for byte.
+"""Compares a worker's parameters with a second transfer, byte for byte.
 
-Every parameter is assembled apart from the model by the model's own ``load_weights`` (not by the replayed copies, so
-that these are checked too) and compared with the live one. A packed CPU layer is read back through what it multiplies.
+The model's own ``load_weights`` (not the replayed copies, which are thus verified too) assembles every parameter in a
+scratch buffer, which is compared with the live parameter. A packed CPU layer is read back by multiplying unit vectors.
 """
 
 from typing import Any
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from ..errors import ReceiverError
 from ..plan import Bucket
-from ..sources.base import slot_view
+from ..tensors import slot_view
 from .layout import Layout, Target, like
 from .scratch import ScratchPool
 
 
 class Verifier:
-    """Takes the buckets of a second pass over the plan."""
+    """Compares the buckets of a second pass over the plan."""
 
     def __init__(self, model: nn.Module, device: torch.device, scratch: ScratchPool) -> None:
         self._model: Any = model
@@ -28,7 +28,7 @@ class Verifier:
         self._num_tensors = 0
 
     def begin(self, layout: Layout) -> None:
-        """A new comparison."""
+        """Start a comparison."""
         self._layout = layout
         self._left = {target: target.received for target in layout.targets}
         self._num_tensors = 0
@@ -56,35 +56,35 @@ class Verifier:
         return self._num_tensors
 
     def _compare(self, target: Target) -> None:
-        wanted = target.module._parameters[target.name]
-        assert wanted is not None
+        expected = target.module._parameters[target.name]
+        assert expected is not None
         target.module._parameters[target.name] = target.live  # type: ignore[assignment]
         found = target.live.data if target.in_place else self._unpacked(target)
         self._scratch.release(target)
-        if found.dtype != wanted.dtype or found.shape != wanted.shape:
-            raise ReceiverError("verify", target.qualname, f"cannot be compared: the server keeps it as {found.dtype}")
-        wrong = int((found.view(torch.uint8) != wanted.data.view(torch.uint8)).sum())
+        if found.dtype != expected.dtype or found.shape != expected.shape:
+            raise ReceiverError("verify", target.qualname, f"cannot be compared: the server stores it as {found.dtype}")
+        wrong = int((found.view(torch.uint8) != expected.data.view(torch.uint8)).sum())
         if wrong:
             raise ReceiverError("verify", target.qualname, f"{wrong} bytes differ from the trainer's")
         for module in self._model.modules():
             if module is not target.module and module._parameters.get(target.name) is target.live:
-                self._compare_head(module, target, wanted)
+                self._compare_head(module, target, expected)
 
-    def _compare_head(self, module: nn.Module, target: Target, wanted: Tensor) -> None:
-        """A head that shares its weight keeps a packed copy of its own on the CPU."""
+    def _compare_head(self, module: nn.Module, target: Target, expected: Tensor) -> None:
+        """Compare the packed copy that a tied output head keeps on the CPU."""
         if self._device.type != "cpu" or not hasattr(module, "cpu_linear"):
             return
-        if not torch.equal(_through(module, target.live), wanted):
+        if not torch.equal(_unpack_cpu_layer(module, target.live), expected):
             raise ReceiverError("verify", target.qualname, "the packed copy in the output head differs")
 
     def _unpacked(self, target: Target) -> Tensor:
         if self._device.type != "cpu":
-            raise ReceiverError("verify", target.qualname, "cannot be compared: the server keeps it in another form")
-        return _through(target.module, target.meta)
+            raise ReceiverError("verify", target.qualname, "cannot be compared: the server stores it in another layout")
+        return _unpack_cpu_layer(target.module, target.meta)
 
 
-def _through(module: Any, shaped: Tensor) -> Tensor:
-    """A packed weight, read back as what it does to the unit vectors. A negative zero comes back as zero."""
+def _unpack_cpu_layer(module: Any, shaped: Tensor) -> Tensor:
+    """A packed weight, read back by multiplying unit vectors. A negative zero is read back as zero."""
     num_inputs = shaped.shape[1]
     found = torch.empty(shaped.shape, dtype=shaped.dtype)
     for start in range(0, num_inputs, 256):

@@ -1,4 +1,4 @@
-"""A pusher that kills itself in the middle of a push. Run by test_weight_sync_server.py."""
+"""A pusher that kills itself during a push. Run by test_weight_sync_server.py."""
 
 import os
 import signal
@@ -9,8 +9,8 @@ from typing import Any
 from weight_sync import HfFolderSource, SyncConfig, WeightPusher
 
 
-class Dies(HfFolderSource):
-    """Fills three buckets; the fourth it does not live to see."""
+class SelfKillingSource(HfFolderSource):
+    """Kills its process at the fourth bucket."""
 
     def fill(self, bucket: Any, out: Any) -> None:
         if bucket.index == 3:
@@ -19,4 +19,4 @@ class Dies(HfFolderSource):
 
 
 SyncConfig.bucket_bytes = lambda *_: 40_000  # type: ignore[method-assign]
-WeightPusher(Dies(sys.argv[1]), [SimpleNamespace(url=sys.argv[2], api_key=None)]).push(1)
+WeightPusher(SelfKillingSource(sys.argv[1]), [SimpleNamespace(url=sys.argv[2], api_key=None)]).push(1)

@@ -1,0 +1,213 @@
+"""WeightPusher: one call pushes a policy from a source into every server, or leaves all servers paused."""
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..adapter import Adapter
+from ..channel import PROTOCOL
+from ..config import SyncConfig
+from ..errors import ReceiverError, SyncConfigError, WeightManifestError, WeightSyncError
+from ..plan import BucketPlan, plan_buckets
+from ..sources.base import TensorSource
+from ..sources.fp8 import Fp8Source
+from ..transports.select import resolve_transport
+from .server import Endpoint, ServerControl
+from .session import PushSession, Timings, num_passes
+
+logger = logging.getLogger(__name__)
+
+#: A failed push is sent once more.
+_MAX_ATTEMPTS = 2
+
+_DONE, _RETRY, _FAILED = 0, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """Result of one push. Times are wall-clock seconds on the sending rank and overlap in part."""
+
+    version: int
+    num_bytes: int
+    num_tensors: int
+    total_s: float
+    pause_s: float
+    """Longest wait for a server to finish its running requests."""
+    gather_s: float
+    """Time in which the source filled buckets."""
+    transfer_s: float
+    """From the connection of the last worker to the last worker's final acknowledgement."""
+    finish_s: float
+    """Publishing, dropping the prefix cache, resuming."""
+    num_attempts: int = 1
+
+
+class WeightPusher:
+    """Pushes the weights of ``source`` into the servers behind ``endpoints``.
+
+    Every rank builds one and calls ``push``; rank 0 controls the servers, the others take part in the source's
+    collectives. ``group`` is the torch process group of these ranks and ``rank`` the rank within it; None means the
+    default group if torch.distributed is initialized, else this process alone. ``device`` is where the source's tensors
+    are. ``adapter``: the tensors are a LoRA adapter, which is served under its name next to the base model. An open
+    pusher owns its servers: they reject another pusher until this one is closed or its process ends.
+
+    Raises SyncConfigError on rank 0 for an empty list of endpoints, a bad URL, or a transport that cannot work here.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        endpoints: Sequence[Endpoint],
+        config: SyncConfig | None = None,
+        *,
+        rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+        adapter: Adapter | None = None,
+    ) -> None:
+        self._config = config or SyncConfig()
+        self._source = Fp8Source(source) if self._config.quantize == "fp8_blocks" else source
+        self._rank = rank
+        self._group = group
+        self._device = torch.device(device)
+        self._plan: BucketPlan | None = None
+        self._session: PushSession | None = None
+        if rank == 0:
+            if not endpoints:
+                raise SyncConfigError("endpoints: none given")
+            controls = [ServerControl(e.url, e.api_key, self._config.timeout_s) for e in endpoints]
+            self._session = PushSession(controls, self._config, self._device, _identity(), adapter)
+
+    def push(self, version: int) -> SyncReport:
+        """Send the weights to all servers and publish them as ``version``. A collective over the group.
+
+        The servers first finish their running requests and hold new ones. After an error everything is sent once more,
+        unless a resend cannot succeed (a rejected plan).
+
+        Raises on every rank, with the servers paused and nothing published:
+            ReceiverError: on rank 0, when a worker rejected the plan or a bucket.
+            WeightSyncError: on the other ranks, and for any other failure.
+            WeightManifestError: the ranks' manifests differ.
+        """
+        start = time.perf_counter()
+        plan = self._plan_once()
+        error: Exception | None = None
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            error = self._attempt(plan, version)
+            outcome, timings = self._broadcast_outcome(self._outcome(error, attempt))
+            if outcome == _DONE:
+                total_s = time.perf_counter() - start
+                return SyncReport(
+                    version=version,
+                    num_bytes=plan.num_bytes,
+                    num_tensors=plan.num_tensors,
+                    total_s=total_s,
+                    num_attempts=attempt,
+                    **asdict(timings),
+                )
+            if outcome == _FAILED:
+                break
+            if error is not None:
+                logger.warning("weight sync failed, sending everything once more: %s", error)
+        message = self._broadcast_text(str(error))
+        if isinstance(error, ReceiverError):
+            raise error
+        raise WeightSyncError(f"version {version} was not published: {message}") from error
+
+    def close(self) -> None:
+        """Release the servers, which stay as they are, and free the buffers. Can be called twice."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def __enter__(self) -> "WeightPusher":
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _plan_once(self) -> BucketPlan:
+        if self._plan is None:
+            bound = self._config.bucket_bytes(resolve_transport(self._config, self._device))
+            plan = plan_buckets(self._source.manifest(), bound)
+            self._check_same(plan)
+            self._plan = plan
+        return self._plan
+
+    def _check_same(self, plan: BucketPlan) -> None:
+        """Ranks with different plans would wait for each other indefinitely; raise on all of them instead."""
+        if self._world_size() == 1:
+            return
+        value = int(plan.digest[:15], 16)
+        low, high = self._tensor([value], torch.int64), self._tensor([value], torch.int64)
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=self._group)
+        if low.item() != high.item():
+            raise WeightManifestError(
+                f"rank {self._rank}: the ranks' manifests differ; this rank's plan is {plan.digest}"
+            )
+
+    def _attempt(self, plan: BucketPlan, version: int) -> Exception | None:
+        """One full send. Fills every bucket even after an error: the other ranks are in the same collectives."""
+        if self._rank != 0:
+            for bucket in plan.buckets * num_passes(self._config):
+                self._source.fill(bucket, None)
+            return None
+        if self._session is None:
+            return WeightSyncError("this pusher is closed")
+        return self._session.send(self._source, plan, version, must_fill_all=self._world_size() > 1)
+
+    def _outcome(self, error: Exception | None, attempt: int) -> int:
+        """Rank 0's decision after an attempt. A closed pusher and an error that is not retryable fail at once."""
+        if error is None:
+            return _DONE
+        can_retry = self._session is not None and not (isinstance(error, ReceiverError) and not error.retryable)
+        return _RETRY if can_retry and attempt < _MAX_ATTEMPTS else _FAILED
+
+    def _broadcast_outcome(self, outcome: int) -> tuple[int, Timings]:
+        """Rank 0's outcome and timings, on every rank."""
+        timings = self._session.timings if self._session is not None else Timings()
+        if self._world_size() > 1:
+            values = [float(outcome), timings.pause_s, timings.gather_s, timings.transfer_s, timings.finish_s]
+            tensor = self._tensor(values, torch.float64)
+            dist.broadcast(tensor, src=self._root(), group=self._group)
+            values = tensor.tolist()
+            outcome, timings = int(values[0]), Timings(*values[1:])
+        return outcome, timings
+
+    def _broadcast_text(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+        if self._world_size() == 1:
+            return text
+        box: list[Any] = [text]
+        dist.broadcast_object_list(box, src=self._root(), group=self._group)
+        return str(box[0])
+
+    def _world_size(self) -> int:
+        if not (dist.is_available() and dist.is_initialized()):
+            return 1
+        return dist.get_world_size(self._group)
+
+    def _tensor(self, values: list[Any], dtype: torch.dtype) -> Tensor:
+        """A tensor on the device that the group's backend needs."""
+        on_gpu = "nccl" in str(dist.get_backend(self._group)) and "gloo" not in str(dist.get_backend(self._group))
+        return torch.tensor(values, dtype=dtype, device=self._device if on_gpu else "cpu")
+
+    def _root(self) -> int:
+        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
+
+
+def _identity() -> dict[str, Any]:
+    return {"trainer": secrets.token_hex(8), "pid": os.getpid(), "host": socket.gethostname(), "protocol": PROTOCOL}

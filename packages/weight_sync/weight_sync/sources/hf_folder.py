@@ -1,0 +1,81 @@
+"""Source for the safetensors files of a Hugging Face model folder."""
+
+import json
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import SourceError
+from ..manifest import TensorEntry, WeightManifest
+from ..plan import Bucket
+
+_TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+class HfFolderSource:
+    """The safetensors files of a Hugging Face model folder, sent unchanged. Raises SourceError for unreadable files."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._files: dict[str, tuple[Path, int]] = {}
+        entries = []
+        paths = sorted(Path(path).glob("*.safetensors"))
+        if not paths:
+            raise SourceError(f"{path}: no *.safetensors file")
+        for file in paths:
+            for name, shape, dtype, start in _read_header(file):
+                self._files[name] = (file, start)
+                entries.append(TensorEntry(name=name, shape=shape, dtype=dtype))
+        self._manifest = WeightManifest.of(entries)
+
+    def manifest(self) -> WeightManifest:
+        """The tensors of all files: files by name, tensors by position in the file."""
+        return self._manifest
+
+    def fill(self, bucket: Bucket, out: Tensor | None) -> None:
+        """See TensorSource. Raises SourceError when a file is shorter than its header says."""
+        if out is None:
+            return
+        host = out if out.device.type == "cpu" else torch.empty(bucket.nbytes, dtype=torch.uint8)
+        for slot in bucket.slots:
+            file, start = self._files[slot.name]
+            with file.open("rb") as stream:
+                stream.seek(start)
+                target = memoryview(host[slot.offset : slot.offset + slot.nbytes].numpy().data)
+                if stream.readinto(target) != slot.nbytes:
+                    raise SourceError(f"{file}: the file ends within {slot.name}")
+        if host is not out:
+            out[: bucket.nbytes].copy_(host)
+
+
+def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:
+    """(name, shape, dtype, first byte in the file) of each tensor, by position."""
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 0 < size <= file.stat().st_size - 8:
+            raise SourceError(f"{file}: not a safetensors file")
+        header = json.loads(stream.read(size))
+    found = []
+    for name, info in header.items():
+        if name == "__metadata__":
+            continue
+        if info["dtype"] not in _TORCH_NAMES:
+            raise SourceError(f"{file}: {name} has dtype {info['dtype']}, which cannot be sent")
+        dtype = _TORCH_NAMES[info["dtype"]]
+        found.append((name, tuple(info["shape"]), dtype, 8 + size + int(info["data_offsets"][0])))
+    return sorted(found, key=lambda item: item[3])

@@ -1,0 +1,59 @@
+"""Source for a plain module or an FSDP2 module."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SourceError
+from ..manifest import TensorEntry, WeightManifest
+from ..plan import Bucket
+from ..tensors import dtype_name, slot_view
+from .base import Staging, wire_dtype
+
+
+class ModuleSource:
+    """The parameters of a module that are whole on every rank, or DTensors (FSDP2), which are gathered one by one.
+
+    ``dtype`` casts floating-point parameters before sending. ``rename`` maps the module's names to the names to send
+    and skips a parameter by returning None. Tied parameters appear once, under their first name.
+    """
+
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype | None = None, rename: Callable[[str], str | None] | None = None
+    ) -> None:
+        self._dtype = dtype
+        self._module = module
+        self._rename = rename or (lambda name: name)
+        self._params: dict[str, nn.Parameter] = {}
+
+    def manifest(self) -> WeightManifest:
+        """Names, full shapes and wire dtypes of the module's parameters."""
+        return WeightManifest.of(
+            TensorEntry(name=name, shape=tuple(param.shape), dtype=dtype_name(wire_dtype(param, self._dtype)))
+            for name, param in self._named().items()
+        )
+
+    def fill(self, bucket: Bucket, out: Tensor | None) -> None:
+        """See TensorSource. Raises SourceError when a parameter is gone or has another shape than planned."""
+        if bucket.index == 0 or not self._params:
+            self._params = self._named()  # once per push: walking a large module takes a millisecond
+        params = [self._params.get(slot.name) for slot in bucket.slots]
+        like = next((param for param in params if param is not None), torch.empty(0))
+        targets: list[Tensor] = []
+        full_params: list[Tensor] = []
+        with torch.no_grad(), Staging(bucket, out, like) as stage:
+            for slot, param in zip(bucket.slots, params, strict=True):
+                if param is None or tuple(param.shape) != slot.shape:
+                    found = "is gone" if param is None else f"has shape {tuple(param.shape)}"
+                    raise SourceError(f"{slot.name}: planned with shape {slot.shape}, now {found}")
+                full = param.full_tensor() if hasattr(param, "full_tensor") else param
+                if stage.bytes_N is not None:
+                    targets.append(slot_view(stage.bytes_N, slot))
+                    full_params.append(full.detach())
+            if targets:
+                torch._foreach_copy_(targets, full_params)
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        named = ((self._rename(name), param) for name, param in self._module.named_parameters())
+        return {name: param for name, param in named if name is not None}

@@ -1,0 +1,47 @@
+"""Tensors inside a bucket: dtypes, views and checksums."""
+
+import torch
+from torch import Tensor
+
+from .plan import ALIGN_BYTES, Slot
+
+_WORDS = ALIGN_BYTES // 8
+_weights: dict[torch.device, Tensor] = {}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``bfloat16`` -> ``torch.bfloat16``, for a dtype of a manifest."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def slot_view(bytes_N: Tensor, slot: Slot) -> Tensor:
+    """View of the slot's tensor, with its shape and dtype, inside the bucket's bytes (uint8, 1-D)."""
+    return bytes_N[slot.offset : slot.offset + slot.nbytes].view(torch_dtype(slot.dtype)).view(slot.shape)
+
+
+def checksum(bytes_N: Tensor) -> int:
+    """64-bit checksum of a contiguous 1-D uint8 tensor whose length is a multiple of 256 bytes, on its device.
+
+    The sum of the 64-bit words of each 256-byte block is weighted by an odd number that depends on the block's
+    position; all modulo 2**64. It detects any single changed word, a missing block, a stale bucket and swapped blocks;
+    it does not resist an adversary. Runs at memory speed and copies 8 bytes to the host.
+    """
+    if bytes_N.numel() == 0:
+        return 0
+    sums_B = bytes_N.view(torch.int64).view(-1, _WORDS).sum(1)
+    return int((sums_B * _block_weights(sums_B.numel(), sums_B.device)).sum().item()) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def _block_weights(num_blocks: int, device: torch.device) -> Tensor:
+    weights = _weights.get(device)
+    if weights is None or weights.numel() < num_blocks:
+        index_B = torch.arange(num_blocks, dtype=torch.int64, device=device)
+        weights = (index_B * 0x2545_F491_4F6C_DD1D) ^ (index_B << 17) | 1
+        _weights[device] = weights
+    return weights[:num_blocks]
