@@ -57,7 +57,7 @@ def measure(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from ckpt import AsyncSaver, CheckpointManager, DeepSpeedState, Ranks
+    from ckpt import AsyncSaver, CheckpointManager, DeepSpeedState, SaverRanks
 
     if options.device == "cuda":
         torch.cuda.set_device(options.rank)
@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> None:
         return time.perf_counter() - started
 
     rounds = []
-    ranks = Ranks(num_ranks=options.ranks, rank=options.rank, run_id="benchmark")
+    ranks = SaverRanks(num_ranks=options.ranks, rank=options.rank, run_id="benchmark")
     with AsyncSaver(manager, ranks=ranks) as saver:
         saver.save(0, {"actor": actor})  # untimed: the first copy pays for the host memory, which later ones reuse
         saver.wait()
@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace) -> None:
             save_s = save(step)
             dist.barrier()
             started = time.perf_counter()
-            stall_s = saver.save(step + 1, {"actor": actor}, copy_beside=bool(options.beside))
+            stall_s = saver.save(step + 1, {"actor": actor}, copy_in_background=bool(options.beside))
             saver.wait()
             row = torch.tensor([save_s, stall_s, time.perf_counter() - started], device=engine.device)
             dist.all_reduce(row, op=dist.ReduceOp.MAX)

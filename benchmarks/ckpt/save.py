@@ -9,7 +9,7 @@ that another user of the disk meets all three. Prints one line a round and the m
     save_over_raw       seconds of a save / seconds of the plain write       (1.0 is the disk's own speed)
     background_over_raw  the same for a background save, waited for to its end
     stall_over_save     seconds the background save holds the loop up / seconds of a save
-    beside_over_save    the same with copy_beside: of the call alone, since the copy goes on beside the loop
+    beside_over_save    the same with copy_in_background: of the call alone, since the copy goes on beside the loop
     copied_over_save    seconds until that copy is done (wait_copied) / seconds of a save
 
 A loop that changes no weights in the time of copied_over_save is held up for beside_over_save.
@@ -119,7 +119,7 @@ def main() -> None:
                 else:
                     save_s = save(manager, index, state, num_bytes)
                 shutil.rmtree(manager.root / f"step_{index:08d}")
-                beside_s = saver.save(index, states, copy_beside=True)
+                beside_s = saver.save(index, states, copy_in_background=True)
                 copied_s = beside_s + saver.wait_copied()
                 saver.wait()
                 shutil.rmtree(manager.root / f"step_{index:08d}")

@@ -1,9 +1,11 @@
-"""Checkpoints that are published whole or not at all, verified when they are loaded; Hugging Face exports."""
+"""Checkpoint manager: checkpoints appear whole or not at all and are verified at load; Hugging Face exports."""
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .digest import FileEntry
     from .errors import (
         ArchitectureMismatchError,
         CheckpointDamagedError,
@@ -21,14 +23,14 @@ if TYPE_CHECKING:
     )
     from .hf_export import HfExport, save_hf_folder
     from .manager import Checkpoint, CheckpointManager
-    from .manifest import FileEntry, Manifest, Problem, describe_files, verify_folder
+    from .manifest import CheckpointManifest, Problem, describe_files, verify_folder
     from .models import check_model, describe_model
     from .packages import package_versions
     from .retention import Retention
     from .savers.async_saver import AsyncSaver, rank_file
     from .savers.capture import Capture
+    from .savers.coordination import SaverRanks
     from .savers.deepspeed_async import DeepSpeedState
-    from .savers.rank_notes import Ranks
     from .savers.rng import capture_rng, restore_rng
     from .savers.state_dicts import load_state_dict, save_state_dict
     from .tools.deepspeed_export import export_deepspeed
@@ -48,6 +50,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointLockedError",
     "CheckpointManager",
+    "CheckpointManifest",
     "CheckpointNotFoundError",
     "CheckpointSpaceError",
     "CheckpointStateError",
@@ -56,11 +59,10 @@ __all__ = [
     "ExportError",
     "FileEntry",
     "HfExport",
-    "Manifest",
     "Problem",
-    "Ranks",
     "RemoteCheckpoints",
     "Retention",
+    "SaverRanks",
     "ShardError",
     "UniversalCheckpoint",
     "UnsupportedFormatError",
@@ -85,55 +87,51 @@ __all__ = [
     "write_universal",
 ]
 
-_EXPORTS = {
-    "ArchitectureMismatchError": ".errors",
-    "AsyncSaver": ".savers.async_saver",
-    "Capture": ".savers.capture",
-    "Checkpoint": ".manager",
-    "CheckpointDamagedError": ".errors",
-    "CheckpointError": ".errors",
-    "CheckpointExistsError": ".errors",
-    "CheckpointLockedError": ".errors",
-    "CheckpointManager": ".manager",
-    "CheckpointNotFoundError": ".errors",
-    "CheckpointSpaceError": ".errors",
-    "CheckpointStateError": ".errors",
-    "CheckpointUsageError": ".errors",
-    "DeepSpeedState": ".savers.deepspeed_async",
-    "ExportError": ".errors",
-    "FileEntry": ".manifest",
-    "HfExport": ".hf_export",
-    "Manifest": ".manifest",
-    "Problem": ".manifest",
-    "Ranks": ".savers.rank_notes",
-    "RemoteCheckpoints": ".tools.remote",
-    "Retention": ".retention",
-    "ShardError": ".errors",
-    "UniversalCheckpoint": ".tools.universal",
-    "UnsupportedFormatError": ".errors",
-    "UntrustedFileError": ".errors",
-    "ZeroCheckpoint": ".zero.zero_checkpoint",
-    "capture_rng": ".savers.rng",
-    "check_model": ".models",
-    "describe_files": ".manifest",
-    "describe_model": ".models",
-    "export_deepspeed": ".tools.deepspeed_export",
-    "export_merged": ".tools.lora_export",
-    "load_state_dict": ".savers.state_dicts",
-    "loading_without_pickle": ".zero.deepspeed_load",
-    "merge_lora": ".tools.lora_export",
-    "package_versions": ".packages",
-    "rank_file": ".savers.async_saver",
-    "restore_rng": ".savers.rng",
-    "save_adapter": ".tools.lora_export",
-    "save_hf_folder": ".hf_export",
-    "save_state_dict": ".savers.state_dicts",
-    "verify_folder": ".manifest",
-    "write_universal": ".tools.universal",
+_MODULES = {
+    ".digest": ("FileEntry",),
+    ".errors": (
+        "ArchitectureMismatchError",
+        "CheckpointDamagedError",
+        "CheckpointError",
+        "CheckpointExistsError",
+        "CheckpointLockedError",
+        "CheckpointNotFoundError",
+        "CheckpointSpaceError",
+        "CheckpointStateError",
+        "CheckpointUsageError",
+        "ExportError",
+        "ShardError",
+        "UnsupportedFormatError",
+        "UntrustedFileError",
+    ),
+    ".hf_export": ("HfExport", "save_hf_folder"),
+    ".manager": ("Checkpoint", "CheckpointManager"),
+    ".manifest": ("CheckpointManifest", "Problem", "describe_files", "verify_folder"),
+    ".models": ("check_model", "describe_model"),
+    ".packages": ("package_versions",),
+    ".retention": ("Retention",),
+    ".savers.async_saver": ("AsyncSaver", "rank_file"),
+    ".savers.capture": ("Capture",),
+    ".savers.coordination": ("SaverRanks",),
+    ".savers.deepspeed_async": ("DeepSpeedState",),
+    ".savers.rng": ("capture_rng", "restore_rng"),
+    ".savers.state_dicts": ("load_state_dict", "save_state_dict"),
+    ".tools.deepspeed_export": ("export_deepspeed",),
+    ".tools.lora_export": ("export_merged", "merge_lora", "save_adapter"),
+    ".tools.remote": ("RemoteCheckpoints",),
+    ".tools.universal": ("UniversalCheckpoint", "write_universal"),
+    ".zero.deepspeed_load": ("loading_without_pickle",),
+    ".zero.zero_checkpoint": ("ZeroCheckpoint",),
 }
+_EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
+_RENAMED = {"Manifest": "CheckpointManifest", "Ranks": "SaverRanks"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        warnings.warn(f"ckpt.{name} is deprecated, use ckpt.{new}", DeprecationWarning, stacklevel=2)
+        name = new
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name], __name__), name)

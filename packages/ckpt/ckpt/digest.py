@@ -1,185 +1,268 @@
-"""The checksum of a file, computed by as many threads as there are cores.
+"""BLAKE3 checksums of files, computed on all cores while the files are written or read.
 
-A file of at most CHUNK_BYTES has its SHA-256, as sha256sum prints it. A larger one is cut into chunks of CHUNK_BYTES,
-the last one shorter, and its checksum is the SHA-256 of the chunks' SHA-256 digests (32 bytes each) in order: SHA-256
-of one stream of bytes cannot use two cores. The manifest notes the chunk size; in manifests of format 1 there is none,
-and every file has its plain SHA-256.
+Manifests of formats 1 and 2 hold SHA-256 instead. Those are verified here and no longer written: in format 1 the plain
+SHA-256 of a file, in format 2 the SHA-256 of the SHA-256 digests of its chunks, for a file of more than one chunk.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from blake3 import blake3
 
 from .threads import Pool, num_cores
 
-__all__ = [
-    "CHUNK_BYTES",
-    "FLUSH_BYTES",
-    "combine",
-    "hash_files",
-    "hash_views",
-    "num_threads",
-    "write_hashed",
-    "write_views",
-]
+__all__ = ["Algorithm", "FileEntry", "HashedFile", "hash_files"]
 
-CHUNK_BYTES = 16 << 20
-#: Read at a time by one thread: fits a core's cache, so that hashing does not wait for memory.
-_READ_BYTES = 1 << 20
-#: Written between two requests to the disk to begin. Left alone, Linux begins when a tenth of the memory waits.
-FLUSH_BYTES = 256 << 20
+Algorithm = Literal["blake3", "sha256"]
+#: Read or handed to a thread at a time.
+_BLOCK_BYTES = 4 << 20
+#: Below this, handing work to threads costs more than the work.
+_INLINE_BYTES = 1 << 20
+#: Written between two requests to flush. Left alone, Linux begins to write when a tenth of the memory is dirty.
+_FLUSH_BYTES = 256 << 20
+#: Blocks that wait to be hashed and written.
+_MAX_PENDING = 8
 _MAX_THREADS = 16
 #: Buffers of one writev; Linux allows 1024.
 _MAX_BUFFERS = 512
 
 
-def num_threads() -> int:
-    """How many hash side by side."""
-    # More than the cores, for some wait for the disk.
-    return min(_MAX_THREADS, num_cores() + 2)
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """Size and checksum of one file, as the manifest holds them."""
+
+    num_bytes: int
+    checksum: str
+    """BLAKE3 in hexadecimal, as `b3sum` prints it; SHA-256 in the manifests of formats 1 and 2."""
 
 
-def combine(digests: Sequence[bytes]) -> str:
-    """The checksum of a file, as hex, from the SHA-256 digests of its chunks."""
-    return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
+class _Hasher(Protocol):
+    def update(self, data: memoryview, /) -> Any: ...
+    def hexdigest(self) -> str: ...
+
+
+class _ChunkedSha256:
+    """The checksum of format 2."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = self._room = chunk_bytes
+        self._chunk = hashlib.sha256()
+        self._digests: list[bytes] = []
+
+    def update(self, data: memoryview) -> None:
+        while data.nbytes:
+            piece, data = data[: self._room], data[self._room :]
+            self._chunk.update(piece)
+            self._room -= piece.nbytes
+            if not self._room:
+                self._digests.append(self._chunk.digest())
+                self._chunk, self._room = hashlib.sha256(), self._chunk_bytes
+
+    def hexdigest(self) -> str:
+        is_open = self._room < self._chunk_bytes or not self._digests
+        digests = [*self._digests, self._chunk.digest()] if is_open else self._digests
+        return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _blake3(num_bytes: int | None) -> _Hasher:
+    # With threads of its own: the pool that AUTO shares does not survive a fork.
+    is_small = num_bytes is not None and num_bytes <= _INLINE_BYTES
+    return blake3(max_threads=1 if is_small else min(_MAX_THREADS, num_cores()))
 
 
 def hash_files(
     files: Sequence[tuple[Path, int]],
     *,
-    chunk_bytes: int | None = CHUNK_BYTES,
+    algorithm: Algorithm = "blake3",
+    chunk_bytes: int | None = None,
     on_read: Callable[[int], None] | None = None,
 ) -> list[str | OSError]:
-    """The checksum of each file, given with its size, or what the system said when it could not be read.
+    """The checksum of each file, given with its size in bytes, or the error that reading it raised.
 
-    `chunk_bytes` None: the plain SHA-256. `on_read` is told the bytes of each chunk when it has been read, from
-    whatever thread read it.
+    `chunk_bytes`: the chunk size of SHA-256 in format 2. `on_read` gets the bytes of each block that was hashed.
     """
-
-    def digest(path: Path, start: int, end: int) -> bytes | OSError:
-        try:
-            found = _hash_range(path, start, end)
-        except OSError as error:
-            return error
-        if on_read is not None:
-            on_read(end - start)
-        return found
-
-    with Pool(num_threads()) as pool:
-        futures = [
-            [pool.submit(digest, path, start, end) for start, end in _ranges(num_bytes, chunk_bytes)]
-            for path, num_bytes in files
-        ]
-        results = [[future.result() for future in chunks] for chunks in futures]
     checksums: list[str | OSError] = []
-    for chunks in results:
-        failed = next((chunk for chunk in chunks if isinstance(chunk, OSError)), None)
-        checksums.append(failed or combine([chunk for chunk in chunks if isinstance(chunk, bytes)]))
+    for index, blocks in groupby(_read_blocks(files), key=lambda block: block[0]):
+        failed: OSError | None = None
+        hasher: _Hasher
+        if algorithm == "blake3":
+            hasher = _blake3(files[index][1])
+        else:
+            hasher = hashlib.sha256() if chunk_bytes is None else _ChunkedSha256(chunk_bytes)
+        for _, data in blocks:
+            if isinstance(data, OSError):
+                failed = failed or data
+                continue
+            hasher.update(data)
+            if on_read is not None:
+                on_read(data.nbytes)
+        checksums.append(failed or hasher.hexdigest())
     return checksums
 
 
-def _ranges(num_bytes: int, chunk_bytes: int | None) -> list[tuple[int, int]]:
-    """(start, end) of every chunk; an empty file is one empty chunk."""
-    size = chunk_bytes or max(num_bytes, 1)
-    return [(start, min(start + size, num_bytes)) for start in range(0, max(num_bytes, 1), size)]
+def _read_blocks(files: Sequence[tuple[Path, int]]) -> Iterator[tuple[int, memoryview | OSError]]:
+    """(index of the file, bytes) of every block in order; threads read ahead. A view is valid until the next one.
+
+    An empty file is one empty block.
+    """
+    ranges = (
+        (index, start, min(start + _BLOCK_BYTES, num_bytes))
+        for index, (_, num_bytes) in enumerate(files)
+        for start in range(0, max(num_bytes, 1), _BLOCK_BYTES)
+    )
+
+    def read(index: int, start: int, end: int, buffer: bytearray) -> tuple[int, memoryview | OSError, bytearray]:
+        try:
+            return index, _read_range(files[index][0], start, memoryview(buffer)[: end - start]), buffer
+        except OSError as error:
+            return index, error, buffer
+
+    depth = min(_MAX_THREADS, num_cores() + 2)  # more than the cores: some wait for the disk
+    size = min(_BLOCK_BYTES, max((num_bytes for _, num_bytes in files), default=0))
+    free = [bytearray(size) for _ in range(depth)]
+    reading: deque[Future[tuple[int, memoryview | OSError, bytearray]]] = deque()
+    with Pool(depth) as pool:
+        for block in chain(ranges, [None] * depth):
+            if len(reading) == depth or (block is None and reading):
+                index, data, buffer = reading.popleft().result()
+                yield index, data
+                free.append(buffer)
+            if block is not None:
+                reading.append(pool.submit(read, *block, free.pop()))
 
 
-def _hash_range(path: Path, start: int, end: int) -> bytes:
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(_READ_BYTES, end - start)))
+def _read_range(path: Path, start: int, view: memoryview) -> memoryview:
+    num_read = 0
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        while start < end:
-            count = os.preadv(descriptor, [buffer[: end - start]], start)
+        while num_read < view.nbytes:
+            count = os.preadv(descriptor, [view[num_read:]], start + num_read)
             if count == 0:
-                break  # it has been cut since its size was asked; the digest of what is there will not fit
-            digest.update(buffer[:count])
-            start += count
+                break  # the file was cut since its size was read: the checksum will differ
+            num_read += count
     finally:
         os.close(descriptor)
-    return digest.digest()
+    return view[:num_read]
 
 
-def write_hashed(path: Path, views: Iterable[memoryview], num_bytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> str:
-    """Write `views`, `num_bytes` in all, to a new file, force it to the disk, and return its checksum.
+class HashedFile(io.RawIOBase):
+    """A new file, written from beginning to end and hashed meanwhile; `entry` describes it once it is closed.
 
-    Producing the views (copying from a device, say), writing, hashing and the disk's own work go on side by side. A
-    view is let go when it has been hashed and written; about 2 chunks a thread wait at a time.
+        with HashedFile(path) as file:
+            torch.save(tree, file)
+        file.entry
+
+    Hashing, writing and flushing run in threads. When `close` returns, all bytes are on the disk.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        if num_bytes <= chunk_bytes:  # no work for threads
-            (chunk,) = list(_chunks(views, chunk_bytes)) or [[]]
-            digest = hash_views(chunk)
-            write_views(descriptor, chunk)
-            os.fsync(descriptor)
-            return digest.hex()
-        return _write_in_threads(descriptor, _chunks(views, chunk_bytes))
-    finally:
-        os.close(descriptor)
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = -1  # `close` also runs when the file cannot be opened
+        self._has_failed = False
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._hasher = _blake3(None)
+        # One thread each to hash and to write: both need the blocks in order.
+        self._hashing, self._writing, self._flushing = Pool(1), Pool(1), Pool(1)
+        self._pending: deque[tuple[Future[None], Future[None]]] = deque()
+        self._flushed: Future[None] | None = None
+        self._num_bytes = self._num_unflushed = 0
+        self.entry: FileEntry | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, which may be reused afterwards. Raises OSError, also that of an earlier flush."""
+        view = memoryview(data).cast("B")
+        self.write_all([view])
+        return view.nbytes
+
+    def write_all(self, views: Iterable[memoryview]) -> None:
+        """Write all views, which must not change before this returns.
+
+        Producing the views (a copy from a device, say) overlaps with hashing and writing; about 8 blocks of at least
+        4 MiB wait at a time. Raises OSError.
+        """
+        try:
+            for block in _blocks(views):
+                self._submit(block)
+                while len(self._pending) > _MAX_PENDING:
+                    self._await_block()
+            while self._pending:
+                self._await_block()
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        if self._descriptor < 0:
+            return
+        try:
+            if not self._has_failed:  # else its error is being raised
+                os.fsync(self._descriptor)
+                if self._flushed is not None:
+                    self._flushed.result()
+                self.entry = FileEntry(num_bytes=self._num_bytes, checksum=self._hasher.hexdigest())
+        finally:
+            for pool in (self._hashing, self._writing, self._flushing):
+                with pool:
+                    pass
+            os.close(self._descriptor)
+
+    def _submit(self, block: list[memoryview]) -> None:
+        num_bytes = sum(view.nbytes for view in block)
+        self._num_bytes += num_bytes
+        if num_bytes < _INLINE_BYTES and not self._pending:
+            self._hash(block)
+            _write_views(self._descriptor, block)
+        else:
+            written = self._writing.submit(_write_views, self._descriptor, block)
+            self._pending.append((self._hashing.submit(self._hash, block), written))
+        self._num_unflushed += num_bytes
+        if self._num_unflushed >= _FLUSH_BYTES and (self._flushed is None or self._flushed.done()):
+            if self._flushed is not None:
+                self._flushed.result()
+            self._flushed, self._num_unflushed = self._flushing.submit(os.fdatasync, self._descriptor), 0
+
+    def _hash(self, block: list[memoryview]) -> None:
+        for view in block:
+            self._hasher.update(view)
+
+    def _await_block(self) -> None:
+        for done in self._pending.popleft():
+            done.result()
 
 
-def _write_in_threads(descriptor: int, chunks: Iterable[list[memoryview]]) -> str:
-    digests: list[Future[bytes]] = []
-    waiting: deque[tuple[Future[bytes], Future[None]]] = deque()
-    flushed: Future[None] | None = None
-    num_begun = 0
-    count = num_threads()
-    # One thread writes: the kernel lets one in at a time, and the order keeps the file in one piece on the disk.
-    with Pool(count) as hashers, Pool(1) as writer, Pool(1) as flusher:
-        for chunk in chunks:
-            digests.append(hashers.submit(hash_views, chunk))
-            waiting.append((digests[-1], writer.submit(write_views, descriptor, chunk)))
-            num_begun += sum(view.nbytes for view in chunk)
-            del chunk
-            while len(waiting) > 2 * count:
-                hashed, written = waiting.popleft()
-                hashed.result()
-                written.result()
-            if num_begun >= FLUSH_BYTES and (flushed is None or flushed.done()):
-                if flushed is not None:
-                    flushed.result()
-                flushed = flusher.submit(os.fdatasync, descriptor)
-                num_begun = 0
-        for _, written in waiting:
-            written.result()
-        os.fsync(descriptor)
-        if flushed is not None:
-            flushed.result()
-        return combine([future.result() for future in digests])
-
-
-def _chunks(views: Iterable[memoryview], chunk_bytes: int) -> Iterator[list[memoryview]]:
-    """The views cut and gathered into chunks of one size, the last one shorter."""
-    chunk: list[memoryview] = []
-    room = chunk_bytes
+def _blocks(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The views gathered into blocks of _BLOCK_BYTES; larger views are cut, so that writing can begin early."""
+    block: list[memoryview] = []
+    room = _BLOCK_BYTES
     for view in views:
         rest = view
         while rest.nbytes:
             piece, rest = rest[:room], rest[room:]
-            chunk.append(piece)
+            block.append(piece)
             room -= piece.nbytes
             if not room:
-                yield chunk
-                chunk, room = [], chunk_bytes
-    if chunk:
-        yield chunk
+                yield block
+                block, room = [], _BLOCK_BYTES
+    if block:
+        yield block
 
 
-def hash_views(views: list[memoryview]) -> bytes:
-    """SHA-256 of views laid end to end."""
-    digest = hashlib.sha256()
-    for view in views:
-        digest.update(view)
-    return digest.digest()
-
-
-def write_views(descriptor: int, views: list[memoryview]) -> None:
+def _write_views(descriptor: int, views: list[memoryview]) -> None:
     """Write all of them at the file's position."""
     rest = list(views)
     while rest:

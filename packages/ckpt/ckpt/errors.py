@@ -1,42 +1,42 @@
-"""Errors of this package.
+"""Exceptions of this package.
 
 CheckpointError
 ├── ArchitectureMismatchError (also ValueError) the checkpoint was written from another model
-├── CheckpointDamagedError                      a published checkpoint is torn or altered: names the files
-├── CheckpointNotFoundError (also ValueError)   there is no such checkpoint
-├── CheckpointExistsError (also ValueError)     the step is published already
-├── CheckpointLockedError (also ValueError)     another process is writing in the folder: names it
-├── CheckpointSpaceError (also ValueError)      the disk has not enough room
-├── CheckpointStateError (also ValueError)      the state cannot be written as JSON
+├── CheckpointDamagedError                      a published checkpoint is torn or altered; names the files
+├── CheckpointNotFoundError (also ValueError)   the checkpoint does not exist
+├── CheckpointExistsError (also ValueError)     the step is already published
+├── CheckpointLockedError (also ValueError)     another process is writing in the folder; names it
+├── CheckpointSpaceError (also ValueError)      the disk is full
+├── CheckpointStateError (also ValueError)      the state cannot be stored or restored
 ├── CheckpointUsageError (also ValueError)      calls out of order, or an argument out of range
-├── ExportError (also ValueError)               a Hugging Face export cannot be made
-├── ShardError (also ValueError)                a DeepSpeed checkpoint cannot be read: names the file
+├── ExportError (also ValueError)               a Hugging Face export failed
+├── ShardError (also ValueError)                a DeepSpeed checkpoint cannot be read; names the file
 ├── UnsupportedFormatError (also ValueError)    the checkpoint's format is newer than this package
 └── UntrustedFileError (also ValueError)        a file holds more than tensors and plain values
 
-All of them survive pickling, attributes included, because they cross process borders.
+All of them can be pickled with their attributes, because they cross process borders.
 """
 
 from typing import Any
 
 
 class CheckpointError(Exception):
-    """Root of this package's errors."""
+    """Base class of this package's exceptions."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions pickle by calling the class with `args`; attributes travel as state.
+        # Exceptions are pickled as a call of the class with `args`; attributes travel as state.
         return (type(self), self.args, self.__dict__)
 
 
 class ArchitectureMismatchError(CheckpointError, ValueError):
-    """The checkpoint was written from a model of other parameter names or shapes."""
+    """The checkpoint was written from a model with other parameter names or shapes."""
 
 
 class CheckpointDamagedError(CheckpointError):
     """A published checkpoint is torn or altered.
 
     Attributes: `step`, `files` (names of the damaged files, relative to the checkpoint), `newest_good` (the newest
-    step that verifies, None when there is none).
+    step that verifies, or None).
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class CheckpointDamagedError(CheckpointError):
 
 
 class CheckpointNotFoundError(CheckpointError, ValueError):
-    """There is no such checkpoint."""
+    """The checkpoint does not exist."""
 
 
 class CheckpointExistsError(CheckpointError, ValueError):
-    """The step is published already."""
+    """The step is already published."""
 
 
 class CheckpointLockedError(CheckpointError, ValueError):
@@ -61,28 +61,28 @@ class CheckpointLockedError(CheckpointError, ValueError):
 
 
 class CheckpointSpaceError(CheckpointError, ValueError):
-    """The disk has not enough room for the checkpoint; what was written of it is gone."""
+    """The disk has no room for the checkpoint; its unpublished files are deleted."""
 
 
 class CheckpointStateError(CheckpointError, ValueError):
-    """The state cannot be written as JSON."""
+    """A state cannot be stored as JSON or safetensors, or cannot be restored."""
 
 
 class CheckpointUsageError(CheckpointError, ValueError):
-    """A call out of order, or an argument out of range."""
+    """Calls out of order, or an argument out of range."""
 
 
 class ExportError(CheckpointError, ValueError):
-    """A Hugging Face export cannot be made."""
+    """A Hugging Face export failed."""
 
 
 class ShardError(CheckpointError, ValueError):
-    """A DeepSpeed checkpoint that is missing, torn, foreign, or does not add up."""
+    """A DeepSpeed checkpoint is missing, torn, of another kind, or inconsistent."""
 
 
 class UnsupportedFormatError(CheckpointError, ValueError):
-    """The checkpoint was written in a format this version does not read."""
+    """The checkpoint's format is newer than this version reads."""
 
 
 class UntrustedFileError(CheckpointError, ValueError):
-    """A file holds more than tensors and plain values; nothing of it was executed."""
+    """A file holds more than tensors and plain values; nothing in it was executed."""

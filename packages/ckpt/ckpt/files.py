@@ -1,6 +1,6 @@
-"""Durable file operations: what is called done here survives a power cut.
+"""Durable file operations: when a function here returns, its result survives a power failure.
 
-A rename is atomic but not durable: the file's bytes, and the folder that holds its name, each need an fsync.
+A rename is atomic but not durable: the bytes of the file and the folder that holds its name each need an fsync.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ __all__ = [
     "write_text",
 ]
 
-#: Folders whose name begins so are leftovers on their way out; anyone may delete them.
+#: Prefix of folders that are being deleted; any process may delete them.
 TRASH_PREFIX = ".trash_"
 
 
 def check_space(folder: Path, num_bytes: int, *, estimate: str) -> None:
-    """Raise CheckpointSpaceError unless `folder`'s disk has room for `num_bytes`, 5% and 1 MiB.
+    """Raise CheckpointSpaceError unless the disk of `folder` has room for `num_bytes` plus 5% plus 1 MiB.
 
-    `estimate` says in the message where `num_bytes` comes from.
+    `estimate` tells in the message where `num_bytes` comes from.
     """
     needed = num_bytes + num_bytes // 20 + (1 << 20)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointSpaceError(
-            f"{folder}: a checkpoint needs about {needed:,} bytes ({estimate}, and 5% and 1 MiB more), the disk has "
-            f"{free:,} free. Nothing was written. Make room, keep fewer checkpoints, or save to another disk."
+            f"{folder}: a checkpoint needs about {needed:,} bytes ({estimate}, plus 5% and 1 MiB), but the disk has "
+            f"{free:,} free. Nothing was written. Free some space, keep fewer checkpoints, or save to another disk."
         )
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether the system refused to write for want of room: the disk's, the quota's or the file size limit's."""
+    """Whether the error means that the disk is full, or that a quota or file size limit is reached."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def fsync_file(path: Path) -> None:
-    """Force a file's bytes to the disk."""
+    """Flush a file's bytes to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -59,7 +59,7 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Force a folder's names to the disk."""
+    """Flush a folder's file names to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -68,12 +68,12 @@ def fsync_folder(path: Path) -> None:
 
 
 def partial_name(path: Path) -> Path:
-    """The name under which `write_text` writes before the rename."""
+    """The temporary name that `write_text` uses before the rename."""
     return path.with_name(f".{path.name}.partial")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old text or the new, never a part, even after a power cut."""
+    """Write a small file atomically: a reader sees the old text or the new text, even after a power failure."""
     partial = partial_name(path)
     partial.write_text(text, encoding="utf-8")
     fsync_file(partial)
@@ -82,9 +82,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def publish_folder(partial: Path, final: Path) -> None:
-    """Make the folder `partial` appear as `final`, which must not exist; the names inside are made durable first.
+    """Rename the folder `partial` to `final`, which must not exist, after flushing the names inside.
 
-    Both lie in the same parent folder. The files' own bytes are the caller's to fsync.
+    Both are in the same parent folder. The caller has fsynced the files' bytes.
     """
     for folder, _, _ in os.walk(partial):
         fsync_folder(Path(folder))
@@ -94,14 +94,14 @@ def publish_folder(partial: Path, final: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A hidden empty folder to fill, which becomes `out` when the block ends; after an error nothing is left of it.
+    """A hidden empty folder to fill, which is renamed to `out` when the block ends and deleted after an error.
 
-    The files' own bytes are the caller's to fsync. Raises ExportError when `out` exists and is not an empty folder,
-    unless `overwrite`.
+    The caller fsyncs the files' bytes. Raises ExportError when `out` exists and is not an empty folder, unless
+    `overwrite`.
     """
     if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
         raise ExportError(
-            f"{out}: exists and is not an empty folder; choose another or overwrite it (overwrite=True, --overwrite)"
+            f"{out}: exists and is not an empty folder; choose another, or overwrite it (overwrite=True, --overwrite)"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
@@ -120,7 +120,7 @@ def new_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder; a reader never finds it half deleted under its name."""
+    """Delete a folder. It is renamed first, so readers never see it half deleted."""
     trash = path.with_name(TRASH_PREFIX + path.name.lstrip("."))
     if trash.exists():
         shutil.rmtree(trash)
@@ -130,7 +130,7 @@ def remove_folder(path: Path) -> None:
 
 
 def walk_files(root: Path) -> Iterator[Path]:
-    """Every file below `root`, sorted by relative path. A symbolic link is yielded as itself, not followed."""
+    """Every file below `root`, sorted by relative path. Symbolic links are yielded, not followed."""
     found = []
     for folder, subfolders, names in os.walk(root):
         links = [name for name in subfolders if (Path(folder) / name).is_symlink()]

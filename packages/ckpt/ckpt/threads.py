@@ -1,4 +1,4 @@
-"""Threads that hash, write and fsync beside each other."""
+"""Thread pools that still work while the interpreter shuts down."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _Result = TypeVar("_Result")
 
 
 def num_cores() -> int:
-    """The cores this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Pool:
-    """A thread pool that works on when no thread can be started: then `submit` runs the work itself.
+    """A thread pool whose `submit` runs the work itself when no thread can be started.
 
-    A save may outlive the main thread, and an interpreter on its way out starts no threads.
+    A background save can outlive the main thread, and Python starts no threads during interpreter shutdown.
     """
 
     def __init__(self, num_threads: int) -> None:

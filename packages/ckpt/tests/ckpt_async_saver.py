@@ -22,7 +22,7 @@ from ckpt import (
     AsyncSaver,
     CheckpointManager,
     DeepSpeedState,
-    Ranks,
+    SaverRanks,
     capture_rng,
     describe_model,
     load_state_dict,
@@ -47,17 +47,17 @@ def run(rank: int, stage: int, out: Path) -> dict[str, float]:
     torch.manual_seed(0)
     engine = build(stage, [torch.nn.Linear(33, 65), torch.nn.Tanh(), torch.nn.Linear(65, 7)])
     manager = CheckpointManager(out / f"zero{stage}")
-    ranks = Ranks(num_ranks=2, rank=rank, run_id=f"stage{stage}")
+    ranks = SaverRanks(num_ranks=2, rank=rank, run_id=f"stage{stage}")
     actor = DeepSpeedState(
         engine, lambda folder: engine.save_checkpoint(folder, tag="actor", client_state={"num_steps": 2})
     )
-    with AsyncSaver(manager, ranks=ranks, patience_s=300) as saver:
+    with AsyncSaver(manager, ranks=ranks, timeout_s=300) as saver:
         train(engine, 1)
         saver.save(1, {"actor": actor})
         train(engine, 2)
         models = {"actor": describe_model(engine.module)}
         state_dicts = {"actor": actor, "rng": capture_rng()}
-        stall_s = saver.save(2, state_dicts, state={"step": 2}, models=models, copy_beside=True)
+        stall_s = saver.save(2, state_dicts, state={"step": 2}, models=models, copy_in_background=True)
         started = time.perf_counter()
         engine.save_checkpoint(str(out / f"plain{stage}"), tag="actor", client_state={"num_steps": 2})
         plain_s = time.perf_counter() - started

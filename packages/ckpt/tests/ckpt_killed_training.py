@@ -28,7 +28,7 @@ from ckpt import (
     Checkpoint,
     CheckpointManager,
     DeepSpeedState,
-    Ranks,
+    SaverRanks,
     ZeroCheckpoint,
     capture_rng,
     load_state_dict,
@@ -109,7 +109,7 @@ class Training:
     def run(self, run_id: str, num_steps: int | None, log: Path, pipe: int) -> None:
         """Train to `num_steps`, or until somebody kills us. Rank 0 logs every step and tells when its save is begun."""
         actor = DeepSpeedState(self.engine, lambda folder: self.engine.save_checkpoint(folder, tag="actor"))
-        ranks = Ranks(num_ranks=2, rank=self.rank, run_id=run_id)
+        ranks = SaverRanks(num_ranks=2, rank=self.rank, run_id=run_id)
         with AsyncSaver(self.manager, ranks=ranks) as saver, log.open("a", buffering=1) as file:
             number = self.first
             while num_steps is None or number <= num_steps:
@@ -118,7 +118,7 @@ class Training:
                     file.write(f"{number} {measured}\n")
                 rng = capture_rng(generators={"samples": self.samples.generator})
                 state = {"waiting": self.samples.waiting, "measured": measured}
-                saver.save(number, {"actor": actor, "rng": rng}, state=state, copy_beside=True)
+                saver.save(number, {"actor": actor, "rng": rng}, state=state, copy_in_background=True)
                 if self.rank == 0:
                     os.write(pipe, b"%d\n" % number)
                 number += 1

@@ -170,7 +170,7 @@ def test_killed_a_hundred_times(tmp_path: Path) -> None:
 _RANKS_KILLER = """
 import os, random, signal, sys, time
 from pathlib import Path
-from ckpt import AsyncSaver, Capture, CheckpointManager, Ranks, describe_files
+from ckpt import AsyncSaver, Capture, CheckpointManager, SaverRanks, describe_files
 
 root, num_kills = Path(sys.argv[1]), int(sys.argv[2])
 
@@ -189,7 +189,7 @@ def train(rank, run, pipe):
     manager = CheckpointManager(root, keep_last=3)
     part = Part(rank)
     part.step = max(manager.steps(), default=0)
-    saver = AsyncSaver(manager, ranks=Ranks(num_ranks=2, rank=rank, run_id=f"run{run}"), patience_s=300)
+    saver = AsyncSaver(manager, ranks=SaverRanks(num_ranks=2, rank=rank, run_id=f"run{run}"), timeout_s=300)
     while True:
         part.step += 1
         saver.save(part.step, {"part": part}, state={"step": part.step})

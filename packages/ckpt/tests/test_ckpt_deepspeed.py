@@ -10,7 +10,7 @@ from ckpt_ranks import run_script
 from safetensors.torch import load_file
 
 from ckpt import ShardError, ZeroCheckpoint, export_deepspeed
-from ckpt.__main__ import main
+from ckpt.tools.command_line import main
 
 pytestmark = pytest.mark.slow
 

@@ -22,10 +22,11 @@ from ckpt import (
     CheckpointStateError,
     CheckpointUsageError,
     UnsupportedFormatError,
+    manifest,
     verify_folder,
 )
-from ckpt.__main__ import Progress, main
 from ckpt.manifest import FORMAT_VERSION, MANIFEST_NAME
+from ckpt.tools.command_line import Progress, main
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
 
@@ -148,6 +149,36 @@ def test_nothing_good_is_left(tmp_path: Path) -> None:
     assert manager.newest_good() is None
 
 
+def test_a_verified_checkpoint_is_not_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = CheckpointManager(tmp_path)
+    folder = save(manager, 1)
+    assert manager.read(1).verified is None
+    found = manager.newest_good()
+    assert found is not None
+    hashed: list[str] = []
+    original = manifest.hash_files
+
+    def record(files: Any, **options: Any) -> Any:
+        hashed.extend(path.name for path, _ in files)
+        return original(files, **options)
+
+    monkeypatch.setattr(manifest, "hash_files", record)
+    again = CheckpointManager(tmp_path).newest_good(verified=found)
+    assert again is not None
+    assert manager.load(1, verified=again).verified == found.verified
+    assert hashed == [], "handed through, it is trusted"
+    assert manager.newest_good() == found
+    assert len(hashed) == 3, "not handed through, it is verified again"
+    (folder / "ranks" / "1.bin").write_bytes(b"longer")
+    with pytest.raises(CheckpointDamagedError, match=r"ranks/1\.bin: torn"):
+        manager.load(1, verified=found)
+    hashed.clear()
+    save(manager, 1, {"a": b"another"}, overwrite=True)
+    hashed.clear()
+    assert manager.load(1, verified=found).verified != found.verified
+    assert len(hashed) == 2, "another checkpoint of the same step is verified"
+
+
 def test_latest_checks_the_state(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     folder = save(manager, 1)
@@ -170,11 +201,11 @@ def test_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_manifest_cannot_name_files_outside(tmp_path: Path) -> None:
-    from ckpt.manifest import FileEntry, Manifest
+    from ckpt.manifest import CheckpointManifest, FileEntry
 
-    entry = FileEntry(num_bytes=0, sha256="")
+    entry = FileEntry(num_bytes=0, checksum="")
     for name in ("../x", "/etc/passwd", "a/../../x"):
-        text = Manifest(step=1, created_at="", files={name: entry}).to_json()
+        text = CheckpointManifest(step=1, created_at="", files={name: entry}).to_json()
         (tmp_path / MANIFEST_NAME).write_text(text)
         (problem,) = verify_folder(tmp_path)
         assert "outside" in problem.detail
@@ -363,6 +394,19 @@ def test_importing_the_manager_does_not_import_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_old_names_still_work(tmp_path: Path) -> None:
+    import ckpt
+
+    for old, new in {"Manifest": "CheckpointManifest", "Ranks": "SaverRanks"}.items():
+        with pytest.warns(DeprecationWarning, match=f"use ckpt.{new}"):
+            assert getattr(ckpt, old) is getattr(ckpt, new)
+    with pytest.warns(DeprecationWarning, match="use timeout_s"):
+        saver = ckpt.AsyncSaver(CheckpointManager(tmp_path), patience_s=1.0)
+    with pytest.warns(DeprecationWarning, match="use copy_in_background"):
+        saver.save(1, {"x": {"step": 1}}, copy_beside=True)
+    saver.close()
 
 
 def test_exports() -> None:

@@ -24,7 +24,7 @@ def test_names_and_shapes_are_compared(tmp_path: Path) -> None:
         assert check_model(checkpoint, "actor", same)
     assert not check_model(checkpoint, "critic", model())
     with pytest.raises(
-        ArchitectureMismatchError, match=r"another shape: 0\.weight \[3, 2\] there, \[4, 2\] here, 0\.bias"
+        ArchitectureMismatchError, match=r"another shape: 0\.weight \[3, 2\] in the checkpoint, \[4, 2\] here, 0\.bias"
     ):
         check_model(checkpoint, "actor", torch.nn.Sequential(*model(4), torch.nn.Linear(1, 1)))
     with pytest.raises(ArchitectureMismatchError, match=r"only in the checkpoint: 0\.bias. Nothing was loaded"):

@@ -21,15 +21,15 @@ from ckpt import (
     CheckpointSpaceError,
     CheckpointUsageError,
     FileEntry,
-    Ranks,
+    SaverRanks,
     load_state_dict,
     rank_file,
 )
-from ckpt.savers.rank_notes import NOTES_PREFIX, RankNotes
+from ckpt.savers.coordination import COORDINATION_PREFIX, SaveCoordinator
 
 
 def notes(root: Path) -> list[str]:
-    return [path.name for path in root.iterdir() if path.name.startswith(NOTES_PREFIX)]
+    return [path.name for path in root.iterdir() if path.name.startswith(COORDINATION_PREFIX)]
 
 
 class Failing(Capture):
@@ -64,14 +64,14 @@ def test_any_number_of_ranks(num_ranks: int, has_driver: bool, num_saves: int, s
 
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        (root / f"{NOTES_PREFIX}of-a-dead-run").mkdir()
+        (root / f"{COORDINATION_PREFIX}of-a-dead-run").mkdir()
         publisher = None if has_driver else num_ranks - 1
 
         def run(rank: int | None) -> None:
             dice = random.Random(f"{seed} {rank}")
-            ranks = Ranks(num_ranks=num_ranks, rank=rank, run_id="run-1", publisher=publisher)
+            ranks = SaverRanks(num_ranks=num_ranks, rank=rank, run_id="run-1", publisher=publisher)
             weights = torch.zeros(1000)
-            with AsyncSaver(CheckpointManager(root, keep_last=2), ranks=ranks, patience_s=60) as saver:
+            with AsyncSaver(CheckpointManager(root, keep_last=2), ranks=ranks, timeout_s=60) as saver:
                 for step in range(1, num_saves + 1):
                     time.sleep(dice.uniform(0, 0.02))
                     weights.fill_(step + 100 * (rank or 0))
@@ -96,7 +96,7 @@ def test_any_number_of_ranks(num_ranks: int, has_driver: bool, num_saves: int, s
             assert manager.manifest(step).metrics == {"score": step}
             assert len(manager.manifest(step).files) == 2 * num_ranks + 1
         # A run of one process leaves notes alone; else the publisher cleans up, and the last to close its own.
-        assert notes(root) == ([f"{NOTES_PREFIX}of-a-dead-run"] if num_ranks == 1 and not has_driver else [])
+        assert notes(root) == ([f"{COORDINATION_PREFIX}of-a-dead-run"] if num_ranks == 1 and not has_driver else [])
 
 
 class FailingToCopy(Failing):
@@ -114,12 +114,12 @@ def test_a_failure_anywhere_is_raised_everywhere_by_the_same_call(
     raised: dict[int, Exception] = {}
 
     def run(rank: int) -> None:
-        ranks = Ranks(num_ranks=3, rank=rank, run_id="run")
-        with AsyncSaver(CheckpointManager(tmp_path), ranks=ranks, patience_s=60) as saver:
+        ranks = SaverRanks(num_ranks=3, rank=rank, run_id="run")
+        with AsyncSaver(CheckpointManager(tmp_path), ranks=ranks, timeout_s=60) as saver:
             saver.save(1, {"model": {"w": torch.ones(3)}})
             error = CheckpointSpaceError("the disk is full") if rank == failing_rank else None
             broken = kind(error, delay_s=0.05 * rank)
-            saver.save(2, {"broken": broken, "model": {"w": torch.ones(3)}}, copy_beside=True)
+            saver.save(2, {"broken": broken, "model": {"w": torch.ones(3)}}, copy_in_background=True)
             saver.wait_copied()
             with pytest.raises(CheckpointSpaceError, match="the disk is full") as caught:
                 saver.save(3, {"model": {"w": torch.ones(3)}})
@@ -136,7 +136,7 @@ def test_a_failure_anywhere_is_raised_everywhere_by_the_same_call(
 
 def test_a_state_that_cannot_be_stored_stops_the_others_too(tmp_path: Path) -> None:
     savers = [
-        AsyncSaver(CheckpointManager(tmp_path), ranks=Ranks(num_ranks=2, rank=rank, run_id="run"), patience_s=60)
+        AsyncSaver(CheckpointManager(tmp_path), ranks=SaverRanks(num_ranks=2, rank=rank, run_id="run"), timeout_s=60)
         for rank in range(2)
     ]
     savers[0].save(1, {"model": {"w": torch.ones(3)}})
@@ -148,11 +148,11 @@ def test_a_state_that_cannot_be_stored_stops_the_others_too(tmp_path: Path) -> N
 
 
 def test_a_rank_that_never_writes_is_named_and_nothing_is_published(tmp_path: Path) -> None:
-    saver = AsyncSaver(CheckpointManager(tmp_path), ranks=Ranks(num_ranks=2, rank=0, run_id="run"), patience_s=0.2)
+    saver = AsyncSaver(CheckpointManager(tmp_path), ranks=SaverRanks(num_ranks=2, rank=0, run_id="run"), timeout_s=0.2)
     saver.save(1, {"model": {"w": torch.ones(3)}})
-    with pytest.raises(CheckpointError, match=r"rank00000 waited .* s in vain for rank 1.*nothing was published"):
+    with pytest.raises(CheckpointError, match=r"rank00000 waited .* s for rank 1.*Nothing was published"):
         saver.wait()
-    late = AsyncSaver(CheckpointManager(tmp_path), ranks=Ranks(num_ranks=2, rank=1, run_id="run"), patience_s=5)
+    late = AsyncSaver(CheckpointManager(tmp_path), ranks=SaverRanks(num_ranks=2, rank=1, run_id="run"), timeout_s=5)
     late.save(1, {"model": {"w": torch.ones(3)}})
     with pytest.raises(CheckpointError, match="waited"):
         late.wait()
@@ -162,7 +162,7 @@ def test_a_rank_that_never_writes_is_named_and_nothing_is_published(tmp_path: Pa
 
 def test_a_process_that_goes_down_does_not_wait_for_the_others(tmp_path: Path) -> None:
     started = time.monotonic()
-    saver = AsyncSaver(CheckpointManager(tmp_path), ranks=Ranks(num_ranks=2, rank=1, run_id="run"))
+    saver = AsyncSaver(CheckpointManager(tmp_path), ranks=SaverRanks(num_ranks=2, rank=1, run_id="run"))
     with pytest.raises(RuntimeError, match="training failed") as caught, saver:  # noqa: PT012 - the context is tested
         saver.save(1, {"model": {"w": torch.ones(3)}})
         raise RuntimeError("training failed")
@@ -179,32 +179,32 @@ def test_wrong_use(tmp_path: Path) -> None:
         ({"publisher": -1}, "publisher=-1"),
         ({"run_id": "a/b"}, "run_id='a/b'"),
         ({"run_id": ""}, "run_id=''"),
-        ({"rank": None}, "say publisher=None"),
+        ({"rank": None}, "set publisher=None"),
     ):
         with pytest.raises(CheckpointUsageError, match=message):
-            Ranks(**{**good, **options})
+            SaverRanks(**{**good, **options})
     driver = AsyncSaver(
-        CheckpointManager(tmp_path), ranks=Ranks(num_ranks=1, rank=None, run_id="a", publisher=None), patience_s=0.1
+        CheckpointManager(tmp_path), ranks=SaverRanks(num_ranks=1, rank=None, run_id="a", publisher=None), timeout_s=0.1
     )
     with pytest.raises(CheckpointUsageError, match="model: a process without a rank writes no state dicts"):
         driver.save(1, {"model": {}})
 
 
 def test_notes_of_earlier_saves_go_when_all_have_begun_the_next(tmp_path: Path) -> None:
-    first = RankNotes(tmp_path, Ranks(num_ranks=2, rank=0, run_id="run"), patience_s=1)
-    second = RankNotes(tmp_path, Ranks(num_ranks=2, rank=1, run_id="run"), patience_s=1)
+    first = SaveCoordinator(tmp_path, SaverRanks(num_ranks=2, rank=0, run_id="run"), timeout_s=1)
+    second = SaveCoordinator(tmp_path, SaverRanks(num_ranks=2, rank=1, run_id="run"), timeout_s=1)
     for save in (1, 2, 3):
         first.open(save, tmp_path / "folder")
         assert second.await_folder(save) == tmp_path / "folder"
-        second.report(save, {"x": FileEntry(num_bytes=save, sha256="00")})
-        assert first.collect(save) == {"x": FileEntry(num_bytes=save, sha256="00")}
+        second.report(save, {"x": FileEntry(num_bytes=save, checksum="00")})
+        assert first.collect(save) == {"x": FileEntry(num_bytes=save, checksum="00")}
         first.conclude(save, ValueError("not ours") if save == 2 else None)
         if save == 2:
             with pytest.raises(CheckpointError, match="ValueError: not ours"):
                 second.await_outcome(save)
         else:
             second.await_outcome(save)
-    assert {path.name.partition(".")[0] for path in (tmp_path / f"{NOTES_PREFIX}run").iterdir()} == {"00000003"}
+    assert {path.name.partition(".")[0] for path in (tmp_path / f"{COORDINATION_PREFIX}run").iterdir()} == {"00000003"}
     first.close()
     second.close()
     assert notes(tmp_path) == []

@@ -29,13 +29,13 @@ def test_a_step_stays_exactly_when_a_rule_keeps_it(
     keep_every: int | None,
     keep_best: int | None,
     mode: str,
-    spare: int | None,
+    keep: int | None,
 ) -> None:
     metric = None if keep_best is None else "score"
     rule = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, metric=metric, mode=mode)  # type: ignore[arg-type]
     metrics = {step: {} if value is None else {"score": value} for step, value in table.items()}
-    doomed = steps_to_delete(table, metrics, rule, spare=spare)
-    assert doomed == sorted(set(doomed) & set(table))
+    deleted = steps_to_delete(table, metrics, rule, keep=keep)
+    assert deleted == sorted(set(deleted) & set(table))
     valued = [(value, step) for step, value in table.items() if value is not None and not math.isnan(value)]
     for step, value in table.items():
         num_newer = sum(other > step for other in table)
@@ -48,9 +48,9 @@ def test_a_step_stays_exactly_when_a_rule_keeps_it(
             or num_newer < (keep_last or 1)
             or (keep_every is not None and step % keep_every == 0)
             or (keep_best is not None and num_better < keep_best)
-            or step == spare
+            or step == keep
         )
-        assert (step not in doomed) == kept
+        assert (step not in deleted) == kept
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_room_is_checked_before_anything_is_written(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     (tmp_path / ".partial_step_00000001").mkdir()
     free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(CheckpointSpaceError, match=r"needs about .* \(as the caller expects.*Nothing was written"):
+    with pytest.raises(CheckpointSpaceError, match=r"needs about .* \(expected by the caller.*Nothing was written"):
         manager.prepare(1, expected_bytes=free)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"], "leftovers make room first"
 
@@ -102,7 +102,7 @@ def test_the_newest_checkpoint_is_the_estimate(tmp_path: Path, monkeypatch: pyte
     needed = num_bytes + num_bytes // 20 + 2**20
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
-    with pytest.raises(CheckpointSpaceError, match="as much as step 1"):
+    with pytest.raises(CheckpointSpaceError, match="the size of step 1"):
         manager.prepare(2)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
     assert manager.prepare(2).is_dir()

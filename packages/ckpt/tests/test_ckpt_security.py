@@ -25,7 +25,7 @@ from ckpt import (
     restore_rng,
     save_state_dict,
 )
-from ckpt.manifest import Manifest
+from ckpt.manifest import CheckpointManifest
 
 
 class Payload:
@@ -104,7 +104,7 @@ def test_a_pickle_in_place_of_any_file_is_refused(
     kind(tmp_path / "mark", path / victim)
     if victim != "manifest.json":  # whoever can write one file can write a manifest that fits it
         (path / "manifest.json").unlink()
-        described = Manifest.describe(path, step=1, created_at="")
+        described = CheckpointManifest.describe(path, step=1, created_at="")
         (path / "manifest.json").write_text(described.to_json())
     # Read as the package reads it, state.json first where it is not the victim.
     with pytest.raises(error, match=re.escape(Path(victim).name)):

@@ -1,6 +1,5 @@
 """State dicts without pickle, saved in the background, and random generators that go on where they were."""
 
-import hashlib
 import json
 import math
 import random
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -36,7 +36,7 @@ from ckpt import (
     save_state_dict,
 )
 from ckpt.manifest import FileEntry
-from ckpt.savers.host_copying import HostCopying
+from ckpt.savers.capture import HostCopies
 from ckpt.savers.state_dicts import HostSnapshot
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
@@ -77,7 +77,7 @@ def test_any_tree_comes_back(tree: Any) -> None:
         path = Path(folder) / "tree.safetensors"
         entry = save_state_dict(path, tree)
         assert same(load_state_dict(path), tree)
-        assert (entry.num_bytes, entry.sha256) == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+        assert (entry.num_bytes, entry.checksum) == (path.stat().st_size, blake3(path.read_bytes()).hexdigest())
 
 
 def test_an_optimizer_and_tied_weights(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_an_entry_must_fit_its_file(tmp_path: Path) -> None:
     folder = manager.prepare(1)
     entry = save_state_dict(folder / "x.safetensors", {"w": torch.ones(3)})
     for entries in ({"y.safetensors": entry}, {"x.safetensors": replace(entry, num_bytes=1)}):
-        with pytest.raises(CheckpointUsageError, match=r"safetensors: is not there with"):
+        with pytest.raises(CheckpointUsageError, match=r"safetensors: does not exist with"):
             manager.publish(1, state={}, entries=entries)
         folder = manager.prepare(1)
         entry = save_state_dict(folder / "x.safetensors", {"w": torch.ones(3)})
@@ -128,7 +128,7 @@ def test_an_entry_must_fit_its_file(tmp_path: Path) -> None:
 
 def test_files_of_others(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "pickle.safetensors")
-    with pytest.raises(CheckpointStateError, match="no whole safetensors file"):
+    with pytest.raises(CheckpointStateError, match="not a complete safetensors file"):
         load_state_dict(tmp_path / "pickle.safetensors")
     with pytest.raises(ValueError, match="no such file"):
         load_state_dict(tmp_path / "none.safetensors")
@@ -184,7 +184,7 @@ def test_copied_beside_it_holds_what_is_there_until_the_copy_is_waited_for(tmp_p
         assert saver.wait_copied() < 1, "there is nothing to wait for"
         for step in (1, 2, 3):
             weights.fill_(step)
-            saver.save(step, {"slow": slow, "model": {"w": weights}}, copy_beside=step != 3)
+            saver.save(step, {"slow": slow, "model": {"w": weights}}, copy_in_background=step != 3)
             if step == 1:
                 threading.Timer(0.3, slow.may_copy.set).start()
                 assert saver.wait_copied() > 0.2, "the call came back before the tensor was copied"
@@ -199,14 +199,14 @@ def test_copied_beside_it_holds_what_is_there_until_the_copy_is_waited_for(tmp_p
 def test_a_copy_beside_that_fails_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = AsyncSaver(CheckpointManager(tmp_path))
     with monkeypatch.context() as patched:
-        patched.setattr(HostCopying, "finish", lambda self: (_ for _ in ()).throw(MemoryError("no host memory")))
-        saver.save(1, {"model": {"w": torch.ones(3)}}, copy_beside=True)
+        patched.setattr(HostCopies, "finish", lambda self: (_ for _ in ()).throw(MemoryError("no host memory")))
+        saver.save(1, {"model": {"w": torch.ones(3)}}, copy_in_background=True)
         saver.wait_copied()
         with pytest.raises(MemoryError, match="no host memory"):
             saver.wait()
         with pytest.raises(MemoryError):
             saver.save(1, {"model": {"w": torch.ones(3)}})
-    saver.save(1, {"model": {"w": torch.ones(3)}}, copy_beside=True)
+    saver.save(1, {"model": {"w": torch.ones(3)}}, copy_in_background=True)
     saver.close()
     assert CheckpointManager(tmp_path).steps() == [1]
 
@@ -219,7 +219,7 @@ def test_errors_of_the_background_surface_at_the_next_call(tmp_path: Path, monke
     saver.save(1, {"model": {"w": torch.ones(3)}})
     saver.wait()
     saver.save(1, {"model": {"w": torch.ones(3)}})
-    with pytest.raises(CheckpointExistsError, match="published already") as caught:
+    with pytest.raises(CheckpointExistsError, match="already published") as caught:
         saver.save(2, {"model": {"w": torch.ones(3)}})
     assert any("background save of step 1" in note for note in caught.value.__notes__)
     assert saver.wait() is not None, "an error is raised once"

@@ -1,1 +1,1 @@
-"""Background savers: state capture, host copies, hashing while writing, per-rank files."""
+"""Background saves: host copies, per-rank files, state dicts, DeepSpeed checkpoints, random generator states."""

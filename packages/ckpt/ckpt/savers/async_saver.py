@@ -1,4 +1,4 @@
-"""Saving in the background: the training step pays for a copy to host memory and nothing else."""
+"""Saves checkpoints in the background: the training step pays only for a copy to host memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import json
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..digest import FileEntry
 from ..errors import CheckpointUsageError
 from ..manager import CheckpointManager, state_to_json
-from ..manifest import FileEntry
 from ..reader import Checkpoint
 from .capture import Capture
-from .rank_notes import RankNotes, Ranks
+from .coordination import SaveCoordinator, SaverRanks
 from .state_dicts import HostSnapshot
 
 __all__ = ["AsyncSaver", "rank_file"]
@@ -25,7 +26,7 @@ _log = logging.getLogger("ckpt")
 
 
 def rank_file(name: str, rank: int) -> str:
-    """The file of a checkpoint that holds the state dict `name` of one of several ranks."""
+    """The checkpoint's file for the state dict `name` of one rank, when several ranks save."""
     return f"{name}.rank{rank:05d}.safetensors"
 
 
@@ -37,37 +38,46 @@ class AsyncSaver:
                 ...
                 saver.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, state={"lr": lr})
 
-    With `copy_beside` a step does not even pay for the copy, if nothing changes meanwhile (a rollout, the forward and
-    backward pass):
+    With `copy_in_background` the step does not pay for the copy either. Use it when the weights stay unchanged for a
+    while after the save (a rollout, the next forward and backward pass):
 
-        saver.save(step, {...}, copy_beside=True)
+        saver.save(step, {...}, copy_in_background=True)
         ...
         saver.wait_copied()
         optimizer.step()
 
-    Each entry becomes the file `<name>.safetensors` of the checkpoint; `load_state_dict` reads it. A save that fails
-    raises at the next call of `save`, `wait` or `close`. Host memory holds one copy of the state dicts, reused by
-    every save. A process killed at any instant leaves the checkpoints published so far; a process that ends normally
-    first finishes the save in flight.
+    Each entry becomes the file `<name>.safetensors` of the checkpoint; `load_state_dict` reads it. A failed save raises
+    its error at the next call of `save`, `wait` or `close`. Host memory holds one copy of the state dicts; all saves
+    reuse it. When the process is killed, the published checkpoints stay intact. When it ends normally, it finishes the
+    save in flight first.
 
-    Several ranks, each with its own part of the state, make one checkpoint: every one makes an AsyncSaver of the same
-    folder, with `ranks`, and calls `save` alike. Each copies and writes for itself; the publishing process (rank 0, or
-    a driver without a rank) publishes when the files of all are on the disk. Nobody's training waits for it, and no
-    collective is used. A rank's entry becomes `<name>.rank<5 digits>.safetensors` (`rank_file`). What fails anywhere is
-    raised in every process by the same call.
+    Several ranks, each with its own part of the state, can save one checkpoint: each creates an AsyncSaver for the same
+    folder, with `ranks`, and calls `save` with the same steps. Each rank copies and writes its own part. The publishing
+    process (rank 0, or a driver without a rank) publishes when the files of all ranks are on the disk. No training step
+    waits for this, and no collective is used. An entry of a rank becomes `<name>.rank<5 digits>.safetensors`
+    (`rank_file`). An error on any rank is raised in every process by the same call.
     """
 
-    def __init__(self, manager: CheckpointManager, *, ranks: Ranks | None = None, patience_s: float = 1800.0) -> None:
-        """`manager` publishes and prunes; leave its writing methods alone while a save is in flight.
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        *,
+        ranks: SaverRanks | None = None,
+        timeout_s: float = 1800.0,
+        patience_s: float | None = None,
+    ) -> None:
+        """`manager` publishes and prunes. Do not call its writing methods while a save is in flight.
 
-        In a process that does not publish it only says which folder. `patience_s`: with several ranks, how long one
-        waits for another in one save before it takes it for dead.
+        In a process that does not publish, `manager` only names the folder. `timeout_s`: with several ranks, how long a
+        process waits for another one during a save before it raises. `patience_s` is its deprecated name.
         """
+        if patience_s is not None:
+            warnings.warn("patience_s is deprecated, use timeout_s", DeprecationWarning, stacklevel=2)
+            timeout_s = patience_s
         self._manager = manager
-        self._ranks = ranks if ranks is not None else Ranks(num_ranks=1, rank=0, run_id="alone")
-        # Without other processes there is nobody to write notes to.
+        self._ranks = ranks if ranks is not None else SaverRanks(num_ranks=1, rank=0, run_id="alone")
         is_alone = ranks is None or ranks.num_processes == 1
-        self._notes = None if is_alone else RankNotes(manager.root, self._ranks, patience_s=patience_s)
+        self._coordinator = None if is_alone else SaveCoordinator(manager.root, self._ranks, timeout_s=timeout_s)
         self._snapshots: dict[str, HostSnapshot] = {}
         self._num_saves = 0
         self._thread: threading.Thread | None = None
@@ -85,18 +95,23 @@ class AsyncSaver:
         metrics: Mapping[str, float] | None = None,
         models: Mapping[str, Mapping[str, Any]] | None = None,
         overwrite: bool = False,
-        copy_beside: bool = False,
+        copy_in_background: bool = False,
+        copy_beside: bool | None = None,
     ) -> float:
         """Copy `state_dicts` to host memory, start writing, and return the seconds that this call took.
 
-        When the call returns, the originals may change; with `copy_beside` not before `wait_copied` returns. It waits
-        for an earlier save still in flight. A value is a state dict, or a `Capture`, such as DeepSpeedState. `state`,
-        `metrics`, `models` and `overwrite` are `CheckpointManager.publish`'s and `prepare`'s; with several ranks the
-        publishing process's count.
+        The originals may change when the call returns; with `copy_in_background` (deprecated name: `copy_beside`) only
+        when `wait_copied` returns. The call first waits for an earlier save that is still in flight. Each value is a
+        state dict or a `Capture`, such as DeepSpeedState. `state`, `metrics` and `models` are arguments of
+        `CheckpointManager.publish`, `overwrite` of `CheckpointManager.prepare`; with several ranks, only those of the
+        publishing process are used.
 
-        Raises the error of the earlier save, if it failed; then nothing is saved now. Raises CheckpointStateError for
-        what cannot be stored and CheckpointUsageError for names that are no file names.
+        Raises the error of the earlier save if it failed, and then saves nothing. Raises CheckpointStateError for a
+        value that cannot be stored and CheckpointUsageError for a name that is not a plain file name.
         """
+        if copy_beside is not None:
+            warnings.warn("copy_beside is deprecated, use copy_in_background", DeprecationWarning, stacklevel=2)
+            copy_in_background = copy_beside
         started = time.perf_counter()
         self.wait()
         for name in state_dicts:
@@ -108,12 +123,12 @@ class AsyncSaver:
         try:
             plain_state = json.loads(state_to_json(state or {}))
             captures = self._take(state_dicts)
-            if not copy_beside:
+            if not copy_in_background:
                 _copy(captures)
         except BaseException as error:
-            self._tell_failure(number, error)
+            self._report_failure(number, error)
             raise
-        if copy_beside:
+        if copy_in_background:
             self._copied.clear()
         published = {"state": plain_state, "metrics": dict(metrics or {}), "models": dict(models or {})}
         self._thread = threading.Thread(
@@ -123,18 +138,18 @@ class AsyncSaver:
         return time.perf_counter() - started
 
     def wait_copied(self) -> float:
-        """Wait until the originals of the save in flight may change; the seconds that took.
+        """Wait until the originals of the save in flight may change; return the seconds this took.
 
-        Returns too when the copying failed: the next `save`, `wait` or `close` raises what went wrong.
+        Also returns when the copy failed: the next `save`, `wait` or `close` raises the error.
         """
         started = time.perf_counter()
         self._copied.wait()
         return time.perf_counter() - started
 
     def wait(self) -> Checkpoint | None:
-        """Wait until no save is in flight and return the newest checkpoint this object saved, None before one.
+        """Wait for the save in flight. Return the newest checkpoint this object saved, None if there is none.
 
-        Raises the error of the save waited for, once.
+        Raises the error of that save, once.
         """
         if self._thread is not None:
             self._thread.join()
@@ -145,13 +160,13 @@ class AsyncSaver:
         return self._result
 
     def close(self) -> None:
-        """Wait, raise what went wrong, and give the host memory back."""
+        """Wait for the save in flight, raise its error, and free the host memory."""
         try:
             self.wait()
         finally:
             self._snapshots = {}
-            if self._notes is not None:
-                self._notes.close()
+            if self._coordinator is not None:
+                self._coordinator.close()
 
     def __enter__(self) -> AsyncSaver:
         return self
@@ -162,14 +177,12 @@ class AsyncSaver:
         if error is None:
             self.close()
             return
-        if self._notes is not None:
-            self._notes.cancel()  # the other ranks may be dead too
+        if self._coordinator is not None:
+            self._coordinator.cancel()  # the other ranks may be dead too
         try:
             self.close()
         except Exception as failed:
             error.add_note(f"A checkpoint failed as well: {failed}")
-
-    # Inside
 
     def _take(self, state_dicts: Mapping[str, Any]) -> dict[str, Capture | HostSnapshot]:
         captures: dict[str, Capture | HostSnapshot] = {}
@@ -194,22 +207,22 @@ class AsyncSaver:
     ) -> None:
         try:
             if not self._copied.is_set():
-                self._copy_beside(number, captures)
+                self._copy_in_background(number, captures)
             if self._ranks.is_publisher:
                 self._result = self._publish(number, step, captures, published, overwrite)
             else:
                 self._result = self._contribute(number, step, captures)
         except BaseException as error:
-            # The thread has nobody to raise to. The log tells at once, the next call raises.
-            _log.error("saving step %d in the background failed: %s", step, error)
-            error.add_note(f"This is the background save of step {step}; nothing of it was published.")
+            # A thread cannot raise to its caller: log the error now, raise it in the next call.
+            _log.error("the background save of step %d failed: %s", step, error)
+            error.add_note(f"The background save of step {step} failed; nothing of it was published.")
             self._error = error
 
-    def _copy_beside(self, number: int, captures: Mapping[str, Capture | HostSnapshot]) -> None:
+    def _copy_in_background(self, number: int, captures: Mapping[str, Capture | HostSnapshot]) -> None:
         try:
             _copy(captures)
         except BaseException as error:
-            self._tell_failure(number, error)
+            self._report_failure(number, error)
             raise
         finally:
             self._copied.set()
@@ -222,7 +235,7 @@ class AsyncSaver:
         published: Mapping[str, Any],
         overwrite: bool,
     ) -> Checkpoint:
-        # The other ranks hold about as much; a process without a rank goes by the newest checkpoint.
+        # The other ranks hold about as much. A process without a rank lets the manager estimate.
         expected = sum(capture.num_bytes for capture in captures.values()) * self._ranks.num_ranks
         prepared = False
         try:
@@ -230,31 +243,31 @@ class AsyncSaver:
                 step, overwrite=overwrite, expected_bytes=expected if self._ranks.rank is not None else None
             )
             prepared = True
-            if self._notes is not None:
-                self._notes.delete_others()
-                self._notes.open(number, folder)
+            if self._coordinator is not None:
+                self._coordinator.delete_others()
+                self._coordinator.open(number, folder)
             entries = self._write(folder, captures)
-            if self._notes is not None:
-                entries |= self._notes.collect(number)
+            if self._coordinator is not None:
+                entries |= self._coordinator.collect(number)
             checkpoint = self._manager.publish(step, entries=entries, **published)
         except BaseException as error:
-            self._tell_failure(number, error)
+            self._report_failure(number, error)
             if prepared:
                 self._abandon(step)
             raise
-        if self._notes is not None:
-            self._notes.conclude(number, None)
+        if self._coordinator is not None:
+            self._coordinator.conclude(number, None)
         return checkpoint
 
     def _contribute(self, number: int, step: int, captures: Mapping[str, Capture | HostSnapshot]) -> Checkpoint:
-        assert self._notes is not None, "a process alone publishes itself"
+        assert self._coordinator is not None, "a single process publishes itself"
         try:
-            self._notes.report(number, self._write(self._notes.await_folder(number), captures))
+            self._coordinator.report(number, self._write(self._coordinator.await_folder(number), captures))
         except Exception as error:
-            self._tell_failure(number, error)
-            self._notes.await_outcome(number)  # it names the first cause, which need not be this one
+            self._report_failure(number, error)
+            self._coordinator.await_outcome(number)  # raises the first cause, which may be another rank's
             raise
-        self._notes.await_outcome(number)
+        self._coordinator.await_outcome(number)
         return self._manager.read(step)
 
     def _write(self, folder: Path, captures: Mapping[str, Capture | HostSnapshot]) -> dict[str, FileEntry]:
@@ -268,22 +281,22 @@ class AsyncSaver:
                 entries[file] = capture.write(folder / file)
         return entries
 
-    def _tell_failure(self, number: int, error: BaseException) -> None:
-        if self._notes is None:
+    def _report_failure(self, number: int, error: BaseException) -> None:
+        if self._coordinator is None:
             return
         try:
             if self._ranks.is_publisher:
-                self._notes.conclude(number, error)
+                self._coordinator.conclude(number, error)
             else:
-                self._notes.report(number, error)
+                self._coordinator.report(number, error)
         except OSError as failed:
-            _log.error("the other ranks could not be told: %s", failed)
+            _log.error("could not report the failure to the other ranks: %s", failed)
 
     def _abandon(self, step: int) -> None:
         try:
             self._manager.abandon(step)
         except OSError as error:
-            _log.error("what was written of step %d could not be deleted: %s", step, error)
+            _log.error("could not delete the unpublished files of step %d: %s", step, error)
 
 
 def _copy(captures: Mapping[str, Capture | HostSnapshot]) -> None:

@@ -1,39 +1,79 @@
-"""What a background save can save: state that is copied to host memory at the call and written later."""
+"""State that a background save copies to host memory during the call and writes later."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..manifest import FileEntry
+from ..digest import FileEntry
 
-__all__ = ["Capture"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Capture", "HostCopies"]
 
 
 class Capture(ABC):
-    """State that knows how to copy itself to host memory and how to write the copy; used again by every save.
+    """State that copies itself to host memory and writes the copy; one object serves all saves.
 
-    Given to `AsyncSaver.save` in place of a state dict. `take` runs in the calling thread, on every rank in the same
-    order, and may use collectives; `copy` runs there too, or beside training, and `write` always beside: they may not.
+    Pass it to `AsyncSaver.save` in place of a state dict. `take` runs in the calling thread, on every rank in the same
+    order, and may use collectives. `copy` runs in the calling thread or in the background, `write` always in the
+    background; neither may use collectives.
     """
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Size of the copy held, in bytes."""
+        """Size of the copy in bytes."""
 
     @abstractmethod
     def take(self) -> None:
-        """Note what is to be saved: copy what is small, begin to copy or refer to what is large."""
+        """Record what to save: copy what is small, start to copy or reference what is large."""
 
-    def copy(self) -> None:  # noqa: B027  (one that copies everything in `take` has nothing left to do)
-        """Copy what `take` refers to; when it returns, the originals may change."""
+    def copy(self) -> None:  # noqa: B027  (a capture that copies everything in `take` needs none)
+        """Finish the copies that `take` began; the originals may change after it returns."""
 
     @abstractmethod
     def write(self, folder: Path, name: str) -> Mapping[str, FileEntry]:
-        """Write the copy below the checkpoint's `folder` in files that begin with `name`, forced to the disk.
+        """Write the copy below the checkpoint's `folder` in files whose names begin with `name`, and fsync them.
 
         Returns the entries of the files by their path relative to `folder`. Raises CheckpointSpaceError when the disk
         is full.
         """
+
+
+class HostCopies:
+    """Copies of tensors in host memory: `begin` for every tensor, then `finish`, in the same thread or in another."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._events: dict[Any, torch.cuda.Event] = {}
+
+    def begin(self, tensor: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+        """The tensor that holds the copy once `finish` has returned: `buffer` if its shape and dtype fit.
+
+        A copy from a CUDA device goes to pinned memory and is enqueued on the current stream, so later work on that
+        stream may change the original. A copy from host memory waits for `finish`.
+        """
+        import torch
+
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        if tensor.is_cuda:
+            buffer.copy_(tensor.detach(), non_blocking=True)
+            event = self._events.setdefault(tensor.device, torch.cuda.Event())
+            event.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._waiting.append((buffer, tensor.detach()))
+        return buffer
+
+    def finish(self) -> None:
+        """Copy the host tensors and wait for the devices; the originals may change after it returns."""
+        for buffer, tensor in self._waiting:
+            buffer.copy_(tensor)
+        self._waiting = []
+        for event in self._events.values():
+            event.synchronize()
+        self._events = {}

@@ -1,9 +1,9 @@
-"""DeepSpeed's own checkpoint, written beside training.
+"""Saves DeepSpeed's own checkpoint in the background.
 
-DeepSpeed's `save_checkpoint` gathers state dicts, gives each to its checkpoint engine together with a path, and waits
-until it is written. For the time of one call we put ourselves in that engine's place: what it is given is copied to
-host memory and nothing is written. The copies are written later, as DeepSpeed would have (`torch.save`, the same files
-and names), so that DeepSpeed, its `zero_to_fp32.py` and this package read them alike.
+DeepSpeed's `save_checkpoint` gathers state dicts and passes each to its checkpoint engine, which writes it to a path.
+During one call this module replaces that engine: it copies the state dicts to host memory and writes nothing. A
+background thread later writes the copies as DeepSpeed does (`torch.save`, the same files and names), so DeepSpeed, its
+`zero_to_fp32.py` and this package can all read them.
 """
 
 from __future__ import annotations
@@ -17,34 +17,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ..digest import FileEntry, HashedFile
 from ..errors import CheckpointSpaceError, CheckpointUsageError
 from ..files import is_disk_full
-from ..manifest import FileEntry
-from .capture import Capture
-from .hashed_file import HashedFile
-from .host_copying import HostCopying
+from .capture import Capture, HostCopies
 
 __all__ = ["DeepSpeedState"]
 
 
 class DeepSpeedState(Capture):
-    """The checkpoint of a DeepSpeed engine, for `AsyncSaver.save`; made once, used by every save.
+    """The checkpoint of a DeepSpeed engine, for `AsyncSaver.save`; one object serves all saves.
 
         actor = DeepSpeedState(engine, lambda folder: engine.save_checkpoint(folder, tag="actor", client_state={...}))
         ...
         saver.save(step, {"actor": actor}, state=...)       # every rank
 
-    The checkpoint then holds `actor/actor/*_states.pt`: what `save_checkpoint(checkpoint / "actor", tag="actor")`
-    writes. Host memory holds one copy of this rank's part; it is pinned for a CUDA device, and reused.
+    The checkpoint then holds `actor/actor/*_states.pt`, the files that `save_checkpoint(checkpoint / "actor",
+    tag="actor")` writes. Host memory holds one copy of this rank's part, pinned for a CUDA device; all saves reuse it.
     """
 
     def __init__(self, engine: Any, save: Callable[[str], object]) -> None:
-        """`engine` is what `deepspeed.initialize` returned; `save` calls its `save_checkpoint` with the folder given.
+        """`engine` is the engine from `deepspeed.initialize`; `save(folder)` calls its `save_checkpoint(folder)`.
 
         Raises CheckpointUsageError for an optimizer on NVMe, whose files DeepSpeed copies itself.
         """
         if engine.zero_nvme_offload_optimizer():
-            raise CheckpointUsageError("an optimizer on NVMe cannot be saved in the background: DeepSpeed copies it")
+            raise CheckpointUsageError("cannot save an optimizer on NVMe in the background: DeepSpeed copies its files")
         self._engine = engine
         self._save = save
         self._copies: dict[str, _HostCopy] = {}
@@ -52,11 +50,11 @@ class DeepSpeedState(Capture):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors held."""
+        """Size of the copied tensors in bytes."""
         return sum(one.num_bytes for one in self._copies.values())
 
     def take(self) -> None:
-        """Call `save` and note what it would have written. DeepSpeed's barriers are in it: every rank calls."""
+        """Call `save` and record its state dicts. It contains DeepSpeed's barriers, so every rank must call it."""
         original = self._engine.checkpoint_engine
         with tempfile.TemporaryDirectory(prefix="ckpt-deepspeed-") as folder:
             recorder = _Recorder(original, Path(folder), self._copies)
@@ -65,7 +63,7 @@ class DeepSpeedState(Capture):
                 self._save(folder)
             finally:
                 self._engine.checkpoint_engine = original
-            # What it wrote past its checkpoint engine: zero_to_fp32.py and the name of the tag.
+            # Files that DeepSpeed writes without its checkpoint engine: zero_to_fp32.py and `latest`.
             self._small_files = {
                 path.relative_to(folder).as_posix(): path.read_bytes()
                 for path in Path(folder).rglob("*")
@@ -74,12 +72,12 @@ class DeepSpeedState(Capture):
         self._copies = {name: self._copies[name] for name in recorder.names}
 
     def copy(self) -> None:
-        """Copy the tensors."""
+        """Copy the host tensors and wait for the devices."""
         for one in self._copies.values():
             one.finish()
 
     def write(self, folder: Path, name: str) -> Mapping[str, FileEntry]:
-        """Write the files below `folder`/`name`, hashed on all cores meanwhile."""
+        """Write the files below `folder`/`name`; they are hashed while they are written."""
         import torch
 
         entries: dict[str, FileEntry] = {}
@@ -93,7 +91,7 @@ class DeepSpeedState(Capture):
                     else:
                         with _without_crc32():
                             torch.save(self._copies[relative].tree, cast("IO[bytes]", file))
-                assert file.entry is not None, "it is closed"
+                assert file.entry is not None, "the file is closed"
                 entries[f"{name}/{relative}"] = file.entry
             return entries
         except (OSError, RuntimeError) as error:
@@ -114,9 +112,9 @@ _crc32_before = True
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Inside, torch.save leaves out the check sums of its own, on one core, that nobody reads: the manifest has better.
+    """Disables torch.save's CRC32 inside: it runs on one core, and the manifest holds better checksums.
 
-    The switch is the process's; torch.load does not look at them.
+    The option is process-wide. torch.load does not check the CRC32.
     """
     import torch
 
@@ -137,7 +135,7 @@ def _without_crc32() -> Iterator[None]:
 
 
 class _Recorder:
-    """Takes a checkpoint engine's place: copies what it is to save, asks the real one everything else."""
+    """Replaces a checkpoint engine: copies the state dicts it is given, forwards everything else to the original."""
 
     def __init__(self, original: Any, folder: Path, copies: dict[str, _HostCopy]) -> None:
         self._original, self._folder, self._copies = original, folder, copies
@@ -147,10 +145,10 @@ class _Recorder:
         return getattr(self._original, name)
 
     def create(self, info: Any) -> None:
-        """Nothing is to be made."""
+        """Does nothing: no files are written during the call."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Only what lies outside the shards is written now."""
+        # For the files that DeepSpeed writes itself.
         os.makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
@@ -165,18 +163,18 @@ class _Recorder:
         return False
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether a view would be saved with all of its storage, so that DeepSpeed had better clone it first."""
+        """False: DeepSpeed need not clone views, since only their own elements are copied."""
         return False
 
 
 class _HostCopy:
-    """A copy of a state dict of any types; its tensors in host memory that the next copy reuses."""
+    """A copy of a state dict with values of any type; its tensors are in host memory that the next copy reuses."""
 
     def __init__(self) -> None:
         self.tree: Any = None
         self._buffers: list[Any] = []
         self._num_used = 0
-        self._copying = HostCopying()
+        self._host_copies = HostCopies()
         self._seen: dict[tuple[Any, ...], Any] = {}
 
     @property
@@ -184,17 +182,17 @@ class _HostCopy:
         return sum(int(buffer.nbytes) for buffer in self._buffers)
 
     def take(self, tree: Any) -> None:
-        """Copies everything but tensors of the host, whose copies `finish` makes."""
+        """Copies everything except host tensors, which `finish` copies."""
         self._num_used = 0
-        self._copying = HostCopying()
+        self._host_copies = HostCopies()
         self._seen = {}
         self.tree = self._copy(tree)
         del self._buffers[self._num_used :]
         self._seen = {}
 
     def finish(self) -> None:
-        """When it returns, the originals may change."""
-        self._copying.finish()
+        """Finishes the copies; the originals may change afterwards."""
+        self._host_copies.finish()
 
     def _copy(self, value: Any) -> Any:
         import torch
@@ -202,7 +200,7 @@ class _HostCopy:
         if isinstance(value, torch.Tensor):
             return self._copy_tensor(value)
         if isinstance(value, dict):
-            mapping = copy.copy(value)  # of the same kind, with its attributes
+            mapping = copy.copy(value)  # keeps the type and its attributes
             for key in mapping:
                 mapping[key] = self._copy(value[key])
             return mapping
@@ -216,13 +214,13 @@ class _HostCopy:
     def _copy_tensor(self, tensor: Any) -> Any:
         import torch
 
-        where = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if tensor.numel() and where in self._seen:
-            return self._seen[where]
+        identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if tensor.numel() and identity in self._seen:
+            return self._seen[identity]
         index, self._num_used = self._num_used, self._num_used + 1
         if index == len(self._buffers):
             self._buffers.append(None)
-        buffer = self._buffers[index] = self._copying.begin(tensor, self._buffers[index])
+        buffer = self._buffers[index] = self._host_copies.begin(tensor, self._buffers[index])
         copied = torch.nn.Parameter(buffer, tensor.requires_grad) if type(tensor) is torch.nn.Parameter else buffer
-        self._seen[where] = copied
+        self._seen[identity] = copied
         return copied

@@ -1,10 +1,10 @@
-"""The state of the random generators of one process, as JSON, so that a resumed run draws the same numbers.
+"""Captures and restores the random generator states of one process as JSON, so a resumed run draws the same numbers.
 
     state = capture_rng(generators={"shuffle": generator})      # into CheckpointManager.publish(state=...)
     restore_rng(state, generators={"shuffle": generator})
 
-Captured: Python's `random`, NumPy's global generator, torch's CPU generator and that of the current CUDA device, and
-the generators given by name. numpy and torch are captured when they are imported. Each rank captures its own.
+Captures Python's `random`, NumPy's global generator, torch's CPU generator, the generator of the current CUDA device,
+and generators passed by name. NumPy and torch are captured only if they are imported. Each rank captures its own.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _FORMAT_VERSION = 1
 
 
 def capture_rng(*, generators: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The generators' state, JSON-able (about 20 kB). Nothing is drawn; CUDA's is left out before CUDA is first used.
+    """The generators' states, JSON-serializable (about 20 kB). Draws nothing; omits CUDA if it is not initialized.
 
     `generators`: by name, each a random.Random, numpy.random.Generator or torch.Generator. Raises
-    CheckpointUsageError for another kind.
+    CheckpointUsageError for another type.
     """
     state: dict[str, Any] = {"format_version": _FORMAT_VERSION, "python": _python_state(random)}
     if "numpy" in sys.modules:
@@ -34,7 +34,7 @@ def capture_rng(*, generators: Mapping[str, Any] | None = None) -> dict[str, Any
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         state["torch"] = _encode(torch.get_rng_state())
-        # Asking would start CUDA in a process that has not used it.
+        # Without the check this would initialize CUDA.
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             state["cuda"] = _encode(torch.cuda.get_rng_state())
     state["generators"] = {name: _capture_one(name, each) for name, each in (generators or {}).items()}
@@ -42,14 +42,16 @@ def capture_rng(*, generators: Mapping[str, Any] | None = None) -> dict[str, Any
 
 
 def restore_rng(state: Mapping[str, Any], *, generators: Mapping[str, Any] | None = None) -> None:
-    """Put every generator back where `capture_rng` found it; the CUDA state goes to the current device.
+    """Restore every generator to the state that `capture_rng` recorded; the CUDA state goes to the current device.
 
-    The named generators must be the ones captured, of the same kinds. Raises CheckpointStateError before anything is
-    changed when names or kinds differ, the state is no such state, or CUDA's was captured and there is no CUDA.
+    The named generators must have the captured names and types. Raises CheckpointStateError before it changes anything:
+    for other names or types, an unknown format, or a captured CUDA state where CUDA is unavailable.
     """
     generators = generators or {}
     if state.get("format_version") != _FORMAT_VERSION:
-        raise CheckpointStateError(f"rng: format version {state.get('format_version')!r}; this reads {_FORMAT_VERSION}")
+        raise CheckpointStateError(
+            f"rng: format version {state.get('format_version')!r} is not supported; expected {_FORMAT_VERSION}"
+        )
     if set(generators) != set(state["generators"]):
         raise CheckpointStateError(
             f"rng: captured with the generators {sorted(state['generators'])}, restored with {sorted(generators)}"
@@ -59,8 +61,8 @@ def restore_rng(state: Mapping[str, Any], *, generators: Mapping[str, Any] | Non
             raise CheckpointStateError(f"rng: generator {name!r} is a {given}, captured as a {saved}")
     if "cuda" in state and not _torch().cuda.is_available():
         raise CheckpointStateError(
-            "rng: the state of a CUDA device was captured, and there is none here. Delete 'cuda' from the state to go "
-            "on with other numbers."
+            "rng: the state includes a CUDA generator, but CUDA is not available. Delete 'cuda' from the state to "
+            "resume with different random numbers."
         )
     _set_python(random, state["python"])
     if "numpy" in state:
@@ -122,7 +124,7 @@ def _set_python(generator: Any, state: list[Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's nested state with its arrays as lists; each with its type."""
+    """NumPy's nested state with each array as a list and its dtype."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if hasattr(value, "tolist"):

@@ -1,7 +1,7 @@
-"""State dicts as safetensors files: nested dicts, lists and tuples of tensors and plain values, without pickle.
+"""Stores state dicts as safetensors files: nested dicts, lists and tuples of tensors and plain values, no pickle.
 
-A file holds the tensors under readable dotted names, so that any safetensors reader sees them, and in its metadata the
-structure around them as JSON. A tensor that appears twice (tied weights) is stored once and comes back as one tensor.
+A file holds the tensors under dotted names, which any safetensors reader can list, and in its metadata the nesting as
+JSON. A tensor that appears twice (tied weights) is stored once and loaded as one tensor.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..digest import write_hashed
+from ..digest import FileEntry, HashedFile
 from ..errors import CheckpointNotFoundError, CheckpointSpaceError, CheckpointStateError
 from ..files import is_disk_full
 from ..hf_export import DTYPE_NAMES
-from ..manifest import FileEntry
-from .host_copying import HostCopying
+from .capture import HostCopies
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +30,7 @@ _STRUCTURE_KEY = "plinth_ckpt_structure"
 
 @dataclass
 class _Flat:
-    """A state dict taken apart: `structure` as JSON holds the names of the `tensors`."""
+    """A flattened state dict: `structure` is its nesting as JSON and refers to `tensors` by name."""
 
     structure: Any = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -53,7 +52,7 @@ class _Flat:
         if isinstance(value, Mapping):
             for key in value:
                 if not (key is None or isinstance(key, bool | int | float | str)):
-                    raise CheckpointStateError(f"{path or 'state dict'}: the key {key!r} is no string or number")
+                    raise CheckpointStateError(f"{path or 'state dict'}: the key {key!r} is not a string or number")
             return {"dict": [[key, self._encode(item, _join(path, key))] for key, item in value.items()]}
         if isinstance(value, list | tuple):
             items = [self._encode(item, _join(path, index)) for index, item in enumerate(value)]
@@ -76,14 +75,14 @@ class _Flat:
             )
         if dtype not in DTYPE_NAMES:
             raise CheckpointStateError(f"{path}: {tensor.dtype} cannot be stored; use one of {', '.join(DTYPE_NAMES)}")
-        where = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if tensor.numel() and where in self._seen:
-            return self._seen[where]
+        identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if tensor.numel() and identity in self._seen:
+            return self._seen[identity]
         name, number = path or "tensor", 1
         while name in self.tensors or name == "__metadata__":
             number += 1
             name = f"{path}#{number}"
-        self._seen[where] = name
+        self._seen[identity] = name
         self.tensors[name] = tensor.detach()
         return name
 
@@ -109,33 +108,32 @@ def _decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 class HostSnapshot:
-    """A copy of a state dict in host memory, taken as fast as memory allows and kept for the next one to reuse.
+    """A copy of a state dict in host memory, whose buffers the next copy of the same shapes reuses.
 
-    Buffers for tensors of a CUDA device are pinned. The first copy pays for the memory; the next of the same shapes
-    only copy.
+    Buffers for tensors on a CUDA device are pinned. The first copy is slower, since it allocates the memory.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
         self._flat = _Flat()
-        self._copying = HostCopying()
+        self._host_copies = HostCopies()
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors held."""
+        """Size of the copied tensors in bytes."""
         return sum(tensor.nbytes for tensor in self._flat.tensors.values())
 
     def take(self, tree: Any) -> None:
-        """Note `tree` and begin to copy its CUDA tensors. Raises CheckpointStateError."""
+        """Record `tree` and begin to copy its CUDA tensors. Raises CheckpointStateError."""
         flat = _Flat.of(tree)
-        self._copying = HostCopying()
-        copies = {name: self._copying.begin(tensor, self._buffers.get(name)) for name, tensor in flat.tensors.items()}
+        self._host_copies = host = HostCopies()
+        copies = {name: host.begin(tensor, self._buffers.get(name)) for name, tensor in flat.tensors.items()}
         self._buffers = copies
         self._flat = _Flat(structure=flat.structure, tensors=copies)
 
     def copy(self) -> None:
-        """Copy what is left; when it returns, the originals may change."""
-        self._copying.finish()
+        """Finish the copies; the originals may change after it returns."""
+        self._host_copies.finish()
 
     def write(self, path: Path) -> FileEntry:
         """Write the snapshot to a file, as `save_state_dict` does."""
@@ -145,18 +143,18 @@ class HostSnapshot:
 def save_state_dict(path: Path, tree: Any) -> FileEntry:
     """Write `tree` to the safetensors file `path`: nested dict, list, tuple, tensors, str, bytes, numbers, None.
 
-    Dict keys are strings, numbers or None. Returns, with the file on the disk, its size and checksum, computed while
-    it was written: given to `CheckpointManager.publish` as one of `entries` they spare it reading the file again.
-    Raises CheckpointStateError, with the dotted path of what cannot be stored.
+    Dict keys are strings, numbers or None. When it returns, the file is on the disk. Returns the file's size and its
+    checksum, which was computed while writing; pass them to `CheckpointManager.publish` in `entries`, which then does
+    not read the file again. Raises CheckpointStateError with the dotted path of a value that cannot be stored.
     """
     return _write(_Flat.of(tree), Path(path))
 
 
 def load_state_dict(path: Path, *, device: str = "cpu") -> Any:
-    """What `save_state_dict` wrote to `path`: tensors on `device`, bit for bit, and the structure around them.
+    """The tree that `save_state_dict` wrote to `path`, bit for bit, with its tensors on `device`.
 
-    Executes nothing from the file. Raises CheckpointNotFoundError when there is no such file, CheckpointStateError
-    when another program wrote it.
+    Executes nothing from the file. Raises CheckpointNotFoundError when the file does not exist, CheckpointStateError
+    when `save_state_dict` did not write it.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -171,15 +169,15 @@ def load_state_dict(path: Path, *, device: str = "cpu") -> Any:
             try:
                 return _decode(json.loads(metadata[_STRUCTURE_KEY]), tensors)
             except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise CheckpointStateError(f"{path}: its structure is none of save_state_dict's: {error}") from error
+                raise CheckpointStateError(f"{path}: its structure is invalid: {error}") from error
     except SafetensorError as error:
-        raise CheckpointStateError(f"{path}: is no whole safetensors file: {error}") from error
+        raise CheckpointStateError(f"{path}: is not a complete safetensors file: {error}") from error
 
 
 def _write(flat: _Flat, path: Path) -> FileEntry:
     header: dict[str, Any] = {"__metadata__": {"format": "pt", _STRUCTURE_KEY: json.dumps(flat.structure)}}
     offset = 0
-    # Wide types first, so that every tensor starts aligned.
+    # Wide types first, so that every tensor is aligned.
     ordered = sorted(flat.tensors.items(), key=lambda item: -item[1].element_size())
     for name, tensor in ordered:
         dtype_name = DTYPE_NAMES[str(tensor.dtype).removeprefix("torch.")]
@@ -191,7 +189,8 @@ def _write(flat: _Flat, path: Path) -> FileEntry:
     head = memoryview(len(text).to_bytes(8, "little") + text)
     num_bytes = head.nbytes + offset
     try:
-        sha256 = write_hashed(path, itertools.chain([head], (_bytes_of(tensor) for _, tensor in ordered)), num_bytes)
+        with HashedFile(path) as file:
+            file.write_all(itertools.chain([head], (_bytes_of(tensor) for _, tensor in ordered)))
     except OSError as error:
         path.unlink(missing_ok=True)
         if not is_disk_full(error):
@@ -199,7 +198,8 @@ def _write(flat: _Flat, path: Path) -> FileEntry:
         raise CheckpointSpaceError(
             f"{path}: {error.strerror} while {num_bytes:,} bytes were written; the file is deleted"
         ) from error
-    return FileEntry(num_bytes=num_bytes, sha256=sha256)
+    assert file.entry is not None, "the file is closed"
+    return file.entry
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -1,1 +1,1 @@
-"""Tools around checkpoints: remote storage, universal format, exports, command line."""
+"""Command line, remote storage, universal checkpoints, exports of DeepSpeed checkpoints and LoRA adapters."""

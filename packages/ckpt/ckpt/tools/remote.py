@@ -28,7 +28,7 @@ from ..errors import (
 )
 from ..files import check_space, fsync_file
 from ..manager import CheckpointManager
-from ..manifest import MANIFEST_NAME, Manifest, ManifestError, verify_folder
+from ..manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, verify_folder
 from ..reader import Checkpoint, folder_name
 
 __all__ = ["RemoteCheckpoints"]
@@ -157,7 +157,7 @@ class RemoteCheckpoints:
         return whole
 
     def _put_files(self, source: Path, target: str, on_file: Callable[[int, int], None] | None) -> None:
-        manifest = Manifest.read(source)
+        manifest = CheckpointManifest.read(source)
         for name, entry in manifest.files.items():
             self._fs.makedirs(f"{target}/{name}".rsplit("/", 1)[0], exist_ok=True)
             self._fs.put_file(str(source / name), f"{target}/{name}")
@@ -177,7 +177,7 @@ class RemoteCheckpoints:
     def _get_files(self, source: str, target: Path, on_file: Callable[[int, int], None] | None) -> None:
         self._fs.get_file(f"{source}/{MANIFEST_NAME}", str(target / MANIFEST_NAME))
         try:
-            manifest = Manifest.read(target)
+            manifest = CheckpointManifest.read(target)
         except ManifestError as error:
             raise CheckpointDamagedError(f"{source}/{MANIFEST_NAME}: {error}", files=(MANIFEST_NAME,)) from None
         check_space(target.parent, manifest.num_bytes, estimate="the size of the upload")

@@ -1,0 +1,196 @@
+"""Coordinates the processes that save one checkpoint together, through small files and without collectives.
+
+    root/.async_<run id>/
+      00000003.open            from the publishing process: the folder of save 3 exists, write into it
+      00000003.rank00001       from rank 1: its files are written and fsynced (with their entries), or its error
+      00000003.outcome         from the publishing process: save 3 is published, or its error
+      closed.rank00001         from rank 1: it makes no more saves; the last process to close deletes the folder
+
+All processes count saves alike and wait for the outcome of one before they begin the next, so an error is raised by the
+same call everywhere. Files appear by rename. Waiting is polling in background threads.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import errors
+from ..digest import FileEntry
+from ..errors import CheckpointError, CheckpointUsageError
+from ..files import write_text
+
+__all__ = ["COORDINATION_PREFIX", "SaveCoordinator", "SaverRanks"]
+
+COORDINATION_PREFIX = ".async_"
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 0.2
+#: A process whose main thread has ended waits at most this long for the others.
+_TIMEOUT_AT_EXIT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaverRanks:
+    """This process's place among the processes that save one checkpoint together."""
+
+    num_ranks: int
+    """Number of processes that write, at least 1."""
+    rank: int | None
+    """From 0. None: this process writes nothing and publishes what the ranks write (a driver)."""
+    run_id: str
+    """The same in all processes of a run, different for every start; letters, digits, - and _."""
+    publisher: int | None = 0
+    """The rank that publishes, None for a process without a rank; the same in all processes."""
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise CheckpointUsageError(f"num_ranks={self.num_ranks!r}: must be at least 1")
+        for field in ("rank", "publisher"):
+            value = getattr(self, field)
+            if value is not None and not 0 <= value < self.num_ranks:
+                raise CheckpointUsageError(f"{field}={value!r}: must be from 0 to {self.num_ranks - 1}, or None")
+        if self.rank is None and self.publisher is not None:
+            raise CheckpointUsageError(
+                f"rank=None, publisher={self.publisher}: a process without a rank must be the publisher; set "
+                "publisher=None in all processes"
+            )
+        if not self.run_id or not all(letter.isalnum() or letter in "-_" for letter in self.run_id):
+            raise CheckpointUsageError(f"run_id={self.run_id!r}: use letters, digits, - and _")
+
+    @property
+    def is_publisher(self) -> bool:
+        """Whether this process prepares and publishes."""
+        return self.rank == self.publisher
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes that take part, including a publisher without a rank."""
+        return self.num_ranks + (self.publisher is None)
+
+    @property
+    def name(self) -> str:
+        """This process's name in file names and messages."""
+        return "publisher" if self.rank is None else f"rank{self.rank:05d}"
+
+
+class SaveCoordinator:
+    """Writes the files of this process and waits for those of the others."""
+
+    def __init__(self, root: Path, ranks: SaverRanks, *, timeout_s: float) -> None:
+        """`timeout_s`: how long to wait for another process in one save before raising."""
+        self._root = root
+        self._folder = root / f"{COORDINATION_PREFIX}{ranks.run_id}"
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._cancelled = threading.Event()
+
+    def delete_others(self) -> None:
+        """Delete the files of dead runs. Only for the publisher, which holds the folder's lock."""
+        for folder in self._root.glob(f"{COORDINATION_PREFIX}*"):
+            if folder != self._folder:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def cancel(self) -> None:
+        """Stop waiting for other processes: this process ends with an error."""
+        self._cancelled.set()
+
+    # The publisher
+
+    def open(self, save: int, folder: Path) -> None:
+        """Announce that the ranks may write into `folder`, which is in the root."""
+        self._write(f"{save:08d}.open", {"folder": folder.name})
+
+    def collect(self, save: int) -> dict[str, FileEntry]:
+        """Wait for all other ranks; return the entries of their files. Raises the first error that one reports."""
+        entries: dict[str, FileEntry] = {}
+        for rank in range(self._ranks.num_ranks):
+            if rank == self._ranks.rank:
+                continue
+            report = self._await([f"{save:08d}.rank{rank:05d}"], f"rank {rank} to write its part of the checkpoint")
+            _raise_reported(report, f"rank {rank}: ")
+            entries |= {name: FileEntry(**entry) for name, entry in report["entries"].items()}
+        return entries
+
+    def conclude(self, save: int, error: BaseException | None) -> None:
+        """Announce the outcome to all processes."""
+        self._write(f"{save:08d}.outcome", {} if error is None else _describe(error))
+        if error is None:  # all processes have begun this save, so none needs the files of earlier ones
+            for path in self._folder.glob("*.*"):
+                if path.name.partition(".")[0].isdigit() and int(path.name.partition(".")[0]) < save:
+                    path.unlink(missing_ok=True)
+
+    # The other ranks
+
+    def await_folder(self, save: int) -> Path:
+        """The folder to write into. Raises the error that kept the publisher from preparing it."""
+        report = self._await([f"{save:08d}.open", f"{save:08d}.outcome"], "the process that publishes")
+        _raise_reported(report, "")
+        return self._root / str(report["folder"])
+
+    def report(self, save: int, written: Mapping[str, FileEntry] | BaseException) -> None:
+        """Report that this rank's files are on the disk, or the error that prevented it."""
+        report: dict[str, Any] = (
+            _describe(written)
+            if isinstance(written, BaseException)
+            else {"entries": {name: vars(entry) for name, entry in written.items()}}
+        )
+        self._write(f"{save:08d}.{self._ranks.name}", report)
+
+    def await_outcome(self, save: int) -> None:
+        """Wait for the end of a save. Raises its error, whichever process it came from."""
+        _raise_reported(self._await([f"{save:08d}.outcome"], "the process that publishes"), "")
+
+    # All processes
+
+    def close(self) -> None:
+        """Announce that this process makes no more saves."""
+        if not self._folder.is_dir():
+            return
+        self._write(f"closed.{self._ranks.name}", {})
+        if len(list(self._folder.glob("closed.*"))) >= self._ranks.num_processes:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self, name: str, report: Mapping[str, Any]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_text(self._folder / name, json.dumps(report))
+
+    def _await(self, names: list[str], whom: str) -> dict[str, Any]:
+        started = time.monotonic()
+        pause, deadline = _SHORTEST_POLL_S, started + self._timeout_s
+        while True:
+            for name in names:
+                if (self._folder / name).exists():
+                    report: dict[str, Any] = json.loads((self._folder / name).read_text(encoding="utf-8"))
+                    return report
+            now = time.monotonic()
+            if not threading.main_thread().is_alive():
+                deadline = min(deadline, now + _TIMEOUT_AT_EXIT_S)
+            if now > deadline:
+                raise CheckpointError(
+                    f"{self._ranks.name} waited {now - started:.0f} s for {whom}: there is no {names[0]} in "
+                    f"{self._folder}. That process is dead, hangs, or does not see the folder. Nothing was published."
+                )
+            if self._cancelled.wait(pause):
+                raise CheckpointError(
+                    f"{self._ranks.name} stopped waiting for {whom}: this process ended with an error"
+                )
+            pause = min(2 * pause, _LONGEST_POLL_S)
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    return {"error": str(error), "kind": type(error).__name__}
+
+
+def _raise_reported(report: Mapping[str, Any], prefix: str) -> None:
+    """Raise the error that another process reported, as its own class if that is one of this package's."""
+    if "error" not in report:
+        return
+    kind = getattr(errors, str(report["kind"]), None)
+    if isinstance(kind, type) and issubclass(kind, CheckpointError):
+        raise kind(f"{prefix}{report['error']}")
+    raise CheckpointError(f"{prefix}{report['kind']}: {report['error']}")

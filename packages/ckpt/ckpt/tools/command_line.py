@@ -1,0 +1,255 @@
+"""Lists, verifies, exports, reshapes and prunes checkpoints on the command line.
+
+Exit codes: 0 success, 1 a checkpoint is damaged, 2 wrong usage or any other error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from ..errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, CheckpointUsageError
+from ..manager import LATEST_NAME, PARTIAL_PREFIX, CheckpointManager, folder_name
+from ..manifest import MANIFEST_NAME, verify_folder
+from ..retention import Retention
+
+
+def _size(num_bytes: float) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+class Progress:
+    """Shows progress on one line of a terminal, or as a line every 10 s without a terminal."""
+
+    def __init__(self, what: str, stream: TextIO | None = None) -> None:
+        self._what = what
+        self._stream = stream if stream is not None else sys.stderr
+        self._is_terminal = self._stream.isatty()
+        self._started = self._shown = time.monotonic()
+        self._num_bytes = 0
+        self._guard = threading.Lock()
+
+    def add(self, num_bytes: int, total_bytes: int | None = None) -> None:
+        """Count `num_bytes` more, of `total_bytes` if known, and update the display."""
+        with self._guard:
+            self._num_bytes += num_bytes
+            now = time.monotonic()
+            if now - self._shown >= (0.1 if self._is_terminal else 10.0) or self._num_bytes == total_bytes:
+                self._shown = now
+                self._show(now - self._started, total_bytes)
+
+    def close(self) -> None:
+        """Clear the progress line."""
+        if self._is_terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def _show(self, elapsed_s: float, total_bytes: int | None) -> None:
+        text = f"{self._what}: {_size(self._num_bytes)}"
+        if total_bytes:
+            text += f" of {_size(total_bytes)} ({100 * self._num_bytes / total_bytes:.0f}%)"
+        text += f", {_size(self._num_bytes / max(elapsed_s, 1e-3))}/s"
+        if self._is_terminal:
+            self._stream.write(f"\r\x1b[K{text}")
+        elif elapsed_s >= 10:
+            self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+def _list(root: Path) -> int:
+    manager = CheckpointManager(root)
+    pointer = root / LATEST_NAME
+    latest = pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+    damaged = 0
+    print(f"{'step':>10}  {'created (UTC)':<25}  {'files':>5}  {'size':>10}")
+    for step in manager.steps():
+        try:
+            manifest = manager.manifest(step)
+        except CheckpointDamagedError as error:
+            print(f"{step:>10}  damaged: {error}")
+            damaged += 1
+            continue
+        notes = ["latest"] if latest == folder_name(step) else []
+        notes += [f"{name}={value:g}" for name, value in manifest.metrics.items()]
+        line = f"{step:>10}  {manifest.created_at:<25}  {len(manifest.files):>5}  {_size(manifest.num_bytes):>10}"
+        print("  ".join([line, *notes]))
+    for path in sorted(root.glob(f"{PARTIAL_PREFIX}*")):
+        print(f"unfinished: {path.name} (a save in progress, or left by a killed process; the next save deletes it)")
+    return 1 if damaged else 0
+
+
+def _verify(folders: Sequence[Path]) -> int:
+    damaged = 0
+    for folder in folders:
+        progress = Progress(folder.name)
+        problems = verify_folder(folder, on_read=progress.add)
+        progress.close()
+        print(f"{folder.name}: {'damaged' if problems else 'good'}", flush=True)
+        for problem in problems:
+            print(f"  {problem}")
+        damaged += bool(problems)
+    print(f"{len(folders) - damaged} of {len(folders)} checkpoints are good")
+    return 1 if damaged else 0
+
+
+def _folders(directory: Path, step: int | None) -> list[Path]:
+    """The checkpoint folders of `directory`: itself if it is a checkpoint, else those in it."""
+    if (directory / MANIFEST_NAME).exists() and step is None:
+        return [directory]
+    steps = CheckpointManager(directory).steps()
+    if not steps or (step is not None and step not in steps):
+        known = f"published steps: {', '.join(map(str, steps))}" if steps else "there are no checkpoints"
+        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise CheckpointNotFoundError(f"{directory}: {wanted}; {known}")
+    return [directory / folder_name(one) for one in (steps if step is None else [step])]
+
+
+def _source(options: argparse.Namespace) -> Path | None:
+    """The checkpoint to read, verified if it has a manifest; None when it is damaged."""
+    source: Path = options.dir
+    if options.step is not None or (source / MANIFEST_NAME).exists() or CheckpointManager(source).steps():
+        source = _folders(source, options.step)[-1]
+        if _verify([source]):
+            return None
+    return source
+
+
+def _export(options: argparse.Namespace) -> int:
+    source = _source(options)
+    if source is None:
+        return 1
+    import torch  # only here: the other commands do not need it
+
+    from .deepspeed_export import export_deepspeed
+
+    progress = Progress("read")
+    try:
+        report = export_deepspeed(
+            source,
+            options.out,
+            model_files_from=options.model_files_from,
+            tag=options.tag,
+            dtype=getattr(torch, options.dtype),
+            max_shard_bytes=options.max_shard_bytes,
+            overwrite=options.overwrite,
+            on_tensor=lambda _, num_bytes: progress.add(num_bytes),
+        )
+    finally:
+        progress.close()
+    shards = "1 file" if report.num_shards == 1 else f"{report.num_shards} files"
+    print(f"{report.path}: {report.num_tensors} tensors, {report.num_bytes:,} bytes in {options.dtype}, {shards}")
+    return 0
+
+
+def _reshape(options: argparse.Namespace) -> int:
+    source = _source(options)
+    if source is None:
+        return 1
+    from .universal import write_universal
+
+    progress = Progress("written")
+    try:
+        report = write_universal(
+            source,
+            options.out,
+            tag=options.tag,
+            overwrite=options.overwrite,
+            on_tensor=lambda _, num_bytes, total_bytes: progress.add(num_bytes, total_bytes),
+        )
+    finally:
+        progress.close()
+    print(
+        f"{report.path}: universal checkpoint {report.tag!r} of {report.num_parameters} parameters after "
+        f"{report.adam_steps} steps, {report.num_bytes:,} bytes of fp32 weights and moments"
+    )
+    return 0
+
+
+def _prune(options: argparse.Namespace) -> int:
+    rule = Retention(
+        keep_last=options.keep_last,
+        keep_every=options.keep_every,
+        keep_best=options.keep_best,
+        metric=options.metric,
+        mode=options.mode,
+    )
+    if rule.keeps_all:
+        raise CheckpointUsageError("specify what to keep: --keep-last, --keep-every, or --keep-best with --metric")
+    manager = CheckpointManager(options.dir, retention=rule)
+    deleted = manager.prune() if options.yes else manager.prunable()
+    for step in deleted:
+        print(f"{'deleted' if options.yes else 'would delete'} {folder_name(step)}")
+    kept = [step for step in manager.steps() if step not in deleted]
+    print(f"{'kept' if options.yes else 'would keep'} {', '.join(map(str, kept)) or 'nothing'}")
+    if deleted and not options.yes:
+        print("nothing was deleted; add --yes to delete")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ckpt", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    lister = commands.add_parser("list", help="list the checkpoints in a folder")
+    lister.add_argument("dir", type=Path)
+    verifier = commands.add_parser("verify", help="read every file and compare it with its checksum")
+    verifier.add_argument("dir", type=Path, help="folder of checkpoints, or one checkpoint")
+    verifier.add_argument("--step", type=int, help="verify only this step")
+    source = argparse.ArgumentParser(add_help=False)
+    source.add_argument("dir", type=Path, help="folder of checkpoints, one checkpoint, or a DeepSpeed checkpoint")
+    source.add_argument("out", type=Path, help="output folder")
+    source.add_argument("--step", type=int, help="step (default: the newest)")
+    source.add_argument("--tag", help="model to read if the checkpoint holds several, e.g. actor")
+    source.add_argument("--overwrite", action="store_true", help="replace OUT")
+    exporter = commands.add_parser(
+        "export", parents=[source], help="write a Hugging Face folder from a DeepSpeed checkpoint"
+    )
+    exporter.add_argument(
+        "--model-files-from", type=Path, required=True, metavar="MODEL", help="folder with config.json and tokenizer"
+    )
+    exporter.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    exporter.add_argument("--max-shard-bytes", type=int, default=5_000_000_000, metavar="BYTES")
+    commands.add_parser(
+        "reshape",
+        parents=[source],
+        help="write a DeepSpeed universal checkpoint, which loads with any number of ranks at any ZeRO stage",
+    )
+    pruner = commands.add_parser("prune", help="delete checkpoints that no rule keeps; a dry run without --yes")
+    pruner.add_argument("dir", type=Path)
+    pruner.add_argument("--keep-last", type=int, metavar="K", help="keep the newest K")
+    pruner.add_argument("--keep-every", type=int, metavar="N", help="keep every step that is a multiple of N")
+    pruner.add_argument("--keep-best", type=int, metavar="K", help="keep the best K by --metric")
+    pruner.add_argument("--metric", help="a metric that was passed to publish")
+    pruner.add_argument("--mode", choices=("max", "min"), default="max", help="the largest or the smallest is best")
+    pruner.add_argument("--yes", action="store_true", help="delete")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line with `argv`, default `sys.argv[1:]`; return the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        if not options.dir.is_dir():
+            raise CheckpointNotFoundError(f"{options.dir}: no such folder")
+        if options.command == "list":
+            return _list(options.dir)
+        if options.command == "export":
+            return _export(options)
+        if options.command == "reshape":
+            return _reshape(options)
+        if options.command == "prune":
+            return _prune(options)
+        return _verify(_folders(options.dir, options.step))
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
