@@ -1,11 +1,11 @@
-"""How much of the weights does one optimizer step change on the wire, and would sending only that be faster?
+"""Measures how many bytes of the weights one optimizer step changes, and whether sending only those would be faster.
 
     python benchmarks/weight_sync/changed_bytes.py --model small --lr 1e-6 --lr 1e-5 --lr 1e-4
 
-Trains a Qwen3 shape with AdamW in fp32 on random tokens and compares what would be sent before and after a step, as
-bfloat16 and as float32: changed elements, unchanged blocks, tensors and buckets, and the size of two kinds of delta. It
-times encoding and decoding each on one thread: below the link speed printed it would win, above it sending everything
-does.
+Trains a Qwen3 shape with AdamW in float32 on random tokens and compares the weights before and after a step, as
+bfloat16 and as float32: changed elements, unchanged blocks, tensors and buckets, and the size of two delta encodings.
+It times their encoding and decoding on one thread and prints the link speed below which a delta is faster than sending
+everything.
 """
 
 import argparse
@@ -28,11 +28,11 @@ BLOCKS = (64, 256, 4096)
 
 
 def main() -> None:
-    """One line a learning rate and wire dtype."""
+    """Print one line per learning rate and dtype."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="small")
     parser.add_argument("--lr", type=float, action="append")
-    parser.add_argument("--steps", type=int, default=20, help="steps before the one that is compared")
+    parser.add_argument("--steps", type=int, default=20, help="steps before the compared step")
     parser.add_argument("--bucket-mib", type=float, default=64)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def train(name: str, lr: float, steps: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters before and after one step that follows ``steps`` others."""
+    """The parameters before and after one step that follows ``steps`` steps."""
     import transformers
 
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def train(name: str, lr: float, steps: int) -> tuple[list[Tensor], list[Tensor]]
 
 
 def describe(old: list[Tensor], new: list[Tensor], bucket_mib: float) -> str:
-    """Shares that changed, and the link speed below which a delta wins."""
+    """The changed shares, and the link speed below which a delta is faster."""
     a, b = (torch.cat([t.reshape(-1) for t in tensors]).view(torch.uint8) for tensors in (old, new))
     width = old[0].element_size()
     changed = (a.view(-1, width) != b.view(-1, width)).any(1)
@@ -79,37 +79,37 @@ def describe(old: list[Tensor], new: list[Tensor], bucket_mib: float) -> str:
 
 
 class Bits:
-    """One bit an element and the values that changed."""
+    """One bit per element and the changed values."""
 
     @staticmethod
     def encode(old: Any, new: Any) -> tuple[Any, Any]:
-        """Packed bits, values."""
+        """Packed bits and changed values."""
         mask = old != new
         return np.packbits(mask), new[mask]
 
     @staticmethod
-    def decode(there: Any, where: Any, values: Any) -> None:
-        """Change ``there`` in place."""
-        there[np.unpackbits(where, count=len(there)).view(bool)] = values
+    def decode(target: Any, where: Any, values: Any) -> None:
+        """Update ``target`` in place."""
+        target[np.unpackbits(where, count=len(target)).view(bool)] = values
 
 
 class Positions:
-    """Four bytes of position and the value of each element that changed."""
+    """The position (4 bytes) and the value of each changed element."""
 
     @staticmethod
     def encode(old: Any, new: Any) -> tuple[Any, Any]:
-        """Positions, values."""
+        """Positions and changed values."""
         where = np.flatnonzero(old != new).astype(np.uint32)
         return where, new[where]
 
     @staticmethod
-    def decode(there: Any, where: Any, values: Any) -> None:
-        """Change ``there`` in place."""
-        there[where] = values
+    def decode(target: Any, where: Any, values: Any) -> None:
+        """Update ``target`` in place."""
+        target[where] = values
 
 
 def unchanged(a: Tensor, b: Tensor, size: int) -> float:
-    """Share of blocks of ``size`` bytes that are the same; a last short block counts."""
+    """Share of unchanged blocks of ``size`` bytes."""
     same = [torch.equal(x, y) for x, y in zip(a.split(size), b.split(size), strict=True)] if size > 10**6 else None
     if same is not None:
         return sum(same) / len(same)
@@ -118,17 +118,17 @@ def unchanged(a: Tensor, b: Tensor, size: int) -> float:
 
 
 def time_delta(a: Tensor, b: Tensor, width: int, code: Any) -> tuple[float, int]:
-    """Seconds to encode and decode, and the bytes of the delta. Best of three."""
+    """Seconds to encode and decode, best of three, and the bytes of the delta."""
     kind: Any = {2: np.int16, 4: np.int32}[width]
     old, new = a.numpy().view(kind), b.numpy().view(kind)
     best, size = float("inf"), 0
     for _ in range(3):
-        there = old.copy()
+        target = old.copy()
         start = time.perf_counter()
         where, values = code.encode(old, new)
-        code.decode(there, where, values)
+        code.decode(target, where, values)
         best = min(best, time.perf_counter() - start)
-        assert np.array_equal(there, new)
+        assert np.array_equal(target, new)
         size = where.nbytes + values.nbytes
     return best, size
 

@@ -1,4 +1,4 @@
-"""How long does a push take, and does it arrive? Starts one vLLM server with random weights and pushes other ones.
+"""Measures and verifies weight pushes into one vLLM server that starts with random weights.
 
     python benchmarks/weight_sync/push.py --device cpu --model 126m
     python benchmarks/weight_sync/push.py --device cuda --model 0.6b --transport ipc --transport shm --one-by-one
@@ -7,10 +7,10 @@
     torchrun --nproc-per-node 2 benchmarks/weight_sync/push.py --device cuda --model 0.6b --zero-stage 3
     torchrun --nproc-per-node 2 benchmarks/weight_sync/push.py --device cpu --model tiny --zero-stage 3
 
-Prints one line a transport: best and median seconds with their parts, GB/s, and the log-prob agreement of trainer and
-server on random tokens after the push. Before timing, one push with ``verify`` compares every byte. ``--one-by-one``
-repeats each transport with every parameter in a bucket of its own; ``--vllm`` times vLLM's own engines (GPUs only),
-each in a server of its own.
+Prints one line per transport: best and median seconds with their phases, GB/s, and the log-prob difference between
+trainer and server on random tokens after the push. Before timing, one push with ``verify`` compares every byte.
+``--one-by-one`` repeats each transport with one parameter per bucket; ``--vllm`` times vLLM's own engines (GPUs only),
+each in a separate server.
 """
 
 import argparse
@@ -72,22 +72,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Run one shape over the transports asked for."""
+    """Measure one model shape with the given transports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=SHAPES, default="126m")
     parser.add_argument("--transport", action="append", choices=("shm", "ipc", "nccl", "tcp"))
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[None], help="each of these sizes")
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[None], help="one or more sizes")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--server-gpu", default="0", help="CUDA_VISIBLE_DEVICES of the server")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--no-checksum", action="store_true")
     parser.add_argument("--skip-verify", action="store_true")
     parser.add_argument("--server-arg", action="append", default=[])
-    parser.add_argument("--one-by-one", action="store_true", help="also with one parameter a bucket")
-    parser.add_argument("--vllm", action="append", default=[], choices=vllm_engines.NAMES, help="also vLLM's own")
-    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), help="out of DeepSpeed; start it with torchrun")
+    parser.add_argument("--one-by-one", action="store_true", help="also one parameter per bucket")
+    parser.add_argument("--vllm", action="append", default=[], choices=vllm_engines.NAMES, help="vLLM's own engines")
+    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), help="push from ZeRO; needs torchrun")
     args = parser.parse_args()
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2) if args.device == "cpu" else 8)
     config = model_config(args.model)
@@ -108,18 +108,18 @@ Trainer = tuple[Any, Any, int]
 
 @contextlib.contextmanager
 def plain_trainer(config: Any, args: argparse.Namespace) -> Iterator[Trainer]:
-    """One process with the whole model: its source, the model, rank 0."""
+    """One process with the full model: its source, the model, rank 0."""
     model = build(config, args.dtype, args.device)
     yield ModuleSource(model), model, 0
 
 
 @contextlib.contextmanager
 def zero_trainer(config: Any, args: argparse.Namespace) -> Iterator[Trainer]:
-    """One rank of a DeepSpeed engine. There is no whole model to compare log-probs with: the bytes are verified."""
+    """One rank of a DeepSpeed engine, without a full model to compare log-probs with; the bytes are verified."""
     import deepspeed
     import transformers
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, and is not needed
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # not needed, and would be compiled
     rank = int(os.environ["RANK"])
     if args.device == "cuda":
         args.device = f"cuda:{rank}"
@@ -158,7 +158,7 @@ def model_config(name: str) -> Any:
 
 
 def build(config: Any, dtype: str, device: str) -> Any:
-    """Random weights on the trainer's device, without gradients: vLLM's engines cannot hand those over."""
+    """Random weights on the trainer's device, without gradients: vLLM's engines reject tensors that require them."""
     import transformers
 
     torch.manual_seed(0)
@@ -168,21 +168,21 @@ def build(config: Any, dtype: str, device: str) -> Any:
 
 
 class OneByOne(SyncConfig):
-    """Every parameter in a bucket of its own."""
+    """One parameter per bucket."""
 
     def bucket_bytes(self, transport: str) -> int:
-        """The least."""
+        """The smallest bound."""
         return 1
 
 
 def measure(source: Any, model: Any, endpoint: Any, transport: str, args: argparse.Namespace, rank: int) -> None:
-    """Verify once, time the repeats with each bucket size and one by one, compare log-probs, print. On every rank."""
+    """Verify once, time the repeats with each bucket size, compare log-probs, and print. Runs on every rank."""
     if not args.skip_verify:
         config = SyncConfig(verify=True, transport=transport, bucket_mib=args.bucket_mib[0])
         with WeightPusher(source, [endpoint], config, rank=rank, device=args.device) as pusher:
             verified = pusher.push(0).total_s
             report(rank, f"{transport}: verified byte for byte in {verified:.2f} s")
-    cases = [(transport + (f", {size} MiB a bucket" if size else ""), SyncConfig, size) for size in args.bucket_mib]
+    cases = [(transport + (f", {size} MiB per bucket" if size else ""), SyncConfig, size) for size in args.bucket_mib]
     if args.one_by_one:
         cases.append((f"{transport}, one by one", OneByOne, None))
     for name, kind, size in cases:
@@ -196,13 +196,13 @@ def measure(source: Any, model: Any, endpoint: Any, transport: str, args: argpar
 
 
 def report(rank: int, text: str) -> None:
-    """One rank prints."""
+    """Print on rank 0."""
     if rank == 0:
         print(text, flush=True)
 
 
 def describe(name: str, first: SyncReport, reports: list[SyncReport]) -> str:
-    """First, best and median push with their parts."""
+    """First, best and median push with their phases."""
     best = min(reports, key=lambda r: r.total_s)
     parts = ("total_s", "pause_s", "gather_s", "transfer_s", "finish_s")
     median = {part: statistics.median(getattr(r, part) for r in reports) for part in parts}
@@ -215,7 +215,7 @@ def describe(name: str, first: SyncReport, reports: list[SyncReport]) -> str:
 
 
 def time_engine(model: Any, endpoint: Any, name: str, args: argparse.Namespace) -> None:
-    """vLLM's own engine, pause and resume included."""
+    """Time vLLM's own engine, including pause and resume."""
     seconds = []
     with vllm_engines.engine(name, model, endpoint.url, args.tensor_parallel) as send:
         for _ in range(1 + args.repeats):
@@ -235,7 +235,7 @@ def time_engine(model: Any, endpoint: Any, name: str, args: argparse.Namespace) 
 
 @torch.no_grad()
 def log_prob_difference(model: Any, endpoint: Any) -> float:
-    """Trainer and server on the same random prompt: the tokens the server samples, greedily."""
+    """Mean absolute log-prob difference of trainer and server on the server's greedy response to a random prompt."""
     vocab = model.config.vocab_size
     prompt = torch.randint(0, vocab, (64,), generator=torch.Generator().manual_seed(1)).tolist()
     body = {"model": "policy", "prompt": prompt, "max_tokens": 32, "temperature": 0.0, "logprobs": 1}
@@ -251,7 +251,7 @@ def log_prob_difference(model: Any, endpoint: Any) -> float:
 
 @contextlib.contextmanager
 def server(config: Any, args: argparse.Namespace, folder: Path, vllm_engine: str = "") -> Iterator[Any]:
-    """A vLLM server with dummy weights and a word-level tokenizer, for our transports or one of vLLM's own."""
+    """A vLLM server with dummy weights and a word-level tokenizer, for weight_sync or one of vLLM's own engines."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -273,7 +273,7 @@ def server(config: Any, args: argparse.Namespace, folder: Path, vllm_engine: str
     if args.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         env |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
-        # As rollout_vllm starts it: the worker within the engine's process, else both spin for each other's messages.
+        # As in rollout_vllm: the worker runs in the engine's process, else both busy-wait for each other's messages.
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.tensor_parallel == 1 else {}
     else:
         command += ["--gpu-memory-utilization", "0.4"]

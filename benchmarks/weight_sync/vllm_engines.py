@@ -1,6 +1,6 @@
-"""vLLM's own weight-transfer engines, driven the way its examples do, for `push.py --vllm`. GPUs only.
+"""vLLM's own weight-transfer engines, used as in vLLM's examples, for `push.py --vllm`. GPUs only.
 
-Later releases have trainer classes; before, the trainer calls static methods and makes the HTTP calls itself.
+Later releases have trainer classes; in earlier ones the trainer calls static methods and makes the HTTP calls itself.
 """
 
 import contextlib
@@ -10,34 +10,36 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: `nccl` is one broadcast a parameter; packed, a few large buffers.
+#: `nccl` sends one broadcast per parameter, the packed engines a few large buffers.
 NAMES = ("nccl", "nccl-packed", "ipc", "ipc-packed")
 
 
 def server_args(name: str) -> list[str]:
-    """What the server is started with; empty for none of vLLM's engines."""
+    """The server's arguments for an engine of vLLM; empty for an empty name."""
     return ["--weight-transfer-config", json.dumps({"backend": name.partition("-")[0]})] if name else []
 
 
 @contextlib.contextmanager
 def engine(name: str, model: Any, url: str, num_workers: int) -> Iterator[Callable[[], None]]:
-    """A function that sends the model's parameters once, with everything but pause and resume."""
+    """Yields a function that sends the model's parameters once, without pause and resume."""
     import vllm.distributed.weight_transfer.ipc_engine as ipc
     import vllm.distributed.weight_transfer.nccl_engine as nccl
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
     backend, _, packed = name.partition("-")
-    # A tensor larger than the buffer, of 1 GiB if nothing is said, is refused.
+    # The engines reject a tensor that is larger than the buffer (default 1 GiB).
     largest = max(p.numel() * p.element_size() for p in model.parameters())
     packing = {"packed": True, "packed_buffer_size_bytes": max(2**30, largest)} if packed else {"packed": False}
     client = HTTPVLLMWeightSyncClient(url)
-    meeting = {"master_address": "127.0.0.1", "master_port": _free_port(), "world_size": 1 + num_workers}
+    rendezvous = {"master_address": "127.0.0.1", "master_port": _free_port(), "world_size": 1 + num_workers}
     if hasattr(nccl, "NCCLTrainerWeightTransferEngine"):
         from vllm.distributed.weight_transfer.base import ModuleSource
 
         if backend == "nccl":
             kind, info = nccl.NCCLTrainerWeightTransferEngine, nccl.NCCLTrainerInitInfo
-            trainer = kind.trainer_init(info(rank=0, **packing, **meeting), client=client, source=ModuleSource(model))
+            trainer = kind.trainer_init(
+                info(rank=0, **packing, **rendezvous), client=client, source=ModuleSource(model)
+            )
         else:
             kind, info = ipc.IPCTrainerWeightTransferEngine, ipc.IPCTrainerInitInfo
             trainer = kind.trainer_init(info(rank=0, **packing), client=client, source=ModuleSource(model))
@@ -45,9 +47,9 @@ def engine(name: str, model: Any, url: str, num_workers: int) -> Iterator[Callab
         trainer.shutdown()
         return
     if backend == "nccl":
-        joining = _background(client.init_weight_transfer_engine, {**meeting, "rank_offset": 1})
-        group = nccl.NCCLWeightTransferEngine.trainer_init(meeting)
-        joining()
+        join_server = _background(client.init_weight_transfer_engine, {**rendezvous, "rank_offset": 1})
+        group = nccl.NCCLWeightTransferEngine.trainer_init(rendezvous)
+        join_server()
     else:
         client.init_weight_transfer_engine({})
 
@@ -61,9 +63,9 @@ def engine(name: str, model: Any, url: str, num_workers: int) -> Iterator[Callab
                 "shapes": [list(p.shape) for _, p in named],
                 **packing,
             }
-            receiving = _background(client.update_weights, update)
+            wait_received = _background(client.update_weights, update)
             nccl.NCCLWeightTransferEngine.trainer_send_weights(iter(named), {"group": group, **packing})
-            receiving()
+            wait_received()
         else:
             settings = {"send_mode": "http", "url": url, **packing}
             ipc.IPCWeightTransferEngine.trainer_send_weights(model.named_parameters(), settings)
@@ -73,7 +75,7 @@ def engine(name: str, model: Any, url: str, num_workers: int) -> Iterator[Callab
 
 
 def _background(call: Callable[..., None], argument: Any) -> Callable[[], None]:
-    """Run beside; the answer waits for the end and raises what the call raised."""
+    """Run in a thread; returns a function that waits for its end and raises its error."""
     errors: list[BaseException] = []
 
     def run() -> None:
