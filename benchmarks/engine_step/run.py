@@ -239,16 +239,12 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--contestants", choices=sorted(CONTESTANTS), nargs="+", default=["plain", "ours"])
-    parser.add_argument(
-        "--num-sequences", type=int, default=24, help="sequences per rank, or per sequence-parallel group"
-    )
+    parser.add_argument("--num-sequences", type=int, default=24, help="sequences per rank (or sp group)")
     parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--turns", type=int, default=20, help="turns with the guard in `toggled`, --rounds steps each")
-    parser.add_argument(
-        "--sequence-parallel", type=int, default=1, help="ranks that share a micro batch; not for plain"
-    )
+    parser.add_argument("--sequence-parallel", type=int, default=1, help="ranks that share a micro batch; ours only")
     parser.add_argument("--recompute", action="store_true", help="use activation checkpointing")
     parser.add_argument("--keep-gib", type=float, default=0.5, help="GiB of logits that the fused op may keep")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")

@@ -1,4 +1,4 @@
-"""A Hugging Face folder out of a DeepSpeed checkpoint, without DeepSpeed and without a process group."""
+"""Exports a DeepSpeed checkpoint to a Hugging Face folder, without DeepSpeed and without a process group."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["export_deepspeed", "iterate_deepspeed_weights"]
 
 
 def iterate_deepspeed_weights(checkpoint: ZeroCheckpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of every weight, tied ones once; trainable ones in fp32, frozen ones as they were stored.
+    """(name, whole tensor) of every weight, tied ones once; trained ones in fp32, frozen ones in their stored dtype.
 
     Raises ShardError as `ZeroCheckpoint.check` does, before the first tensor.
     """
     checkpoint.check()
-    given = checkpoint.tied
+    seen = checkpoint.tied
     trained = ((name, checkpoint.whole(name)) for name in checkpoint.shapes)
     for source in (trained, checkpoint.frozen(), checkpoint.buffers.items()):
         for name, tensor in source:
-            if name not in given:
-                given.add(name)
+            if name not in seen:
+                seen.add(name)
                 yield name, tensor
 
 
@@ -42,14 +42,13 @@ def export_deepspeed(
     overwrite: bool = False,
     on_tensor: Callable[[str, int], None] | None = None,
 ) -> HfExport:
-    """Write the Hugging Face folder `out` from a DeepSpeed checkpoint of ZeRO-1, 2 or 3; no process group needed.
+    """Write the Hugging Face folder `out` from a DeepSpeed checkpoint of ZeRO-1, 2 or 3, without a process group.
 
-    `checkpoint` is the folder given to DeepSpeed's save_checkpoint, or one checkpoint in it; several need `tag`. The
-    weights are the fp32 ones of the optimizer, cast to `dtype` (None keeps fp32). Names are the model's own.
-    `on_tensor` is told each tensor's name and size in bytes, as it is stored in the checkpoint, before it is written.
+    `checkpoint` is the folder passed to DeepSpeed's save_checkpoint, or one checkpoint in it; several need a `tag`. The
+    weights are the fp32 master weights, cast to `dtype` (None keeps fp32), under the model's own names. `on_tensor` gets
+    each tensor's name and its size in bytes in the checkpoint, before it is written.
 
-    Raises ShardError as `ZeroCheckpoint` does, ExportError as `save_hf_folder` does and for LoRA adapters, which are
-    no model by themselves.
+    Raises ShardError as `ZeroCheckpoint` does, ExportError as `save_hf_folder` does and for LoRA adapters.
     """
     shards = ZeroCheckpoint(Path(checkpoint), tag)
 
@@ -57,8 +56,8 @@ def export_deepspeed(
         for name, tensor in iterate_deepspeed_weights(shards):
             if ".lora_" in name:
                 raise ExportError(
-                    f"{shards.folder}: {name} is a LoRA adapter's. Export from the live engine, which merges it, or "
-                    "write the adapter with save_adapter and merge it into its base model with export_merged"
+                    f"{shards.folder}: {name} belongs to a LoRA adapter. Export from the live engine, which merges it, "
+                    "or write the adapter with save_adapter and merge it into its base model with export_merged"
                 )
             if on_tensor is not None:
                 on_tensor(name, tensor.nbytes)

@@ -1,12 +1,13 @@
-"""DeepSpeed's universal checkpoint out of a sharded one: whole tensors a file, for DeepSpeed at any stage and ranks.
+"""Converts a ZeRO checkpoint to DeepSpeed's universal format: one file per tensor, for any stage and number of ranks.
 
     <out>/latest_universal
     <out>/<tag>/zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt
     <out>/<tag>/zero/optimizer_state.pt
     <out>/<tag>/mp_rank_00_model_states.pt, zero_pp_rank_0_mp_rank_00_model_states.pt
 
-DeepSpeed's converter unpickles what it is given and writes a folder for the stage it came from. Here files are read
-with `weights_only`, one tensor is in memory at a time, the folder appears whole, and it loads at stages 1, 2 and 3.
+DeepSpeed's own converter unpickles its input, and its output loads only at the stage of the input. This one reads with
+`weights_only`, holds one tensor in memory at a time, writes the folder atomically, and its output loads at stages 1, 2
+and 3.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _FILES = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_s
 
 @dataclass(frozen=True, kw_only=True)
 class UniversalCheckpoint:
-    """What was written. `num_bytes` counts fp32 weights and moments."""
+    """A written universal checkpoint. `num_bytes` counts fp32 weights and moments."""
 
     path: Path
     tag: str
@@ -46,14 +47,14 @@ def write_universal(
     overwrite: bool = False,
     on_tensor: Callable[[str, int, int], None] | None = None,
 ) -> UniversalCheckpoint:
-    """Write the universal checkpoint `out` from a DeepSpeed checkpoint of ZeRO-1, 2 or 3; no process group needed.
+    """Write the universal checkpoint `out` from a DeepSpeed checkpoint of ZeRO-1, 2 or 3, without a process group.
 
-    To continue from it: `{"checkpoint": {"load_universal": true}}` in DeepSpeed's configuration, then
-    `engine.load_checkpoint(out)`. `checkpoint` and `tag` are as for `ZeroCheckpoint`. `on_tensor` is told each
-    parameter's name, the bytes written of it, and those of all. fp16's loss scale starts anew.
+    To resume from it, set `{"checkpoint": {"load_universal": true}}` in DeepSpeed's configuration and call
+    `engine.load_checkpoint(out)`. `checkpoint` and `tag` are arguments of `ZeroCheckpoint`. `on_tensor` gets each
+    parameter's name, its bytes written, and the total bytes. The fp16 loss scale is not kept.
 
-    Raises ShardError as `ZeroCheckpoint` does, CheckpointSpaceError for a disk without room, and ExportError when `out`
-    exists and is not empty (unless `overwrite`). On an error nothing is left.
+    Raises ShardError as `ZeroCheckpoint` does, CheckpointSpaceError when the disk is full, and ExportError when `out`
+    exists and is not empty (unless `overwrite`). After an error `out` is unchanged.
     """
     source = ZeroCheckpoint(Path(checkpoint), tag)
     source.check()
@@ -77,13 +78,13 @@ def write_universal(
 
 
 def _write_parameters(source: ZeroCheckpoint, folder: Path) -> Iterator[str]:
-    """Write what `folder` is to hold; yields the name of each parameter that is written."""
+    """Write all parameters into `folder`; yield the name of each one written."""
     import torch
 
     step = torch.tensor(float(source.adam_steps))
     for name in source.shapes:
         for kind in KINDS:
-            # A copy: saving a view of the mapped file would save all of the file.
+            # Clone: torch.save of a view would write the whole mapped file.
             _save({"param": source.whole(name, kind).clone()}, folder / name / _FILES[kind])
         _save(step, folder / name / "step.pt")
         yield name
@@ -95,7 +96,7 @@ def _num_bytes(*shapes: tuple[int, ...]) -> int:
 
 
 def _optimizer_state(source: ZeroCheckpoint, step: Any) -> dict[str, Any]:
-    """What DeepSpeed reads besides the parameters' own: stages 1 and 2 the upper part, stage 3 the nested one."""
+    """The optimizer state without parameters: stages 1 and 2 read the outer part, stage 3 the nested one."""
     groups = [{**settings, "params": [index]} for index, settings in enumerate(source.param_groups)]
     return {
         "ds_version": source.deepspeed_version,

@@ -1,1 +1,1 @@
-"""Reading DeepSpeed ZeRO checkpoints, for any number of ranks."""
+"""Reads DeepSpeed ZeRO checkpoints written by any number of ranks."""

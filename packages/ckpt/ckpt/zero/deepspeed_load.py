@@ -1,8 +1,8 @@
-"""DeepSpeed's own loading, without executing what the files say.
+"""Makes DeepSpeed's `load_checkpoint` read files without unpickling arbitrary objects.
 
-DeepSpeed opens its checkpoints with `torch.load(weights_only=False)`: whoever can write to the folder can run code in
-the training job. All it reads of a usual checkpoint goes through the engine's checkpoint engine, whose place is taken
-here for one call.
+DeepSpeed opens its checkpoints with `torch.load(weights_only=False)`, so anybody who can write to the folder can run
+code in the training job. All files of a usual checkpoint are read by the engine's checkpoint engine, which this module
+replaces during a call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import CheckpointUsageError, UntrustedFileError
 
 __all__ = ["loading_without_pickle"]
 
-#: What DeepSpeed itself stores besides tensors and plain values: numbers in a class. Making one does nothing else.
+#: Classes that DeepSpeed stores besides tensors and plain values. They hold numbers; creating one has no side effects.
 _DEEPSPEED_CLASSES = (
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
@@ -27,21 +27,22 @@ _DEEPSPEED_CLASSES = (
 
 @contextmanager
 def loading_without_pickle(engine: Any, *, classes: Sequence[type] = ()) -> Iterator[None]:
-    """Inside, `engine.load_checkpoint` opens files with `weights_only`: tensors, plain values and DeepSpeed's classes.
+    """Inside, `engine.load_checkpoint` opens files with `weights_only`: tensors, plain values, DeepSpeed's own classes.
 
         with loading_without_pickle(engine):
             engine.load_checkpoint(str(checkpoint.path / "actor"), tag="actor")
 
-    `classes`: more that the files may hold, such as those of a client state. A file that holds another raises
-    UntrustedFileError with its name, before anything of it is used or executed. Outside of this, or for a folder whose
-    writers you trust as you trust your own code, DeepSpeed's loading is as it was.
+    `classes`: further classes that the files may hold, such as those of a client state. A file with any other class
+    raises UntrustedFileError with the file's name, before anything in it is used or executed. Outside the context
+    DeepSpeed loads as usual.
 
-    Raises CheckpointUsageError for universal checkpoints and mixtures of experts, whose files DeepSpeed opens itself.
+    Raises CheckpointUsageError for universal checkpoints and mixtures of experts, whose files DeepSpeed opens without
+    its checkpoint engine.
     """
     if engine.load_universal_checkpoint() or engine.has_moe_layers:
         raise CheckpointUsageError(
-            "DeepSpeed opens files of universal checkpoints and of mixtures of experts itself, with pickle: load them "
-            "only from a folder you trust, without loading_without_pickle"
+            "DeepSpeed unpickles the files of universal checkpoints and of mixtures of experts without its checkpoint "
+            "engine: load them without loading_without_pickle, and only from a folder you trust"
         )
     original = engine.checkpoint_engine
     engine.checkpoint_engine = _SafeReader(original, classes)
@@ -52,7 +53,7 @@ def loading_without_pickle(engine: Any, *, classes: Sequence[type] = ()) -> Iter
 
 
 class _SafeReader:
-    """Takes a checkpoint engine's place: reads safely, asks the real one everything else."""
+    """Replaces a checkpoint engine: reads with `weights_only`, forwards everything else to the original."""
 
     def __init__(self, original: Any, classes: Sequence[type]) -> None:
         self._original = original

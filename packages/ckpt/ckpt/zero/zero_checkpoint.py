@@ -1,10 +1,10 @@
-"""A DeepSpeed checkpoint of ZeRO-1, 2 or 3 read as whole tensors, without DeepSpeed and without unpickling its code.
+"""Reads a DeepSpeed checkpoint of ZeRO-1, 2 or 3 as whole tensors, without DeepSpeed and without executing pickles.
 
-A checkpoint is `<folder>/<tag>/` with one or more `*_model_states.pt` and one `*_optim_states.pt` a rank. The latter
-hold the fp32 weights, which training works on, and Adam's two moments, in flat buffers that `zero_layout` describes.
+A checkpoint is `<folder>/<tag>/` with one or more `*_model_states.pt` and one `*_optim_states.pt` per rank. The latter
+hold the fp32 master weights and Adam's two moments in flat buffers, which `zero_layout` describes.
 
-Files are opened with `weights_only` and memory-mapped: pages come in as elements are read. The few DeepSpeed objects in
-them are replaced by inert ones.
+Files are opened with `weights_only` and memory-mapped, so only the elements that are read are loaded. The few DeepSpeed
+objects in them are replaced by inert ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
-#: What DeepSpeed itself puts into a model file; the rest is the client's.
+#: Keys of a model file that DeepSpeed writes itself; all others are the client state.
 _DEEPSPEED_KEYS = {
     *("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
     *("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
@@ -40,7 +40,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class _Inert:
-    """Stands for a DeepSpeed object; keeps its plain values."""
+    """Stand-in for a DeepSpeed object; keeps its plain values."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Inert:
         return super().__new__(cls)
@@ -51,7 +51,7 @@ class _Inert:
 
 
 class _Number(int):
-    """Stands for DeepSpeed's enumeration of stages."""
+    """Stand-in for DeepSpeed's enumeration of stages."""
 
 
 _STAND_INS = (
@@ -63,36 +63,36 @@ _STAND_INS = (
 
 
 def find_deepspeed_folder(path: Path, tag: str | None = None) -> Path:
-    """The folder that holds the shards: `path` itself, or its subfolder `tag`, or its only subfolder with shards.
+    """The folder with the shards: `path` itself, its subfolder `tag`, or its only subfolder with shards.
 
-    Raises ShardError when there is none, or several and no `tag`.
+    Raises ShardError when there is none, or when there are several and no `tag`.
     """
     if tag is not None:
         found = [folder for folder in (path / tag, path / tag / tag) if any(folder.glob("*_model_states.pt"))]
         if not found:
-            raise ShardError(f"{path / tag}: holds no DeepSpeed checkpoint (no *_model_states.pt)")
+            raise ShardError(f"{path / tag}: is not a DeepSpeed checkpoint (it has no *_model_states.pt)")
         return found[0]
     if any(path.glob("*_model_states.pt")):
         return path
     folders = sorted({file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/*_model_states.pt")})
     if len(folders) != 1:
         names = ", ".join(folder.name for folder in folders)
-        what = f"holds several DeepSpeed checkpoints: {names}; give one as tag" if folders else "holds none"
-        raise ShardError(f"{path}: {what} (looked for *_model_states.pt)")
+        found_text = f"several DeepSpeed checkpoints: {names}; give one as tag" if folders else "no DeepSpeed checkpoint"
+        raise ShardError(f"{path}: holds {found_text} (looked for *_model_states.pt)")
     return folders[0]
 
 
 class ZeroCheckpoint:
-    """The trained parameters of a DeepSpeed checkpoint with Adam's state, whatever stage and ranks wrote it.
+    """The trained parameters of a DeepSpeed checkpoint with Adam's state, for any ZeRO stage and number of ranks.
 
-    Reading it takes memory for what is read and no more. Only the first rank's files are opened until an element is
-    read or `check` is called.
+    Reading takes memory only for the elements read. Only the first rank's files are opened until an element is read or
+    `check` is called.
     """
 
     def __init__(self, path: Path, tag: str | None = None) -> None:
-        """`path` is the folder given to DeepSpeed's save_checkpoint, or the one with the files; several need `tag`.
+        """`path` is the folder passed to DeepSpeed's save_checkpoint, or the one with the files. Several need a `tag`.
 
-        Raises ShardError for a missing or torn file, or a checkpoint without ZeRO or with tensor parallelism.
+        Raises ShardError for a missing or torn file, and for a checkpoint without ZeRO or with tensor parallelism.
         """
         self.folder = find_deepspeed_folder(Path(path), tag)
         self._model_files = sorted(self.folder.glob("*_model_states.pt"), key=_rank_of)
@@ -102,7 +102,7 @@ class ZeroCheckpoint:
                 f"{self.folder}: needs *_model_states.pt and *_optim_states.pt; is it a checkpoint of ZeRO-1 to 3?"
             )
         if any((match := _RANK.search(path.name)) and int(match[2]) for path in self._optimizer_files):
-            raise ShardError(f"{self.folder}: was saved with tensor parallelism, which is not read here")
+            raise ShardError(f"{self.folder}: was saved with tensor parallelism, which is not supported")
         first = _load(self._optimizer_files[0])
         self._first: dict[str, Any] = first.get("optimizer_state_dict", {})
         self.deepspeed_config: Mapping[str, Any] = first.get("ds_config") or {}
@@ -118,22 +118,22 @@ class ZeroCheckpoint:
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """What was given to DeepSpeed's save_checkpoint beside the model."""
+        """The client state passed to DeepSpeed's save_checkpoint."""
         return {name: value for name, value in self._model.items() if name not in _DEEPSPEED_KEYS}
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """All that a rank's model file says, without the tensors."""
+        """All values of a rank's model file except tensors."""
         return {name: value for name, value in self._model.items() if name not in _TENSOR_KEYS}
 
     @property
     def counters(self) -> dict[str, int]:
-        """DeepSpeed's own counts: global_steps, global_samples, skipped_steps."""
+        """DeepSpeed's counters: global_steps, global_samples, skipped_steps."""
         return {name: int(self._model[name]) for name in _COUNTERS if name in self._model}
 
     @property
     def loss_scaler(self) -> dict[str, Any]:
-        """The values of fp16's loss scaler (`cur_scale` and others); empty where there is none."""
+        """The values of the fp16 loss scaler (`cur_scale` and others); empty without one."""
         return dict(vars(self._first["loss_scaler"])) if "loss_scaler" in self._first else {}
 
     @property
@@ -150,9 +150,9 @@ class ZeroCheckpoint:
 
     @cached_property
     def adam_steps(self) -> int:
-        """Steps that Adam has taken; 0 for one that has no moments yet.
+        """Number of Adam steps; 0 if there are no moments yet.
 
-        Raises ShardError when the optimizer is not Adam, or its groups disagree.
+        Raises ShardError when the optimizer is not Adam, or when its groups differ.
         """
         base = self._base_state(self._first)
         steps = set()
@@ -171,9 +171,9 @@ class ZeroCheckpoint:
         return steps.pop() if steps else 0
 
     def read(self, name: str, kind: Kind = "weight", start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) of the flattened parameter (all without `stop`), or of a moment of it, in fp32.
+        """Elements [start, stop) of the flattened parameter or of one of its moments, in fp32; `stop` None: to its end.
 
-        Do not write to it: it may be the file's own memory. Moments that Adam did not have yet are zeros.
+        Do not write to the result: it may be memory of the mapped file. Moments that do not exist yet are zeros.
         Raises ShardError as `check` does.
         """
         import torch
@@ -188,19 +188,19 @@ class ZeroCheckpoint:
         return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
 
     def whole(self, name: str, kind: Kind = "weight") -> torch.Tensor:
-        """The parameter, or a moment of it, in its shape and fp32; do not write to it."""
+        """The parameter or one of its moments, in its shape, in fp32. Do not write to the result."""
         return self.read(name, kind).reshape(self.shapes[name])
 
     def check(self) -> None:
-        """Open all files and compare their sizes with what the names need; no element is read.
+        """Open all files and compare the buffers' sizes with the parameters' shapes; reads no elements.
 
-        Raises ShardError for missing, torn or foreign files, contents that do not add up, states of another optimizer
-        than Adam, and states that DeepSpeed keeps elsewhere (on NVMe).
+        Raises ShardError for missing, torn or foreign files, for sizes that differ, for an optimizer other than Adam, and
+        for states that DeepSpeed stores elsewhere (on NVMe).
         """
         _ = self._buffers, self._models
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of weights that were not trained, as far as the checkpoint has them, as they were stored."""
+        """(name, tensor) of the untrained weights that the checkpoint holds, in their stored dtype."""
         import torch
 
         fragments = self._model.get("frozen_param_fragments") or {}
@@ -208,24 +208,24 @@ class ZeroCheckpoint:
             if name in fragments:
                 parts = [rank["frozen_param_fragments"][name].reshape(-1) for rank in self._models]
                 yield name, torch.cat(parts)[: math.prod(shape)].reshape(tuple(shape))
-        # Stages 1 and 2 leave frozen weights whole among the module's own; stage 3 leaves empty ones there.
+        # Stages 1 and 2 store whole frozen weights in the module; stage 3 stores empty ones there.
         for name, tensor in (self._model.get("module") or {}).items():
             if self.layout.stage < 3 and name not in self.shapes and name not in self.buffers:
                 yield name, tensor
 
     @property
     def tied(self) -> set[str]:
-        """Names that are another parameter's second name."""
+        """Second names of tied parameters."""
         tied = self._model.get("shared_params") or {}
         return set(tied if isinstance(tied, dict) else (pair[0] for pair in tied))
 
     def _read_layout(self) -> ZeroLayout:
         stage = self._first.get("zero_stage")
-        if stage is None:  # the one that DeepSpeed puts in ZeRO-1's place for bf16 with fp32 gradients does not say
+        if stage is None:  # the optimizer that replaces ZeRO-1 for bf16 with fp32 gradients does not store it
             stage = 1 if "single_partition_of_fp32_groups" in self._first else 0
         count = self._first.get("partition_count", 0)
         if stage not in (1, 2, 3):
-            raise ShardError(f"{self.folder}: has ZeRO stage {int(stage)}; stages 1, 2 and 3 are read")
+            raise ShardError(f"{self.folder}: has ZeRO stage {int(stage)}; supported are 1, 2 and 3")
         paddings = self._first.get("param_alignment_paddings")
         return ZeroLayout(
             stage=int(stage),
@@ -243,30 +243,30 @@ class ZeroCheckpoint:
             ranks = [_rank_of(path) for path in files]
             if ranks != list(range(expected)):
                 raise ShardError(
-                    f"{self.folder}: was saved by {num_ranks} ranks at stage {stage}; *_{kind}_states.pt are there of "
-                    f"ranks {ranks}, needed are {list(range(expected))}"
+                    f"{self.folder}: was saved by {num_ranks} ranks at stage {stage}; found *_{kind}_states.pt of ranks "
+                    f"{ranks}, expected {list(range(expected))}"
                 )
 
     def _base_state(self, shard: Mapping[str, Any]) -> Mapping[str, Any]:
         base = shard["optimizer_state_dict" if self.layout.stage == 3 else "base_optimizer_state"]
         if not isinstance(base, dict) or "state" not in base:
-            raise ShardError(f"{self.folder}: was saved with DeepSpeed's elastic_checkpoint, which is not read here")
+            raise ShardError(f"{self.folder}: was saved with DeepSpeed's elastic_checkpoint, which is not supported")
         return base
 
     @cached_property
     def _models(self) -> list[dict[str, Any]]:
-        """The model files of all ranks that hold parts of frozen weights; else the first."""
+        """The model files of all ranks if they hold parts of frozen weights, else only the first."""
         parts = self._model_files[1:] if self._model.get("frozen_param_fragments") else []
         return [self._model, *map(_load, parts)]
 
     @cached_property
     def _buffers(self) -> dict[Kind, list[list[torch.Tensor]] | None]:
-        """Kind -> the flat buffers of each rank; None where the optimizer had no such state yet."""
+        """Kind -> the flat buffers of each rank; None if the optimizer has no such state yet."""
         zero = self.deepspeed_config.get("zero_optimization") or {}
         if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
             raise ShardError(
-                f"{self.folder}: its optimizer was on NVMe, of which DeepSpeed keeps copies of its own; load it with "
-                "as many ranks at the same stage"
+                f"{self.folder}: its optimizer was on NVMe, which DeepSpeed stores in files of its own; load it with "
+                "DeepSpeed, with the same number of ranks and the same stage"
             )
         shards = [self._first]
         shards += [_load(path).get("optimizer_state_dict", {}) for path in self._optimizer_files[1:]]
@@ -281,7 +281,7 @@ class ZeroCheckpoint:
                 try:
                     self.layout.check(_sizes(ranks))
                 except ValueError as error:
-                    raise ShardError(f"{self.folder}: {error}; shards and names disagree") from error
+                    raise ShardError(f"{self.folder}: {error}; the shards do not fit the parameter names") from error
         return buffers
 
     def _moments(self, shard: Mapping[str, Any], kind: Kind) -> list[torch.Tensor]:
@@ -290,7 +290,7 @@ class ZeroCheckpoint:
             order = [param for group in base["param_groups"] for param in group["params"]]
             return [base["state"][param][kind].reshape(-1) for param in order]
         except KeyError as error:
-            raise ShardError(f"{self.folder}: a rank's optimizer lacks the state {error}") from error
+            raise ShardError(f"{self.folder}: the optimizer state of a rank lacks {error}") from error
 
 
 def _sizes(ranks: list[list[torch.Tensor]]) -> list[list[int]]:
@@ -308,6 +308,6 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(list(_STAND_INS)):
             loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # what torch raises for a torn or foreign file is of many kinds
+    except Exception as error:  # torch raises many types for torn or foreign files
         raise ShardError(f"{path}: cannot be read safely: {str(error).splitlines()[0]}") from error
     return loaded

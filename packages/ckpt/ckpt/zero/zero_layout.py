@@ -1,11 +1,11 @@
-"""Where ZeRO puts the elements of a parameter: pure arithmetic on sizes, no tensor and no file.
+"""Computes where ZeRO stores the elements of a parameter: arithmetic on sizes, without tensors or files.
 
-Every rank keeps flat buffers, one for each parameter group (stage 3: for each piece of a group). In them lie
+Every rank has flat buffers, one per parameter group (stage 3: one per piece of a group). They hold
 
-- at stages 1 and 2 the group's parameters end to end (with paddings between, where named), cut into one range a rank;
-  the last ranks' may be shorter or empty, whether the padding at the end is stored or not;
-- at stage 3 each parameter's own range, one after the other: a parameter of n elements is cut into ranges of
-  ceil(n / ranks), the last padded.
+- at stages 1 and 2 the group's parameters end to end (with padding in between if specified), cut into one range per
+  rank; the ranges of the last ranks may be shorter or empty, whether or not the padding at the end is stored;
+- at stage 3 the rank's range of each parameter, one after the other: a parameter of n elements is cut into ranges of
+  ceil(n / ranks), the last one padded.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroLayout:
-    """How the trained parameters of a run lie in its ranks' buffers."""
+    """Layout of the trained parameters in the ranks' buffers."""
 
     stage: int
     num_ranks: int
     groups: tuple[Mapping[str, Shape], ...]
-    """Shape by name, for each group in stored order."""
+    """Shape by name for each group, in stored order."""
     paddings: tuple[tuple[int, ...], ...] | None = None
     """Stages 1 and 2: unused elements after each parameter of each group."""
     shapes: dict[str, Shape] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -44,7 +44,7 @@ class ZeroLayout:
     _places: dict[str, tuple[int, int]] = field(init=False, repr=False, compare=False, default_factory=dict)
     """Name -> (group, offset in it); at stage 3 the offset is that in a rank's buffers laid end to end."""
     _num_used: tuple[int, ...] = field(init=False, repr=False, compare=False, default=())
-    """Elements the names account for: in each group, or in a rank's buffers laid end to end."""
+    """Elements of the named parameters: per group, or at stage 3 in a rank's buffers laid end to end."""
 
     def __post_init__(self) -> None:
         used = []
@@ -64,9 +64,9 @@ class ZeroLayout:
         object.__setattr__(self, "_num_used", tuple(used if self.stage < 3 else used[-1:]))
 
     def spans(self, name: str, start: int, stop: int, sizes: Sequence[Sequence[int]]) -> Iterator[Span]:
-        """Where elements [start, stop) of the flattened parameter `name` lie, in order.
+        """The spans that hold elements [start, stop) of the flattened parameter `name`, in order.
 
-        `sizes` are the elements of each buffer of each rank. Raises ValueError when the buffers end before.
+        `sizes`: number of elements of each buffer of each rank. Raises ValueError when the buffers are too short.
         """
         group, offset = self._places[name]
         if self.stage < 3:
@@ -83,11 +83,11 @@ class ZeroLayout:
             start = end_of_shard
 
     def check(self, sizes: Sequence[Sequence[int]]) -> None:
-        """Raise ValueError unless buffers of these sizes hold the named parameters and nothing else but padding."""
+        """Raise ValueError unless buffers of these sizes hold exactly the named parameters and padding."""
         if self.stage < 3:
             counts = {len(buffers) for buffers in sizes}
             if counts != {len(self.groups)}:
-                raise ValueError(f"there are {len(self.groups)} groups of names, and of buffers {sorted(counts)}")
+                raise ValueError(f"there are {len(self.groups)} groups of names but {sorted(counts)} groups of buffers")
             pairs = [
                 (used, sum(buffers[group] for buffers in sizes), 2 * self.num_ranks)
                 for group, used in enumerate(self._num_used)
@@ -97,7 +97,7 @@ class ZeroLayout:
         for index, (used, held, alignment) in enumerate(pairs):
             if -(-used // alignment) != -(-held // alignment):
                 where = f"group {index}" if self.stage < 3 else f"rank {index}"
-                raise ValueError(f"{where} holds {held} elements, its named weights {used}")
+                raise ValueError(f"{where} holds {held} elements, its named weights have {used}")
 
     def _shard_size(self, numel: int) -> int:
         return -(-numel // self.num_ranks)
@@ -112,4 +112,4 @@ def _cut(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int
             yield piece, begin, end
         offset += size
     if stop > max(offset, start):
-        raise ValueError(f"ends {stop - max(offset, start)} elements after its group does")
+        raise ValueError(f"ends {stop - max(offset, start)} elements after the end of its group")
