@@ -1,14 +1,18 @@
-"""Shared by this package's tests: settings, requests, the check that no sample is lost, a proxy that does harm."""
+"""Test helpers: a tiny model, reference log-probs, settings, requests, and a proxy that injects faults."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,7 +20,70 @@ from aiohttp import web
 
 from rollout_vllm import Endpoint, GroupResult, Request, RolloutConfig, request_seed
 
-VOCAB_SIZE, EOS_ID = 64, 1
+EOS_ID = 1
+
+_BUILD_MODEL = """
+import sys, torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+torch.manual_seed(0)
+config = Qwen3Config(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, tie_word_embeddings=True, max_position_embeddings=512, bos_token_id=None,
+    eos_token_id=1, pad_token_id=0)
+model = Qwen3ForCausalLM(config)
+with torch.no_grad():
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.mul_(4.0)  # far from uniform, so that wrong log-probs show
+model.save_pretrained(sys.argv[1])
+vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 64)}
+tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>",
+    chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}").save_pretrained(sys.argv[1])
+from peft import LoraConfig, get_peft_model
+adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+for name, parameter in adapted.named_parameters():
+    if "lora_" in name:
+        torch.nn.init.normal_(parameter, std=0.5)
+adapted.save_pretrained(sys.argv[2])
+"""
+
+_REFERENCE = """
+import json, sys, torch
+from transformers import Qwen3ForCausalLM
+def log_probs(model, prompt, response):
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return (logits / float(sys.argv[1])).log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+load = lambda: Qwen3ForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32)
+models = [load()]
+for adapter in sys.argv[3:]:
+    from peft import PeftModel
+    models.append(PeftModel.from_pretrained(load(), adapter))
+print(json.dumps([[log_probs(m, p, r) for m in models] for p, r in json.load(sys.stdin)]))
+"""
+
+
+def build_model(model: Path, adapter: Path) -> None:
+    """Write a tiny Qwen3 with a tokenizer to `model`, and a LoRA adapter for it to `adapter`.
+
+    In its own process: importing torch and transformers here would slow every other test module down.
+    """
+    _run_script(_BUILD_MODEL, model, adapter)
+
+
+def reference_log_probs(
+    cases: Sequence[tuple[Sequence[int], list[int]]], *, temperature: float, model: Path, adapters: Sequence[Path] = ()
+) -> list[list[list[float]]]:
+    """For every (prompt, response): the response's log-probs of the model, and of the model with each adapter."""
+    text = _run_script(_REFERENCE, temperature, model, *adapters, stdin=json.dumps(cases))
+    return json.loads(text.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def _run_script(script: str, *arguments: object, stdin: str = "") -> str:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, input=stdin, check=True, timeout=400, capture_output=True, text=True).stdout
 
 
 def config_for_tests(**changes: Any) -> RolloutConfig:
@@ -37,7 +104,7 @@ def make_requests(count: int, *, length: int = 12, step: int = 0) -> list[Reques
 
 
 def assert_complete(requests: list[Request], groups: list[GroupResult], n: int) -> None:
-    """No sample lost, none doubled."""
+    """Every sample index occurs exactly once."""
     assert [g.prompt_id for g in groups] == [r.prompt_id for r in requests]
     for group in groups:
         indices = [s.sample_index for s in group.samples] + [f.sample_index for f in group.failures]
@@ -51,12 +118,12 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 300.0) -> Non
         time.sleep(0.05)
 
 
-class HarmfulProxy:
-    """Stands before a real server and does what `plan` says, one entry a completion request; then it passes on.
+class FaultyProxy:
+    """A proxy of a real server that injects the faults in `plan`, one per completion request, then forwards all.
 
-    Entries: "pass", "drop" (close without an answer), "cut" (half an answer), "garbage" (200 without JSON),
-    "missing" (one choice too few), "raw" (log-probs before the processing), "hang" (never answer), "slow" (two seconds
-    late), or a status number.
+    Faults: "pass" (forward), "drop" (close without a response), "cut" (half a response), "garbage" (200 without JSON),
+    "missing" (one choice too few), "raw" (log-probs of the raw logits), "hang" (never answer), "slow" (answer two
+    seconds late), or an HTTP status.
     """
 
     def __init__(self, upstream: Endpoint) -> None:
@@ -65,7 +132,6 @@ class HarmfulProxy:
         self.num_requests = 0
         self.retry_after: str | None = None
         self.without_control_routes = False
-        self.release_hang = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -90,34 +156,34 @@ class HarmfulProxy:
         self._port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        harm: str | int = "pass"
+        fault: str | int = "pass"
         if request.path == "/v1/completions":
             self.num_requests += 1
-            harm = self.plan.popleft() if self.plan else "pass"
+            fault = self.plan.popleft() if self.plan else "pass"
         if self.without_control_routes and not request.path.startswith("/v1/"):
             return web.json_response({"detail": "Not Found"}, status=404)
         assert request.transport is not None
-        if harm == "hang":
+        if fault == "hang":
             await asyncio.sleep(3600)
-        if harm == "drop":
+        if fault == "drop":
             request.transport.abort()
             return web.Response()
-        if isinstance(harm, int):
+        if isinstance(fault, int):
             headers = {"Retry-After": self.retry_after} if self.retry_after else {}
-            return web.json_response({"error": {"message": "harm"}}, status=harm, headers=headers)
-        if harm == "garbage":
+            return web.json_response({"error": {"message": "fault"}}, status=fault, headers=headers)
+        if fault == "garbage":
             return web.Response(text="<html>not json</html>")
         headers = {k: v for k, v in request.headers.items() if k in ("Authorization", "Content-Type")}
         url = self.upstream.url + request.path_qs
         async with self._session.request(request.method, url, data=await request.read(), headers=headers) as answer:
             raw = await answer.read()
-            if harm == "slow":
+            if fault == "slow":
                 await asyncio.sleep(2.0)
-            if harm == "raw":
+            if fault == "raw":
                 raw = re.sub(rb'"token_logprobs":\[[^],]*', b'"token_logprobs":[-0.25', raw)
-            if harm == "missing":
+            if fault == "missing":
                 raw = raw.replace(b'"index":1,', b'"index":0,', 1)
-            if harm == "cut":
+            if fault == "cut":
                 response = web.StreamResponse(headers={"Content-Length": str(len(raw))})
                 await response.prepare(request)
                 await response.write(raw[: len(raw) // 2])

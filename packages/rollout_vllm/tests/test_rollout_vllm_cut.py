@@ -1,16 +1,20 @@
-"""Cut, kept and gone on with, on real servers: a pause around a change of the policy, the first groups, strangers."""
+"""Partial rollouts on real servers: pause and resume around a policy update, the first groups, aborts by others."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from rollout_vllm_helpers import HarmfulProxy, assert_complete, config_for_tests, make_requests, wait_until
+from rollout_vllm_helpers import (
+    FaultyProxy,
+    assert_complete,
+    config_for_tests,
+    make_requests,
+    reference_log_probs,
+    wait_until,
+)
 
 from rollout_vllm import (
     ControlError,
@@ -27,35 +31,9 @@ from rollout_vllm.servers.blocking_http import call
 pytestmark = pytest.mark.slow
 LONG = SamplingConfig(n=4, max_tokens=200, ignore_eos=True, temperature=0.8)
 
-REFERENCE = """
-import json, sys, torch
-from peft import PeftModel
-from transformers import Qwen3ForCausalLM
-def log_probs(model, prompt, response):
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    return (logits / float(sys.argv[3])).log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
-load = lambda: Qwen3ForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-models = [load(), PeftModel.from_pretrained(load(), sys.argv[2])]
-print(json.dumps([[log_probs(m, p, r) for m in models] for p, r in json.load(sys.stdin)]))
-"""
-
-
-def reference(model: Path, adapter: Path, cases: list[tuple[list[int], list[int]]]) -> list[list[list[float]]]:
-    """For every (prompt, response): its log-probs under the base model, and under the adapted one."""
-    answer = subprocess.run(
-        [sys.executable, "-c", REFERENCE, str(model), str(adapter), str(LONG.temperature)],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=400,
-    )
-    return json.loads(answer.stdout.splitlines()[-1])  # type: ignore[no-any-return]
-
 
 def started(client: RolloutClient, requests: list[Request]) -> Future[list[GroupResult]]:
-    """Generation beside us, well under way."""
+    """Start generation in the background and wait until both servers have generated tokens."""
 
     def tokens() -> list[float]:
         figures = client.metrics()
@@ -69,7 +47,7 @@ def started(client: RolloutClient, requests: list[Request]) -> Future[list[Group
 
 
 def assert_idle(client: RolloutClient) -> None:
-    """Nothing is generated. vLLM's gauges keep their last values when it falls idle, but its counters stand still."""
+    """No tokens are generated. vLLM's gauges keep their last values when it is idle, but its counters do not change."""
     end = time.monotonic() + 120
     while True:
         before = client.metrics()["generation_tokens"]
@@ -79,7 +57,7 @@ def assert_idle(client: RolloutClient) -> None:
         assert time.monotonic() < end
 
 
-def test_a_pause_keeps_every_token_with_its_version_and_log_prob(
+def test_pause_keeps_every_token_with_its_version_and_log_prob(
     pair: ServerGroup, client: RolloutClient, model_folder: Path, adapter_folder: Path
 ) -> None:
     requests = make_requests(48, step=21)
@@ -106,26 +84,27 @@ def test_a_pause_keeps_every_token_with_its_version_and_log_prob(
     assert {s.last_policy_version for s in mixed} == {1}
     prompts = {r.prompt_id: list(r.prompt_ids) for r in requests}
     chosen = samples[::8] + mixed[:4]
-    theirs = reference(model_folder, adapter_folder, [(prompts[s.prompt_id], s.response_ids) for s in chosen])
+    cases = [(prompts[s.prompt_id], s.response_ids) for s in chosen]
+    theirs = reference_log_probs(cases, temperature=LONG.temperature, model=model_folder, adapters=[adapter_folder])
     worst, other = 0.0, 0.0
     for sample, both in zip(chosen, theirs, strict=True):
         for place, version in enumerate(token_versions(sample.version_spans)):
             worst = max(worst, abs(sample.log_probs[place] - both[version][place]))
             other = max(other, abs(sample.log_probs[place] - both[1 - version][place]))
     assert worst < 5e-3
-    assert other > 0.1  # the two policies differ: a wrong version would have shown
+    assert other > 0.1  # the policies differ, so a wrong version would be detected
 
 
-def test_the_first_groups_hold_nobody_up_and_the_rest_is_gone_on_with(client: RolloutClient) -> None:
-    sampling = SamplingConfig(n=2, max_tokens=200)  # ends by chance: some early, some late
+def test_generate_first_returns_early_and_the_rest_is_resumed(client: RolloutClient) -> None:
+    sampling = SamplingConfig(n=2, max_tokens=200)  # responses end at random lengths
     requests = make_requests(24, step=22)
-    heard: list[str] = []
+    reported: list[str] = []
     first = client.run(
-        client.generate_first(requests, sampling, num_groups=8, on_group=lambda g: heard.append(g.prompt_id))
+        client.generate_first(requests, sampling, num_groups=8, on_group=lambda g: reported.append(g.prompt_id))
     )
     assert len(first.groups) == 8
     assert all(group.complete for group in first.groups)
-    assert sorted(heard) == sorted(group.prompt_id for group in first.groups)
+    assert sorted(reported) == sorted(group.prompt_id for group in first.groups)
     assert len(first.rest) == 16
     kept = sum(len(part.response_ids) for group in first.rest for part in group.samples)
     assert kept > 0
@@ -134,16 +113,16 @@ def test_the_first_groups_hold_nobody_up_and_the_rest_is_gone_on_with(client: Ro
     assert_complete([group.request for group in first.rest], second, 2)
     assert all(group.complete for group in second)
     total = sum(len(s.response_ids) for group in second for s in group.samples)
-    assert client.counters.response_tokens - before == total - kept  # nothing was generated twice
+    assert client.counters.response_tokens - before == total - kept  # no token was generated twice
     assert sorted(r.prompt_id for r in requests) == sorted(g.prompt_id for g in [*first.groups, *second])
 
-    given_up = client.run(client.generate_first(requests, LONG, num_groups=2, keep_rest=False))
-    assert (len(given_up.groups), given_up.rest) == (2, [])
+    discarded = client.run(client.generate_first(requests, LONG, num_groups=2, keep_rest=False))
+    assert (len(discarded.groups), discarded.rest) == (2, [])
     assert_idle(client)
 
 
-def test_somebody_elses_pause_costs_no_token(pair: ServerGroup, client: RolloutClient) -> None:
-    requests = make_requests(60, step=23)  # seconds of work: on a busy machine the pause comes late
+def test_pause_by_another_client_loses_no_token(pair: ServerGroup, client: RolloutClient) -> None:
+    requests = make_requests(60, step=23)  # seconds of work: on a busy machine the pause is late
     future = started(client, requests)
     for endpoint in pair.endpoints:
         assert call(endpoint, "POST", "/pause?mode=abort", timeout_s=300)[0] == 200
@@ -157,8 +136,8 @@ def test_somebody_elses_pause_costs_no_token(pair: ServerGroup, client: RolloutC
     assert client.counters.num_retries > 0
 
 
-def test_a_pause_that_cannot_be_had_changes_nothing(proxy: HarmfulProxy) -> None:
-    """A server without the control routes, and one that does not give its requests back."""
+def test_failed_pause_changes_nothing(proxy: FaultyProxy) -> None:
+    """Servers without the control routes, and servers that do not return their requests."""
     proxy.plan.extend(["hang"] * 2)
     with RolloutClient([proxy.endpoint], config_for_tests(max_retries=0)) as client:
         future = client.start(client.generate(make_requests(2), LONG))

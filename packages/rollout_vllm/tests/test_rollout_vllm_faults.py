@@ -1,4 +1,4 @@
-"""Harm on the way and at the servers, against real vLLM: no sample lost, none doubled, no process left."""
+"""Network faults and dying servers, with real vLLM: every sample is returned once and no process is left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from rollout_vllm_helpers import HarmfulProxy, assert_complete, config_for_tests, make_requests, wait_until
+from rollout_vllm_helpers import FaultyProxy, assert_complete, config_for_tests, make_requests, wait_until
 
 import rollout_vllm.client.transport
 from rollout_vllm import (
@@ -33,7 +33,7 @@ def quick(**changes: object) -> RolloutConfig:
     return config_for_tests(**({"retry_base_s": 0.05, "retry_max_s": 0.5, "max_retries": 4} | changes))
 
 
-def test_harm_that_passes_costs_no_sample(proxy: HarmfulProxy) -> None:
+def test_transient_faults_lose_no_sample(proxy: FaultyProxy) -> None:
     proxy.plan.extend(["drop", "cut", "garbage", "missing", 500, 503, 429, "pass", "drop", "garbage"])
     proxy.retry_after = "0.1"
     requests = make_requests(8)
@@ -47,10 +47,10 @@ def test_harm_that_passes_costs_no_sample(proxy: HarmfulProxy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "kind"), [("garbage", "malformed"), ("missing", "malformed"), ("drop", "connection"), (503, "server")]
+    ("fault", "kind"), [("garbage", "malformed"), ("missing", "malformed"), ("drop", "connection"), (503, "server")]
 )
-def test_harm_that_stays_is_reported_for_each_sample(proxy: HarmfulProxy, harm: str | int, kind: str) -> None:
-    proxy.plan.extend([harm] * 3)
+def test_permanent_faults_are_reported_for_each_sample(proxy: FaultyProxy, fault: str | int, kind: str) -> None:
+    proxy.plan.extend([fault] * 3)
     [request] = make_requests(1)
     with RolloutClient([proxy.endpoint], quick(max_retries=2)) as client:
         groups = client.generate_blocking([request], SHORT)
@@ -60,7 +60,7 @@ def test_harm_that_stays_is_reported_for_each_sample(proxy: HarmfulProxy, harm: 
     assert {(f.kind, f.num_attempts) for f in groups[0].failures} == {(kind, 3)}
 
 
-def test_a_refused_request_is_not_tried_again(proxy: HarmfulProxy) -> None:
+def test_rejected_request_is_not_retried(proxy: FaultyProxy) -> None:
     proxy.plan.append(422)
     with RolloutClient([proxy.endpoint], quick()) as client:
         [group] = client.generate_blocking(make_requests(1), SHORT)
@@ -68,7 +68,7 @@ def test_a_refused_request_is_not_tried_again(proxy: HarmfulProxy) -> None:
     assert proxy.num_requests == 1
 
 
-def test_a_hanging_answer_is_asked_for_again(proxy: HarmfulProxy, pair: ServerGroup) -> None:
+def test_request_that_hangs_is_retried_on_another_server(proxy: FaultyProxy, pair: ServerGroup) -> None:
     proxy.plan.append("hang")
     requests = make_requests(2)
     with RolloutClient([proxy.endpoint, pair.endpoints[1]], quick(request_timeout_s=3.0)) as client:
@@ -78,7 +78,7 @@ def test_a_hanging_answer_is_asked_for_again(proxy: HarmfulProxy, pair: ServerGr
     assert groups[0].samples[0].server_url == pair.endpoints[1].url  # not the one that hung
 
 
-def test_a_deadline_ends_what_hangs_and_keeps_the_rest(proxy: HarmfulProxy) -> None:
+def test_deadline_fails_hanging_requests_and_keeps_the_others(proxy: FaultyProxy) -> None:
     proxy.plan.append("hang")
     requests = make_requests(4)
     begin = time.monotonic()
@@ -90,7 +90,7 @@ def test_a_deadline_ends_what_hangs_and_keeps_the_rest(proxy: HarmfulProxy) -> N
     assert {f.kind for g in groups for f in g.failures} == {"deadline"}
 
 
-def test_a_slow_network_is_waited_for(proxy: HarmfulProxy) -> None:
+def test_slow_responses_are_not_retried(proxy: FaultyProxy) -> None:
     proxy.plan.extend(["slow"] * 4)
     requests = make_requests(4)
     with RolloutClient([proxy.endpoint], quick()) as client:
@@ -99,8 +99,8 @@ def test_a_slow_network_is_waited_for(proxy: HarmfulProxy) -> None:
     assert all(g.complete for g in groups)
 
 
-def test_a_stale_connection_is_survived(pair: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """uvicorn closes idle connections after 5 s; here the client would keep them longer."""
+def test_stale_connection_is_replaced(pair: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn closes idle connections after 5 s; in this test the client keeps them longer."""
     monkeypatch.setattr(rollout_vllm.client.transport, "_KEEP_ALIVE_S", 60.0)
     requests = make_requests(8)
     with RolloutClient(pair.endpoints, quick()) as client:
@@ -109,7 +109,7 @@ def test_a_stale_connection_is_survived(pair: ServerGroup, monkeypatch: pytest.M
         assert all(g.complete for g in client.generate_blocking(requests, SHORT))
 
 
-def test_a_cancelled_client_frees_the_server(pair: ServerGroup) -> None:
+def test_cancelling_generate_aborts_the_requests_on_the_servers(pair: ServerGroup) -> None:
     config = quick(max_model_len=None)
     endless = SamplingConfig(n=8, max_tokens=200, ignore_eos=True)
 
@@ -131,10 +131,10 @@ def test_a_cancelled_client_frees_the_server(pair: ServerGroup) -> None:
         return before, after
 
     before, after = asyncio.run(main())
-    assert after["generation_tokens"] - before["generation_tokens"] < 64 * 8 * 200 / 2  # it did not run to the end
+    assert after["generation_tokens"] - before["generation_tokens"] < 64 * 8 * 200 / 2  # the requests did not finish
 
 
-def test_a_failing_callback_ends_the_rest(client: RolloutClient) -> None:
+def test_callback_that_raises_cancels_the_other_groups(client: RolloutClient) -> None:
     def on_group(group: GroupResult) -> None:
         raise RuntimeError("scoring broke")
 
@@ -144,18 +144,18 @@ def test_a_failing_callback_ends_the_rest(client: RolloutClient) -> None:
     assert client.generate_blocking(make_requests(1), SHORT)[0].complete
 
 
-def test_no_server_at_all() -> None:
-    nobody = [Endpoint("http://127.0.0.1:9", "k", "policy")]
-    with RolloutClient(nobody, quick(max_retries=1)) as client:
+def test_no_server_answers() -> None:
+    nothing_listens = [Endpoint("http://127.0.0.1:9", "k", "policy")]
+    with RolloutClient(nothing_listens, quick(max_retries=1)) as client:
         [group] = client.generate_blocking(make_requests(1), SHORT)
     assert {f.kind for f in group.failures} == {"connection"}
 
 
-# ---- servers that die, restarted under watch ------------------------------------------------------------------------
-class Synchroniser:
-    """Stands for the weight push: notes that a restarted server answers, and had no traffic before.
+# ---- servers that die and are restarted -----------------------------------------------------------------------------
+class WeightPush:
+    """An on_restart function that checks that the restarted server answers and has received no requests.
 
-    before: called instead, the first `times`.
+    The first `times` calls run `before` and fail instead.
     """
 
     def __init__(self, client: RolloutClient, before: Callable[[], object] | None = None, times: int = 0) -> None:
@@ -171,13 +171,13 @@ class Synchroniser:
             self._before()
             raise ConnectionError("the server went away")
         figures = server_metrics(call(endpoint, "GET", "/metrics")[1])
-        assert figures["generation_tokens"] <= 1  # the readiness check's own token
+        assert figures["generation_tokens"] <= 1  # the token of the readiness check
         self.calls.append(index)
         return self.client.policy_version
 
 
 def kill_tree_member(group: ServerGroup, index: int, how: signal.Signals) -> int:
-    """Signal the API server's own process (the supervisor's child), as an operator or the kernel would."""
+    """Signal the process of the API server (the supervisor's child), as an operator or the kernel would."""
     supervisor = group.servers[index].pid
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     os.kill(int(children[0]), how)
@@ -185,7 +185,7 @@ def kill_tree_member(group: ServerGroup, index: int, how: signal.Signals) -> int
 
 
 def run_with_fault(client: RolloutClient, fault: threading.Event, sampling: SamplingConfig) -> list[GroupResult]:
-    """A rollout during which `fault` is set once the first group is back."""
+    """Generate; `fault` is set when the first group is complete."""
     requests = make_requests(48)
     groups = client.generate_blocking(requests, sampling, on_group=lambda _: fault.set())
     assert_complete(requests, groups, sampling.n)
@@ -193,10 +193,10 @@ def run_with_fault(client: RolloutClient, fault: threading.Event, sampling: Samp
     return groups
 
 
-def when(fault: threading.Event, action: object) -> threading.Thread:
+def when(fault: threading.Event, action: Callable[[], object]) -> threading.Thread:
     def run() -> None:
         fault.wait(120)
-        action()  # type: ignore[operator]
+        action()
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -204,38 +204,38 @@ def when(fault: threading.Event, action: object) -> threading.Thread:
 
 
 @pytest.mark.thorough
-def test_one_of_two_servers_is_killed(pair: ServerGroup) -> None:
+def test_other_server_continues_when_one_is_killed(pair: ServerGroup) -> None:
     client = RolloutClient(pair.endpoints, quick(max_samples_in_flight=64))
     client.set_policy_version(5)
-    synchronise, fault = Synchroniser(client), threading.Event()
+    push, fault = WeightPush(client), threading.Event()
     long = SamplingConfig(n=8, max_tokens=60, ignore_eos=True)
-    with client, ServerWatch(pair, client, on_restart=synchronise) as watch:
+    with client, ServerWatch(pair, client, on_restart=push) as watch:
         killer = when(fault, lambda: kill_tree_member(pair, 1, signal.SIGKILL))
         run_with_fault(client, fault, long)
         killer.join()
         wait_until(lambda: [e.what for e in watch.events] == ["died", "restarted"])
-        assert synchronise.calls == [1]
+        assert push.calls == [1]
         groups = client.generate_blocking(make_requests(16), SHORT)
         assert {s.server_url for g in groups for s in g.samples} == {e.url for e in pair.endpoints}
         watch.check()
     pair.check()
 
 
-def test_the_only_server_hangs_or_is_killed(pair: ServerGroup) -> None:
-    """Two jobs with one server each, at once: one hangs, the other is killed, and again before it serves."""
+def test_only_server_hangs_or_is_killed(pair: ServerGroup) -> None:
+    """Two jobs with one server each, concurrently: one hangs; the other is killed, and again during its restart."""
 
     def one_job(position: int, how: signal.Signals, expected: list[str]) -> None:
         alone = ServerGroup(pair.endpoints[position : position + 1], pair.servers[position : position + 1], 300.0)
         client = RolloutClient(alone.endpoints, quick(max_samples_in_flight=64))
         fault = threading.Event()
-        synchronise = Synchroniser(client, before=lambda: kill_tree_member(alone, 0, how), times=len(expected) - 1)
+        push = WeightPush(client, before=lambda: kill_tree_member(alone, 0, how), times=len(expected) - 1)
         settings = {"health_every_s": 0.5, "hang_timeout_s": 10.0} if how == signal.SIGSTOP else {}
-        with client, ServerWatch(alone, client, on_restart=synchronise, **settings) as watch:
-            harm = when(fault, lambda: kill_tree_member(alone, 0, how))
+        with client, ServerWatch(alone, client, on_restart=push, **settings) as watch:
+            killer = when(fault, lambda: kill_tree_member(alone, 0, how))
             run_with_fault(client, fault, SamplingConfig(n=8, max_tokens=40, ignore_eos=True))
-            harm.join()
+            killer.join()
             assert [e.what for e in watch.events] == [*expected, "restarted"]
-        assert synchronise.calls == [0]
+        assert push.calls == [0]
         alone.check()
 
     with ThreadPoolExecutor() as pool:

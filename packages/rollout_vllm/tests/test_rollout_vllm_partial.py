@@ -1,4 +1,4 @@
-"""Responses that are cut off and gone on with: spans, log-probs, seeds, and the client's bookkeeping. No servers."""
+"""Partial rollouts without servers: version spans, log-probs, seeds, and the state of the client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPT = [7, 8, 9]
 
 @QUICK
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4))))
-def test_merged_spans_name_every_token_once(spans: list[tuple[int, int]]) -> None:
+def test_merged_spans_cover_every_token_once(spans: list[tuple[int, int]]) -> None:
     merged = merge_spans(spans)
     assert token_versions(merged) == [version for version, count in spans for _ in range(count)]
     assert all(span.num_tokens > 0 for span in merged)
@@ -44,7 +44,7 @@ def test_merged_spans_name_every_token_once(spans: list[tuple[int, int]]) -> Non
     assert merge_spans(merged) == merged
 
 
-def test_a_sample_without_cuts_has_one_span() -> None:
+def test_uninterrupted_sample_has_one_span() -> None:
     sample = Sample(
         prompt_id="a",
         sample_index=0,
@@ -59,17 +59,17 @@ def test_a_sample_without_cuts_has_one_span() -> None:
 
 
 class FakeServers:
-    """Draws token 1000 * version + place, log-prob -(place + 1) / 8 - version, and cuts answers where it likes.
+    """A RequestRunner whose token at `place` is 1000 * version + place, with log-prob -(place + 1) / 8 - version.
 
-    `place` counts from the response's start, so a response shows whether any token was lost, doubled or moved.
-    lengths: at which the responses end.
+    `place` counts from the start of the response, so lost, repeated and moved tokens are detected. Responses are
+    interrupted at random. lengths: of the complete responses.
     """
 
-    def __init__(self, seed: int, lengths: list[int], *, cut_rate: float, fail_rate: float) -> None:
+    def __init__(self, seed: int, lengths: list[int], *, interrupt_rate: float, fail_rate: float) -> None:
         self.policy_version = 0
         self.calls: list[CompletionRequest] = []
         self._random = random.Random(seed)
-        self._lengths, self._cut_rate, self._fail_rate = lengths, cut_rate, fail_rate
+        self._lengths, self._interrupt_rate, self._fail_rate = lengths, interrupt_rate, fail_rate
 
     async def run(self, call: CompletionRequest) -> Completion | RequestFailure | None:
         await asyncio.sleep(0)
@@ -80,7 +80,7 @@ class FakeServers:
             return RequestFailure(kind="connection", message="gone", num_attempts=3)
         version = self.policy_version
         if self._random.random() < 0.5:
-            self.policy_version += 1  # an update comes while it is under way
+            self.policy_version += 1  # the policy is updated while the request is in flight
         choices = [self._choice(call, index, version) for index in range(call.sampling.n)]
         return Completion(choices=choices, server=0, version=version, num_attempts=1)
 
@@ -89,13 +89,13 @@ class FakeServers:
         left = call.sampling.max_tokens
         wanted = min(left, max(1, self._lengths[index % len(self._lengths)] - done))
         stops = wanted < left or done + wanted >= self._lengths[index % len(self._lengths)]
-        cut = self._random.random() < self._cut_rate
-        count = self._random.randint(0, wanted) if cut else wanted
+        interrupted = self._random.random() < self._interrupt_rate
+        count = self._random.randint(0, wanted) if interrupted else wanted
         places = range(done, done + count)
         return Choice(
             [1000 * version + place for place in places],
             [-(place + 1) / 8 - version for place in places],
-            "abort" if cut else ("stop" if stops else "length"),
+            "abort" if interrupted else ("stop" if stops else "length"),
         )
 
 
@@ -107,11 +107,11 @@ class FakeServers:
     st.sampled_from([0.0, 0.3, 0.8]),
     st.sampled_from([0.0, 0.1]),
 )
-def test_no_token_is_lost_doubled_or_moved(
-    seed: int, lengths: list[int], n: int, cut_rate: float, fail_rate: float
+def test_no_token_is_lost_repeated_or_moved(
+    seed: int, lengths: list[int], n: int, interrupt_rate: float, fail_rate: float
 ) -> None:
     sampling = SamplingConfig(n=n, max_tokens=10, min_tokens=2)
-    servers = FakeServers(seed, lengths, cut_rate=cut_rate, fail_rate=fail_rate)
+    servers = FakeServers(seed, lengths, interrupt_rate=interrupt_rate, fail_rate=fail_rate)
     request = Request(prompt_id="a", prompt_ids=PROMPT, seed=40)
     run = GroupRun(fresh_group(request, n), sampling, servers, ["http://a"], None)  # type: ignore[arg-type]
     asyncio.run(run.run())
@@ -132,15 +132,15 @@ def test_no_token_is_lost_doubled_or_moved(
         assert call.sampling.max_tokens + done == 10
         assert call.sampling.min_tokens == max(0, 2 - done)
     seeds = [call.seed for call in servers.calls if call.sampling.n == 1 and len(call.prompt_ids) > len(PROMPT)]
-    assert not set(seeds) & set(range(40, 40 + n)), "random numbers of the beginning were used again"
+    assert not set(seeds) & set(range(40, 40 + n)), "the random numbers of the first tokens were reused"
 
 
 @settings(deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(1, 4))
-def test_a_stopped_group_is_gone_on_with(seed: int, n: int) -> None:
-    """Stopped after any request, pickled, and handed to another run: the same rules hold."""
+def test_stopped_group_is_resumed(seed: int, n: int) -> None:
+    """The group is stopped after any request, pickled, and passed to another run."""
     sampling = SamplingConfig(n=n, max_tokens=10)
-    servers = FakeServers(seed, [9, 4], cut_rate=0.6, fail_rate=0.0)
+    servers = FakeServers(seed, [9, 4], interrupt_rate=0.6, fail_rate=0.0)
     start: PartialGroup = fresh_group(Request(prompt_id="a", prompt_ids=PROMPT), n)
     for _ in range(100):
         run = GroupRun(start, sampling, servers, ["http://a"], None)  # type: ignore[arg-type]
@@ -163,22 +163,22 @@ def test_a_stopped_group_is_gone_on_with(seed: int, n: int) -> None:
         assert token_versions(sample.version_spans) == [i // 1000 for i in sample.response_ids]
 
 
-def test_extend_and_what_remains() -> None:
+def test_extend_and_remaining() -> None:
     sampling = SamplingConfig(n=4, max_tokens=5, min_tokens=3)
     part = PartialSample(sample_index=2)
     request = Request(prompt_id="a", prompt_ids=PROMPT, seed=10)
-    assert seed_of(request, part) == 12  # as vLLM seeds the third choice of one request
+    assert seed_of(request, part) == 12  # vLLM uses the same seed for the third choice of one request
     part = extend(part, Choice([5, 6], [-1.0, -2.0], "abort"), sampling, version=0, last_version=1)
     assert part.finish_reason is None
     assert (remaining(part, sampling).max_tokens, remaining(part, sampling).min_tokens) == (3, 1)
     assert seed_of(request, part) not in (None, 12)
     assert seed_of(dataclasses.replace(request, seed=None), part) is None
     part = extend(part, Choice([7, 8, 9], [-1.0] * 3, "abort"), sampling, version=1, last_version=1)
-    assert part.finish_reason == "length"  # cut off behind its last token
+    assert part.finish_reason == "length"  # interrupted after its last token
     assert part.version_spans == (VersionSpan(0, 2), VersionSpan(1, 3))
 
 
-def test_a_paused_dispatcher_keeps_the_line() -> None:
+def test_paused_dispatcher_keeps_the_order_of_the_queue() -> None:
     async def main() -> None:
         dispatcher = Dispatcher(1, max_in_flight=2)
         order: list[int] = []
@@ -203,12 +203,12 @@ def test_a_paused_dispatcher_keeps_the_line() -> None:
         late = asyncio.ensure_future(dispatcher.acquire("late", 1))
         await asyncio.sleep(0)
         dispatcher.retire(0)
-        assert await late is None  # nobody will ever come: a pause holds nobody back then
+        assert await late is None  # no server is left, so waiting requests end in spite of the pause
 
     asyncio.run(main())
 
 
-def test_wrong_sizes_are_refused() -> None:
+def test_wrong_group_sizes_are_rejected() -> None:
     client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
     partial = fresh_group(Request(prompt_id="a", prompt_ids=PROMPT), 3)
     with pytest.raises(ValueError, match="n=2"):
@@ -218,7 +218,7 @@ def test_wrong_sizes_are_refused() -> None:
     client.close()
 
 
-def test_an_episodes_spans_cover_its_context_too() -> None:
+def test_version_spans_of_an_episode_include_context() -> None:
     client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
     versions = iter([(VersionSpan(0, 2),), (VersionSpan(0, 1), VersionSpan(1, 2)), (VersionSpan(1, 1),)])
 
@@ -254,7 +254,7 @@ def test_an_episodes_spans_cover_its_context_too() -> None:
     assert result.policy_versions == (0, 0, 1)
 
 
-def test_a_blocking_call_from_the_clients_own_thread_is_refused() -> None:
+def test_blocking_call_from_the_clients_thread_is_rejected() -> None:
     client = RolloutClient([Endpoint("http://127.0.0.1:9", "k", "m")], RolloutConfig())
 
     async def callback() -> None:

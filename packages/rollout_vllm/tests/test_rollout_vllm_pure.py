@@ -1,4 +1,4 @@
-"""Planning without processes: settings, requests and answers, retries, routing, commands, checks, diagnoses."""
+"""Pure functions: configuration, requests and responses, retries, routing, commands, checks, diagnoses, metrics."""
 
 from __future__ import annotations
 
@@ -77,17 +77,17 @@ def test_errors_pickle(error: Exception) -> None:
     assert vars(again) == vars(error)
 
 
-def test_user_mistakes_are_value_errors() -> None:
+def test_config_errors_are_value_errors() -> None:
     for name in ("ModelFolderError", "PortInUseError", "KVCacheTooSmallError", "RequestTooLongError"):
         assert issubclass(getattr(errors, name), ValueError)
         assert issubclass(getattr(errors, name), errors.RolloutError)
 
 
-def test_a_key_is_never_shown() -> None:
+def test_repr_hides_the_api_key() -> None:
     assert "hush" not in repr(Endpoint("http://a:1", "hush"))
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------
+# ---- configuration --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -104,7 +104,7 @@ def test_a_key_is_never_shown() -> None:
         ("request_timeout_s", 0.0),
     ],
 )
-def test_rollout_config_refuses(field: str, value: object) -> None:
+def test_rollout_config_rejects(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         RolloutConfig(**{field: value})  # type: ignore[arg-type]
 
@@ -121,12 +121,12 @@ def test_rollout_config_refuses(field: str, value: object) -> None:
         ("min_p", 2.0),
     ],
 )
-def test_sampling_config_refuses(field: str, value: object) -> None:
+def test_sampling_config_rejects(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingConfig(**{field: value})  # type: ignore[arg-type]
 
 
-def test_greedy_groups_are_refused() -> None:
+def test_greedy_groups_are_rejected() -> None:
     with pytest.raises(ValueError, match="greedy"):
         SamplingConfig(temperature=0.0, n=2)
     assert SamplingConfig(temperature=0.0, n=1).n == 1
@@ -134,14 +134,14 @@ def test_greedy_groups_are_refused() -> None:
 
 @QUICK
 @given(st.integers(), st.integers(0, 10**6), st.text())
-def test_request_seed_fits_and_repeats(run_seed: int, step: int, prompt_id: str) -> None:
+def test_request_seed_is_reproducible_and_fits_an_int64(run_seed: int, step: int, prompt_id: str) -> None:
     seed = request_seed(run_seed, step, prompt_id)
     assert 0 <= seed < 2**62
     assert seed == request_seed(run_seed, step, prompt_id)
     assert seed != request_seed(run_seed, step + 1, prompt_id)
 
 
-# ---- request and answer ---------------------------------------------------------------------------------------------
+# ---- requests and responses -----------------------------------------------------------------------------------------
 def answer(groups: list[tuple[list[int], list[float]]], **changes: object) -> dict[str, object]:
     choices = []
     for index, (ids, values) in enumerate(groups):
@@ -161,12 +161,12 @@ groups_strategy = st.lists(
 
 @QUICK
 @given(groups_strategy, st.randoms(use_true_random=False), st.booleans())
-def test_answers_come_back_in_index_order(
+def test_choices_are_in_index_order(
     groups: list[tuple[list[int], list[float]]], shuffler: random.Random, with_ids: bool
 ) -> None:
     body = answer(groups)
     shuffler.shuffle(body["choices"])  # type: ignore[arg-type]
-    if not with_ids:  # a server that knows only return_tokens_as_token_ids
+    if not with_ids:  # a server that supports only return_tokens_as_token_ids
         for choice in body["choices"]:  # type: ignore[attr-defined]
             del choice["token_ids"]
     choices = parse_completion(json.loads(json.dumps(body)), len(groups))
@@ -193,7 +193,7 @@ def test_answers_come_back_in_index_order(
         answer([([1], [-1.0]), ([1], [-1.0])], token_ids=None, logprobs={"tokens": ["the"], "token_logprobs": [-1.0]}),
     ],
 )
-def test_incomplete_answers_are_refused(bad: object) -> None:
+def test_incomplete_responses_are_rejected(bad: object) -> None:
     with pytest.raises(MalformedAnswerError):
         parse_completion(bad, 2)
 
@@ -204,13 +204,13 @@ nested = st.recursive(scalars, lambda x: st.lists(x, max_size=3) | st.dictionari
 
 @QUICK
 @given(nested)
-def test_any_json_is_parsed_or_refused(junk: object) -> None:
+def test_any_other_json_is_rejected(junk: object) -> None:
     for body in (junk, {"choices": junk}, {"choices": [junk]}, {"choices": [{"index": 0, "logprobs": junk}]}):
         with pytest.raises(MalformedAnswerError):
             parse_completion(body, 1)
 
 
-def test_the_body_leaves_nothing_to_the_servers_defaults() -> None:
+def test_request_overrides_every_server_default() -> None:
     sampling = SamplingConfig(n=3, temperature=0.7, max_tokens=9, stop_token_ids=(5,), ignore_eos=True, min_tokens=2)
     body = completion_body([1, 2], sampling, model="policy", seed=7)
     for field in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "max_tokens"):
@@ -249,7 +249,7 @@ def test_classify_status(status: int, message: str, kind: str, retry: bool, blam
 @given(
     st.integers(1, 1000), st.floats(0.01, 5), st.floats(5, 60), st.floats(0, 1, exclude_max=True), st.floats(-5, 1e6)
 )
-def test_backoff_stays_in_its_window(attempt: int, base: float, top: float, jitter: float, after: float) -> None:
+def test_backoff_is_within_its_window(attempt: int, base: float, top: float, jitter: float, after: float) -> None:
     delay = backoff_s(attempt, base_s=base, max_s=top, jitter=jitter)
     assert 0 <= delay <= min(top, base * 2.0 ** min(attempt - 1, 60))
     assert backoff_s(attempt, base_s=base, max_s=top, jitter=jitter, retry_after_s=after) >= min(max(after, 0), top)
@@ -259,30 +259,30 @@ def test_backoff_stays_in_its_window(attempt: int, base: float, top: float, jitt
 # ---- routing --------------------------------------------------------------------------------------------------------
 @QUICK
 @given(st.integers(1, 4), st.integers(1, 32), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 99)), max_size=80))
-def test_router_never_loses_count_nor_exceeds_its_limit(servers: int, limit: int, steps: list[tuple[int, int]]) -> None:
-    router, flying = Router(servers, max_in_flight=limit), list[tuple[int, int]]()
+def test_router_counts_samples_and_respects_its_limit(servers: int, limit: int, steps: list[tuple[int, int]]) -> None:
+    router, in_flight = Router(servers, max_in_flight=limit), list[tuple[int, int]]()
     for now, (action, number) in enumerate(steps):
         if action <= 2:
             cost = number % 9 + 1
             chosen = router.pick(f"g{number % 5}", cost, now)
             free = [s for s in range(servers) if not router.is_blocked(s)]
             if chosen is None:
-                assert not free or any(router.load[s] > 0 for s in free)  # somebody will finish and wake us
+                assert not free or any(router.load[s] > 0 for s in free)  # a request in flight will wake the queue
             else:
                 assert chosen in free
-                flying.append((chosen, cost))
-                alone = sum(1 for s, _ in flying if s == chosen) == 1
+                in_flight.append((chosen, cost))
+                alone = sum(1 for s, _ in in_flight if s == chosen) == 1
                 assert router.load[chosen] <= limit or alone
-        elif action == 3 and flying:
-            router.finish(*flying.pop(number % len(flying)))
+        elif action == 3 and in_flight:
+            router.finish(*in_flight.pop(number % len(in_flight)))
         elif action == 4:
             router.failed(number % servers, now)
         else:
             (router.block if number % 2 else router.unblock)(number % servers)
-        assert router.load == [sum(c for s, c in flying if s == index) for index in range(servers)]
+        assert router.load == [sum(c for s, c in in_flight if s == index) for index in range(servers)]
 
 
-def test_router_spreads_evenly_and_stays_home() -> None:
+def test_router_balances_load_and_keeps_affinity() -> None:
     router = Router(3, max_in_flight=1000)
     homes = {g: router.pick(g, 8, 0.0) for g in map(str, range(30))}
     assert set(Counter(homes.values()).values()) == {10}
@@ -292,15 +292,15 @@ def test_router_spreads_evenly_and_stays_home() -> None:
         assert router.pick(group, 8, 0.0) == home
 
 
-def test_router_rests_a_failed_server_and_probes_when_all_are_down() -> None:
+def test_router_cools_failed_servers_down_and_probes_when_all_are_down() -> None:
     router = Router(2, max_in_flight=100, cooldown_s=1.0)
     router.failed(0, 0.0)
     assert [router.pick(str(i), 1, 0.5) for i in range(3)] == [1, 1, 1]
     router.failed(1, 0.5)
-    assert router.pick("x", 1, 0.6) == 0  # its rest ends first
-    assert router.pick("y", 1, 0.6, avoid=[0]) == 0  # nobody else may serve
+    assert router.pick("x", 1, 0.6) == 0  # its cooldown ends first
+    assert router.pick("y", 1, 0.6, avoid=[0]) == 0  # no other server is available
     router.failed(0, 1.1)
-    assert router.pick("z", 1, 2.0) == 1  # the second rest of server 0 is longer
+    assert router.pick("z", 1, 2.0) == 1  # the second cooldown of server 0 is longer
     router.block(0)
     router.block(1)
     assert router.pick("w", 1, 99.0) is None
@@ -343,11 +343,11 @@ def test_environment() -> None:
     assert env["A"] == "1"
     assert "VLLM_CPU_KVCACHE_SPACE" not in env
     assert "MASTER_PORT" not in env
-    assert "TORCHELASTIC_USE_AGENT_STORE" not in env  # torchrun's: the server would wait for a store of nobody's
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in env  # set by torchrun: the server would wait for its store
     assert (env["OMP_NUM_THREADS"], env["VLLM_API_KEY"], env["PLINTH_ROLLOUT_FORK"]) == ("1", "k", "1")
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     sharded = server_environment(base, RolloutConfig(tensor_parallel_size=2), device="cpu", api_key="k", num_cores=2)
-    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in sharded  # a worker a shard
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in sharded  # one worker per shard
     many = server_environment(base, RolloutConfig(cpu_threads=4), device="cpu", api_key="k", num_cores=2)
     assert "PLINTH_ROLLOUT_FORK" not in many  # an OpenMP pool does not survive a fork
     gpu = server_environment(base, RolloutConfig(), device="cuda", api_key="k", num_cores=2, gpu_ids=[2, 3])
@@ -391,7 +391,7 @@ def test_kv_bytes_per_token() -> None:
 
 @QUICK
 @given(st.integers(1, 5000), st.floats(0.001, 4), st.sampled_from(["cpu", "cuda"]))
-def test_a_refused_kv_cache_names_sizes_that_do(max_len: int, gib: float, device: str) -> None:
+def test_kv_cache_error_gives_sizes_that_suffice(max_len: int, gib: float, device: str) -> None:
     config = RolloutConfig(max_model_len=max_len, kv_cache_gib=gib)
     try:
         check_kv_cache(config, QWEN, device)  # type: ignore[arg-type]
@@ -446,7 +446,7 @@ def test_model_folder(tmp_path: Path) -> None:
     assert check_model_folder(str(tmp_path), load_format="dummy") == QWEN
 
 
-def test_reserved_ports_differ_and_can_be_listened_on() -> None:
+def test_reserved_ports_are_distinct_and_usable() -> None:
     held = [reserve_port("127.0.0.1", None) for _ in range(20)]
     ports = [s.getsockname()[1] for s in held]
     assert len(set(ports)) == 20
@@ -503,14 +503,14 @@ def test_diagnose(log: str, status: int | None, expected: str) -> None:
 
 @QUICK
 @given(st.text(), st.none() | st.integers(0, 255))
-def test_a_diagnosis_is_one_short_line(log: str, status: int | None) -> None:
+def test_diagnosis_is_one_short_line(log: str, status: int | None) -> None:
     reason = diagnose(log, status)
     assert reason
     assert len(reason) <= 400
     assert "\n" not in reason
 
 
-# ---- figures --------------------------------------------------------------------------------------------------------
+# ---- metrics --------------------------------------------------------------------------------------------------------
 METRICS = """# HELP vllm:num_requests_running Number
 vllm:num_requests_running{engine="0",model_name="policy"} 3.0
 vllm:kv_cache_usage_perc{engine="0"} 0.5

@@ -1,4 +1,4 @@
-"""A server that is an actor of a real Ray: one node, with resources of its own for servers."""
+"""A server owned by an actor of a real Ray cluster: one node with a custom resource for servers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cluster() -> Iterator[None]:
                 _system_config={"worker_niceness": 0},
             )
             break
-        except Exception:  # its processes were not up in half a minute, as on a busy machine
+        except Exception:  # on a busy machine, Ray's processes do not start within half a minute
             ray.shutdown()
             if attempt == 2:
                 raise
@@ -55,7 +55,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def test_what_no_cluster_can_give_is_refused_at_once(model_folder: Path, tmp_path: Path) -> None:
+def test_invalid_launches_are_rejected_immediately(model_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RolloutConfigError, match="not initialized"):
         launch_on_ray(model_folder, config_for_tests(), log_dir=tmp_path)
     with pytest.raises(RolloutConfigError, match="urls"):
@@ -63,7 +63,7 @@ def test_what_no_cluster_can_give_is_refused_at_once(model_folder: Path, tmp_pat
 
 
 def processes_of(log_path: Path) -> list[int]:
-    """Every process that writes to this log: the supervisor and all below it."""
+    """All processes that write to this log: the supervisor and its descendants."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -74,7 +74,7 @@ def processes_of(log_path: Path) -> list[int]:
     return found
 
 
-def test_a_server_on_a_ray_node(cluster: None, model_folder: Path, tmp_path: Path) -> None:
+def test_server_on_a_ray_node(cluster: None, model_folder: Path, tmp_path: Path) -> None:
     config = config_for_tests(startup_timeout_s=400.0)
     wanted = {"CPU": 1, "rollout_node": 1}
     here = ray.get_runtime_context().get_node_id()
@@ -87,11 +87,11 @@ def test_a_server_on_a_ray_node(cluster: None, model_folder: Path, tmp_path: Pat
     nodes = {"node_ids": [here], "resources_per_server": wanted}
     with launch_on_ray(model_folder, config, log_dir=tmp_path, **nodes) as group:
         [server], [endpoint] = group.servers, group.endpoints
-        assert ray.available_resources().get("rollout_node", 0) == 0  # one server a node, as asked for
+        assert ray.available_resources().get("rollout_node", 0) == 0  # the server holds its resources
         group.wait_ready()
         address = urlsplit(endpoint.url).hostname
         assert address == ray.util.get_node_ip_address()
-        with pytest.raises(ConnectionRefusedError):  # the job's interface alone
+        with pytest.raises(ConnectionRefusedError):  # bound only to the node's cluster address
             call(Endpoint(endpoint.url.replace(str(address), "127.0.0.2")), "GET", "/health")
         assert call(Endpoint(endpoint.url, "wrong"), "POST", "/v1/completions", {})[0] == 401
         requests = make_requests(6)
@@ -106,10 +106,10 @@ def test_a_server_on_a_ray_node(cluster: None, model_folder: Path, tmp_path: Pat
         wait_until(lambda: not processes_of(server.log_path), timeout_s=60)
         with pytest.raises(ServerDiedError, match="stopped"):
             group.check()
-        server.start()  # as a ServerWatch does, on its node and port
+        server.start()  # as ServerWatch does, on the same node and port
         assert server.alive
         wait_until(lambda: len(processes_of(server.log_path)) > 1)
-        ray.kill(server._actor)  # type: ignore[attr-defined]  # its node, or its process, is lost
+        ray.kill(server._actor)  # type: ignore[attr-defined]  # as if its node were lost
         wait_until(lambda: not server.alive)
         assert "actor is gone" in server.reason()
         with pytest.raises(ServerStartError, match="actor is gone"):

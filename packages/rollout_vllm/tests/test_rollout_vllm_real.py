@@ -1,4 +1,4 @@
-"""Against real vLLM servers on the CPU: what comes out, and what is refused."""
+"""Generation, checks and control routes with real vLLM servers on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from rollout_vllm_helpers import EOS_ID, HarmfulProxy, assert_complete, config_for_tests, make_requests, wait_until
+from rollout_vllm_helpers import (
+    EOS_ID,
+    FaultyProxy,
+    assert_complete,
+    config_for_tests,
+    make_requests,
+    reference_log_probs,
+    wait_until,
+)
 
 from rollout_vllm import (
     ControlError,
@@ -48,7 +56,7 @@ from rollout_vllm.servers.command import server_environment
 pytestmark = pytest.mark.slow
 
 
-def test_tokens_with_log_probs_are_named_for_who_asks(pair: ServerGroup, model_folder: Path) -> None:
+def test_requests_for_token_strings_get_them(pair: ServerGroup, model_folder: Path) -> None:
     vocabulary = json.loads((model_folder / "tokenizer.json").read_text())["model"]["vocab"]
     body = {
         "prompt": [5, 6, 7],
@@ -80,7 +88,7 @@ def test_groups_of_samples(client: RolloutClient) -> None:
         assert (s.finish_reason == "stop") == (s.response_ids[-1] == EOS_ID)
         assert s.policy_version == s.last_policy_version == 3
     served = Counter(s.server_url for s in samples)
-    assert set(served.values()) == {48}, served  # the load is even, and groups stay together
+    assert set(served.values()) == {48}, served  # the load is balanced and groups are not split
     figures = client.metrics()
     assert figures["client/num_samples"] == 96
     assert figures["client/tokens_per_s"] > 0
@@ -107,38 +115,15 @@ def test_seeds_repeat_and_differ(client: RolloutClient) -> None:
     assert [s.response_ids for s in first.samples] != [s.response_ids for s in different.samples]
 
 
-REFERENCE = """
-import json, sys, torch
-from transformers import Qwen3ForCausalLM
-model = Qwen3ForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-temperature, out = float(sys.argv[2]), []
-for prompt, response in json.load(sys.stdin):
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    log_probs = (logits / temperature).log_softmax(-1)
-    out.append(log_probs.gather(1, torch.tensor(response)[:, None])[:, 0].tolist())
-print(json.dumps(out))
-"""
-
-
 def test_log_probs_are_those_after_temperature(client: RolloutClient, model_folder: Path) -> None:
     requests = make_requests(6, step=8)
     groups = client.generate_blocking(requests, SamplingConfig(n=2, max_tokens=12, temperature=0.6))
-    ours = [
-        (r.prompt_ids, s.response_ids, s.log_probs) for r, g in zip(requests, groups, strict=True) for s in g.samples
-    ]
-    reference = subprocess.run(
-        [sys.executable, "-c", REFERENCE, str(model_folder), "0.6"],
-        input=json.dumps([(p, r) for p, r, _ in ours]),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    theirs = json.loads(reference.stdout.splitlines()[-1])
-    difference = max(abs(a - b) for (_, _, x), y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True))
+    cases = [(r.prompt_ids, s.response_ids) for r, g in zip(requests, groups, strict=True) for s in g.samples]
+    ours = [s.log_probs for g in groups for s in g.samples]
+    theirs = [values for [values] in reference_log_probs(cases, temperature=0.6, model=model_folder)]
+    difference = max(abs(a - b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True))
     assert difference < 1e-3
-    assert max(max(x) - min(x) for _, _, x in ours) > 1.0  # far from uniform: the test can fail
+    assert max(max(x) - min(x) for x in ours) > 1.0  # far from uniform: the test can fail
 
 
 def test_stop_tokens_and_length(client: RolloutClient) -> None:
@@ -156,7 +141,7 @@ def test_stop_tokens_and_length(client: RolloutClient) -> None:
 
 
 @pytest.mark.parametrize("knows_limit", [True, False])
-def test_a_request_too_long_is_a_failure_of_its_own(pair: ServerGroup, knows_limit: bool) -> None:
+def test_request_that_is_too_long_fails_alone(pair: ServerGroup, knows_limit: bool) -> None:
     config = config_for_tests() if knows_limit else RolloutConfig()
     requests = [*make_requests(3), Request(prompt_id="long", prompt_ids=[5] * 300)]
     with RolloutClient(pair.endpoints, config) as client:
@@ -167,8 +152,8 @@ def test_a_request_too_long_is_a_failure_of_its_own(pair: ServerGroup, knows_lim
     assert groups[3].failures[0].num_attempts == (0 if knows_limit else 1)
 
 
-def test_every_route_wants_the_key(pair: ServerGroup) -> None:
-    """Every route the server says it has, those that change weights among them, and one that it has not."""
+def test_every_route_requires_the_api_key(pair: ServerGroup) -> None:
+    """Every route in the server's schema, including those that change weights, and a route that does not exist."""
     endpoint = pair.endpoints[0]
     schema = json.loads(call(endpoint, "GET", "/openapi.json")[1])["paths"]
     routes = [(method.upper(), path) for path, methods in schema.items() for method in methods]
@@ -196,8 +181,8 @@ def test_every_route_wants_the_key(pair: ServerGroup) -> None:
     assert call(endpoint, "GET", "/weight_info")[1] == before
 
 
-def test_no_pickle_is_taken_over_http(pair: ServerGroup, tmp_path: Path) -> None:
-    """Not even from who has the key: the worker's methods are called by name, with JSON for arguments."""
+def test_pickle_is_not_accepted_over_http(pair: ServerGroup, tmp_path: Path) -> None:
+    """Not even with the API key: the worker's methods are called by name, with JSON arguments."""
     marker = tmp_path / "run"
     payload = pickle.dumps(_Touches(str(marker)))
     for body in (
@@ -215,7 +200,7 @@ def test_no_pickle_is_taken_over_http(pair: ServerGroup, tmp_path: Path) -> None
 
 
 class _Touches:
-    """Unpickled, it writes a file."""
+    """Unpickling it writes a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -224,8 +209,7 @@ class _Touches:
         return open, (self.path, "w")
 
 
-def test_a_served_model_judges(pair: ServerGroup) -> None:
-    """A model reward from a real server: the last number in what it says."""
+def test_judge_reward_with_a_real_server(pair: ServerGroup) -> None:
     with judge_reward(pair.endpoints[0], prompt="w5 w6 {answer}", pattern=r"w(\d+)", max_tokens=8) as reward:
         futures = [reward.submit({"answer": f"w{10 + i}"}) for i in range(6)]
         outcomes = [future.result(300) for future in futures]
@@ -237,8 +221,8 @@ def test_a_served_model_judges(pair: ServerGroup) -> None:
         assert reward.submit({"answer": "w1"}).result(300).kind in ("exception", "connection")
 
 
-def test_running_servers_by_url(pair: ServerGroup, tmp_path: Path) -> None:
-    """Nothing is started or stopped; the model's name is asked for."""
+def test_existing_servers_by_url(pair: ServerGroup, tmp_path: Path) -> None:
+    """No server is started or stopped; the name of the model is queried."""
     endpoint = pair.endpoints[1]
     config = RolloutConfig(urls=(endpoint.url + "/",), api_key=endpoint.api_key, startup_timeout_s=30)
     with ServerGroup.launch("not needed", config, log_dir=tmp_path) as group:
@@ -253,7 +237,7 @@ def test_running_servers_by_url(pair: ServerGroup, tmp_path: Path) -> None:
         ServerGroup.launch("not needed", wrong, log_dir=tmp_path).wait_ready()
 
 
-def test_running_servers_are_asked_whether_they_will_do(pair: ServerGroup, proxy: HarmfulProxy) -> None:
+def test_check_running_finds_unusable_servers(pair: ServerGroup, proxy: FaultyProxy) -> None:
     good = RolloutConfig(urls=(proxy.endpoint.url,), api_key=proxy.endpoint.api_key, control_routes=True)
     check_running(good)
     for changes, message in (
@@ -264,8 +248,8 @@ def test_running_servers_are_asked_whether_they_will_do(pair: ServerGroup, proxy
     ):
         with pytest.raises(RolloutConfigError, match=message):
             check_running(dataclasses.replace(good, **changes))
-    for harm, message in (("raw", "processed_logprobs"), (503, "HTTP 503"), ("garbage", "answers /v1/completions")):
-        proxy.plan.append(harm)
+    for fault, message in (("raw", "processed_logprobs"), (503, "HTTP 503"), ("garbage", "answers /v1/completions")):
+        proxy.plan.append(fault)
         with pytest.raises(RolloutConfigError, match=message):
             check_running(good)
     proxy.without_control_routes = True
@@ -274,7 +258,7 @@ def test_running_servers_are_asked_whether_they_will_do(pair: ServerGroup, proxy
         check_running(good)
 
 
-def test_a_running_server_that_was_left_paused_is_ready_for_a_push(pair: ServerGroup, tmp_path: Path) -> None:
+def test_paused_server_counts_as_ready(pair: ServerGroup, tmp_path: Path) -> None:
     endpoint = pair.endpoints[0]
     config = RolloutConfig(urls=(endpoint.url,), api_key=endpoint.api_key, control_routes=True, startup_timeout_s=5)
     assert call(endpoint, "POST", "/sleep?level=0&mode=wait")[0] == 200
@@ -286,7 +270,7 @@ def test_a_running_server_that_was_left_paused_is_ready_for_a_push(pair: ServerG
         assert call(endpoint, "POST", "/wake_up?tags=scheduling")[0] == 200
 
 
-def test_generate_in_the_callers_own_loop(pair: ServerGroup) -> None:
+def test_generate_in_the_event_loop_of_the_caller(pair: ServerGroup) -> None:
     async def main() -> None:
         client = RolloutClient(pair.endpoints, dataclasses.replace(config_for_tests(), max_samples_in_flight=4))
         seen: list[str] = []
@@ -307,7 +291,7 @@ def test_generate_in_the_callers_own_loop(pair: ServerGroup) -> None:
     asyncio.run(main())
 
 
-# ---- several turns --------------------------------------------------------------------------------------------------
+# ---- multi-turn episodes --------------------------------------------------------------------------------------------
 def test_episodes(client: RolloutClient) -> None:
     tool = [60, 61, 62]
 
@@ -348,7 +332,7 @@ def test_episodes(client: RolloutClient) -> None:
 
 # ---- sleep ---------------------------------------------------------------------------------------------------------
 def test_sleep_and_wake(pair: ServerGroup, client: RolloutClient) -> None:
-    """A CPU worker keeps its memory, but the routes, the state and the order are the real ones."""
+    """A CPU worker keeps its memory, but routes, state and order are the same as on a GPU."""
     requests, sampling = make_requests(2), SamplingConfig(n=1, max_tokens=4)
     before = client.generate_blocking(requests, sampling)
     control.sleep(pair.endpoints, level=1)
@@ -358,15 +342,13 @@ def test_sleep_and_wake(pair: ServerGroup, client: RolloutClient) -> None:
     assert not any(control.is_sleeping(e) for e in pair.endpoints)
     after = client.generate_blocking(requests, sampling)
     assert [g.samples[0].response_ids for g in after] == [g.samples[0].response_ids for g in before]
-    stranger = Endpoint(pair.endpoints[1].url, "wrong")
-    with pytest.raises(ControlError, match=f"{stranger.url}: HTTP 401"):
-        control.sleep([stranger])
+    wrong_key = Endpoint(pair.endpoints[1].url, "wrong")
+    with pytest.raises(ControlError, match=f"{wrong_key.url}: HTTP 401"):
+        control.sleep([wrong_key])
 
 
 # ---- LoRA -----------------------------------------------------------------------------------------------------------
-
-
-def test_lora_adapters_on_all_servers_or_on_none(
+def test_lora_adapters_are_loaded_on_all_servers_or_none(
     pair: ServerGroup, client: RolloutClient, adapter_folder: Path, tmp_path: Path
 ) -> None:
     requests, sampling = make_requests(4), SamplingConfig(n=1, temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -379,25 +361,25 @@ def test_lora_adapters_on_all_servers_or_on_none(
     with pytest.raises(ControlError, match="nowhere"):
         adapters.load(tmp_path / "nowhere", 1)
     assert adapters.current is None
-    for version in (1, 2, 3):  # each replaces the one before
+    for version in (1, 2, 3):  # each version replaces the previous one
         client.set_model(adapters.load(adapter_folder, version))
         assert generated() != base
     names = [json.loads(call(e, "GET", "/v1/models")[1])["data"] for e in pair.endpoints]
     assert [[m["id"] for m in server] for server in names] == [["policy", "adapter-v3"]] * 2
-    stranger = Endpoint(pair.endpoints[1].url, "wrong", "policy")
-    half = LoraAdapters([pair.endpoints[0], stranger], name="half")
-    with pytest.raises(ControlError, match=f"{stranger.url}: HTTP 401"):
+    wrong_key = Endpoint(pair.endpoints[1].url, "wrong", "policy")
+    half = LoraAdapters([pair.endpoints[0], wrong_key], name="half")
+    with pytest.raises(ControlError, match=f"{wrong_key.url}: HTTP 401"):
         half.load(adapter_folder, 1)
     assert half.current is None
     adapters.unload()
     client.set_model(None)
     assert generated() == base
     served = [m["id"] for m in json.loads(call(pair.endpoints[0], "GET", "/v1/models")[1])["data"]]
-    assert served == ["policy"]  # where it had been loaded it was taken back
+    assert served == ["policy"]  # it was unloaded from the server that had loaded it
 
 
-# ---- starts that fail, ends that are not asked for -----------------------------------------------------------------
-def test_mistakes_are_found_before_any_process(model_folder: Path, tmp_path: Path) -> None:
+# ---- failed starts, killed launchers --------------------------------------------------------------------------------
+def test_invalid_configuration_is_found_before_any_process_starts(model_folder: Path, tmp_path: Path) -> None:
     def launch(folder: Path = model_folder, **changes: object) -> None:
         ServerGroup.launch(folder, config_for_tests(**changes), log_dir=tmp_path / "logs")
 
@@ -422,8 +404,8 @@ def test_mistakes_are_found_before_any_process(model_folder: Path, tmp_path: Pat
     assert not (tmp_path / "logs").exists()
 
 
-def descendants_alive(pid: int) -> bool:
-    """Is any process left of the group that the supervisor `pid` leads?"""
+def process_group_alive(pid: int) -> bool:
+    """Whether a process is left of the group that the supervisor `pid` leads."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
@@ -446,14 +428,14 @@ time.sleep(600)
 """
 
 
-def test_failed_starts_and_killed_launchers_leave_nothing(model_folder: Path, tmp_path: Path) -> None:
-    """Both at once, since each is a server's start."""
+def test_failed_starts_and_killed_launchers_leave_no_process(model_folder: Path, tmp_path: Path) -> None:
+    """Both concurrently, since each starts a server."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in model_folder.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:50_000])  # a download that was cut short
+    weights.write_bytes(weights.read_bytes()[:50_000])  # an incomplete download
     group = ServerGroup.launch(broken, config_for_tests(), log_dir=tmp_path)
     pid = group.servers[0].pid
     assert pid is not None
@@ -467,7 +449,7 @@ def test_failed_starts_and_killed_launchers_leave_nothing(model_folder: Path, tm
             group.wait_ready()
         assert "\n" not in caught.value.reason
         assert caught.value.log_path == tmp_path / "server_0.log"
-        assert not descendants_alive(pid)
+        assert not process_group_alive(pid)
 
         assert launcher.stdout is not None
         supervisor = int(launcher.stdout.readline())
@@ -475,9 +457,9 @@ def test_failed_starts_and_killed_launchers_leave_nothing(model_folder: Path, tm
         wait_until(lambda: "(EngineCore pid=" in log_path.read_text() or launcher.poll() is not None)
         assert launcher.poll() is None
     finally:
-        launcher.kill()  # and with it the engine, a grandchild of a process it never asked to stop
+        launcher.kill()  # must also end the engine, a grandchild of the supervisor
         launcher.wait()
-    wait_until(lambda: not descendants_alive(supervisor), timeout_s=20)
+    wait_until(lambda: not process_group_alive(supervisor), timeout_s=20)
 
 
 # ---- examples -------------------------------------------------------------------------------------------------------
@@ -511,7 +493,7 @@ def test_example_calculator(client: RolloutClient) -> None:
     for wrong in ("", "<tool_call>1+1</tool_call>", call % "2 ** 9999", call % "open('x')", call % "1 / 0"):
         assert example.answer_call(wrong).startswith("error")
 
-    end_of_call, context = 7, [60, 61]  # a random model writes this token by chance
+    end_of_call, context = 7, [60, 61]  # the random model samples this token by chance
     function = example.calculator(
         lambda text: context, lambda ids: call % "1 + 1", end_of_call=end_of_call, max_turns=3
     )

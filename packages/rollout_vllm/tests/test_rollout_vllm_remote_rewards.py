@@ -1,4 +1,4 @@
-"""Rewards over HTTP, against a small service in this process; the served models are in the tests with real servers."""
+"""Rewards over HTTP, with a small service in this process. Other tests use models on real servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout_vllm import Endpoint, RemoteReward, classification_reward, http_rew
 
 
 class Service:
-    """Answers as the text asks it to; counts what it saw."""
+    """A service whose response depends on the request's text; it counts requests."""
 
     def __init__(self) -> None:
         self.num_calls: dict[str, int] = {}
@@ -92,7 +92,7 @@ def service() -> Iterator[Service]:
     made.close()
 
 
-def test_each_trouble_is_its_samples_own(service: Service) -> None:
+def test_failures_affect_only_their_own_sample(service: Service) -> None:
     words = ["abc", "hang", "refuse", "busy", "nan", "word", "none", "html", "drop", "busy once", "abcd"]
 
     async def main() -> list[Any]:
@@ -116,12 +116,12 @@ def test_each_trouble_is_its_samples_own(service: Service) -> None:
     assert service.key == "Bearer k"
 
 
-def test_no_service_at_all() -> None:
+def test_no_service_answers() -> None:
     with http_reward("http://127.0.0.1:9/score", max_retries=0) as reward:
         assert reward.submit({"text": "a"}).result(30).kind == "connection"
 
 
-def test_back_pressure_and_callers_without_a_loop(service: Service) -> None:
+def test_back_pressure_and_blocking_callers(service: Service) -> None:
     service.max_in_flight = 0
     with http_reward(f"{service.url}/rewards/score", max_in_flight=3) as reward:
         futures = [reward.submit({"text": "a" * (i + 1)}) for i in range(20)]
@@ -133,7 +133,7 @@ def test_back_pressure_and_callers_without_a_loop(service: Service) -> None:
     assert waiting.cancelled()
 
 
-def test_models_of_every_kind(service: Service) -> None:
+def test_model_rewards(service: Service) -> None:
     endpoint = Endpoint(service.url)
     with classification_reward(endpoint, label=1, use_activation=False) as reward:
         assert reward.submit([1, 2]).result(30).score == 0.75
@@ -149,6 +149,6 @@ def test_models_of_every_kind(service: Service) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"timeout_s": 0.0}, {"max_in_flight": 0}, {"max_retries": -1}])
-def test_settings_are_checked(settings: dict[str, Any]) -> None:
+def test_arguments_are_validated(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         RemoteReward(Endpoint("http://a:1"), "/", body=dict, read=float, **settings)

@@ -1,4 +1,4 @@
-"""A reward model behind a real vLLM server: its classifier's probabilities and logits, against transformers."""
+"""A classifier behind a real vLLM server: its probabilities and logits compared with transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ with torch.no_grad():
 PROMPTS = [[5, 6, 7, 8], [11, 3, 42, 9, 17, 23], [60, 61, 62]]
 
 
-def until_up(reward: RemoteReward, item: list[int], group: ServerGroup) -> RewardOutcome:
+def first_score(reward: RemoteReward, item: list[int], group: ServerGroup) -> RewardOutcome:
     deadline = time.monotonic() + 400
     while (outcome := reward.submit(item).result(400)).kind == "connection":
         group.check()
@@ -52,7 +52,7 @@ def test_probabilities_and_logits(model_folder: Path, tmp_path: Path) -> None:
     with ServerGroup.launch(tmp_path / "reward", config, log_dir=tmp_path, extra_args=["--runner", "pooling"]) as group:
         [endpoint] = group.endpoints
         with classification_reward(endpoint, label=1, use_activation=False, timeout_s=300) as reward:
-            assert until_up(reward, PROMPTS[0], group).kind == "ok"
+            assert first_score(reward, PROMPTS[0], group).kind == "ok"
             futures = [reward.submit(ids) for ids in PROMPTS]
             scores = [future.result(300).score for future in futures]
         assert scores == pytest.approx([row[1] for row in logits], abs=1e-3)

@@ -1,4 +1,4 @@
-"""The supervisor with plain processes: nothing survives, however it ends."""
+"""The supervisor with plain processes: no process survives, whatever ends it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rollout_vllm_helpers import wait_until
 
 import rollout_vllm
 
 SUPERVISE = str(Path(rollout_vllm.__file__).with_name("servers") / "_supervise.py")
 
-# A command with a child, a grandchild in a session of its own, and an orphan whose parent is gone already.
+# A command with a child, a child in its own session, and an orphan whose parent has exited.
 TREE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -35,13 +35,6 @@ if "exit" in sys.argv:
     sys.exit(7)
 time.sleep(600)
 """  # noqa: E501
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.02)
 
 
 def running(pid: int) -> bool:
@@ -64,7 +57,7 @@ def start(folder: Path, *flags: str, grace_s: float = 0.3) -> tuple[subprocess.P
         *flags,
     ]
     supervisor = subprocess.Popen(command, start_new_session=True)
-    wait_for((folder / "pids").exists)
+    wait_until((folder / "pids").exists)
     return supervisor, [int(p) for p in (folder / "pids").read_text().split()]
 
 
@@ -77,20 +70,20 @@ def test_sigterm_ends_the_tree(tmp_path: Path, flags: tuple[str, ...]) -> None:
     assert not any(running(p) for p in pids)
 
 
-def test_the_commands_end_ends_the_rest(tmp_path: Path) -> None:
+def test_exit_of_the_command_ends_its_descendants(tmp_path: Path) -> None:
     supervisor, pids = start(tmp_path, "exit")
     assert supervisor.wait(20) == 7
     assert not any(running(p) for p in pids)
 
 
-def test_a_killed_command_takes_its_tree_along(tmp_path: Path) -> None:
+def test_killed_command_ends_its_descendants(tmp_path: Path) -> None:
     supervisor, pids = start(tmp_path)
     os.kill(pids[0], signal.SIGKILL)
     assert supervisor.wait(20) == 128 + signal.SIGKILL
     assert not any(running(p) for p in pids)
 
 
-def test_a_killed_launcher_takes_all_along(tmp_path: Path) -> None:
+def test_killed_launcher_ends_the_tree(tmp_path: Path) -> None:
     launcher_code = (
         "import os, subprocess, sys, time;"
         "subprocess.Popen([sys.executable, sys.argv[1], str(os.getpid()), '0.3', sys.executable, '-c', *sys.argv[2:]],"
@@ -98,27 +91,27 @@ def test_a_killed_launcher_takes_all_along(tmp_path: Path) -> None:
     )
     launcher = subprocess.Popen([sys.executable, "-c", launcher_code, SUPERVISE, TREE, str(tmp_path)])
     try:
-        wait_for((tmp_path / "pids").exists)
+        wait_until((tmp_path / "pids").exists)
         pids = [int(p) for p in (tmp_path / "pids").read_text().split()]
     finally:
         launcher.kill()
         launcher.wait()
-    wait_for(lambda: not any(running(p) for p in pids))
+    wait_until(lambda: not any(running(p) for p in pids))
 
 
-def test_a_launcher_that_is_gone_already_is_noticed(tmp_path: Path) -> None:
+def test_launcher_that_has_already_exited_is_detected(tmp_path: Path) -> None:
     command = [sys.executable, SUPERVISE, "1", "0.3", sys.executable, "-c", "import time; time.sleep(600)"]
     begin = time.monotonic()
     assert subprocess.run(command, timeout=20).returncode != 0
     assert time.monotonic() - begin < 10
 
 
-def test_a_killed_supervisor_takes_the_command_along(tmp_path: Path) -> None:
+def test_killed_supervisor_ends_the_command(tmp_path: Path) -> None:
     supervisor, pids = start(tmp_path)
     supervisor.kill()
     supervisor.wait()
-    wait_for(lambda: not running(pids[0]))
-    os.killpg(supervisor.pid, signal.SIGKILL)  # what ServerProcess.stop does last
-    wait_for(lambda: not running(pids[1]))
-    for pid in pids[2:]:  # in sessions of their own: beyond a process group's reach
+    wait_until(lambda: not running(pids[0]))
+    os.killpg(supervisor.pid, signal.SIGKILL)  # as ServerProcess.stop does
+    wait_until(lambda: not running(pids[1]))
+    for pid in pids[2:]:  # in their own sessions, outside the process group
         os.kill(pid, signal.SIGKILL)
