@@ -82,7 +82,7 @@ def test_refused(overrides: list[str], message: str) -> None:
 
 
 def test_the_demo_itself_is_accepted() -> None:
-    placement = check(load_config(GrpoConfig, presets=[DEMO], overrides=[]))
+    placement = check(load_config(GrpoConfig, presets=[DEMO], overrides=[])).placement
     assert len(placement.rank_gpus) == 2
 
 

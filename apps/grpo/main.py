@@ -60,7 +60,7 @@ def num_updates(config: GrpoConfig) -> int:
     return per_step * config.trainer.total_training_steps
 
 
-def check(config: GrpoConfig) -> "rl_runtime.Placement":
+def check(config: GrpoConfig) -> "rl_runtime.JobPlan":
     """Refuses what cannot work before any process starts; which process runs on which device."""
     return rl_runtime.check_job(config, {"actor": (config.actor, num_updates(config))})
 

@@ -148,7 +148,7 @@ def num_updates(config: PpoConfig) -> tuple[int, int]:
     return per_step * (steps - config.algorithm.critic_warmup_steps), per_step * steps
 
 
-def check(config: PpoConfig) -> "rl_runtime.Placement":
+def check(config: PpoConfig) -> "rl_runtime.JobPlan":
     """Refuses what cannot work before any process starts; which process runs on which device."""
     of_actor, of_critic = num_updates(config)
     own = {"critic": config.trainer.num_critic_ranks} if config.trainer.num_critic_ranks else {}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .app.inputs import Inputs, load_inputs
-    from .app.job import Algorithm, Job, check_job, job_layout, run_job
+    from .app.job import Algorithm, Job, JobPlan, check_job, job_layout, run_job
     from .app.job_config import JobConfig
     from .app.preflight import (
         check_engine,
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from .rollout.phase import RolloutPhase, Validation
     from .rollout.scoring import Scorer
     from .rollout.servers import RolloutServers
-    from .training.checkpoints import Stateful
+    from .rollout.step_rollouts import StepRollouts
+    from .training.checkpoints import RunCheckpoints, Stateful
     from .training.loop import LoopResult, Phase, TrainingLoop
     from .training.metrics import mismatch, rollout_metrics, throughput, update_metrics
     from .training.policy import PolicyConfig, policy_loss, with_loss_weights
+    from .training.record import RunRecord
     from .training.supervised import supervised_step, train_supervised
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "Inputs",
     "Job",
     "JobConfig",
+    "JobPlan",
     "LoopResult",
     "LossSpec",
     "MiniBatch",
@@ -60,9 +63,12 @@ __all__ = [
     "RolloutFailed",
     "RolloutPhase",
     "RolloutServers",
+    "RunCheckpoints",
+    "RunRecord",
     "Scorer",
     "Session",
     "Stateful",
+    "StepRollouts",
     "SupervisedConfig",
     "TaskSize",
     "TrainBatch",
@@ -106,6 +112,7 @@ _MODULES = {
     ".app.job": (
         "Algorithm",
         "Job",
+        "JobPlan",
         "check_job",
         "job_layout",
         "run_job",
@@ -167,7 +174,11 @@ _MODULES = {
     ),
     ".rollout.scoring": ("Scorer",),
     ".rollout.servers": ("RolloutServers",),
-    ".training.checkpoints": ("Stateful",),
+    ".rollout.step_rollouts": ("StepRollouts",),
+    ".training.checkpoints": (
+        "RunCheckpoints",
+        "Stateful",
+    ),
     ".training.loop": (
         "LoopResult",
         "Phase",
@@ -184,6 +195,7 @@ _MODULES = {
         "policy_loss",
         "with_loss_weights",
     ),
+    ".training.record": ("RunRecord",),
     ".training.supervised": (
         "supervised_step",
         "train_supervised",

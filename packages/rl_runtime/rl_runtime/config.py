@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from ds_engine import OptimConfig
@@ -141,10 +141,12 @@ class EpisodeConfig:
 class OversamplingConfig:
     """Steps that do not wait for the longest responses. Such a run does not repeat bit for bit."""
 
+    RENAMED_KEYS: ClassVar[dict[str, str]] = {"keep_unfinished": "partial_rollouts"}
+
     extra_prompts: int = 0
     """Prompts asked beyond `batch.train_batch_size`; a step goes on when so many groups as that are complete. 0: all
     are waited for. Short responses come first, so keep the others."""
-    keep_unfinished: bool = True
+    partial_rollouts: bool = True
     """The next step goes on with the others where they stopped; their tokens keep the policy version that drew them.
     False gives them up."""
 

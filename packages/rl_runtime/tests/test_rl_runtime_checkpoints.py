@@ -48,7 +48,11 @@ def test_other_models_and_other_engines_are_refused_with_nothing_loaded(tmp_path
     wider = {"w": {"shape": [2, 4], "dtype": "bfloat16"}}
     adapters = MODEL | {"w.lora_A": {"shape": [1, 3], "dtype": "float32"}}
     for roles, error, message in (
-        ({"actor": Loads(wider)}, ArchitectureMismatchError, r"another 'actor'.*w \[2, 3\] there, \[2, 4\] here"),
+        (
+            {"actor": Loads(wider)},
+            ArchitectureMismatchError,
+            r"another 'actor'.*w \[2, 3\] in the checkpoint, \[2, 4\] here",
+        ),
         ({"actor": Loads(adapters)}, ArchitectureMismatchError, "only here: w.lora_A"),
         ({"actor": Loads(MODEL), "critic": Loads(MODEL)}, InputError, "holds no 'critic'"),
     ):

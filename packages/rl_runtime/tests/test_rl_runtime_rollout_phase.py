@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,7 @@ import pytest
 from rl_runtime.app.job_config import JobConfig, without_secrets
 from rl_runtime.config import EpisodeConfig, OversamplingConfig, ScoringConfig
 from rl_runtime.errors import InputError, RolloutFailed
-from rl_runtime.rollout.meter import RolloutMeter
-from rl_runtime.rollout.phase import RolloutPhase, load_rollout
+from rl_runtime.rollout.phase import RolloutMeter, RolloutPhase, load_rollout
 from rl_runtime.rollout.scoring import Scorer, load_reward
 from rl_runtime.training.metrics import mismatch
 from rollout_vllm import (
@@ -201,7 +201,7 @@ def test_groups_not_waited_for_come_first_in_the_next_step(scorer: Scorer) -> No
     first = rollout.collect([Prompt("a"), Prompt("b"), Prompt("c")], sampling, step=1)
     assert [item.prompt.id for item in first.batch.items] == ["a", "a", "b", "b"]
     assert first.num_failed == 0
-    assert (first.metrics["rollout/num_carried_groups"], first.metrics["rollout/num_carried_tokens"]) == (1, 2)
+    assert (first.metrics["rollout/num_partial_groups"], first.metrics["rollout/num_partial_tokens"]) == (1, 2)
 
     # A run that goes on from a checkpoint asks for the same.
     state = json.loads(json.dumps(rollout.state_dict()))
@@ -223,7 +223,7 @@ def test_groups_not_waited_for_come_first_in_the_next_step(scorer: Scorer) -> No
 
 
 def test_groups_that_are_given_up_are_gone(scorer: Scorer) -> None:
-    oversampling = OversamplingConfig(extra_prompts=1, keep_unfinished=False)
+    oversampling = OversamplingConfig(extra_prompts=1, partial_rollouts=False)
     rollout = phase(ScriptedClient([], n=2), scorer, oversampling=oversampling)
     collected = rollout.collect([Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=2), step=1)
     assert [item.prompt.id for item in collected.batch.items] == ["a", "a", "b", "b"]
@@ -239,11 +239,11 @@ def test_tokens_of_an_older_version_are_no_mismatch(scorer: Scorer) -> None:
     older = replace(batch.items[0], version_spans=((2, 1),))
     batch = replace(batch, items=(older, batch.items[1]))
     log_probs = (batch.items[0].rollout_log_probs + 0.5, batch.items[1].rollout_log_probs + 0.25)
-    assert mismatch(batch, log_probs) == {
-        "rollout/log_prob_mismatch": 0.25,
-        "rollout/log_prob_mismatch_stale": 0.5,
-        "rollout/stale_token_share": 0.5,
-    }
+    metrics = mismatch(batch, log_probs)
+    assert (metrics["rollout/log_prob_mismatch"], metrics["rollout/log_prob_mismatch_max"]) == (0.25, 0.25)
+    assert metrics["rollout/log_prob_mismatch_stale"] == metrics["rollout/stale_token_share"] == 0.5
+    assert metrics["rollout/mismatch_kl"] == pytest.approx(math.exp(0.25) - 1 - 0.25)
+    assert metrics["rollout/mismatch_ess"] == 1.0
 
 
 JUDGE_PROMPT = "Grade {{0 to 10}}: {prompt} {response} should be {ground_truth} in {data_source}"

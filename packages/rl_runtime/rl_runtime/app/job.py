@@ -1,7 +1,7 @@
-"""One reinforcement-learning run from its configuration to its run folder; the app brings the algorithm.
+"""Runs one reinforcement-learning job from its configuration to its run folder; the app provides the algorithm.
 
-An app is `run_job(config, check(config), compose)`: `compose` builds the engines it trains and hands back what one step
-does with scored samples.
+An app is `run_job(config, check(config), compose)`: `check` is `check_job` with the app's engines, and `compose` builds
+these engines and returns the update of one step.
 """
 
 import shutil
@@ -14,6 +14,7 @@ from ckpt import Checkpoint
 from ds_engine import EngineConfig, Head
 from rl_core import BatchLayout, batch_layout
 from rl_data import PromptSampler
+from rollout_vllm import RolloutConfig
 from run_kit.config.loader import to_yaml
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
@@ -27,8 +28,10 @@ from ..ranks.model_handle import ModelHandle
 from ..rollout.phase import RolloutPhase
 from ..rollout.scoring import Scorer
 from ..rollout.servers import RolloutServers
+from ..rollout.step_rollouts import StepRollouts
 from ..training.checkpoints import RunCheckpoints, Stateful
 from ..training.loop import Learn, LoopResult, TrainingLoop
+from ..training.record import RunRecord
 from ..training.supervised import train_supervised
 from .inputs import Inputs, load_inputs
 from .job_config import JobConfig, without_secrets
@@ -47,83 +50,87 @@ from .preflight import (
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """What an app adds to the loop."""
+    """What an app adds to the training loop."""
 
     roles: Mapping[str, ModelHandle]
-    """The trained engines, "actor" among them: saved, resumed."""
+    """The trained models by role, "actor" among them; saved and resumed."""
     learn: Learn
-    """One step on scored samples; returns its metrics."""
+    """The update of one step on scored samples; returns its metrics."""
     state: Mapping[str, Stateful] = field(default_factory=dict)
-    """What else a resumed run goes on from, such as a KL controller; JSON-able states."""
+    """Further state that is saved and resumed, such as a KL controller; JSON-able."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """What `check_job` found out before any process starts."""
+
+    placement: Placement
+    resume_from: Checkpoint | None
+    """The checkpoint that the run resumes from; its files are verified."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What `compose` builds its engines from."""
+    """A started run, from which `compose` builds its engines."""
 
     config: JobConfig
     session: Session
     tracker: Tracker
     inputs: Inputs
     folder: Path
+    """The run folder."""
     resumed: Checkpoint | None
 
     @cached_property
     def model_path(self) -> str:
-        """The folder of the model that the run starts from: the given one, or that after the warm start on it."""
-        warm_start = self.config.warm_start
-        if not warm_start.steps:
+        """The model folder that the run starts from: the configured one, or the result of the warm start."""
+        if not self.config.warm_start.steps:
             return str(self.inputs.model_path)
         warm = self.folder / "warm_start_model"
-        if self.resumed is not None:  # what the run it goes on from started with; kept here too, for the next resume
-            earlier = self.resumed.path.parent.parent / warm.name
-            shutil.copytree(earlier, warm)
-            return str(warm)
-        model = ModelHandle(self.session.ranks_of("actor"), "actor", self.config.batch)
-        model.build(
-            str(self.inputs.model_path),
-            replace(self.config.actor, optim=warm_start.optim),
-            total_steps=warm_start.steps,
-        )
-        train_supervised(
-            model,
-            self.inputs.demonstrations,
-            warm_start,
-            seed=self.config.trainer.seed,
-            on_step=self.tracker.log_supervised,
-        )
-        model.export(str(warm), str(self.inputs.model_path))
+        if self.resumed is not None:  # the copy of the resumed run; kept here too, for the next resume
+            shutil.copytree(self.resumed.path.parent.parent / warm.name, warm)
+        else:
+            self._warm_start(warm)
         return str(warm)
 
-    def trained(self, name: str, engine: EngineConfig, *, num_updates: int, head: Head = "lm") -> ModelHandle:
-        """The engine `name` with an optimizer, on every rank."""
-        role = ModelHandle(
-            self.session.ranks_of(name), name, self.config.batch, temperature=self.config.sampling.temperature
-        )
-        role.build(self.model_path, engine, total_steps=num_updates, head=head)
-        return role
+    def trained(self, role: str, engine: EngineConfig, *, num_updates: int, head: Head = "lm") -> ModelHandle:
+        """Builds the engine of `role` with an optimizer on its ranks."""
+        model = self._handle(role)
+        model.build(self.model_path, engine, total_steps=num_updates, head=head)
+        return model
 
-    def frozen(self, name: str, engine: EngineConfig) -> ModelHandle:
-        """The engine `name` without one: a reference model."""
-        role = ModelHandle(
-            self.session.ranks_of(name), name, self.config.batch, temperature=self.config.sampling.temperature
-        )
-        role.build_frozen(self.model_path, engine)
-        return role
+    def frozen(self, role: str, engine: EngineConfig) -> ModelHandle:
+        """Builds the engine of `role` without an optimizer: a reference model."""
+        model = self._handle(role)
+        model.build_frozen(self.model_path, engine)
+        return model
+
+    def _handle(self, role: str) -> ModelHandle:
+        config = self.config
+        return ModelHandle(self.session.ranks_of(role), role, config.batch, temperature=config.sampling.temperature)
+
+    def _warm_start(self, folder: Path) -> None:
+        """Trains on the demonstrations and writes the model to `folder`."""
+        config, inputs = self.config.warm_start, self.inputs
+        model = ModelHandle(self.session.ranks_of("actor"), "actor", self.config.batch)
+        model.build(str(inputs.model_path), replace(self.config.actor, optim=config.optim), total_steps=config.steps)
+        seed = self.config.trainer.seed
+        train_supervised(model, inputs.demonstrations, config, seed=seed, on_step=self.tracker.log_supervised)
+        model.export(str(folder), str(inputs.model_path))
 
 
 def job_layout(
     config: JobConfig, *, section: str = "actor", engine: EngineConfig | None = None, num_ranks: int | None = None
 ) -> BatchLayout:
-    """How the batch divides over mini batches and the ranks of `engine` (by default the actor's), dp x sp of them.
+    """How a train batch divides into mini batches and over the dp x sp ranks of `engine` (default: the actor's).
 
     Args:
-        section: where `engine` stands in the configuration.
-        num_ranks: how many ranks the engine lives on; by default the actor's.
+        section: the configuration section of `engine`.
+        num_ranks: the number of ranks of the engine; default: the actor's.
 
     Raises:
-        rl_core.BatchError: it does not; names sizes that would.
-        InputError: the ranks do not divide by sequence_parallel.
+        rl_core.BatchError: the sizes do not divide; names sizes that do.
+        InputError: the number of ranks is no multiple of sequence_parallel.
     """
     engine = engine or config.actor
     num_ranks = num_ranks or config.trainer.num_ranks
@@ -134,12 +141,12 @@ def job_layout(
 
 def check_job(
     config: JobConfig, engines: Mapping[str, tuple[EngineConfig, int]], *, own_ranks: Mapping[str, int] | None = None
-) -> Placement:
-    """Refuses what cannot work before any process starts; which process runs on which device.
+) -> JobPlan:
+    """Refuses settings that cannot work before any process starts; plans the devices and the resume.
 
     Args:
         engines: configuration section -> (trained engine, its optimizer steps over the whole run).
-        own_ranks: section -> how many ranks compute for that engine alone.
+        own_ranks: section -> number of ranks that compute for that engine alone.
     """
     own_ranks = own_ranks or {}
     prepare_driver(config.trainer.device)
@@ -157,12 +164,11 @@ def check_job(
     check_lengths(config.rollout, config.data, samplings)
     check_adapters(config.actor, config.rollout, config.sync)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
-    find_checkpoint(config.trainer)
-    return placement
+    return JobPlan(placement=placement, resume_from=find_checkpoint(config.trainer))
 
 
-def run_job(config: JobConfig, placement: Placement, compose: Callable[[Job], Algorithm]) -> None:
-    """Runs the job into a new run folder and prints what it reached."""
+def run_job(config: JobConfig, plan: JobPlan, compose: Callable[[Job], Algorithm]) -> None:
+    """Runs the job into a new run folder: processes, engines, training loop, export, summary."""
     run = RunFolder.create(config.trainer.output_dir, config.trainer.experiment)
     with (
         MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
@@ -173,9 +179,9 @@ def run_job(config: JobConfig, placement: Placement, compose: Callable[[Job], Al
             config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed
         )
         with open_session(
-            placement,
+            plan.placement,
             trainer=config.trainer,
-            rollout=replace(config.rollout, control_routes=True) if _cuts_short(config) else config.rollout,
+            rollout=_rollout_config(config),
             model_path=str(inputs.model_path),
             log_dir=run.path / "servers",
             sync=config.sync,
@@ -186,74 +192,81 @@ def run_job(config: JobConfig, placement: Placement, compose: Callable[[Job], Al
                 tracker=tracker,
                 inputs=inputs,
                 folder=run.path,
-                resumed=find_checkpoint(config.trainer),
+                resumed=plan.resume_from,
             )
-            result = _train(job, compose(job), memory)
+            algorithm = compose(job)
+            session.servers.wait_ready()
+            result = _train(job, algorithm, memory)
+            if config.trainer.export_model:
+                algorithm.roles["actor"].export(str(run.path / "model"), job.model_path)
         tracker.summary(result)
 
 
-def _cuts_short(config: JobConfig) -> bool:
-    """Whether the servers must be able to hand back responses that are not finished."""
-    return config.oversampling.extra_prompts > 0 and config.oversampling.keep_unfinished
-
-
 def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
-    """The steps, then the export."""
-    config, session, inputs = job.config, job.session, job.inputs
-    actor = algorithm.roles["actor"]
-    sync = resolve_sync_transport(
-        config.sync, trainer=config.trainer, rollout=config.rollout, on_gpu=session.placement.on_gpu
-    )
-    if sync != config.sync:
-        job.tracker.info(f"servers on other hosts: weights go to them over {sync.transport}")
-    session.servers.wait_ready()
-    with (
-        Scorer(config.reward) as scorer,
-        RolloutServers(
-            session.servers,
-            session.client,
-            actor,
-            sync,
-            max_restarts=config.trainer.max_server_restarts,
-            report=job.tracker.info,
-            adapters_alone=config.rollout.max_lora_rank is not None,
-        ) as servers,
-    ):
-        sampler = PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle)
-        rollout = RolloutPhase(
-            session.client,
-            inputs.tokenizer,
-            scorer=scorer,
-            seed=config.trainer.seed,
-            episode=config.episode,
-            oversampling=config.oversampling,
-        )
+    """All steps of the training loop."""
+    config, session = job.config, job.session
+    profiler = StepProfiler(session.recorder, job.folder / "profile", config.trainer.profile_steps)
+    with Scorer(config.reward) as scorer, _servers(job, algorithm.roles["actor"]) as servers:
+        rollouts = _rollouts(job, scorer)
         checkpoints = RunCheckpoints(
             job.folder / "checkpoints",
             config.trainer,
             session.rank_groups,
             roles=algorithm.roles,
-            parts={"sampler": sampler, "rollout": rollout, **algorithm.state},
+            parts={"sampler": rollouts.sampler, "rollout": rollouts.phase, **algorithm.state},
             config=to_yaml(without_secrets(config)),
         )
         loop = TrainingLoop(
-            trainer=config.trainer,
-            sampling=config.sampling,
-            validation=config.validation,
-            train_batch_size=config.batch.train_batch_size,
-            train_prompts=inputs.train_prompts,
-            val_prompts=inputs.val_prompts,
-            sampler=sampler,
-            session=session,
+            config.trainer,
+            rollouts=rollouts,
             servers=servers,
-            rollout=rollout,
-            tracker=job.tracker,
-            memory=memory,
-            profiler=StepProfiler(session.recorder, job.folder / "profile", config.trainer.profile_steps),
             checkpoints=checkpoints,
-            resumed=job.resumed,
+            record=RunRecord(job.tracker, memory, profiler, session),
         )
-        result = loop.run(algorithm.learn)
-    if config.trainer.export_model:
-        actor.export(str(job.folder / "model"), job.model_path)
-    return result
+        return loop.run(algorithm.learn, job.resumed)
+
+
+def _rollout_config(config: JobConfig) -> RolloutConfig:
+    """Partial rollouts need servers that can return unfinished responses."""
+    partial_rollouts = config.oversampling.extra_prompts > 0 and config.oversampling.partial_rollouts
+    return replace(config.rollout, control_routes=True) if partial_rollouts else config.rollout
+
+
+def _servers(job: Job, actor: ModelHandle) -> RolloutServers:
+    """The rollout servers with the transport that reaches them."""
+    config, session = job.config, job.session
+    sync = resolve_sync_transport(
+        config.sync, trainer=config.trainer, rollout=config.rollout, on_gpu=session.placement.on_gpu
+    )
+    if sync != config.sync:
+        job.tracker.info(f"servers on other hosts: weights are sent over {sync.transport}")
+    return RolloutServers(
+        session.servers,
+        session.client,
+        actor,
+        sync,
+        max_restarts=config.trainer.max_server_restarts,
+        report=job.tracker.info,
+        adapters_alone=config.rollout.max_lora_rank is not None,
+    )
+
+
+def _rollouts(job: Job, scorer: Scorer) -> StepRollouts:
+    """The prompts of the run and how they are sampled and scored."""
+    config, inputs = job.config, job.inputs
+    return StepRollouts(
+        phase=RolloutPhase(
+            job.session.client,
+            inputs.tokenizer,
+            scorer=scorer,
+            seed=config.trainer.seed,
+            episode=config.episode,
+            oversampling=config.oversampling,
+        ),
+        sampler=PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle),
+        train_prompts=inputs.train_prompts,
+        val_prompts=inputs.val_prompts,
+        train_batch_size=config.batch.train_batch_size,
+        sampling=config.sampling,
+        validation=config.validation,
+    )

@@ -19,7 +19,7 @@ from ckpt import (
     AsyncSaver,
     CheckpointManager,
     DeepSpeedState,
-    Ranks,
+    SaverRanks,
     ZeroCheckpoint,
     capture_rng,
     describe_model,
@@ -209,7 +209,7 @@ class TrainerWorker:
 
         `num_ranks` of all groups write there; those of this one are counted from `first`.
         """
-        ranks = Ranks(num_ranks=num_ranks, rank=first + self.rank, run_id=run_id, publisher=None)
+        ranks = SaverRanks(num_ranks=num_ranks, rank=first + self.rank, run_id=run_id, publisher=None)
         self._saver = AsyncSaver(CheckpointManager(Path(folder)), ranks=ranks)
 
     def save(self, step: int, roles: Sequence[str]) -> None:

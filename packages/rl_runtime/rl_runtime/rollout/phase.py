@@ -31,13 +31,17 @@ from rollout_vllm import (
 from ..config import EpisodeConfig, OversamplingConfig
 from ..errors import RolloutFailed
 from ..experience import Experience, ExperienceBatch, PromptLike
-from .meter import RolloutMeter
 from .partial_rollouts import PartialRollout
 from .scoring import Scorer
 from .user_functions import load_function
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 RolloutFunction = Callable[[Episode, PromptLike, Any], Awaitable[None]]
+
+_COUNTERS = {
+    "rollout/num_preemptions": "num_preemptions",
+    "rollout/num_retries": "client/num_retries",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +74,33 @@ class _Scored:
     reasons: list[str]
 
 
+class RolloutMeter:
+    """Reads the counters after every rollout; what they gained since the last reading belongs to it.
+
+    A server that was started again begins at zero: what it lost is not subtracted from the others' gain. Metrics that
+    the servers do not serve are left out.
+    """
+
+    def __init__(self, client: RolloutClient) -> None:
+        self._client = client
+        self._last: dict[str, float] = {}
+
+    async def read(self, gen_s: float) -> dict[str, float]:
+        """The metrics of the rollout that took `gen_s` seconds and has just ended."""
+        last, now = self._last, await self._client.fetch_metrics()
+        self._last = now
+
+        def gained(name: str) -> float:
+            return max(0.0, now[name] - last.get(name, 0.0))
+
+        metrics = {"rollout/tokens_per_s": gained("client/response_tokens") / gen_s}
+        metrics |= {ours: gained(name) for ours, name in _COUNTERS.items() if name in now}
+        metrics |= {f"rollout/{name}": now[name] for name in ("num_running", "num_waiting") if name in now}
+        if queries := gained("prefix_cache_queries") if "prefix_cache_queries" in now else 0.0:
+            metrics["rollout/prefix_cache_hit_rate"] = min(1.0, gained("prefix_cache_hits") / queries)
+        return metrics
+
+
 class RolloutPhase:
     """Generation and scoring of one step. `seed`, the step and the prompt's place decide every request's seed.
 
@@ -91,11 +122,11 @@ class RolloutPhase:
         self._episode, self._oversampling = episode or EpisodeConfig(), oversampling or OversamplingConfig()
         self._function = load_rollout(self._episode.function) if self._episode.function is not None else None
         self._meter = RolloutMeter(client)
-        self._carried: list[PartialRollout] = []
+        self._partial: list[PartialRollout] = []
 
     def num_prompts(self, train_batch_size: int) -> int:
         """How many prompts the next step wants, so that it can be done with the first `train_batch_size` groups."""
-        return train_batch_size + self._oversampling.extra_prompts - len(self._carried)
+        return train_batch_size + self._oversampling.extra_prompts - len(self._partial)
 
     def collect(
         self,
@@ -118,7 +149,7 @@ class RolloutPhase:
         """
         phase = phase or (lambda _: nullcontext())
         with phase("gen"):
-            num_groups = max(1, len(prompts) + len(self._carried) - self._oversampling.extra_prompts)
+            num_groups = max(1, len(prompts) + len(self._partial) - self._oversampling.extra_prompts)
             scoring, metrics = self._client.run(self._generate(prompts, sampling, step, num_groups))
         with phase("reward"):  # what generation did not hide
             items, reasons = self._client.run(_finish(scoring, min_samples=min(2, sampling.n), at_most=num_groups))
@@ -146,11 +177,12 @@ class RolloutPhase:
 
     def state_dict(self) -> dict[str, Any]:
         """The groups that the next step goes on with; JSON-able."""
-        return {"carried": [carried.to_state() for carried in self._carried]}
+        return {"partial_rollouts": [partial.to_state() for partial in self._partial]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what `state_dict` gave."""
-        self._carried = [PartialRollout.from_state(carried) for carried in state["carried"]]
+        groups = state["partial_rollouts" if "partial_rollouts" in state else "carried"]  # version 0.1
+        self._partial = [PartialRollout.from_state(group) for group in groups]
 
     async def _generate(
         self, prompts: Sequence[PromptLike], sampling: SamplingConfig, step: int, num_groups: int | None
@@ -160,7 +192,7 @@ class RolloutPhase:
         `num_groups`: how many complete groups a training step waits for; None for held-out prompts.
         """
         started = time.perf_counter()
-        asked = self._ask(prompts, step, carried=self._carried if num_groups is not None else [])
+        asked = self._ask(prompts, step, partial=self._partial if num_groups is not None else [])
         prompt_of = {group.prompt_id: (place, prompt) for place, (prompt, group) in enumerate(asked)}
         scoring: dict[str, asyncio.Task[_Scored]] = {}
 
@@ -171,24 +203,24 @@ class RolloutPhase:
         if self._function is not None:
             await self._run_episodes(requests, sampling, prompt_of, on_group)
         elif num_groups is not None and num_groups < len(requests):
-            keep = self._oversampling.keep_unfinished
+            keep = self._oversampling.partial_rollouts
             first = await self._client.generate_first(
                 requests, sampling, num_groups=num_groups, keep_rest=keep, on_group=on_group
             )
-            self._carried = [PartialRollout(prompt=prompt_of[rest.prompt_id][1], group=rest) for rest in first.rest]
+            self._partial = [PartialRollout(prompt=prompt_of[rest.prompt_id][1], group=rest) for rest in first.rest]
         else:
             await self._client.generate(requests, sampling, on_group=on_group)
         metrics = await self._meter.read(time.perf_counter() - started)
         if self._oversampling.extra_prompts:
-            metrics["rollout/num_carried_groups"] = float(len(self._carried))
-            metrics["rollout/num_carried_tokens"] = float(sum(carried.num_tokens for carried in self._carried))
+            metrics["rollout/num_partial_groups"] = float(len(self._partial))
+            metrics["rollout/num_partial_tokens"] = float(sum(partial.num_tokens for partial in self._partial))
         return [scoring[prompt_id] for prompt_id in prompt_of if prompt_id in scoring], metrics
 
     def _ask(
-        self, prompts: Sequence[PromptLike], step: int, *, carried: Sequence[PartialRollout]
+        self, prompts: Sequence[PromptLike], step: int, *, partial: Sequence[PartialRollout]
     ) -> list[tuple[PromptLike, Request | PartialGroup]]:
         """What is asked for: unfinished groups first, so that none of them waits for ever."""
-        asked: list[tuple[PromptLike, Request | PartialGroup]] = [(item.prompt, item.group) for item in carried]
+        asked: list[tuple[PromptLike, Request | PartialGroup]] = [(item.prompt, item.group) for item in partial]
         for place, prompt in enumerate(prompts):
             request = Request(
                 prompt_id=f"{step}/{place}:{prompt.id}",

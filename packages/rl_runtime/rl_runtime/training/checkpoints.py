@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from ckpt import AsyncSaver, Checkpoint, CheckpointManager, Ranks, Retention, capture_rng, check_model, restore_rng
+from ckpt import AsyncSaver, Checkpoint, CheckpointManager, Retention, SaverRanks, capture_rng, check_model, restore_rng
 
 from ..config import TrainerConfig
 from ..errors import InputError
@@ -55,7 +55,7 @@ class RunCheckpoints:
                 metric=trainer.best_metric if trainer.keep_best else None,
             )
             num_ranks = sum(group.world_size for group in self._groups)
-            ranks = Ranks(num_ranks=num_ranks, rank=None, run_id=run_id, publisher=None)
+            ranks = SaverRanks(num_ranks=num_ranks, rank=None, run_id=run_id, publisher=None)
             self._saver = AsyncSaver(CheckpointManager(self._folder, retention=keep), ranks=ranks)
             for group, first in self._numbered_groups():
                 group.run(TrainerWorker.open_saver, str(self._folder), run_id, first, num_ranks)

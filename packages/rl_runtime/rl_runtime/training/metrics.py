@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ds_engine import StepStats
 
@@ -23,7 +24,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "response_length/mean": float(response_lens.mean()),
         "response_length/max": float(response_lens.max()),
         "response_length/min": float(response_lens.min()),
-        "response_length/cut": float(np.mean([item.finish_reason == "length" for item in batch.items])),
+        "response_length/clip_ratio": float(np.mean([item.finish_reason == "length" for item in batch.items])),
         "prompt_length/mean": float(prompt_lens.mean()),
         "prompt_length/max": float(prompt_lens.max()),
         "rollout/num_samples": float(len(batch.items)),
@@ -34,20 +35,31 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
 
 
 def mismatch(batch: ExperienceBatch, log_probs: tuple[np.ndarray, ...]) -> dict[str, float]:
-    """Mean absolute difference between the trainer's and the rollout's log-probs of the same generated tokens.
+    """Difference between the trainer's and the servers' log-probs of the same generated tokens (`rl_core`'s metrics).
 
-    Tokens that an older policy version drew differ for a reason and are counted apart.
+    Tokens that an older policy version sampled differ by the updates in between, and are reported separately.
     """
-    versions = np.concatenate(
-        [np.repeat([v for v, _ in item.version_spans], [n for _, n in item.version_spans]) for item in batch.items]
+    from rl_core import mismatch_metrics
+
+    versions_K = torch.tensor(
+        [version for item in batch.items for version, count in item.version_spans for _ in range(count)]
     )
-    difference = np.abs(np.concatenate(log_probs) - np.concatenate([item.rollout_log_probs for item in batch.items]))
-    stale = versions < versions.max()
+    log_probs_K = torch.from_numpy(np.concatenate(log_probs))
+    rollout_log_probs_K = torch.from_numpy(np.concatenate([item.rollout_log_probs for item in batch.items]))
+    stale_K = versions_K < versions_K.max()
+
+    def of_tokens(chosen_K: torch.Tensor) -> dict[str, float]:
+        return mismatch_metrics(log_probs_K[chosen_K], rollout_log_probs_K[chosen_K])
+
+    fresh = of_tokens(~stale_K)
     metrics = {
-        "rollout/log_prob_mismatch": float(difference[~stale].mean()),
-        "rollout/stale_token_share": float(stale.mean()),
+        "rollout/log_prob_mismatch": fresh["abs_mean"],
+        "rollout/log_prob_mismatch_max": fresh["abs_max"],
+        "rollout/mismatch_kl": fresh["kl_k3"],
+        "rollout/mismatch_ess": fresh["ess"],
+        "rollout/stale_token_share": float(stale_K.double().mean()),
     }
-    return metrics | ({"rollout/log_prob_mismatch_stale": float(difference[stale].mean())} if stale.any() else {})
+    return metrics | ({"rollout/log_prob_mismatch_stale": of_tokens(stale_K)["abs_mean"]} if stale_K.any() else {})
 
 
 def update_metrics(prefix: str, stats: Sequence[StepStats]) -> dict[str, float]:

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from rl_core import KLKind, LossAggregation, check_clip
 
 if TYPE_CHECKING:
     from ds_engine import LossOutput, TokenBatch, TokenOutputs
@@ -21,11 +23,11 @@ class PolicyConfig:
     """The ratio is clipped above 1 + clip_high (DAPO's clip-higher when larger than clip_low)."""
     dual_clip: float | None = None
     """For negative advantages the loss is bounded by dual_clip times the advantage; above 1, null for no bound."""
-    loss_aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length"] = "token_mean"
+    loss_aggregation: LossAggregation = "token_mean"
     """How token losses make the mini-batch loss; `fixed_length` (Dr.GRPO) divides by sampling.max_tokens."""
     kl_coef: float = 0.0
     """Weight of the KL term to the reference model; 0 builds no reference model."""
-    kl_kind: Literal["k1", "k2", "k3", "abs"] = "k3"
+    kl_kind: KLKind = "k3"
     """KL estimator (Schulman, 'Approximating KL divergence')."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
@@ -33,12 +35,7 @@ class PolicyConfig:
     """Passes over each train batch."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip_low < 1:
-            raise ValueError(f"clip_low is {self.clip_low}; allowed: between 0 and 1")
-        if self.clip_high <= 0:
-            raise ValueError(f"clip_high is {self.clip_high}; allowed: above 0")
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip is {self.dual_clip}; allowed: above 1, or null")
+        check_clip(self.clip_low, self.clip_high, self.dual_clip)
         if not 0 <= self.kl_coef < math.inf:
             raise ValueError(f"kl_coef is {self.kl_coef}; allowed: 0 or more")
         if not math.isfinite(self.entropy_coef):

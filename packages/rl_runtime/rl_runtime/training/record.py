@@ -1,0 +1,79 @@
+"""Writes down what a run does: metrics, phase times, memory, traces and sampled rollouts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from run_kit.memory import MemorySampler
+from run_kit.profiling import StepProfiler
+from run_kit.timing import PhaseTimer
+from run_kit.tracking import Tracker
+
+from ..experience import Experience
+from ..launch.session import Session
+from ..ranks.trainer_worker import TrainerWorker
+from ..rollout.phase import Collected, Validation
+from .metrics import throughput
+
+
+class RunRecord:
+    """The tracker of a run with the measurements that go into it."""
+
+    def __init__(self, tracker: Tracker, memory: MemorySampler, profiler: StepProfiler, session: Session) -> None:
+        self._tracker, self._memory, self._profiler, self._session = tracker, memory, profiler, session
+
+    def info(self, text: str) -> None:
+        """Prints a line and writes it to the log."""
+        self._tracker.info(text)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[PhaseTimer]:
+        """Times a step; traces it if `trainer.profile_steps` names it."""
+        timer = PhaseTimer()
+        with self._profiler.step(step, timer), timer.step():
+            yield timer
+
+    def log_step(self, step: int, collected: Collected, metrics: dict[str, float], timer: PhaseTimer) -> None:
+        """Writes the step's metrics, with times, throughput and memory, and some of its rollouts."""
+        times, num_tokens = timer.metrics(), collected.batch.num_tokens
+        num_gpus = self._session.placement.num_gpus
+        speed = {
+            "perf/total_num_tokens": float(num_tokens),
+            "perf/throughput": throughput(num_tokens, times["timing_s/step"], num_gpus),
+        }
+        self._tracker.log(step, metrics | times | speed | self._memory.metrics() | self._device_memory())
+        self._tracker.log_rollouts(step, [rollout_record(item) for item in collected.batch.items])
+
+    def log_validation(self, step: int, result: Validation) -> None:
+        """Writes the scores on the held-out prompts."""
+        self._tracker.log_validation(
+            step,
+            {
+                "val/accuracy": result.accuracy,
+                "val/score/mean": result.score_mean,
+                "val/num_samples": result.num_samples,
+                "val/num_failed": result.num_failed,
+            },
+        )
+
+    def _device_memory(self) -> dict[str, float]:
+        """The largest peak of all ranks."""
+        ranks = [rank for group in self._session.rank_groups for rank in group.run(TrainerWorker.memory_gb)]
+        return {f"perf/{name}": max(rank[name] for rank in ranks) for name in ranks[0]}
+
+
+def rollout_record(item: Experience) -> dict[str, Any]:
+    """A sample as a line of `rollouts/step_*.jsonl`."""
+    return {
+        "prompt": item.prompt.text,
+        "response": item.response_text,
+        "reward": item.score,
+        "ground_truth": item.prompt.ground_truth,
+        "group": item.group_id,
+        "finish_reason": item.finish_reason,
+        "policy_version": item.policy_version,
+        "version_spans": item.version_spans,
+        "num_turns": item.num_turns,
+        "num_response_tokens": item.num_generated,
+        "num_context_tokens": len(item.response_ids) - item.num_generated,
+    }
