@@ -1,4 +1,4 @@
-"""Partitions, micro-batch plans, layouts and orders: everything once, everywhere equally often, within the bounds."""
+"""Partitions, micro-batch plans, layouts and permutations."""
 
 import dataclasses
 import random
@@ -35,7 +35,7 @@ ranks_strategy = st.integers(1, 8)
 
 @st.composite
 def plan_cases(draw: st.DrawFn) -> tuple[list[int], int, dict[str, int]]:
-    """lengths, num_ranks, limits; half of them cut from full budgets, where levelling fails and the fallback packs."""
+    """lengths, num_ranks, limits; half of them split full budgets, where level_bins fails and first_fit is used."""
     num_ranks = draw(ranks_strategy)
     if draw(st.booleans()):
         return draw(lengths_strategy), num_ranks, draw(limits_strategy)
@@ -60,48 +60,38 @@ def micros(plan: MicroBatchPlan) -> list[tuple[int, ...]]:
 
 @PROPERTY
 @given(plan_cases())
-def test_plan_covers_every_sample_once(case: tuple[list[int], int, dict[str, int]]) -> None:
+def test_plan_computes_every_sample_once_within_the_limits(case: tuple[list[int], int, dict[str, int]]) -> None:
     lengths, num_ranks, limits = case
     plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
-    assert sorted(i for micro in micros(plan) for i in micro) == list(range(len(lengths)))
+    all_micros = micros(plan)
+    assert sorted(i for micro in all_micros for i in micro) == list(range(len(lengths)))
+    for micro in all_micros:
+        assert len(micro) <= limits.get("micro_batch_size", len(lengths))
+        assert len(micro) <= 1 or tokens(lengths, micro) <= limits.get("token_budget", sum(lengths))
+    # the same arguments give the same plan, and results return in the order of the samples
+    assert plan == plan_micro_batches(tuple(lengths), num_ranks=num_ranks, **limits)
+    results = [[[f"sample {i}" for i in micro] for micro in rank] for rank in plan.assignment]
+    assert plan.restore(results) == [f"sample {i}" for i in range(len(lengths))]
 
 
 @PROPERTY
 @given(plan_cases())
-def test_plan_has_equal_counts_on_every_rank(case: tuple[list[int], int, dict[str, int]]) -> None:
+def test_plan_has_equal_counts_and_balanced_tokens_on_every_rank(case: tuple[list[int], int, dict[str, int]]) -> None:
     lengths, num_ranks, limits = case
     plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
     assert plan.num_ranks == num_ranks
     assert {len(rank) for rank in plan.assignment} == {plan.num_micro_batches}
     assert plan.num_micro_batches >= 1
-
-
-@PROPERTY
-@given(plan_cases())
-def test_plan_keeps_the_limits(case: tuple[list[int], int, dict[str, int]]) -> None:
-    lengths, num_ranks, limits = case
-    for micro in micros(plan_micro_batches(lengths, num_ranks=num_ranks, **limits)):
-        assert len(micro) <= limits.get("micro_batch_size", len(lengths))
-        assert len(micro) <= 1 or tokens(lengths, micro) <= limits.get("token_budget", sum(lengths))
-
-
-@PROPERTY
-@given(plan_cases())
-def test_plan_is_empty_only_for_want_of_samples(case: tuple[list[int], int, dict[str, int]]) -> None:
-    lengths, num_ranks, limits = case
-    plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
+    # micro batches are empty only if there are too few samples
     num_empty = sum(not micro for micro in micros(plan))
     assert num_empty == max(0, num_ranks * plan.num_micro_batches - len(lengths))
-
-
-@PROPERTY
-@given(plan_cases())
-def test_plan_balances_ranks_within_one_micro_batch(case: tuple[list[int], int, dict[str, int]]) -> None:
-    lengths, num_ranks, limits = case
-    plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
     rank_tokens = [tokens(lengths, plan.rank_samples(rank)) for rank in range(num_ranks)]
     micro_tokens = [tokens(lengths, micro) for micro in micros(plan)]
     assert max(rank_tokens) - min(rank_tokens) <= max(micro_tokens) - min(micro_tokens)
+    # micro batches that run at the same time are of similar size
+    rounds = [[tokens(lengths, micro) for micro in column] for column in zip(*plan.assignment, strict=True)]
+    for earlier, later in pairwise(rounds):
+        assert min(earlier) >= max(later)
 
 
 @PROPERTY
@@ -116,31 +106,11 @@ def test_fixed_size_micro_batches_differ_by_one_item(lengths: list[int], num_ran
 
 
 @PROPERTY
-@given(plan_cases())
-def test_plan_ranks_run_micro_batches_of_similar_size_together(case: tuple[list[int], int, dict[str, int]]) -> None:
-    lengths, num_ranks, limits = case
-    plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
-    rounds = [[tokens(lengths, micro) for micro in column] for column in zip(*plan.assignment, strict=True)]
-    for earlier, later in pairwise(rounds):
-        assert min(earlier) >= max(later)
-
-
-@PROPERTY
 @given(lengths_strategy, ranks_strategy, st.integers(1, 900))
 def test_plan_needs_no_more_micro_batches_than_first_fit(lengths: list[int], num_ranks: int, budget: int) -> None:
     plan = plan_micro_batches(lengths, num_ranks=num_ranks, token_budget=budget)
     assert plan.num_micro_batches == -(-len(first_fit(lengths, budget)) // num_ranks)
     assert plan.num_micro_batches >= -(-sum(min(length, budget) for length in lengths) // (budget * num_ranks))
-
-
-@PROPERTY
-@given(plan_cases())
-def test_plan_is_the_same_every_time_and_restores_order(case: tuple[list[int], int, dict[str, int]]) -> None:
-    lengths, num_ranks, limits = case
-    plan = plan_micro_batches(lengths, num_ranks=num_ranks, **limits)
-    assert plan == plan_micro_batches(tuple(lengths), num_ranks=num_ranks, **limits)
-    results = [[[f"sample {i}" for i in micro] for micro in rank] for rank in plan.assignment]
-    assert plan.restore(results) == [f"sample {i}" for i in range(len(lengths))]
 
 
 @PROPERTY
@@ -165,7 +135,7 @@ def test_first_fit_bounds(lengths: list[int], capacity: int, max_items: int | No
     for members in bins:
         assert len(members) == 1 or tokens(lengths, members) <= capacity
     if max_items is None:
-        # no two bins fit into one, so less than twice the least number possible
+        # no two bins fit into one, so there are less than twice as many as necessary
         loads = sorted(tokens(lengths, members) for members in bins)
         assert len(loads) < 2 or loads[0] + loads[1] > capacity
 
@@ -185,7 +155,7 @@ def test_level_bins_bounds(lengths: list[int], num_bins: int, capacity: int) -> 
 
 @PROPERTY
 @given(st.integers(1, 200), st.integers(1, 200))
-def test_mini_batches_cover_or_name_sizes_that_do(num_prompts: int, size: int) -> None:
+def test_mini_batches_cover_all_prompts_or_the_error_names_sizes_that_work(num_prompts: int, size: int) -> None:
     if num_prompts % size == 0:
         minis = split_mini_batches(num_prompts, size)
         assert [i for mini in minis for i in mini] == list(range(num_prompts))
@@ -210,7 +180,7 @@ def test_reorder_and_restore(rng: random.Random, count: int) -> None:
     assert inverse_order(inverse_order(order)) == order
 
 
-def test_reorder_refuses_what_is_no_permutation() -> None:
+def test_restore_rejects_orders_that_are_no_permutation() -> None:
     for order in ([0, 0], [1, 2], [-1, 0]):
         with pytest.raises(BatchError, match="permutation"):
             restore(["a", "b"], order)
@@ -218,7 +188,7 @@ def test_reorder_refuses_what_is_no_permutation() -> None:
         restore(["a", "b", "c"], [0, 1])
 
 
-# dp x sp, mini and micro batches as DeepSpeed counts them
+# layouts over dp x sp
 
 
 @st.composite
@@ -269,7 +239,7 @@ def test_accepted_layouts_satisfy_deepspeeds_assertion(made: tuple[BatchConfig, 
 
 @PROPERTY
 @given(layouts())
-def test_refused_layouts_name_sizes_that_do(made: tuple[BatchConfig, dict[str, int]]) -> None:
+def test_rejected_layouts_name_sizes_that_work(made: tuple[BatchConfig, dict[str, int]]) -> None:
     config, sizes = made
     try:
         batch_layout(config, **sizes)
@@ -295,7 +265,7 @@ def test_refused_layouts_name_sizes_that_do(made: tuple[BatchConfig, dict[str, i
 @given(
     st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**31)
 )
-def test_plans_run_what_deepspeed_was_told(gas: int, micro: int, dp: int, sp: int, samples: int, seed: int) -> None:
+def test_plans_match_the_deepspeed_config(gas: int, micro: int, dp: int, sp: int, samples: int, seed: int) -> None:
     config = BatchConfig(
         train_batch_size=gas * micro * dp * sp, mini_batch_size=gas * micro * dp * sp, micro_batch_size=micro
     )
@@ -324,7 +294,7 @@ def test_deepspeed_itself_accepts_the_layout() -> None:
             checked._batch_assertion()
 
 
-def test_refusals_read_well() -> None:
+def test_error_messages() -> None:
     config = BatchConfig(train_batch_size=12, mini_batch_size=6, micro_batch_size=4)
     with pytest.raises(BatchError) as caught:
         batch_layout(config, samples_per_prompt=2, dp=2)
@@ -347,7 +317,7 @@ def test_refusals_read_well() -> None:
         plan_micro_batches([1], num_ranks=0, token_budget=4)
 
 
-def test_restore_refuses_another_layout() -> None:
+def test_plan_restore_rejects_another_layout() -> None:
     plan = plan_micro_batches([3, 3, 3], num_ranks=2, micro_batch_size=1)
     with pytest.raises(BatchError, match="ranks"):
         plan.restore([[[1]]])
@@ -356,7 +326,7 @@ def test_restore_refuses_another_layout() -> None:
 
 
 def test_tight_budgets_reach_the_fallback() -> None:
-    """Largest first into the lightest bin wastes room here; first fit does not, and its bins are used."""
+    """level_bins cannot fit these lengths into two bins; first_fit can."""
     lengths = [5, 5, 4, 3, 3]
     assert level_bins(lengths, 2, 10) is None
     plan = plan_micro_batches(lengths, num_ranks=2, token_budget=10)
@@ -365,7 +335,7 @@ def test_tight_budgets_reach_the_fallback() -> None:
 
 @PROPERTY
 @given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1, max_size=6), st.integers(0, 12))
-def test_splitting_bins_leaves_none_empty_while_items_last(sizes: list[list[int]], more: int) -> None:
+def test_split_bins_are_not_empty_unless_items_run_out(sizes: list[list[int]], more: int) -> None:
     lengths = [size for members in sizes for size in members]
     places = iter(range(len(lengths)))
     bins = [[next(places) for _ in members] for members in sizes]

@@ -1,4 +1,4 @@
-"""The README's code and the examples run, and the loop learns."""
+"""The code in the README and the examples."""
 
 import importlib.util
 import re

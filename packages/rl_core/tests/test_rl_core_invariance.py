@@ -1,8 +1,8 @@
 """Padding, permutation, micro batches and ranks leave every loss and its gradient unchanged (fp64 1e-12, fp32 1e-6).
 
-A toy policy with shared parameters stands for the model: each token has a feature row x, its log-prob is
--softplus(x . theta). The loss of the whole mini batch in one piece is the reference. Tolerances are relative to the
-sum of the absolute per-token contributions.
+The model is a toy policy with shared parameters: the log-prob of a token with feature row x is -softplus(x . theta).
+The reference is the loss of the whole mini batch at once. Tolerances are relative to the sum of the absolute per-token
+contributions.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A mini batch in the flat form; every field but `lens_S` and `weights_S` is per token."""
+    """A mini batch as flat rows; every field except `lens_S` and `weights_S` is per token."""
 
     features_KD: Tensor
     old_K: Tensor
@@ -115,7 +115,7 @@ def loss_and_grad(batch: Batch, theta: Tensor, name: str) -> tuple[Tensor, Tenso
 
 
 def scale_of(batch: Batch, theta: Tensor, name: str) -> float:
-    """Sum of absolute token contributions to loss and gradient, at least 1: what rounding errors are relative to."""
+    """Sum of absolute token contributions to loss and gradient, at least 1; rounding errors are relative to it."""
     log_probs = policy(theta, batch.features_KD)
     values = (batch.features_KD * theta).sum(-1)
     weights_K = broadcast_to_tokens(batch.weights_S, batch.lens_S)
@@ -125,7 +125,7 @@ def scale_of(batch: Batch, theta: Tensor, name: str) -> float:
 
 
 def pick(batch: Batch, rows: Sequence[int]) -> Batch:
-    """The batch of these sequences, in this order, with the weights they have in the whole."""
+    """The batch of these sequences, in this order, with their weights in the whole mini batch."""
     starts = (batch.lens_S.cumsum(0) - batch.lens_S).tolist()
     lens = batch.lens_S.tolist()
     tokens = torch.tensor([starts[r] + t for r in rows for t in range(lens[r])], dtype=torch.int64)
@@ -179,17 +179,8 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 @every_loss
 @PROPERTY
 @given(made=batch_strategy, data=st.data())
-def test_permutation_of_samples(name: str, made: tuple[Batch, Tensor], data: st.DataObject) -> None:
-    batch, theta = made
-    order = data.draw(st.permutations(range(batch.lens_S.numel())))
-    assert_same(batch, theta, name, loss_and_grad(pick(batch, order), theta, name))
-
-
-@every_loss
-@PROPERTY
-@given(made=batch_strategy, data=st.data())
 def test_padding(name: str, made: tuple[Batch, Tensor], data: st.DataObject) -> None:
-    """Through [B, L] rows with garbage in left, right and inner padding, and with empty padding sequences appended."""
+    """[B, L] rows with garbage in left, right and inner padding, and empty padding sequences at the end."""
     batch, theta = made
     lens = batch.lens_S.tolist() + [0] * data.draw(st.integers(0, 3))
     width = max(lens) + data.draw(st.integers(0, 3))
@@ -206,7 +197,7 @@ def test_padding(name: str, made: tuple[Batch, Tensor], data: st.DataObject) -> 
             changed[field] = torch.stack(
                 [flatten_padded(pad_flat(column, mask, fill=1e30), mask)[0] for column in flat.unbind(1)], dim=1
             )
-    # weights are made anew from the padded lengths: empty sequences must not count
+    # weights are computed from the padded lengths: empty sequences must not count
     mode = data.draw(st.sampled_from(MODES))
     fixed = 20 if mode == "fixed_length" else None
     dtype = theta.dtype
@@ -229,7 +220,7 @@ def test_padding(name: str, made: tuple[Batch, Tensor], data: st.DataObject) -> 
 def test_micro_batches_and_ranks(
     name: str, made: tuple[Batch, Tensor], num_ranks: int, budget: int, size: int, by: bool
 ) -> None:
-    """Any plan: shares of all micro batches of all ranks add up, empty micro batches included."""
+    """The shares of all micro batches of all ranks add up, including empty micro batches."""
     batch, theta = made
     lengths = [length + 2 for length in batch.lens_S.tolist()]  # with a prompt of two tokens
     limits = {"token_budget": budget} if by else {"micro_batch_size": size}
@@ -237,20 +228,22 @@ def test_micro_batches_and_ranks(
     rank_totals = [
         summed([loss_and_grad(pick(batch, micro), theta, name) for micro in micros]) for micros in plan.assignment
     ]
-    # DeepSpeed and DDP average over ranks, so each rank's share is multiplied by their number first
+    # DeepSpeed and DDP average over ranks, so each rank's share is first multiplied by their number
     averaged = summed([(num_ranks * loss / num_ranks, num_ranks * grad / num_ranks) for loss, grad in rank_totals])
     assert_same(batch, theta, name, averaged)
 
 
 @every_loss
 @PROPERTY
-@given(made=batch_strategy, seed=st.integers(0, 2**31))
-def test_arbitrary_split(name: str, made: tuple[Batch, Tensor], seed: int) -> None:
-    """Even a split no planner would make: every sequence is sent to a random part."""
+@given(made=batch_strategy, num_parts=st.integers(1, 4), data=st.data())
+def test_permutations_and_arbitrary_splits(
+    name: str, made: tuple[Batch, Tensor], num_parts: int, data: st.DataObject
+) -> None:
+    """Sequences in any order, each in a random part; parts may be empty, and one part is a permutation."""
     batch, theta = made
-    generator = torch.Generator().manual_seed(seed)
-    part_of = torch.randint(0, 4, (batch.lens_S.numel(),), generator=generator).tolist()
-    parts = [[row for row, part in enumerate(part_of) if part == p] for p in range(4)]
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for row in data.draw(st.permutations(range(batch.lens_S.numel()))):
+        parts[data.draw(st.integers(0, num_parts - 1))].append(row)
     assert_same(batch, theta, name, summed([loss_and_grad(pick(batch, rows), theta, name) for rows in parts]))
 
 

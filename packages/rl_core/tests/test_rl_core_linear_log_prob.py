@@ -1,4 +1,4 @@
-"""linear_log_prob on a CPU: against the oracle, gradcheck, edge shapes, module and thread use."""
+"""linear_log_prob on a CPU: reference backend, gradcheck, edge shapes, modules and threads."""
 
 import threading
 
@@ -47,7 +47,7 @@ def upstream_for(num_tokens: int) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def narrow_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks and a narrower last one already at small vocabularies."""
+    """Several vocabulary blocks, the last one narrower, for small vocabularies."""
     monkeypatch.setattr(chunked, "MIN_CHUNK", 16)
     monkeypatch.setattr(chunked, "CHUNK_BYTES", 1)
 
@@ -134,7 +134,7 @@ def test_ignored_targets_get_zero_and_no_gradient(backend: str) -> None:
 
 
 @pytest.mark.parametrize("all_ignored", [False, True])
-def test_no_tokens_still_give_every_leaf_a_zero_gradient(all_ignored: bool) -> None:
+def test_without_tokens_every_leaf_gets_a_zero_gradient(all_ignored: bool) -> None:
     num_tokens = 4 if all_ignored else 0
     hidden, weight, targets, bias = make_inputs(num_tokens, 8, 20, torch.float32, bias=True)
     targets.fill_(-100)
@@ -146,7 +146,7 @@ def test_no_tokens_still_give_every_leaf_a_zero_gradient(all_ignored: bool) -> N
         assert not grad.any()
 
 
-def test_one_output_used_and_only_the_gradients_asked_for() -> None:
+def test_gradient_of_one_output_and_one_input() -> None:
     hidden, weight, targets, _ = make_inputs(6, 8, 30, torch.float64)
     for index in (0, 1):
         for leaf_index in (0, 1):
@@ -159,7 +159,7 @@ def test_one_output_used_and_only_the_gradients_asked_for() -> None:
             torch.testing.assert_close(grads[0], grads[1])
 
 
-def test_nothing_is_saved_without_grad_and_autocast_does_not_leak_in() -> None:
+def test_no_grad_and_autocast() -> None:
     hidden, weight, targets, _ = make_inputs(6, 8, 30, torch.float32)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         log_probs, entropy = linear_log_prob(hidden, weight.requires_grad_(), targets)
@@ -179,7 +179,7 @@ class Head(nn.Module):
 
 
 def test_weight_storage_may_be_freed_and_gathered_again() -> None:
-    """What ZeRO-3 does: the parameter's data is swapped out after the forward and comes back before the backward."""
+    """ZeRO-3 frees the parameter's data after the forward pass and gathers it before the backward pass."""
     hidden, weight, targets, _ = make_inputs(9, 8, 40, torch.float32)
     expected = run((hidden, weight, targets, None), (torch.ones(9), torch.zeros(9)), backend="reference")
     head = Head(weight.clone())
@@ -207,7 +207,7 @@ def test_worker_threads() -> None:
 
 
 def test_peak_of_the_forward_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor as large as the logits is ever made."""
+    """No tensor is as large as the logits."""
     monkeypatch.setattr(chunked, "MIN_CHUNK", 16)
     monkeypatch.setattr(chunked, "CHUNK_BYTES", 1)
     largest = 0
@@ -227,7 +227,7 @@ def test_peak_of_the_forward_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert largest <= max(64 * 16, 400 * 8, 64 * 8)
 
 
-def test_the_package_attribute_stays_callable_after_the_subpackage_is_loaded() -> None:
+def test_export_stays_callable_after_its_subpackage_is_imported() -> None:
     import rl_core.fused_log_prob.api
 
     hidden, weight, targets, _ = make_inputs(3, 8, 20, torch.float32)
@@ -251,7 +251,7 @@ def test_the_package_attribute_stays_callable_after_the_subpackage_is_loaded() -
         ({"targets": torch.tensor([0, 1, 2, -100])}, "ignore_index"),
     ],
 )
-def test_mistakes_are_named(change: dict[str, object], match: str) -> None:
+def test_bad_arguments_are_named(change: dict[str, object], match: str) -> None:
     arguments: dict[str, object] = {
         "hidden": torch.zeros(4, 8),
         "weight": torch.zeros(20, 8),

@@ -24,7 +24,7 @@ def make_inputs(
 
 
 def run(inputs: Inputs, dtype: torch.dtype | None = None, with_entropy: bool = True, **options: object) -> list[Tensor]:
-    """Outputs and gradients for upstream gradients as small as those of a mean over many tokens."""
+    """Outputs and gradients, with upstream gradients as small as those of a mean over many tokens."""
     hidden, weight, targets, bias = inputs
     leaves = [x.to(dtype or x.dtype).detach().requires_grad_() for x in (hidden, weight, bias) if x is not None]
     bias = leaves[2] if bias is not None else None
@@ -62,7 +62,7 @@ def test_default_keeps_in_the_memory_of_the_weight_gradient(size: int, with_entr
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0])
-def test_kept_rows_whose_first_columns_say_little(spread: float) -> None:
+def test_kept_rows_with_probability_outside_the_first_columns(spread: float) -> None:
     hidden, weight, targets, _ = make_inputs(1000, 1024, 5003, torch.bfloat16)
     hidden = hidden.clone()
     hidden[::2] = (spread * weight[targets[::2]]).to(hidden.dtype)  # nearly all probability in one token, for 30
@@ -81,7 +81,7 @@ SHAPES = [(2048, 1024, 151936), (8192, 2048, 100003), (16384, 1024, 32000), (655
 def test_memory_beyond_gradients(shape: tuple[int, int, int]) -> None:
     hidden, weight, targets, _ = make_inputs(*shape, torch.bfloat16)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    for attempt in range(2):  # the first also makes the library's workspace
+    for attempt in range(2):  # the first attempt also allocates the cuBLAS workspace
         hidden.grad = weight.grad = None
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -110,7 +110,7 @@ def test_edge_shapes(shape: tuple[int, int, int], keep_bytes: int) -> None:
     check(make_inputs(*shape, torch.bfloat16), keep_bytes=keep_bytes)
 
 
-def test_same_bits_again() -> None:
+def test_deterministic_results_repeat() -> None:
     inputs = make_inputs(1000, 1024, 5003, torch.bfloat16)
     for first, second in zip(run(inputs, deterministic=True), run(inputs, deterministic=True), strict=True):
         assert torch.equal(first, second)

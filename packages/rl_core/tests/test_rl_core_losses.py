@@ -1,4 +1,4 @@
-"""Policy and value losses, importance weights and KL: plain loops and exact expectations as oracles."""
+"""Policy and value losses, importance weights and KL, against plain loops and exact expectations."""
 
 import math
 
@@ -64,7 +64,7 @@ def test_ppo_against_a_loop(seed: int, count: int, low: float, high: float, dual
 
 @PROPERTY
 @given(seeds, st.integers(1, 30))
-def test_every_policy_gradient_starts_as_reinforce(seed: int, count: int) -> None:
+def test_on_policy_gradients_are_those_of_reinforce(seed: int, count: int) -> None:
     """On policy (ratio 1) the gradient of PPO, GSPO and CISPO is -A; GSPO's with one advantage a sequence."""
     log_probs, advantages = rows(seed, count, 2)
     lens = torch.tensor([count])
@@ -130,7 +130,7 @@ def test_far_ratios_stay_finite(distance: float, up: bool, good: bool) -> None:
 
 @PROPERTY
 @given(seeds, st.lists(st.integers(0, 6), min_size=1, max_size=6))
-def test_gspo_has_the_objective_and_gradient_of_the_sequence_form(seed: int, lens: list[int]) -> None:
+def test_gspo_equals_the_sequence_objective_and_its_gradient(seed: int, lens: list[int]) -> None:
     lens_S = torch.tensor(lens)
     count = sum(lens)
     log_probs, old = rows(seed, count, 2, scale=0.3)
@@ -209,7 +209,7 @@ def test_rollout_weights_against_a_loop(seed: int, lens: list[int], level: str, 
 
 @PROPERTY
 @given(seeds, st.integers(1, 20), levels, st.sampled_from(["truncate", "mask"]))
-def test_no_mismatch_means_weight_one_and_no_gradient(seed: int, count: int, level: str, mode: str) -> None:
+def test_without_mismatch_weights_are_one_and_have_no_gradient(seed: int, count: int, level: str, mode: str) -> None:
     (old,) = rows(seed, count, 1)
     leaf = old.requires_grad_()
     weights, inside = rollout_weights(leaf, leaf, mode=mode, level=level, response_lens_S=torch.tensor([count]))
@@ -257,7 +257,7 @@ def test_kl_loss_has_the_gradient_of_what_it_estimates(kind: str, seed: int, voc
     per_token = kl_loss(log_probs, ref, kind=kind, old_log_probs_K=old if off_policy else None)
     got = grad_of(sampled_from * per_token, leaf)
     policy = leaf.log_softmax(0)
-    # k1, k2, k3 stand for KL(policy || ref); abs for the mean absolute difference
+    # k1, k2 and k3 estimate KL(policy || ref); abs the mean absolute difference
     target = (policy.exp() * ((policy - ref).abs() if kind == "abs" else (policy - ref))).sum()
     torch.testing.assert_close(got, grad_of(target, leaf), rtol=1e-9, atol=1e-12)
 
@@ -353,7 +353,7 @@ def test_segments_against_a_loop(seed: int, lens: list[int]) -> None:
     sums, means = segment_sum(leaf, lens_S), segment_mean(leaf, lens_S)
     assert sums.tolist() == pytest.approx(want, abs=1e-12)
     assert means.tolist() == pytest.approx([s / max(n, 1) for s, n in zip(want, lens, strict=True)], abs=1e-12)
-    # an empty row keeps its graph too
+    # an empty row has a graph too
     assert torch.equal(grad_of(sums, leaf), torch.ones(sum(lens), dtype=torch.float64))
 
 

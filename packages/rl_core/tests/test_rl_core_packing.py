@@ -1,4 +1,4 @@
-"""Packs: round trips, where targets point, masks, columns, nothing padded."""
+"""Packing: round trips, targets, masks, columns, no padding."""
 
 import pickle
 
@@ -152,7 +152,7 @@ def test_with_columns_and_dtype() -> None:
         unpack_column(batch, torch.zeros(1))
 
 
-def test_refusals_name_the_sequence() -> None:
+def test_errors_name_the_sequence() -> None:
     good = SequenceData(prompt_ids=[1], response_ids=[2], columns={"a": [1.0]})
     cases = {
         "sequence 1 has no tokens": SequenceData(prompt_ids=[], response_ids=[], columns={"a": []}),

@@ -1,8 +1,6 @@
-"""Two real gloo processes: whitening and totals across ranks, and a gradient averaged over ranks."""
+"""Two gloo ranks give the results of one process: whitening, totals, averaged gradients, vocabulary parallelism."""
 
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,11 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plinth_testing import launch_ranks, record_calls
 from rl_core import (
     aggregate_loss,
     broadcast_to_tokens,
     global_totals,
     group_advantages,
+    linear_log_prob,
     masked_whiten,
     plan_micro_batches,
     ppo_clip_loss,
@@ -24,6 +24,7 @@ from rl_core import (
 
 WORLD_SIZE = 2
 LENS = [3, 0, 5, 2, 1, 4, 4]
+VOCAB = 42
 
 
 def _data() -> dict[str, Tensor]:
@@ -37,6 +38,8 @@ def _data() -> dict[str, Tensor]:
         "old": torch.randn(num_tokens, generator=generator, dtype=torch.float64) - 1,
         "advantages": broadcast_to_tokens(advantages, lens),
         "values": 100 + torch.randn(11, generator=generator, dtype=torch.float64),
+        "scores": torch.arange(7, dtype=torch.float64).square(),
+        "ids": torch.tensor([0, 0, 0, 1, 1, 1, 1]),
     }
 
 
@@ -49,36 +52,41 @@ def _share(data: dict[str, Tensor], rows: list[int], weights: Tensor, theta: Ten
     return aggregate_loss(loss_K, weights, lens[torch.tensor(rows, dtype=torch.int64)])
 
 
-def _rank_main(rank: int, port: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE)
-    calls = 0
-    real_all_reduce = dist.all_reduce
+def _log_probs(rows: slice, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Log-probs, entropy and gradients of hidden, weight and bias, with these rows of the vocabulary on this rank."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias, upstream = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((11, 8), (VOCAB, 8), (VOCAB,), (2, 11))
+    )
+    targets = torch.randint(VOCAB, (11,), generator=generator)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows], bias[rows])]
+    backend = "reference" if group is None else "auto"
+    out = linear_log_prob(*leaves[:2], targets, bias=leaves[2], temperature=0.8, group=group, backend=backend)
+    loss = (out[0] * upstream[0]).sum() + (out[1] * upstream[1]).sum()
+    return [*(x.detach() for x in out), *torch.autograd.grad(loss, leaves)]
 
-    def counted(*args: object, **options: object) -> object:
-        nonlocal calls
-        calls += 1
-        return real_all_reduce(*args, **options)  # type: ignore[arg-type]
 
-    dist.all_reduce = counted
-    group, data, results = dist.group.WORLD, _data(), {}
-    # uneven shards, then a rank with nothing at all: the same single collective
+def _rank_main(folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank, group, data, results = dist.get_rank(), dist.group.WORLD, _data(), {}
+    # uneven shards, then a rank without values: exactly one collective in both cases
     for name, cut in (("uneven", 4), ("one_empty", 11)):
         shard = data["values"][:cut] if rank == 0 else data["values"][cut:]
-        calls = 0
-        results[name] = masked_whiten(shard, group=group)
-        assert calls == 1
+        with record_calls() as calls:
+            results[name] = masked_whiten(shard, group=group)
+        assert calls == ["all_reduce"]
     lens = torch.tensor(LENS)
-    scores, ids = torch.arange(7, dtype=torch.float64).square(), torch.tensor([0, 0, 0, 1, 1, 1, 1])
     mine = slice(0, 3) if rank == 0 else slice(3, 7)
-    calls = 0
-    results["reinforce_pp"] = reinforce_pp_baseline_advantages(scores[mine], ids[mine], lens[mine], group=group)
-    assert calls == 1
+    with record_calls() as calls:
+        results["reinforce_pp"] = reinforce_pp_baseline_advantages(
+            data["scores"][mine], data["ids"][mine], lens[mine], group=group
+        )
+    assert calls == ["all_reduce"]
     plan = plan_micro_batches([length + 1 for length in LENS], num_ranks=WORLD_SIZE, token_budget=6)
-    rows = list(plan.rank_samples(rank))
-    calls = 0
-    num_tokens, num_sequences = global_totals(lens[rows], group)
-    assert calls == 1
+    with record_calls() as calls:
+        num_tokens, num_sequences = global_totals(lens[list(plan.rank_samples(rank))], group)
+    assert calls == ["all_reduce"]
     assert (num_tokens, num_sequences) == (sum(LENS), 6)
     theta = torch.ones(3, dtype=torch.float64, requires_grad=True)
     for micro in plan.assignment[rank]:
@@ -87,44 +95,37 @@ def _rank_main(rank: int, port: int, folder: str) -> None:
         )
         (WORLD_SIZE * _share(data, list(micro), weights, theta)).backward()
     assert theta.grad is not None
-    real_all_reduce(theta.grad)
+    dist.all_reduce(theta.grad)
     results["grad"] = theta.grad / WORLD_SIZE
+    results["log_probs"] = _log_probs(slice(rank * VOCAB // 2, (rank + 1) * VOCAB // 2), group)
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # this very file as a script: nothing to pickle, so it works however pytest imported the module
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(port), str(tmp_path)]
-    processes = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(WORLD_SIZE)]
-    try:
-        assert [process.wait(timeout=120) for process in processes] == [0] * WORLD_SIZE
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    launch_ranks(os.path.abspath(__file__), tmp_path, num_ranks=WORLD_SIZE)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(WORLD_SIZE)]
     data, lens = _data(), torch.tensor(LENS)
     whole = masked_whiten(data["values"])
     for name in ("uneven", "one_empty"):
         torch.testing.assert_close(torch.cat([r[name] for r in ranks]), whole, rtol=1e-12, atol=1e-12)
-    scores, ids = torch.arange(7, dtype=torch.float64).square(), torch.tensor([0, 0, 0, 1, 1, 1, 1])
     torch.testing.assert_close(
         torch.cat([r["reinforce_pp"] for r in ranks]),
-        reinforce_pp_baseline_advantages(scores, ids, lens),
+        reinforce_pp_baseline_advantages(data["scores"], data["ids"], lens),
         rtol=1e-12,
         atol=1e-12,
     )
     theta = torch.ones(3, dtype=torch.float64, requires_grad=True)
     weights = token_weights("token_mean", lens, dtype=torch.float64)
     _share(data, list(range(len(LENS))), weights, theta).backward()
+    log_probs, entropy, d_hidden, d_weight, d_bias = _log_probs(slice(None), None)
     for rank in ranks:
         torch.testing.assert_close(rank["grad"], theta.grad, rtol=1e-12, atol=1e-12)
+        for value, truth in zip(rank["log_probs"][:3], (log_probs, entropy, d_hidden), strict=True):
+            torch.testing.assert_close(value, truth)
+    torch.testing.assert_close(torch.cat([r["log_probs"][3] for r in ranks]), d_weight)
+    torch.testing.assert_close(torch.cat([r["log_probs"][4] for r in ranks]), d_bias)
 
 
 if __name__ == "__main__":
-    _rank_main(int(sys.argv[3]), int(sys.argv[1]), sys.argv[2])
+    _rank_main(sys.argv[1])

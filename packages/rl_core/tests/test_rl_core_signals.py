@@ -64,7 +64,7 @@ def test_mismatch_does_not_depend_on_order(seed: int, lens: list[int], random: o
 
 @PROPERTY
 @given(seeds, lens_strategy)
-def test_no_mismatch(seed: int, lens: list[int]) -> None:
+def test_equal_log_probs_have_no_mismatch(seed: int, lens: list[int]) -> None:
     (log_probs,) = rows(seed, sum(lens), 1)
     metrics = mismatch_metrics(log_probs, log_probs, response_lens_S=torch.tensor(lens))
     for name, value in metrics.items():
@@ -96,7 +96,7 @@ coefficients = st.floats(0, 10)
 
 @PROPERTY
 @given(coefficients, st.floats(0.01, 10), st.floats(1, 1e5), st.floats(-1, 100), st.integers(1, 10_000))
-def test_adaptive_kl_moves_towards_the_target(
+def test_adaptive_kl_moves_toward_the_target(
     coefficient: float, target: float, horizon: float, kl: float, num_samples: int
 ) -> None:
     before = AdaptiveKL(coefficient=coefficient, target=target, horizon=horizon)
@@ -112,7 +112,7 @@ def test_adaptive_kl_moves_towards_the_target(
 
 @PROPERTY
 @given(coefficients, st.floats(-1, 100), st.integers(1, 1000))
-def test_fixed_kl_stays(coefficient: float, kl: float, num_samples: int) -> None:
+def test_fixed_kl_does_not_change(coefficient: float, kl: float, num_samples: int) -> None:
     assert FixedKL(coefficient=coefficient).updated(kl, num_samples).coefficient == coefficient
 
 
@@ -133,7 +133,7 @@ def test_adaptive_kl_hand_values() -> None:
 
 @PROPERTY
 @given(seeds, lens_strategy, st.floats(0, 2))
-def test_token_rewards_keep_the_score_and_the_kl(seed: int, lens: list[int], coefficient: float) -> None:
+def test_token_rewards_sum_to_the_score_and_the_kl_penalty(seed: int, lens: list[int], coefficient: float) -> None:
     lens_S = torch.tensor(lens)
     (scores,), (kl,) = rows(seed, len(lens), 1), rows(seed + 1, sum(lens), 1)
     rewards = token_rewards(scores, lens_S, kl_K=kl, kl_coefficient=coefficient)
@@ -141,7 +141,7 @@ def test_token_rewards_keep_the_score_and_the_kl(seed: int, lens: list[int], coe
     torch.testing.assert_close(segment_sum(rewards, lens_S), want, rtol=1e-11, atol=1e-12)
     without_kl = token_rewards(scores, lens_S)
     assert int((without_kl != 0).sum()) <= len(lens)
-    # without a discount every token sees the score of its sequence
+    # without a discount the return of every token is the score of its sequence
     torch.testing.assert_close(
         returns_to_go(without_kl, lens_S), torch.repeat_interleave(scores, lens_S), rtol=0, atol=1e-12
     )
@@ -161,7 +161,7 @@ def test_returns_to_go_against_a_loop(seed: int, lens: list[int], gamma: float) 
     assert returns_to_go(rewards, torch.tensor(lens), gamma=gamma).tolist() == pytest.approx(want, abs=1e-12)
 
 
-def test_token_rewards_refuse_a_penalty_without_kl() -> None:
+def test_token_rewards_reject_a_coefficient_without_kl() -> None:
     with pytest.raises(ValueError, match="without kl_K"):
         token_rewards(torch.ones(1), torch.tensor([2]), kl_coefficient=0.1)
     with pytest.raises(ValueError, match=r"must be \(2,\)"):
@@ -193,7 +193,7 @@ def test_overlong_penalty_falls_from_zero_to_its_limit(lens: list[int], a: int, 
             assert value == pytest.approx(want, abs=1e-12)
 
 
-def test_overlong_refusals_and_filter() -> None:
+def test_overlong_errors_and_filter() -> None:
     with pytest.raises(ValueError, match="buffer_length=0"):
         overlong_penalty(torch.tensor([1]), max_length=10, buffer_length=0)
     assert overlong_keep(torch.tensor([True, False])).tolist() == [False, True]
@@ -201,7 +201,7 @@ def test_overlong_refusals_and_filter() -> None:
 
 @st.composite
 def generated(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
-    """Scores 0 or 1 of whole groups, the groups' samples mixed."""
+    """Scores 0 or 1 of complete groups, with the samples of the groups mixed."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=8))
     ids = draw(st.permutations([group for group, size in enumerate(sizes) for _ in range(size)]))
     scores = draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=len(ids), max_size=len(ids)))
@@ -253,7 +253,7 @@ def test_more_generation_only_adds_groups(
         assert torch.equal(after.index, before.index)
 
 
-def test_dynamic_sampling_refusals() -> None:
+def test_dynamic_sampling_errors() -> None:
     with pytest.raises(ValueError, match="num_groups=0"):
         select_groups(torch.ones(1), torch.zeros(1), 0)
     with pytest.raises(ValueError, match="min_spread"):
