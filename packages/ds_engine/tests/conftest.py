@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ds_engine_testkit import RankPool, write_tiny_model
+from plinth_testing import RankPool, RankServer, write_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -18,22 +18,25 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("untied_model"), tied=False)
+    return write_tiny_model(tmp_path_factory.mktemp("untied_model"), tie_word_embeddings=False)
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(2, tmp_path_factory.mktemp("ranks")) as pool:
-        yield pool
+def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    script = Path(__file__).with_name("ds_engine_rank.py")
+    with RankServer(script, tmp_path_factory.mktemp("rank_server")) as server:
+        yield server
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(1, tmp_path_factory.mktemp("one_rank")) as pool:
-        yield pool
+def pool_of(size: int, scope: str) -> object:
+    @pytest.fixture(scope=scope)
+    def pool(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+        with RankPool(rank_server, size, tmp_path_factory.mktemp(f"{size}_ranks")) as made:
+            yield made
+
+    return pool
 
 
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(4, tmp_path_factory.mktemp("four_ranks")) as pool:
-        yield pool
+two_ranks = pool_of(2, "session")
+one_rank = pool_of(1, "module")
+four_ranks = pool_of(4, "module")

@@ -1,6 +1,9 @@
-"""A rank of a plain torch.distributed program under the collective guard; plays the scenario it is named.
+"""Plain torch.distributed programs of two ranks under the collective guard, most of which go wrong.
 
-Prints one line of JSON: what it raised and after how many seconds.
+    ds_engine_guard_worker.py OUT BACKEND SCENARIO:MODE...
+
+Each rank's stdout, one line of JSON with what it raised and after how many seconds, goes to
+OUT/SCENARIO-MODE-RANK.out, its stderr to .err. Prints the exit codes by SCENARIO:MODE as JSON.
 """
 
 from __future__ import annotations
@@ -10,11 +13,16 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ds_engine.guard.collective_guard import CollectiveGuard, mark
+from plinth_testing import fork_ranks
 
 LARGE = 440_467  # document 5's stuck gradient all-reduce had a thousand times as many elements
 
@@ -39,7 +47,7 @@ def uneven_ranks(rank: int) -> None:
 
 
 def hanging_pair(rank: int) -> None:
-    """Two operations gloo cannot tell apart: both ranks wait for ever."""
+    """Two operations gloo cannot tell apart: both ranks wait indefinitely."""
     mark("step 0")
     if rank == 0:
         dist.all_reduce(torch.ones(1))
@@ -108,15 +116,13 @@ def agreeing(rank: int) -> None:
     dist.barrier()
 
 
-def main() -> None:
-    rank, port, scenario, mode, backend = int(sys.argv[1]), *sys.argv[2:]
-    torch.set_num_threads(1)
+def play(out: Path, backend: str, scenario: str, mode: str, rank: int) -> None:
+    for descriptor, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(out / f"{scenario}-{mode}-{rank}.{kind}", os.O_WRONLY | os.O_CREAT), descriptor)
     if backend == "nccl":
         torch.cuda.set_device(rank)
         torch.set_default_device("cuda")
-    dist.init_process_group(
-        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=120)
-    )
+    dist.init_process_group(backend, timeout=timedelta(seconds=120))
     original = vars(dist.ProcessGroup)["allreduce"]
     dist.barrier()
     began = time.monotonic()
@@ -135,7 +141,23 @@ def main() -> None:
         dist.all_reduce(torch.ones(2))  # torch's own methods work again
     report["restored"] = vars(dist.ProcessGroup)["allreduce"] is original
     print(json.dumps(report), flush=True)
-    os._exit(0)  # a group one rank of which failed cannot be left in order
+    os._exit(0)  # a group with a failed rank cannot be destroyed cleanly
+
+
+def main() -> None:
+    out, backend, worlds = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    at_once = 4 if backend == "gloo" else 1  # they mostly sleep
+    running: dict[str, list[ForkProcess]] = {}
+    codes: dict[str, list[int | None]] = {}
+    while worlds or running:
+        while worlds and len(running) < at_once:
+            world = worlds.pop(0)
+            running[world] = fork_ranks(partial(play, out, backend, *world.split(":")))
+        wait([process.sentinel for ranks in running.values() for process in ranks if process.is_alive()], timeout=1)
+        for world, ranks in list(running.items()):
+            if not any(process.is_alive() for process in ranks):
+                codes[world] = [process.exitcode for process in running.pop(world)]
+    print(json.dumps(codes))
 
 
 if __name__ == "__main__":

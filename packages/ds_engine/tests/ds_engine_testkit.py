@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pickle
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +15,6 @@ from torch import Tensor
 from ds_engine.simple import SimpleBatch
 
 VOCAB = 64
-
-
-def write_tiny_model(
-    folder: Path,
-    *,
-    tied: bool = True,
-    family: str = "qwen3",
-    hidden: int = 32,
-    layers: int = 2,
-    seed: int = 0,
-    **extra: Any,
-) -> Path:
-    """A randomly initialised causal LM of some ten thousand parameters."""
-    import transformers
-
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": hidden // 4,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": tied,
-        "initializer_range": 0.2,
-        "pad_token_id": None,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    } | extra
-    config_class = {"qwen3": "Qwen3Config", "llama": "LlamaConfig", "qwen2": "Qwen2Config"}[family]
-    config = getattr(transformers, config_class)(**sizes)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,73 +138,3 @@ def assert_trained(
     assert {**rank["adapters"], **rank["merged"]}.keys() == expected.keys()
     for name, tensor in rank["adapters"].items():
         assert distance(tensor, expected[name]) < 2e-5, name
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class RankPool:
-    """Processes (ds_engine_rank.py) that joined one gloo group and run functions of ds_engine_worker.py,
-    ds_engine_gradient_worker.py and ds_engine_collective_worker.py together, one after another."""
-
-    def __init__(self, size: int, folder: Path, *, timeout_s: float = 400.0) -> None:
-        self.size = size
-        self.timeout_s = timeout_s
-        address = str(folder / "pool.sock")
-        listener = Listener(address)
-        env = os.environ | {"OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0", "TOKENIZERS_PARALLELISM": "false"}
-        program = str(Path(__file__).with_name("ds_engine_rank.py"))
-        port = str(free_port())
-        self.processes = []
-        for rank in range(size):
-            with open(folder / f"rank_{rank}.log", "wb") as log:
-                command = [sys.executable, program, address, str(rank), str(size), port]
-                self.processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-        self.logs = [folder / f"rank_{rank}.log" for rank in range(size)]
-        connections = [listener.accept() for _ in range(size)]
-        by_rank: dict[int, Connection] = {
-            pickle.loads(connection.recv_bytes()): connection for connection in connections
-        }
-        self.connections = [by_rank[rank] for rank in range(size)]
-        listener.close()
-
-    def __enter__(self) -> RankPool:
-        return self
-
-    def run(self, function: str, per_rank: Sequence[Mapping[str, Any]] | None = None, **everywhere: Any) -> list[Any]:
-        """Results of `function(**everywhere, **per_rank[rank])` by rank; an exception of a rank comes back as such."""
-        for rank, connection in enumerate(self.connections):
-            # Plain pickle bytes: the connection's own pickler would pass tensors as shared-memory handles.
-            connection.send_bytes(pickle.dumps((function, dict(everywhere) | dict(per_rank[rank] if per_rank else {}))))
-        deadline = time.monotonic() + self.timeout_s
-        results = []
-        for rank, connection in enumerate(self.connections):
-            if not connection.poll(max(0.1, deadline - time.monotonic())):
-                for process in self.processes:
-                    process.send_signal(signal.SIGUSR1)
-                time.sleep(0.5)
-                self.kill()
-                raise TimeoutError(f"rank {rank} did not answer; its log ends: {self.logs[rank].read_text()[-3000:]}")
-            results.append(pickle.loads(connection.recv_bytes()))
-        for rank, result in enumerate(results):
-            if isinstance(result, tuple) and result and result[0] == "crash":
-                raise RuntimeError(f"rank {rank} failed:\n{result[1]}")
-        return results
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-
-    def __exit__(self, *_: object) -> None:
-        for connection in self.connections:
-            with contextlib.suppress(OSError):
-                connection.send_bytes(pickle.dumps(None))
-        for process in self.processes:
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()

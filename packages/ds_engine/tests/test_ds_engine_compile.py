@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
-from ds_engine_testkit import RankPool, make_batch, make_samples, write_tiny_model
+from ds_engine_testkit import make_batch, make_samples
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 
@@ -32,6 +32,7 @@ from ds_engine.model.loading import load_model
 from ds_engine.model.lora import add_adapters
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs
 from ds_engine.model.recomputation import enable_checkpointing
+from plinth_testing import RankPool, write_tiny_model
 
 CPU = torch.device("cpu")
 
@@ -60,7 +61,7 @@ def run(folder: Path, *, compiled: bool) -> tuple[list[torch.Tensor], int]:
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_compiled_graphs_compute_the_same(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, layers=3)
+    folder = write_tiny_model(tmp_path, num_hidden_layers=3)
     plain, _ = run(folder, compiled=False)
     compiled, num_graphs = run(folder, compiled=True)
     for a, b in zip(compiled, plain, strict=True):

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ds_engine_testkit import free_port
+
+from plinth_testing import free_port
 
 PACKAGE = Path(__file__).parents[1]
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from ds_engine_testkit import RankPool, Sample, make_samples, reference_training, write_tiny_model
+from ds_engine_testkit import Sample, make_samples, reference_training
 
 from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
+from plinth_testing import RankPool, write_tiny_model
 
 pytestmark = pytest.mark.slow
 LR = 3e-3
@@ -99,7 +100,7 @@ def test_nvme_offload_equals_one_fp32_process(two_ranks: RankPool, tmp_path: Pat
     """DeepSpeed builds its operator before the first run, for minutes, and leaves shards below 1 MiB in memory."""
     if not has_asynchronous_io():
         pytest.skip("libaio or a C++ compiler is missing")
-    model = write_tiny_model(tmp_path / "model", hidden=640, initializer_range=0.02)
+    model = write_tiny_model(tmp_path / "model", hidden_size=640, initializer_range=0.02)
     (tmp_path / "disk").mkdir()
     offload = OffloadConfig(optimizer="nvme", param=param, nvme_path=str(tmp_path / "disk"))
     on_disk = replace(config(3), zero=replace(config(3).zero, offload=offload))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import free_port, write_tiny_model
+
+from plinth_testing import free_port, write_tiny_model
 
 NUM_GPUS = min(2, torch.cuda.device_count())
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device")]
@@ -41,7 +42,7 @@ def run_ranks(folder: Path, *options: str) -> tuple[list[dict], str]:
 
 
 def test_engine_on_cuda(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, hidden=256, layers=4)
+    folder = write_tiny_model(tmp_path, hidden_size=256, num_hidden_layers=4)
     lines, errors = run_ranks(folder)
     by_check: dict[str, list[dict]] = {}
     for line in lines:

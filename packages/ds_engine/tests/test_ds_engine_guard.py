@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from ds_engine_testkit import free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_engine.guard.collective_guard import CollectiveGuard
 from ds_engine.guard.collective_log import CollectiveRecord, GroupLog, RankDump, describe_call, diagnose
+from plinth_testing import run_script
 
+LEGITIMATE = ("agreeing", "destroyed_group", "one_leaves_first")
+HANGING = {
+    "stalled_rank": "rank 1 has issued none",
+    "never_began": "rank 1 has issued none",
+    "dead_rank": "rank 1 no longer answer(s)",
+    "hanging_pair": "rank 1 called broadcast of 440467 float32",
+}
+"""Programs that would wait indefinitely over NCCL, and what the guard says of each."""
 OPERATIONS = st.tuples(
     st.sampled_from(["all_reduce", "broadcast", "barrier"]),
     st.sampled_from(["float32", "bfloat16"]),
@@ -103,33 +111,41 @@ def test_bad_settings() -> None:
         CollectiveGuard(stall_timeout_s=0)
 
 
-def play(scenario: str, mode: str, backend: str = "gloo") -> tuple[list[dict], list[int], list[str]]:
-    """(reports, exit codes, stderr) of two real ranks."""
-    worker = str(Path(__file__).with_name("ds_engine_guard_worker.py"))
-    port = str(free_port())
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, worker, str(rank), port, scenario, mode, backend],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        results = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    reports = [json.loads(out) for out, _ in results if out]
-    return reports, [process.returncode for process in processes], [err for _, err in results]
+Played = tuple[list[dict[str, Any]], list[int], list[str]]
+GLOO = (
+    *(f"{scenario}:{mode}" for scenario in LEGITIMATE for mode in ("lockstep", "watch")),
+    *("uneven_ranks:auto", "stalled_rank:lockstep", "dead_rank:lockstep", "hanging_pair:watch", "never_began:watch"),
+)
+NCCL = tuple(f"{scenario}:auto" for scenario in (*LEGITIMATE, *HANGING))
+
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Played]:
+    """`play(scenario, mode, backend="gloo")`: reports, exit codes and stderr of two real ranks.
+
+    One process plays all scenarios of a backend, some at a time, when the first is asked for.
+    """
+
+    @cache
+    def played(backend: str) -> dict[str, Played]:
+        out = tmp_path_factory.mktemp(backend)
+        script = Path(__file__).with_name("ds_engine_guard_worker.py")
+        codes = json.loads(run_script(script, out, backend, *(GLOO if backend == "gloo" else NCCL)).splitlines()[-1])
+        worlds = {}
+        for world, exit_codes in codes.items():
+            texts = [
+                [(out / f"{world.replace(':', '-')}-{rank}.{kind}").read_text() for rank in range(2)]
+                for kind in ("out", "err")
+            ]
+            worlds[world] = [json.loads(text) for text in texts[0] if text], exit_codes, texts[1]
+        return worlds
+
+    return lambda scenario, mode, backend="gloo": played(backend)[f"{scenario}:{mode}"]
 
 
 @pytest.mark.slow
-def test_document_5_is_caught_on_both_ranks_before_anything_is_issued() -> None:
-    """Scalar all-reduce on one rank against a gradient all-reduce on the other; gloo alone kills the process."""
+def test_document_5_is_caught_on_both_ranks_before_anything_is_issued(play: Callable[..., Played]) -> None:
+    """A scalar all-reduce on one rank, a gradient all-reduce on the other: without the guard gloo kills the process."""
     reports, codes, _ = play("uneven_ranks", "auto")
     assert codes == [0, 0]
     for report in reports:
@@ -143,7 +159,7 @@ def test_document_5_is_caught_on_both_ranks_before_anything_is_issued() -> None:
 
 
 @pytest.mark.slow
-def test_stalled_rank_is_named_with_its_line() -> None:
+def test_stalled_rank_is_named_with_its_line(play: Callable[..., Played]) -> None:
     reports, codes, _ = play("stalled_rank", "lockstep")
     assert codes == [0, 0]
     for report in reports:
@@ -154,7 +170,7 @@ def test_stalled_rank_is_named_with_its_line() -> None:
 
 
 @pytest.mark.slow
-def test_dead_rank_is_named() -> None:
+def test_dead_rank_is_named(play: Callable[..., Played]) -> None:
     reports, _, _ = play("dead_rank", "lockstep")
     assert [report["rank"] for report in reports] == [0]
     assert reports[0]["error"] == "RankStalledError"
@@ -162,8 +178,8 @@ def test_dead_rank_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_watch_mode_ends_ranks_that_wait_for_ever() -> None:
-    """Without the guard this pair sits until the group's timeout, half an hour by default."""
+def test_watch_mode_ends_ranks_that_would_wait_indefinitely(play: Callable[..., Played]) -> None:
+    """Without the guard this pair waits until the group's timeout, half an hour by default."""
     reports, codes, errors = play("hanging_pair", "watch")
     # The rank that ends second may see its peer's connection close before its own time is up.
     assert 71 in codes
@@ -177,7 +193,7 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["agreeing", "destroyed_group", "one_leaves_first"])
+@pytest.mark.parametrize("scenario", LEGITIMATE)
 @pytest.mark.parametrize(
     ("mode", "backend"),
     [
@@ -186,8 +202,8 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
         pytest.param("auto", "nccl", marks=[pytest.mark.gpu, needs_two_gpus]),
     ],
 )
-def test_legitimate_programs_pass(scenario: str, mode: str, backend: str) -> None:
-    """A destroyed group is no failure, and a rank that leaves first takes nobody along."""
+def test_legitimate_programs_pass(play: Callable[..., Played], scenario: str, mode: str, backend: str) -> None:
+    """A destroyed group is no failure, and a rank that leaves first does not end the others."""
     reports, codes, errors = play(scenario, mode, backend)
     assert codes == [0, 0], errors
     assert len(reports) == 2
@@ -195,8 +211,8 @@ def test_legitimate_programs_pass(scenario: str, mode: str, backend: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_began_is_named() -> None:
-    """Gloo's abort releases no one, so in watch mode both processes end."""
+def test_a_rank_that_never_began_is_named(play: Callable[..., Played]) -> None:
+    """Gloo's abort does not release a waiting rank, so in watch mode both processes end."""
     _, codes, errors = play("never_began", "watch")
     assert 71 in codes
     assert any("rank 1 has issued none" in error and "before its first" in error for error in errors), errors
@@ -204,15 +220,7 @@ def test_a_rank_that_never_began_is_named() -> None:
 
 @pytest.mark.gpu
 @needs_two_gpus
-@pytest.mark.parametrize(
-    ("scenario", "verdict"),
-    [
-        ("stalled_rank", "rank 1 has issued none"),
-        ("never_began", "rank 1 has issued none"),
-        ("dead_rank", "rank 1 no longer answer(s)"),
-        ("hanging_pair", "rank 1 called broadcast of 440467 float32"),
-    ],
-)
-def test_ranks_that_would_hang_over_nccl_are_named(scenario: str, verdict: str) -> None:
+@pytest.mark.parametrize("scenario", HANGING)
+def test_ranks_that_would_hang_over_nccl_are_named(play: Callable[..., Played], scenario: str) -> None:
     _, _, errors = play(scenario, "auto", "nccl")
-    assert verdict in errors[0], errors
+    assert HANGING[scenario] in errors[0], errors

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import RankPool, make_samples
+from ds_engine_testkit import make_samples
 
 from ds_engine import EngineConfig, OptimConfig, ZeroConfig
+from plinth_testing import RankPool
 
 NUM_GROUPS = 2
 FLAT = [(1, "float32", False), (2, "bfloat16", False), (2, "bfloat16", True)]

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from ds_engine_testkit import RankPool, assert_trained, distance, make_samples, reference_training, write_adapters
+from ds_engine_testkit import assert_trained, distance, make_samples, reference_training, write_adapters
 
 from ds_engine import (
     CheckpointError,
@@ -24,6 +24,7 @@ from ds_engine import (
 )
 from ds_engine.model.loading import load_model
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
+from plinth_testing import RankPool
 
 LR, EPS = 3e-3, 1e-4
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]

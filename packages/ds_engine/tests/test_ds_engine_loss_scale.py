@@ -10,12 +10,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ds_engine_testkit import RankPool, make_samples, reference_training
+from ds_engine_testkit import make_samples, reference_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, EngineConfigError, OffloadConfig, OptimConfig, ZeroConfig
-from ds_engine.zero.loss_scale import LossScale, check_fp16
+from ds_engine.zero.optimizer_step import LossScale, check_fp16
+from plinth_testing import RankPool
 
 # Small losses: at the scale fp16 starts with, ordinary ones overflow by themselves.
 STEPS = [[replace(s, weight=s.weight / 32) for s in make_samples(4, seed=n)] for n in range(5)]

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_engine_testkit import RankPool, make_samples, write_tiny_model
+from ds_engine_testkit import make_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
 from ds_engine.planning.memory_plan import MemoryEstimate, estimate_memory
+from plinth_testing import RankPool, write_tiny_model
 
 QWEN3_06B = {
     "model_type": "qwen3",
@@ -66,7 +67,7 @@ def config(
 def test_states_are_those_that_ranks_hold(two_ranks: RankPool, tmp_path_factory: Any, case: EngineConfig) -> None:
     # In four bits a shard of the smaller model's matrices would be less than the kilobyte that counts.
     is_packed = case.lora is not None and case.lora.base_format == "nf4"
-    folder = write_tiny_model(tmp_path_factory.mktemp("model"), hidden=128 if is_packed else 64)
+    folder = write_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=128 if is_packed else 64)
     held = two_ranks.run(
         "held_bytes", model_path=str(folder), config=case, micro_batches=[make_samples(2, seed=s) for s in (1, 2)]
     )
@@ -187,7 +188,7 @@ def test_the_command_prints_the_table_without_torch(tmp_path: Path) -> None:
     )
     assert "trained, 1 ranks" in adapters.stdout
     for wrong, message in (
-        ("zero.stag=3", "no such key: zero.stag"),
+        ("zero.stag=3", "unknown key zero.stag"),
         ("zero.stage=4", "stage=4 is not allowed"),
         ("zero", "is not key=value"),
     ):

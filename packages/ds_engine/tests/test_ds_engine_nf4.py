@@ -12,16 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ds_engine_testkit import (
-    RankPool,
-    assert_trained,
-    distance,
-    make_batch,
-    make_samples,
-    reference_training,
-    write_adapters,
-    write_tiny_model,
-)
+from ds_engine_testkit import assert_trained, distance, make_batch, make_samples, reference_training, write_adapters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -32,6 +23,7 @@ from ds_engine.model.loading import load_model
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
 from ds_engine.model.nf4 import VALUES, Nf4Linear, Nf4Packing, quantize_base
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs
+from plinth_testing import RankPool, write_tiny_model
 
 CPU = torch.device("cpu")
 LR, EPS = 3e-3, 1e-4
@@ -227,7 +219,7 @@ def test_what_is_handed_out_is_what_is_computed_with(tiny_model: Path, targets: 
 
 
 def test_weights_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
-    odd = write_tiny_model(tmp_path / "odd", hidden=40)
+    odd = write_tiny_model(tmp_path / "odd", hidden_size=40)
     message = r"base_format='nf4' cannot pack model\.layers\.0\.self_attn\.k_proj\.weight: NF4 quantizes blocks of 64"
     with pytest.raises(ModelError, match=message):
         load_model(str(odd), config(2), device=CPU, ds_config={})

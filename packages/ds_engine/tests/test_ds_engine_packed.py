@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import make_batch, make_samples, write_tiny_model
+from ds_engine_testkit import make_batch, make_samples
 
 from ds_engine import EngineConfig, EngineConfigError, ModelError, OffloadConfig, SimpleBatch, dense_log_prob
 from ds_engine.config import Attention
@@ -17,6 +17,7 @@ from ds_engine.model.attention import PackedLayout, choose_kernel, packed_attent
 from ds_engine.model.loading import check_offload, load_model
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs
 from ds_engine.model.recomputation import enable_checkpointing
+from plinth_testing import write_tiny_model
 
 CPU = torch.device("cpu")
 
@@ -50,7 +51,7 @@ def padded_log_probs(folder: Path, samples, *, temperature: float, dtype: torch.
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_packed_equals_padded_fp32(tmp_path: Path, family: str, temperature: float) -> None:
     extra = {} if family != "qwen2" else {"head_dim": 8}
-    folder = write_tiny_model(tmp_path, family=family, tied=family == "qwen3", **extra)
+    folder = write_tiny_model(tmp_path, family, tie_word_embeddings=family == "qwen3", **extra)
     samples = make_samples(9, seed=4)
     inputs, num_targets = packed_inputs(make_batch(samples), device=CPU, kernel="sdpa")
     with torch.no_grad():
@@ -74,7 +75,7 @@ def test_packed_equals_padded_bf16(tiny_model: Path) -> None:
 
 def test_sliding_window(tmp_path: Path) -> None:
     options = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
-    folder = write_tiny_model(tmp_path, family="qwen2", head_dim=8, layer_types=["sliding_attention"] * 2, **options)
+    folder = write_tiny_model(tmp_path, "qwen2", head_dim=8, layer_types=["sliding_attention"] * 2, **options)
     samples = make_samples(6, seed=6)
     inputs, _ = packed_inputs(make_batch(samples), device=CPU, kernel="sdpa")
     with torch.no_grad():
@@ -204,7 +205,7 @@ def test_bad_borders_are_refused() -> None:
 
 @pytest.mark.parametrize(("every", "to_cpu", "recomputed"), [(1, False, 4), (2, False, 2), (3, True, 2), (1, True, 4)])
 def test_checkpointing_recomputes_every_kth_layer(tmp_path: Path, every: int, to_cpu: bool, recomputed: int) -> None:
-    folder = write_tiny_model(tmp_path, layers=4)
+    folder = write_tiny_model(tmp_path, num_hidden_layers=4)
     inputs, _ = packed_inputs(make_batch(make_samples(4, seed=3)), device=CPU, kernel="sdpa")
     gradients, calls = [], []
     for checkpointed in (False, True):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ds_engine_testkit import RankPool, make_samples
+from ds_engine_testkit import make_samples
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
 from ds_engine.guard.collective_log import CollectiveRecord
 from ds_engine.planning.collective_plan import PlannedCollective, planned_step, planned_zero3_steps
 from ds_engine.planning.transfer_plan import Visit, planned_transfers
+from plinth_testing import RankPool
 
 SLOW = settings(
     deadline=None,

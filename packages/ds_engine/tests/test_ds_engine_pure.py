@@ -38,7 +38,7 @@ def test_every_export_resolves() -> None:
         (lambda: ZeroConfig(stage=2, offload=OffloadConfig(param="cpu", optimizer="cpu")), "stage 2 keeps them whole"),
         (
             lambda: ZeroConfig(stage=1, offload=OffloadConfig(optimizer="nvme", nvme_path="/x")),
-            "CPU memory without saying so",
+            "DeepSpeed silently keeps the states in CPU memory",
         ),
         (lambda: ZeroConfig(stage=3, offload=OffloadConfig(param="cpu")), "use cpu or nvme here too"),
         (lambda: OffloadConfig(optimizer="nvme"), "nvme_path=None"),

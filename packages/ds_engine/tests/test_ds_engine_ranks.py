@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import RankPool, make_batch, make_samples
+from ds_engine_testkit import make_batch, make_samples
 
 from ds_engine import (
     BatchError,
@@ -19,6 +19,7 @@ from ds_engine import (
     ZeroConfig,
     dense_log_prob,
 )
+from plinth_testing import RankPool
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ def test_a_failed_mini_batch_is_not_added_to_the_next(one_rank: RankPool, tiny_m
     assert len(after) == 2
     for error in after:
         assert isinstance(error, EngineError)
-        assert "failed half-way" in str(error)
+        assert "failed before its optimizer step" in str(error)
 
 
 def test_unequal_methods_fail_at_once(two_ranks: RankPool, tiny_model: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ds_engine_testkit import RankPool
 
 from ds_engine import CheckpointError, EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
+from plinth_testing import RankPool
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ds_engine_testkit import RankPool, Sample, make_batch, make_samples, reference_training, write_tiny_model
+from ds_engine_testkit import Sample, make_batch, make_samples, reference_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +16,7 @@ from ds_engine import EngineConfig, EngineConfigError, LoraConfig, OptimConfig, 
 from ds_engine.model.packed_model import packed_inputs
 from ds_engine.model.sequence_parallel import SequenceGroup, check_heads, kv_copies, share_targets
 from ds_engine.planning.collective_plan import planned_step
+from plinth_testing import RankPool, write_tiny_model
 
 LR, EPS = 3e-3, 1e-4
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
@@ -96,7 +97,7 @@ def test_ranks_that_hold_padding_only(
     """Three norms of two elements each have a parameter group of their own: rank 3 holds nothing of it, and at stage 3
     ranks 2 and 3 hold nothing of any of them."""
     sizes = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
-    model = write_tiny_model(tmp_path, family="llama", hidden=2, layers=1, **sizes)
+    model = write_tiny_model(tmp_path, "llama", hidden_size=2, num_hidden_layers=1, **sizes)
     optim = OptimConfig(lr=LR, eps=EPS, grad_clip=grad_clip, weight_decay=0.1)
     expected = reference_training(model, STEPS, lr=LR, eps=EPS, grad_clip=grad_clip, weight_decay=0.1)
     assert min(expected[2]) > 0.1, "clipping has something to do in every step"
@@ -154,7 +155,7 @@ def test_what_cannot_work_is_refused_on_every_rank(two_ranks: RankPool, tiny_mod
     different = [{"steps": [[STEPS[rank]]]} for rank in range(2)]
     for error in two_ranks.run("train", different, model_path=str(tiny_model), config=config(2, 2)):
         assert isinstance(error, PlanMismatchError)
-        assert "ranks 0 to 1 brought different micro batches" in str(error)
+        assert "ranks 0 to 1 have different micro batches" in str(error)
     for error in two_ranks.run("train", model_path=str(tiny_model), config=config(2, 4), steps=[]):
         assert isinstance(error, EngineConfigError)
         assert "does not divide the 2 ranks: use one of [1, 2]" in str(error)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import RankPool, distance, make_samples
+from ds_engine_testkit import distance, make_samples
 
 from ds_engine import EngineConfig, OptimConfig, ZeroConfig
-from ds_engine.zero.step_norms import _square_norm
+from ds_engine.zero.optimizer_step import _square_norm
+from plinth_testing import RankPool
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -35,7 +36,7 @@ def test_bf16_gradients_are_clipped_as_by_deepspeed(
     )
     per_rank = [{"steps": [[make_samples(2, seed=rank), make_samples(1, seed=rank + 2)]] * 2} for rank in range(2)]
     common = {"model_path": str(tiny_model), "config": config}
-    theirs = two_ranks.run("train_upstream", per_rank, part="batch_step_norms", **common)[0]
+    theirs = two_ranks.run("train_upstream", per_rank, part="fuse_grad_norm", **common)[0]
     ours = two_ranks.run("train", per_rank, **common)[0]
     assert ours["stats"][0].grad_norm == pytest.approx(theirs["stats"][0].grad_norm, rel=1e-6)
     assert theirs["stats"][0].grad_norm > 1

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from ds_engine_testkit import RankPool, Sample, make_samples, write_tiny_model
+from ds_engine_testkit import Sample, make_samples
 
 from ds_engine import EngineConfig, EngineError, OffloadConfig, OptimConfig, ZeroConfig, ZeroEngine
 from ds_engine.model.loading import load_model
+from plinth_testing import RankPool, write_tiny_model
 
 LR, EPS = 3e-3, 1e-4
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]

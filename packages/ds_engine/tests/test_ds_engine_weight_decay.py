@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import RankPool, make_samples, reference_training, write_tiny_model
+from ds_engine_testkit import make_samples, reference_training
 
 from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
 from ds_engine.model.loading import load_model
 from ds_engine.model.lora import add_adapters
 from ds_engine.zero.optimizer import parameter_groups
+from plinth_testing import RankPool, write_tiny_model
 
 LR, EPS, DECAY = 3e-3, 1e-4, 0.3
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
@@ -20,7 +21,7 @@ STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 @pytest.fixture(scope="module")
 def biased_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Norms, and biases that are not zero."""
-    folder = write_tiny_model(tmp_path_factory.mktemp("biased_model"), family="qwen2")
+    folder = write_tiny_model(tmp_path_factory.mktemp("biased_model"), "qwen2")
     model = load_model(str(folder), EngineConfig(dtype="float32"), device=torch.device("cpu"), ds_config={})
     with torch.no_grad():
         for parameter in model.parameters():

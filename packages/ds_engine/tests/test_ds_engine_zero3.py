@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import RankPool, distance, make_samples, reference_training, write_adapters
+from ds_engine_testkit import distance, make_samples, reference_training, write_adapters
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
 from ds_engine.errors import ModelError
-from ds_engine.zero.zero3_layers import gathers_layers, make_leaves
+from ds_engine.zero.zero3_hooks import set_leaf_modules
+from plinth_testing import RankPool
 
 pytestmark = pytest.mark.slow
 LR, EPS = 3e-3, 1e-4
@@ -109,16 +110,15 @@ def test_visits_to_weights_that_are_there_are_short(two_ranks: RankPool, tiny_mo
         assert looks[-1] < expected[3][-1] / 2
 
 
-def test_one_rank_gathers_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_one_rank_gathers_nothing(one_rank: RankPool, tiny_model: Path, tmp_path: Path) -> None:
     """And resumes: three steps, the last of them by an engine that loads what the first saved after two."""
     expected, losses, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
     zero = replace(CONFIG.zero, param_persistence_elements=600)
     options = {"model_path": str(tiny_model), "config": replace(CONFIG, zero=zero, compile=False)}
     steps = [[s[::2], [], s[1::2]] for s in STEPS]
     folder = str(tmp_path / "saved")
-    with RankPool(1, tmp_path) as pool:
-        (first,) = pool.run("train_alone", steps=steps[:2], save_to=folder, load_from=None, **options)
-        (second,) = pool.run("train_alone", steps=steps[2:], save_to=None, load_from=folder, **options)
+    (first,) = one_rank.run("train_alone", steps=steps[:2], save_to=folder, load_from=None, **options)
+    (second,) = one_rank.run("train_alone", steps=steps[2:], save_to=None, load_from=folder, **options)
     stats = first["stats"] + second["stats"]
     assert [s.loss for s in stats] == pytest.approx(losses, rel=1e-5)
     assert [s.grad_norm for s in stats] == pytest.approx(norms, rel=1e-5)
@@ -181,11 +181,11 @@ def test_adapters_of_the_first_layer_are_trained(two_ranks: RankPool, tiny_model
 
 
 def test_weights_on_nvme_are_left_to_deepspeed() -> None:
-    assert gathers_layers(ZeroConfig(stage=3))
-    assert gathers_layers(ZeroConfig(stage=3, offload=CPU_ALL))
-    assert not gathers_layers(ZeroConfig(stage=2))
+    assert ZeroConfig(stage=3).gathers_layers
+    assert ZeroConfig(stage=3, offload=CPU_ALL).gathers_layers
+    assert not ZeroConfig(stage=2).gathers_layers
     nvme = OffloadConfig(optimizer="nvme", param="nvme", nvme_path="/tmp")
-    assert not gathers_layers(ZeroConfig(stage=3, offload=nvme))
+    assert not ZeroConfig(stage=3, offload=nvme).gathers_layers
 
 
 def test_a_layer_asks_for_the_gradient_of_its_first_argument() -> None:
@@ -201,7 +201,7 @@ def test_a_layer_asks_for_the_gradient_of_its_first_argument() -> None:
             return self.inner(hidden) * scale
 
     model = torch.nn.Sequential(Layer(), torch.nn.Linear(2, 2))
-    make_leaves(model)
+    set_leaf_modules(model)
     layer, hidden = model[0], torch.ones(1, 2)
     assert model[0]._z3_leaf
     assert not hasattr(model[1], "_z3_leaf")

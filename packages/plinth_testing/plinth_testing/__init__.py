@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .models import random_model, tiny_config, write_tiny_model, write_word_tokenizer
     from .processes import free_port, run_script, start_process, stop_process, wait_until
     from .properties import list_properties
-    from .rank_pool import RankPool, serve_rank
+    from .rank_pool import RankPool, RankServer, serve_ranks
     from .ranks import FinishedRank, fork_ranks, launch_ranks, run_ranks
 
 _MODULES = {
@@ -23,7 +23,7 @@ _MODULES = {
     ".models": ("random_model", "tiny_config", "write_tiny_model", "write_word_tokenizer"),
     ".processes": ("free_port", "run_script", "start_process", "stop_process", "wait_until"),
     ".properties": ("list_properties",),
-    ".rank_pool": ("RankPool", "serve_rank"),
+    ".rank_pool": ("RankPool", "RankServer", "serve_ranks"),
     ".ranks": ("FinishedRank", "fork_ranks", "launch_ranks", "run_ranks"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -31,6 +31,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [
     "FinishedRank",
     "RankPool",
+    "RankServer",
     "covering_table",
     "fork_ranks",
     "free_port",
@@ -40,7 +41,7 @@ __all__ = [
     "record_calls",
     "run_ranks",
     "run_script",
-    "serve_rank",
+    "serve_ranks",
     "start_process",
     "stop_process",
     "tiny_config",

@@ -1,4 +1,8 @@
-"""Ranks that stay up and run functions together, one call after another: one start serves many tests."""
+"""Ranks that stay up and run functions together, one call after another: one start serves many tests.
+
+A `RankServer` is a process that has imported what ranks need; it forks the ranks of every `RankPool`, so that imports
+are paid once for all pools of a session.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +11,68 @@ import faulthandler
 import os
 import pickle
 import signal
-import subprocess
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Client, Connection, Listener
+from functools import partial
+from multiprocessing import active_children
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Self
 
-from .processes import start_process
-from .ranks import rendezvous
+from .processes import start_process, stop_process
+from .ranks import fork_ranks
 
-__all__ = ["RankPool", "serve_rank"]
+__all__ = ["RankPool", "RankServer", "serve_ranks"]
+
+
+class RankServer:
+    """Runs `script`, which calls `serve_ranks`, until it is closed; its ranks end with it.
+
+    Args:
+        folder: for its socket and log.
+    """
+
+    def __init__(self, script: Path, folder: Path) -> None:
+        self.log = folder / "server.log"
+        with _Door(folder / "server.sock") as door:
+            self._process = start_process([sys.executable, str(script), door.address], self.log)
+            self._connection = door.accept(self.check)
+
+    def check(self) -> None:
+        """Raises RuntimeError with the end of its log when the process has ended."""
+        if self._process.poll() is not None:
+            raise RuntimeError(f"the rank server ended:\n{self.log.read_text()[-3000:]}")
+
+    def fork(self, address: str, size: int, folder: Path) -> None:
+        """Starts `size` ranks that connect to `address` and write their logs to `folder`."""
+        self._connection.send((address, size, folder))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        stop_process(self._process)
 
 
 class RankPool:
-    """Starts `script` once per rank; `run` calls one of its functions on all ranks.
+    """`size` ranks in a process group of their own; `run` calls a function on all of them."""
 
-    The script calls `serve_rank`. Environment: torchrun's variables.
-    """
-
-    def __init__(self, script: Path, size: int, folder: Path, *, timeout_s: float = 400.0) -> None:
+    def __init__(self, server: RankServer, size: int, folder: Path, *, timeout_s: float = 400.0) -> None:
         self.size = size
         self.timeout_s = timeout_s
-        address = str(folder / "pool.sock")
-        listener = Listener(address)
-        command, shared = [sys.executable, str(script), address], rendezvous(size)
         self.logs = [folder / f"rank_{rank}.log" for rank in range(size)]
-        self.processes = [
-            start_process(command, log, shared | {"RANK": str(rank)}) for rank, log in enumerate(self.logs)
-        ]
-        connections = [listener.accept() for _ in range(size)]
-        by_rank: dict[int, Connection] = {pickle.loads(c.recv_bytes()): c for c in connections}
-        self.connections = [by_rank[rank] for rank in range(size)]
-        listener.close()
+        with _Door(folder / "pool.sock") as door:
+            server.fork(door.address, size, folder)
+            connections = [door.accept(server.check) for _ in range(size)]
+        # (rank, process id) of each
+        greetings = {connection.recv(): connection for connection in connections}
+        self.pids = [pid for _, pid in sorted(greetings)]
+        self.connections: list[Connection] = [greetings[greeting] for greeting in sorted(greetings)]
 
     def __enter__(self) -> Self:
         return self
@@ -63,72 +93,113 @@ class RankPool:
         results = []
         for rank, connection in enumerate(self.connections):
             if not connection.poll(max(0.1, deadline - time.monotonic())):
-                for process in self.processes:
-                    process.send_signal(signal.SIGUSR1)  # writes a traceback to its log
+                self._signal(signal.SIGUSR1)  # writes tracebacks to the logs
                 time.sleep(0.5)
-                for process in self.processes:
-                    process.kill()
+                self._signal(signal.SIGKILL)
                 raise TimeoutError(f"rank {rank} did not answer; its log ends: {self.logs[rank].read_text()[-3000:]}")
-            results.append(pickle.loads(connection.recv_bytes()))
+            try:
+                results.append(pickle.loads(connection.recv_bytes()))
+            except EOFError:
+                raise RuntimeError(f"rank {rank} ended; its log ends: {self.logs[rank].read_text()[-3000:]}") from None
         for rank, result in enumerate(results):
             if isinstance(result, _Crash):
                 raise RuntimeError(f"rank {rank} failed:\n{result}")
         return results
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def _signal(self, number: int) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def __exit__(self, *_: object) -> None:
         for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.send_bytes(pickle.dumps(None))
-        for process in self.processes:
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for connection in self.connections:
+            with contextlib.suppress(OSError, EOFError):
+                if connection.poll(20):
+                    connection.recv_bytes()  # the rank has left, or its end of the connection is closed
+        self._signal(signal.SIGKILL)
+
+
+class _Door:
+    """A Unix socket at which processes announce themselves with `Client(address)`."""
+
+    def __init__(self, path: Path) -> None:
+        self.address = str(path)
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(self.address)
+        self._socket.listen()
+        self._socket.settimeout(0.5)
+
+    def accept(self, check: Callable[[], None], *, timeout_s: float = 300.0) -> Connection:
+        """The next connection; `check` is called while there is none."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                accepted, _ = self._socket.accept()
+                accepted.setblocking(True)
+                return Connection(accepted.detach())
+            check()
+        logs = [path.read_text()[-1000:] for path in sorted(Path(self.address).parent.glob("*.log"))]
+        raise TimeoutError(f"a process did not connect within {timeout_s} s; logs:\n" + "\n".join(logs))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
 
 
 class _Crash(str):
     """The traceback of a rank."""
 
 
-def serve_rank(
+def serve_ranks(
     modules: Sequence[ModuleType],
     *,
     join: Callable[[int, int, str, int], None],
     leave: Callable[[], None],
     passed_on: tuple[type[Exception], ...] = (),
 ) -> None:
-    """The main loop of a pool's rank: runs the functions that `RankPool.run` names.
+    """The main program of a `RankServer`'s script.
 
     Args:
-        modules: where the functions are defined; an imported name belongs to the module that defines it.
+        modules: where the functions are defined that `RankPool.run` names; an imported name belongs to the module that
+            defines it.
         join: joins the process group: called with rank, number of ranks, host and port.
         leave: leaves the process group.
         passed_on: exceptions that are results of a call.
     """
-    import torch
-
     functions = {
         name: value
         for module in modules
         for name, value in vars(module).items()
         if getattr(value, "__module__", None) == module.__name__
     }
-    faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    join(rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    with Client(sys.argv[1]) as connection:
-        connection.send_bytes(pickle.dumps(rank))
-        while (request := pickle.loads(connection.recv_bytes())) is not None:
-            function, kwargs = request
-            try:
-                result = functions[function](**kwargs)
-            except passed_on as error:
-                result = error
-            except Exception:
-                result = _Crash(traceback.format_exc())
-            connection.send_bytes(pickle.dumps(result))
-    leave()
+
+    def serve(address: str, folder: Path, rank: int) -> None:
+        log = os.open(folder / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        faulthandler.register(signal.SIGUSR1)
+        join(rank, int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        with Client(address) as connection:
+            connection.send((rank, os.getpid()))
+            while (request := pickle.loads(connection.recv_bytes())) is not None:
+                function, kwargs = request
+                try:
+                    result = functions[function](**kwargs)
+                except passed_on as error:
+                    result = error
+                except Exception:
+                    result = _Crash(traceback.format_exc())
+                connection.send_bytes(pickle.dumps(result))
+            leave()
+
+    with Client(sys.argv[1]) as server, contextlib.suppress(EOFError):
+        while True:
+            address, size, folder = server.recv()
+            fork_ranks(partial(serve, address, folder), num_ranks=size)
+            active_children()  # reaps those that have ended

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 import plinth_testing
 from plinth_testing import (
     RankPool,
+    RankServer,
     covering_table,
     launch_ranks,
     list_properties,
@@ -24,6 +24,7 @@ from plinth_testing import (
     stop_process,
     tiny_config,
     uncovered_pairs,
+    wait_until,
     write_tiny_model,
     write_word_tokenizer,
 )
@@ -50,14 +51,19 @@ run_ranks(job)
 """
 SERVED = """
 import os, sys, time
-from plinth_testing import serve_rank
+from plinth_testing import serve_ranks
 def double(x): return 2 * x, os.environ["RANK"]
 def refuse(): raise KeyError("passed on")
 def crash(): raise ValueError("not passed on")
 def hang(): time.sleep(60)
+def end(): print("last words", flush=True); os._exit(3)
 if __name__ == "__main__":
-    serve_rank([sys.modules["__main__"]], join=lambda *_: None, leave=lambda: None, passed_on=(KeyError,))
+    serve_ranks([sys.modules["__main__"]], join=lambda *_: None, leave=lambda: None, passed_on=(KeyError,))
 """
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4))
@@ -112,12 +118,11 @@ def test_a_process_group_ends_as_a_whole(tmp_path: Path) -> None:
         f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {sleep!r}]).pid, flush=True); {sleep}"
     )
     process = start_process([sys.executable, "-c", code], tmp_path / "log")
-    while not (text := (tmp_path / "log").read_text()).strip():
-        time.sleep(0.02)
+    wait_until(lambda: (tmp_path / "log").read_text().strip(), 30)
+    text = (tmp_path / "log").read_text()
     stop_process(process)
     assert process.returncode == -signal.SIGTERM
-    child = int(text)
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: not is_alive(int(text)), 10)
 
 
 def test_forked_ranks_and_a_failing_one(tmp_path: Path) -> None:
@@ -145,12 +150,26 @@ def test_launched_ranks_meet(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_pool_runs_functions_passes_errors_on_and_names_the_rank_that_hangs(tmp_path: Path) -> None:
     (tmp_path / "served.py").write_text(SERVED)
-    with RankPool(tmp_path / "served.py", 2, tmp_path) as pool:
-        assert pool.run("double", [{"x": 1}, {"x": 2}]) == [(2, "0"), (4, "1")]
-        assert [str(error) for error in pool.run("refuse")] == ["'passed on'"] * 2
-        with pytest.raises(RuntimeError, match=r"(?s)rank 0 failed.*not passed on"):
-            pool.run("crash")
-        pool.timeout_s = 1.0
-        with pytest.raises(TimeoutError, match=r"(?s)rank 0 did not answer.*in hang"):
-            pool.run("hang")
-    assert all(process.poll() is not None for process in pool.processes)
+    (tmp_path / "other").mkdir()
+    with RankServer(tmp_path / "served.py", tmp_path) as server:
+        with RankPool(server, 2, tmp_path) as pool, RankPool(server, 1, tmp_path / "other") as other:
+            assert pool.run("double", [{"x": 1}, {"x": 2}]) == [(2, "0"), (4, "1")]
+            assert other.run("double", x=3) == [(6, "0")]
+            assert [str(error) for error in pool.run("refuse")] == ["'passed on'"] * 2
+            with pytest.raises(RuntimeError, match=r"(?s)rank 0 failed.*not passed on"):
+                pool.run("crash")
+            with pytest.raises(RuntimeError, match=r"(?s)rank 0 ended.*last words"):
+                other.run("end")
+            pool.timeout_s = 1.0
+            with pytest.raises(TimeoutError, match=r"(?s)rank 0 did not answer.*in hang"):
+                pool.run("hang")
+        wait_until(lambda: not any(map(is_alive, [*pool.pids, *other.pids])), 10)
+        with RankPool(server, 1, tmp_path / "other") as another:
+            assert another.run("double", x=4) == [(8, "0")]
+    wait_until(lambda: not any(map(is_alive, another.pids)), 10)
+
+
+def test_a_rank_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    with pytest.raises(RuntimeError, match=r"(?s)rank server ended.*nothing_of_this_name"):
+        RankServer(tmp_path / "broken.py", tmp_path)

@@ -1,8 +1,8 @@
-"""What the ranks did together: a log of collectives per group, and the pure functions that compare two logs.
+"""Log of the collectives of a process group, and pure functions that compare the logs of its ranks.
 
-A collective is named by what has to agree between ranks for it to work: operation, dtype, number of elements, and the
-line of the program that asked for it. Lines may differ for operations with a root, which programs often call from two
-branches; sizes are left out where ranks may rightly bring different ones.
+The signature of a collective consists of everything that must be equal on all ranks: operation, dtype, number of
+elements and the source line of the call. It omits the line for operations with a root, which programs often call from
+two branches, and the size where ranks may have different ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CollectiveRecord", "GroupLog", "RankDump", "call_site", "describe_ca
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 """Operations with a root: compared without their call site."""
 
-# Which positional argument of the ProcessGroup method has the same number of elements on every rank.
+# Positional argument of the ProcessGroup method that has the same number of elements on every rank.
 _SIZED_BY = {
     "allreduce": 0,
     "allreduce_coalesced": 0,
@@ -45,7 +45,7 @@ _SIZED_BY = {
     "barrier": None,
 }
 METHODS = tuple(_SIZED_BY)
-"""Methods of torch's ProcessGroup that are collectives. Point-to-point calls have no common order to compare."""
+"""Collective methods of torch's ProcessGroup. Point-to-point calls are not compared: they have no common order."""
 
 _NAMES = {
     "allreduce": "all_reduce",
@@ -61,28 +61,28 @@ _PLUMBING = (
     "deepspeed/comm/",
     "deepspeed/utils/nvtx",
     "typing_extensions",
-    "ds_engine/collective_",
+    "ds_engine/guard/collective_",
 )
 
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective as one rank saw it."""
+    """One collective of one rank."""
 
     index: int
-    """Its number in its group, from 0."""
+    """Index of the collective in its group, from 0."""
     operation: str
     dtype: str
     num_elements: int
-    """Elements of the tensor all ranks agree on; 0 where there is none."""
+    """Elements of the tensor whose size must be equal on all ranks; 0 if there is none."""
     site: str
-    """file:line in function."""
+    """Source line of the call: "file:line in function"."""
     label: str = ""
-    """What the program said it was doing (a step, a micro batch)."""
+    """Label set by `mark`, such as a step and a micro batch."""
 
     @property
     def signature(self) -> str:
-        """What has to be equal on every rank."""
+        """Text that must be equal on every rank."""
         site = "" if self.operation in ROOTED else self.site
         return f"{self.operation}|{self.dtype}|{self.num_elements}|{site}"
 
@@ -93,7 +93,7 @@ class CollectiveRecord:
 
 
 class GroupLog:
-    """One rank's collectives in one group: their number, a hash over all of them, and the last few in full."""
+    """Collectives of one rank in one group: their number, a hash over all of them, and the last `keep` records."""
 
     def __init__(self, *, keep: int = 512) -> None:
         self.count = 0
@@ -107,22 +107,22 @@ class GroupLog:
         self._hash = zlib.crc32(record.signature.encode(), self._hash)
         self.recent.append(record)
         self._hashes.append((self.count + 1, self._hash))
-        self.count += 1  # last: another thread may read up to it
+        self.count += 1  # last, because another thread reads records below count
         return record
 
     def hash_at(self, count: int) -> int | None:
-        """Hash over the first `count` collectives; None when that is too long ago (or ahead)."""
+        """Hash over the first `count` collectives; None if it is no longer kept, or not reached yet."""
         if count == 0:
             return 0
         if not self._hashes or not self._hashes[0][0] <= count <= self.count:
             return None
         at_count, value = self._hashes[count - self._hashes[0][0]]
-        return value if at_count == count else None  # another thread may have moved the window meanwhile
+        return value if at_count == count else None  # another thread may have appended meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankDump:
-    """What one rank knows when something is wrong."""
+    """State of one rank's log and main thread, for the diagnosis of a failure."""
 
     rank: int
     count: int
@@ -130,10 +130,10 @@ class RankDump:
     idle_s: float
     """Seconds since its last collective in the group."""
     position: str
-    """Where its main thread is."""
+    """Source line of the main thread."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Convert to JSON-serializable values."""
         return asdict(self)
 
     @classmethod
@@ -160,7 +160,7 @@ def _tensors(value: Any) -> list[Any]:
     return [value] if hasattr(value, "numel") else []
 
 
-# Every guarded collective asks these three about the same few files, lines and dtypes.
+# Cached because every guarded collective calls these three with the same few files, lines and dtypes.
 @cache
 def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
@@ -178,7 +178,7 @@ def _site(file: str, line: int, function: str) -> str:
 
 
 def call_site() -> str:
-    """The innermost line outside of torch.distributed and other plumbing."""
+    """The innermost source line outside of torch.distributed, deepspeed.comm and this package's guard."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_plumbing(frame.f_code.co_filename):
         frame = frame.f_back
@@ -186,11 +186,14 @@ def call_site() -> str:
 
 
 def diagnose(group: str, ranks: Sequence[int], dumps: Mapping[int, RankDump]) -> tuple[str, bool]:
-    """(what went wrong in one sentence a person can act on, whether ranks diverged rather than one standing still).
+    """Explain a failure.
 
     Args:
         ranks: global ranks of the group.
-        dumps: from those that answered.
+        dumps: of the ranks that answered.
+
+    Returns:
+        (one sentence for the user, True if ranks diverged or False if a rank stalled)
     """
     silent = [rank for rank in ranks if rank not in dumps]
     where = f"in group {group!r} of ranks {list(ranks)}"
@@ -221,7 +224,7 @@ def diagnose(group: str, ranks: Sequence[int], dumps: Mapping[int, RankDump]) ->
 def _first_difference(
     dumps: Sequence[RankDump],
 ) -> tuple[int, list[tuple[CollectiveRecord, list[int]]]] | None:
-    """The first collective two ranks disagree about, and who called what."""
+    """The first collective that differs between ranks, with each version and the ranks that called it."""
     by_index: dict[int, list[tuple[CollectiveRecord, int]]] = {}
     for dump in dumps:
         for record in dump.records:
