@@ -1,7 +1,7 @@
-"""The client process's CPU use with many requests under way: `python -m benchmarks.rollout.client_cpu`.
+"""CPU use of the client process with many requests in flight: `python -m benchmarks.rollout.client_cpu`.
 
-A server that answers like vLLM holds `--concurrency` requests of 256+512 tokens for as long as a GPU would take at
-`--tokens-per-s` (of all requests together). Two rounds of requests are sent; the first opens the connections.
+A dummy server answers `--concurrency` requests of 256+512 tokens after the time that a GPU would need at
+`--tokens-per-s` (all requests together). Two rounds of requests are sent; the first one opens the connections.
 """
 
 import argparse
@@ -33,20 +33,22 @@ def measure(url: str, args: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--concurrency", type=int, default=1024, help="samples under way")
-    parser.add_argument("--n", type=int, nargs="+", default=[1, 8], help="samples a request")
+    parser.add_argument("--concurrency", type=int, default=1024, help="samples in flight")
+    parser.add_argument("--n", type=int, nargs="+", default=[1, 8], help="samples per request")
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--tokens-per-s", type=float, nargs="+", default=[21_000, 100_000, 0], help="0: at once")
+    parser.add_argument(
+        "--tokens-per-s", type=float, nargs="+", default=[21_000, 100_000, 0], help="0: answer immediately"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
-    print("| samples a request | server's rate | measured tok/s | cores of the client | CPU us a token |")
+    print("| samples per request | server rate | measured tok/s | client cores | CPU us per token |")
     print("| --- | --- | --- | --- | --- |")
     for rate in args.tokens_per_s:
         for n in args.n:
             case = argparse.Namespace(**vars(args) | {"n": n})
             with dummy_server(tokens=args.tokens, prompt_tokens=256, tokens_per_s=rate / args.concurrency) as url:
                 found = measure(url, case)
-            name = f"{rate:.0f} tok/s" if rate else "at once"
+            name = f"{rate:.0f} tok/s" if rate else "immediate"
             print(
                 f"| {n} | {name} | {found['tok/s']:.0f} | {found['cores']:.2f} | {found['us/token']:.2f} |", flush=True
             )

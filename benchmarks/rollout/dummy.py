@@ -1,4 +1,4 @@
-"""Starts dummy_server.py in a process of its own."""
+"""Runs dummy_server.py in a subprocess."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def dummy_server(*, tokens: int, prompt_tokens: int, tokens_per_s: float) -> Iterator[str]:
-    """The url of a server that answers like vLLM. tokens_per_s: of each request, 0: at once."""
+    """Yield the URL of a server that responds like vLLM. tokens_per_s: of each request; 0: respond immediately."""
     script = Path(__file__).with_name("dummy_server.py")
     sizes = ["--tokens", str(tokens), "--prompt-tokens", str(prompt_tokens), "--tokens-per-s", str(tokens_per_s)]
     process = subprocess.Popen([sys.executable, str(script), *sizes], stdout=subprocess.PIPE, text=True)

@@ -1,10 +1,9 @@
-"""A server that answers like vLLM without generating anything: a script, standard library only.
+"""A server that responds like vLLM without generating: a script that uses only the standard library.
 
     python benchmarks/rollout/dummy_server.py --tokens 512 --tokens-per-s 20
 
-It prints its port. Every POST to /v1/completions is answered after tokens / tokens_per_s seconds with one choice a
-requested `n`, in vLLM's format with ids and log-probs; the JSON of one choice is rendered once, so that the server
-costs as little as it can.
+It prints its port. It answers every POST to /v1/completions after tokens / tokens_per_s seconds with `n` choices in
+vLLM's format, with token ids and log-probs. Each response is rendered once, so that the server uses little CPU.
 """
 
 import argparse
@@ -37,7 +36,7 @@ def choice(num_tokens: int, num_prompt_tokens: int, chooser: random.Random) -> d
 
 
 def answer(num_tokens: int, num_prompt_tokens: int, n: int) -> bytes:
-    """The whole HTTP answer."""
+    """The complete HTTP response."""
     choices = [choice(num_tokens, num_prompt_tokens, random.Random(0)) | {"index": index} for index in range(n)]
     usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": n * num_tokens, "total_tokens": 0}
     body = {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": "policy", "choices": choices}
@@ -46,7 +45,7 @@ def answer(num_tokens: int, num_prompt_tokens: int, n: int) -> bytes:
 
 
 class Server:
-    """One connection, one request at a time, as HTTP/1.1 clients do."""
+    """Handles one request at a time per connection, like HTTP/1.1 clients send them."""
 
     def __init__(self, num_tokens: int, num_prompt_tokens: int, tokens_per_s: float) -> None:
         self._sizes, self._answers = (num_tokens, num_prompt_tokens), dict[int, bytes]()
@@ -74,10 +73,10 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--tokens-per-s", type=float, default=0.0, help="of each request; 0: answer at once")
+    parser.add_argument("--tokens-per-s", type=float, default=0.0, help="of each request; 0: respond immediately")
     args = parser.parse_args()
-    behaviour = Server(args.tokens, args.prompt_tokens, args.tokens_per_s)
-    server = await asyncio.start_server(behaviour.serve, "127.0.0.1", 0, limit=1 << 24, backlog=4096)
+    responder = Server(args.tokens, args.prompt_tokens, args.tokens_per_s)
+    server = await asyncio.start_server(responder.serve, "127.0.0.1", 0, limit=1 << 24, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

@@ -1,7 +1,7 @@
-"""CPU time a request of HTTP client libraries: `python -m benchmarks.rollout.http_libraries`.
+"""CPU time per request of HTTP client libraries: `python -m benchmarks.rollout.http_libraries`.
 
-Each sends the same requests (256 prompt ids in, 512 ids with log-probs out) to a server that answers at once, with
-`--concurrency` under way, and reads the whole body. The JSON of the answer is not parsed: that costs the same with all.
+Each sends the same requests (256 prompt ids in, 512 ids with log-probs out) to a server that responds immediately, with
+`--concurrency` in flight, and reads the whole body. The JSON is not parsed, since that costs the same with all of them.
 """
 
 import argparse
@@ -43,7 +43,7 @@ async def with_httpx(url: str, stack: AsyncExitStack) -> Post:
 
 
 async def with_asyncio(url: str, stack: AsyncExitStack) -> Post:
-    """A floor: no redirects, no chunked bodies, no time limits, no TLS."""
+    """A lower bound: no redirects, chunked bodies, time limits or TLS."""
     parts = urlsplit(url)
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
@@ -70,7 +70,7 @@ LIBRARIES = {"aiohttp": with_aiohttp, "httpx": with_httpx, "asyncio streams": wi
 
 
 async def measure(name: str, url: str, *, num_requests: int, concurrency: int) -> tuple[float, float]:
-    """(CPU milliseconds of this process a request, requests a second)."""
+    """Return (CPU milliseconds of this process per request, requests per second)."""
     body = json.dumps({"prompt": list(range(100000, 100256)), "n": 1, "max_tokens": 512}).encode()
     async with AsyncExitStack() as stack:
         post = await LIBRARIES[name](f"{url}/v1/completions", stack)
@@ -79,7 +79,7 @@ async def measure(name: str, url: str, *, num_requests: int, concurrency: int) -
         async def worker(marks: asyncio.Event) -> None:
             for number in left:
                 if number == concurrency:
-                    marks.set()  # every connection is open by now
+                    marks.set()  # all connections are open
                 assert len(await post(body)) > 10_000
 
         opened = asyncio.Event()
@@ -95,13 +95,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=4096)
     parser.add_argument("--concurrency", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=3, help="the best is reported")
+    parser.add_argument("--rounds", type=int, default=3, help="the best round is reported")
     args = parser.parse_args()
-    print(f"{args.requests} requests, {args.concurrency} under way, best of {args.rounds}")
-    print("| library | CPU ms a request | requests/s |\n| --- | --- | --- |")
+    print(f"{args.requests} requests, {args.concurrency} in flight, best of {args.rounds}")
+    print("| library | CPU ms per request | requests/s |\n| --- | --- | --- |")
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in LIBRARIES}
     with dummy_server(tokens=512, prompt_tokens=256, tokens_per_s=0) as url:
-        for _ in range(args.rounds):  # in turns, so that a busy moment of the machine meets all of them
+        for _ in range(args.rounds):  # alternate, so that other load affects all libraries
             for name in LIBRARIES:
                 one = measure(name, url, num_requests=args.requests, concurrency=args.concurrency)
                 runs[name].append(asyncio.run(one))

@@ -1,8 +1,8 @@
-"""The client over HTTP beside `LLM.generate` in process: `python -m benchmarks.rollout.throughput --device cuda`.
+"""The client over HTTP compared with `LLM.generate`: `python -m benchmarks.rollout.throughput --device cuda`.
 
-Both run the same model with the same engine settings on the same device, one after the other, and draw the same number
-of tokens with their log-probs: 256 requests of 256+512 tokens. `--crowd` requests at a time follow on the same server,
-to see what they cost the client's process. Random weights, so nothing is downloaded.
+Both run the same model with the same engine settings on the same device, one after the other, and sample the same
+number of tokens with log-probs: 256 requests of 256+512 tokens. A final round of `--crowd` concurrent requests measures
+the CPU use of the client. The weights are random, so nothing is downloaded.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rollout_vllm import Request, RolloutClient, RolloutConfig, SamplingConfig, 
 from rollout_vllm.servers.command import Device, detect_device, server_arguments, server_environment
 
 _MARK = "seconds: "  # vLLM logs to stdout too
-# Arguments of the HTTP front end, which `LLM` has not: name -> number of values.
+# Arguments of the HTTP front end, which `LLM` does not accept: name -> number of values.
 _FRONT_END = {
     "--host": 1,
     "--port": 1,
@@ -33,7 +33,7 @@ _FRONT_END = {
 
 
 def prompts(args: argparse.Namespace, number: int) -> list[list[int]]:
-    """Different in their first two tokens, so that no prefix block is shared."""
+    """Prompts that differ in their first two tokens, so that they share no prefix block."""
     return [[1 + i % 250, 1 + i // 250, *([7] * (args.prompt_tokens - 2))] for i in range(number)]
 
 
@@ -52,7 +52,7 @@ def rollout_config(args: argparse.Namespace) -> RolloutConfig:
 
 
 def engine_arguments(args: argparse.Namespace, model: Path) -> list[str]:
-    """The server's arguments without those of its HTTP front end."""
+    """The server's arguments, without those of the HTTP front end."""
     given, kept = iter(server_arguments(rollout_config(args), str(model), port=1, device=args.device)), []
     for argument in given:
         if argument in _FRONT_END:
@@ -64,7 +64,7 @@ def engine_arguments(args: argparse.Namespace, model: Path) -> list[str]:
 
 
 def in_process(args: argparse.Namespace, model: Path) -> dict[str, list[float]]:
-    """Seconds of each round of LLM.generate, with and without log-probs, in a process of its own."""
+    """Seconds of each round of LLM.generate in a subprocess, with and without log-probs."""
     config = rollout_config(args)
     device: Device = args.device
     env = server_environment(os.environ, config, device=device, api_key="unused", num_cores=os.cpu_count() or 1)
@@ -84,7 +84,7 @@ def in_process(args: argparse.Namespace, model: Path) -> dict[str, list[float]]:
 
 
 def run_llm() -> None:
-    """In the child: read the task, time LLM.generate, print the seconds."""
+    """In the subprocess: read the task, time LLM.generate, print the seconds."""
     from vllm import LLM, SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -109,31 +109,31 @@ def run_llm() -> None:
             outputs = llm.generate(inputs, params, use_tqdm=False)
             seconds = time.perf_counter() - begin
             assert all(len(output.outputs[0].token_ids) == task["tokens"] for output in outputs)
-            if number:  # the first is a warm-up
+            if number:  # the first round is a warm-up
                 found.setdefault(name, []).append(seconds)
     print(_MARK + json.dumps(found), flush=True)
 
 
 @dataclass(frozen=True)
 class OverHttp:
-    """What the client took."""
+    """Measurements of the client."""
 
     seconds: list[float]
     """Of each round."""
     cores: float
-    """Share of a core that the client's process used."""
+    """CPU cores used by the client process."""
     crowd_rate: float
-    """tok/s with the crowd under way; 0 without one."""
+    """tok/s of the round with `--crowd` requests; 0 without it."""
     crowd_cores: float
 
 
 def over_http(args: argparse.Namespace, model: Path, log_dir: Path) -> OverHttp:
-    """The rounds through the client, then one with the crowd."""
+    """Time the rounds of the client, then the round with `--crowd` requests."""
     config = rollout_config(args)
     sampling = SamplingConfig(n=1, max_tokens=args.tokens, ignore_eos=True)
 
     def timed(client: RolloutClient, number: int, seed: int) -> tuple[float, float]:
-        """(seconds, seconds of this process's CPU) of `number` requests."""
+        """Return (seconds, CPU seconds of this process) of `number` requests."""
         requests = [
             Request(prompt_id=str(i), prompt_ids=ids, seed=seed + i) for i, ids in enumerate(prompts(args, number))
         ]
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--crowd", type=int, default=1024, help="requests at a time, once; 0: none")
+    parser.add_argument("--crowd", type=int, default=1024, help="requests of the final round; 0: no such round")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_random_model(args.model, Path(folder) / "model")
@@ -186,7 +186,7 @@ def main() -> None:
         print(f"| {name} | {rate:.0f} | {rate / rates['LLM.generate']:.1%} |")
     print(f"The client's process used {http.cores:.2f} cores.")
     if args.crowd:
-        print(f"{args.crowd} requests at a time: {http.crowd_rate:.0f} tok/s, {http.crowd_cores:.2f} cores.")
+        print(f"{args.crowd} concurrent requests: {http.crowd_rate:.0f} tok/s, {http.crowd_cores:.2f} cores.")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A rollout of several turns with a calculator, for models that write tool calls as Qwen3 does.
+"""Multi-turn episodes with a calculator, for models that write tool calls in Qwen3's format.
 
     python calculator.py http://127.0.0.1:8000 Qwen/Qwen3-0.6B "What is 4821 * 377 - 12?"
 
-The rollout function is `calculator(...)`; the rest is the command. A trainer takes the function alone: an episode's
-`response_mask` says which tokens were the policy's own, `log_probs` what they were drawn with.
+The rollout function is `calculator(...)`; the rest is the command line. A trainer uses only the function: an episode's
+`response_mask` marks the tokens that the policy sampled, and `log_probs` holds their log-probs.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def calculator(
         for _ in range(max_turns):
             turn = await episode.generate(stop_token_ids=(end_of_call,))
             if turn.response_ids[-1:] != [end_of_call]:
-                return  # the model answered, or ran out of tokens
+                return  # the model gave an answer or ran out of tokens
             result = answer_call(decode(turn.response_ids))
             context = encode(
                 f"<|im_end|>\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n"
@@ -48,31 +48,31 @@ def calculator(
             )
             if len(context) >= episode.num_tokens_left:
                 return
-            episode.add_context(context)  # masked out of the loss: the policy did not write it
+            episode.add_context(context)  # masked out of the loss
             episode.data["num_calls"] = episode.data.get("num_calls", 0) + 1
 
     return rollout
 
 
 def answer_call(turn: str) -> str:
-    """What the calculator says to a turn that ends in a call."""
+    """The calculator's result for a turn that ends in a call."""
     call = re.search(r"<tool_call>\s*(.*?)\s*(?:</tool_call>)?\s*$", turn, re.DOTALL)
     try:
         expression = json.loads(call[1] if call else "")["arguments"]["expression"]
         return f"{evaluate(ast.parse(str(expression)[:200], mode='eval').body):.12g}"
-    except Exception as error:  # the model's mistake is the model's to read
+    except Exception as error:  # the model gets to read its mistake
         return f"error: {type(error).__name__}"
 
 
 def evaluate(node: ast.expr) -> float:
-    """Numbers, signs, brackets and + - * / %, nothing else."""
+    """Evaluate an expression of numbers, signs, parentheses and + - * / %."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return float(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -evaluate(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
         return float(OPERATIONS[type(node.op)](evaluate(node.left), evaluate(node.right)))
-    raise ValueError("not an expression of the calculator")
+    raise ValueError("the calculator does not support this expression")
 
 
 def main() -> None:
@@ -109,7 +109,7 @@ def main() -> None:
         for group in await run_episodes(client, requests, function, sampling):
             for result in group.results:
                 own = sum(result.response_mask)
-                print(f"\n{group.prompt_id} #{result.sample_index}: {result.num_turns} turns, {own} tokens of its own")
+                print(f"\n{group.prompt_id} #{result.sample_index}: {result.num_turns} turns, {own} sampled tokens")
                 print(tokenizer.decode(result.response_ids))
         await client.aclose()
 

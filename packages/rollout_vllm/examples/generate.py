@@ -1,7 +1,7 @@
 """Generates from a running server: python generate.py http://127.0.0.1:8000 "The capital of France is"
 
-The server is any vLLM server started with `--logprobs-mode processed_logprobs`; its API key is read from the variable
-VLLM_API_KEY. Text is turned into token ids, and back, by the server.
+Works with any vLLM server started with `--logprobs-mode processed_logprobs`. The API key is read from the environment
+variable VLLM_API_KEY. The server tokenizes prompts and detokenizes responses.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from rollout_vllm import Endpoint, GroupResult, Request, RolloutClient, Sampling
 
 
 def ask(endpoint: Endpoint, path: str, body: dict[str, Any]) -> Any:
-    """One of vLLM's helper routes."""
+    """Call one of vLLM's helper routes."""
     headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
     request = urllib.request.Request(endpoint.url + path, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("prompts", nargs="+")
-    parser.add_argument("--n", type=int, default=4, help="samples a prompt")
+    parser.add_argument("--n", type=int, default=4, help="samples per prompt")
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--temperature", type=float, default=0.8)
     args = parser.parse_args()
@@ -38,7 +38,7 @@ def main() -> None:
     sampling = SamplingConfig(n=args.n, max_tokens=args.max_tokens, temperature=args.temperature)
 
     def show(group: GroupResult) -> None:
-        """Called as soon as a group is complete, so scoring could start here."""
+        """Called as soon as a group ends, so scoring could start here."""
         for sample in group.samples:
             text = ask(endpoint, "/detokenize", {"tokens": sample.response_ids})["prompt"]
             mean = sum(sample.log_probs) / max(1, len(sample.log_probs))
