@@ -70,11 +70,11 @@ def describe(old: list[Tensor], new: list[Tensor], bucket_mib: float) -> str:
     blocks = [f"{size} B {100 * unchanged(a, b, size):.1f} %" for size in (*BLOCKS, int(bucket_mib * 2**20))]
     same = sum(torch.equal(x, y) for x, y in zip(old, new, strict=True))
     parts.append(f"unchanged blocks: {', '.join(blocks)}; unchanged tensors {same} of {len(old)}")
-    for name, code in (("bits", Bits), ("positions", Positions)):
+    for name, code in (("bit mask", Bits), ("positions", Positions)):
         seconds, size = time_delta(a, b, width, code)
         saved = b.numel() - size
-        link = f"wins below {saved / seconds / 1e9:.2f} GB/s" if saved > 0 else "never wins"
-        parts.append(f"delta by {name}: {100 * size / b.numel():.1f} % of the bytes, {link}")
+        link = f"faster below {saved / seconds / 1e9:.2f} GB/s" if saved > 0 else "never faster"
+        parts.append(f"delta with {name}: {100 * size / b.numel():.1f} % of the bytes, {link}")
     return "; ".join(parts)
 
 

@@ -1,8 +1,8 @@
-"""Push weights out of FSDP2 (fully_shard) into a running vLLM server.
+"""Push weights from FSDP2 (fully_shard) into a running vLLM server.
 
     torchrun --nproc-per-node 2 push_fsdp2.py MODEL_FOLDER http://127.0.0.1:8000
 
-The server serves MODEL_FOLDER (see the README for its flags). Every rank calls push; rank 0 talks to the server.
+The server serves MODEL_FOLDER (see the README for its flags). Every rank calls push; rank 0 controls the server.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from weight_sync import ModuleSource, WeightPusher
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A running server; anything with these two attributes will do."""
+    """A running server: any object with these two attributes."""
 
     url: str
     api_key: str | None
 
 
 def main() -> None:
-    """One optimizer step over all ranks, one push."""
+    """Train one step on all ranks and push."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="Hugging Face folder")
     parser.add_argument("url")
@@ -51,9 +51,9 @@ def main() -> None:
     if rank == 0:
         print(f"version {report.version}: {report.num_bytes} bytes in {1000 * report.total_s:.0f} ms")
     if args.save:
-        whole = {name: param.full_tensor().cpu() for name, param in model.named_parameters()}
+        weights = {name: param.full_tensor().cpu() for name, param in model.named_parameters()}
         if rank == 0:
-            torch.save(whole, args.save)
+            torch.save(weights, args.save)
     dist.destroy_process_group()
 
 

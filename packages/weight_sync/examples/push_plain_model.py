@@ -1,8 +1,8 @@
-"""Push a plain torch model into a running vLLM server, train it a little, push it again.
+"""Train a plain torch model for two steps and push it into a running vLLM server after each.
 
     python push_plain_model.py MODEL_FOLDER http://127.0.0.1:8000
 
-The server serves MODEL_FOLDER (see the README for its flags). The model is an ordinary module: no engine, no framework.
+The server serves MODEL_FOLDER (see the README for its flags). The model needs no engine and no framework.
 """
 
 import argparse
@@ -16,14 +16,14 @@ from weight_sync import ModuleSource, WeightPusher
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A running server; anything with these two attributes will do."""
+    """A running server: any object with these two attributes."""
 
     url: str
     api_key: str | None
 
 
 def main() -> None:
-    """Two optimizer steps, a push after each."""
+    """Train two steps and push after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="Hugging Face folder")
     parser.add_argument("url")

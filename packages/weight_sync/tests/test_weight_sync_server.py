@@ -82,8 +82,8 @@ def test_running_requests_finish_with_the_old_policy(server: Server, old_model: 
         time.sleep(0.1)
         pusher.push(2)
         for prompt, future in zip(helpers.PROMPTS, running, strict=True):
-            whole = [helpers.expected(model, prompt, num_tokens) for model in (old_model, new_model)]
-            assert future.result()[0] in whole  # from one policy, never a mix of both
+            expected = [helpers.expected(model, prompt, num_tokens) for model in (old_model, new_model)]
+            assert future.result()[0] in expected  # from one policy, never a mix of both
     assert_serves(server, new_model)
 
 

@@ -13,7 +13,7 @@ from .base import Staging, wire_dtype
 
 
 class ModuleSource:
-    """The parameters of a module that are whole on every rank, or DTensors (FSDP2), which are gathered one by one.
+    """The parameters of a module: full on every rank, or DTensors (FSDP2), which are gathered one by one.
 
     ``dtype`` casts floating-point parameters before sending. ``rename`` maps the module's names to the names to send
     and skips a parameter by returning None. Tied parameters appear once, under their first name.

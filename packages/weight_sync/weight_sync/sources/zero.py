@@ -125,7 +125,7 @@ class ZeroSource:
         shape = tuple(getattr(param, "ds_shape", param.shape))
         dtype = wire_dtype(param, self._dtype)
         padding = 0
-        if hasattr(param, "ds_tensor"):  # also for slots that need no padding: hpZ's copies come and go between pushes
+        if hasattr(param, "ds_tensor"):  # for every kind of shard: hpZ's copies, which need no padding, come and go
             padding = param.ds_tensor.ds_numel * _world(param) - param.ds_numel
         return TensorEntry(name=name, shape=shape, dtype=dtype_name(dtype), padding=padding)
 
@@ -180,10 +180,11 @@ class ZeroSource:
         for slot, gathered in casts:
             slot_view(target, slot).view(-1).copy_(gathered[: slot.numel])
         if out is not None and not direct:
-            for slot in slots if len(slots) < len(bucket.slots) else ():
-                slot_view(out, slot).copy_(slot_view(target, slot))
             if len(slots) == len(bucket.slots):
                 out[: bucket.nbytes].copy_(target[: bucket.nbytes])
+            else:
+                for slot in slots:
+                    slot_view(out, slot).copy_(slot_view(target, slot))
 
     def _gather_to_root(self, slots: list[Slot], out: Tensor | None, group: Any) -> None:
         """CPU: one message per rank with the bucket's shards; the root copies them into the slots."""

@@ -29,7 +29,7 @@ class Sender(Protocol):
         """
 
     def common_greeting(self) -> dict[str, Any]:
-        """What all workers need to attach, besides `greet`. Called after every worker was greeted."""
+        """What all workers need to attach, in addition to `greet`. Called after every worker was greeted."""
 
     def deliver(self, bucket: Bucket, channels: list[Channel]) -> None:
         """Send the bytes to the workers, after the bucket message. Does nothing if they read the buffer in place."""
