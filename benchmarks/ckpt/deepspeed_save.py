@@ -1,16 +1,16 @@
-"""How long a background save of DeepSpeed's checkpoint holds several ranks up, against a save in the foreground.
+"""Measures how long a background save of DeepSpeed's checkpoint blocks several ranks, compared with a foreground save.
 
     python benchmarks/ckpt/deepspeed_save.py [--folder DIR] [--ranks 2] [--stage 2] [--millions 50] [--repeats 5]
         [--device cpu|cuda]
 
-Every rank trains a stack of linear layers of `--millions` parameters in all with AdamW under ZeRO. Each round saves
-twice: in the foreground (prepare, DeepSpeed's save_checkpoint on every rank, publish: SHA-256 and fsync of every file)
-and in the background (AsyncSaver with DeepSpeedState). Prints a line a round and the medians; times are the slowest
-rank's:
+Every rank trains linear layers of `--millions` parameters in total with AdamW under ZeRO. Each round saves twice: in
+the foreground (prepare, DeepSpeed's save_checkpoint on every rank, publish, which hashes and fsyncs every file) and in
+the background (AsyncSaver with DeepSpeedState). Prints one line per round and the medians. Times are those of the
+slowest rank:
 
-    save_s    a save in the foreground, published
-    stall_s   the call that starts a background save
-    whole_s   the same save to its end
+    save_s    foreground save until it is published
+    stall_s   call that starts a background save
+    whole_s   background save until it is published
 """
 
 import argparse
@@ -29,11 +29,11 @@ _WIDTH = 1024
 
 
 def build(options: argparse.Namespace) -> Any:
-    """A DeepSpeed engine that has trained one step, so that the optimizer has a state to save."""
+    """A DeepSpeed engine that has trained one step, so the optimizer has a state."""
     import deepspeed
     import torch
 
-    # Not needed, and a compiler that is killed half-way leaves a lock that every later process waits for without end.
+    # Not needed; a compiler that is killed leaves a lock for which every later process waits indefinitely.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if options.device == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
     config = {
@@ -53,7 +53,7 @@ def build(options: argparse.Namespace) -> Any:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One rank's part; rank 0 prints."""
+    """Run one rank; rank 0 prints."""
     import torch
     import torch.distributed as dist
 
@@ -81,13 +81,13 @@ def measure(options: argparse.Namespace) -> None:
     rounds = []
     ranks = SaverRanks(num_ranks=options.ranks, rank=options.rank, run_id="benchmark")
     with AsyncSaver(manager, ranks=ranks) as saver:
-        saver.save(0, {"actor": actor})  # untimed: the first copy pays for the host memory, which later ones reuse
+        saver.save(0, {"actor": actor})  # untimed: the first copy allocates the host memory, which later ones reuse
         saver.wait()
         for step in range(1, 2 * options.repeats, 2):
             save_s = save(step)
             dist.barrier()
             started = time.perf_counter()
-            stall_s = saver.save(step + 1, {"actor": actor}, copy_in_background=bool(options.beside))
+            stall_s = saver.save(step + 1, {"actor": actor}, copy_in_background=bool(options.background_copy))
             saver.wait()
             row = torch.tensor([save_s, stall_s, time.perf_counter() - started], device=engine.device)
             dist.all_reduce(row, op=dist.ReduceOp.MAX)
@@ -110,9 +110,9 @@ def measure(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
+    parser.add_argument("--folder", type=Path, default=Path(), help="a folder on the disk to measure")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--beside", type=int, default=0, choices=(0, 1), help="1: the copy goes on beside the loop")
+    parser.add_argument("--background-copy", type=int, default=0, choices=(0, 1), help="1: copy_in_background")
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3))
     parser.add_argument("--millions", type=float, default=50.0)
     parser.add_argument("--repeats", type=int, default=5)
@@ -125,7 +125,7 @@ def main() -> None:
     print("round\tmb\tsave_s\tstall_s\twhole_s\tstall_over_save", flush=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         given = vars(options) | {"folder": name}
-        arguments = [f"--{key}={value}" for key, value in given.items() if value is not None]
+        arguments = [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value is not None]
         processes = []
         for rank in range(options.ranks):
             environment = os.environ | {

@@ -1,13 +1,13 @@
-"""How fast a background save could copy tensors that are in host memory already: what holds a CPU loop up.
+"""Measures ways to copy tensors within host memory, which is what blocks a CPU loop during a background save.
 
     python benchmarks/ckpt/host_copy.py [--gib 1.0] [--repeats 7] [--threads N]
 
 Copies the same bytes in several ways, interleaved, and prints the median and the best GB/s of each:
 
-    fresh      torch's copy_ into memory just allocated: every page is touched for the first time
-    reused     torch's copy_ into memory used before, which is what AsyncSaver does from its second save on
-    memmove    the C library's memmove into the same memory, 64 MiB a call, on N threads; it may write past the caches
-    huge       torch's copy_ into memory of huge pages used before
+    fresh      torch's copy_ into newly allocated memory, whose pages are touched for the first time
+    reused     torch's copy_ into memory used before, as AsyncSaver does from its second save on
+    memmove    the C library's memmove into the same memory, 64 MiB per call, on N threads; it may bypass the caches
+    huge       torch's copy_ into huge pages used before
 """
 
 import argparse
@@ -25,7 +25,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 def huge_pages(num_bytes: int) -> torch.Tensor:
-    """uint8 memory for which the kernel was asked for huge pages."""
+    """uint8 memory with transparent huge pages requested."""
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -36,7 +36,7 @@ def huge_pages(num_bytes: int) -> torch.Tensor:
 def move(pool: ThreadPoolExecutor, target: torch.Tensor, source: torch.Tensor) -> None:
     """memmove, piece by piece, on the pool's threads."""
     signature = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    memmove = signature(("memmove", ctypes.CDLL(None)))  # called so, it lets other Python threads run
+    memmove = signature(("memmove", ctypes.CDLL(None)))  # a call through ctypes releases the GIL
     pieces = [
         pool.submit(memmove, target.data_ptr() + at, source.data_ptr() + at, min(_PIECE_BYTES, source.nbytes - at))
         for at in range(0, source.nbytes, _PIECE_BYTES)

@@ -1,4 +1,4 @@
-"""What a checkpoint costs: a save against the disk's own speed, and how long a background save holds the loop up.
+"""Compares a checkpoint save with the disk's own speed, and measures how long a background save blocks the loop.
 
     python benchmarks/ckpt/save.py [--folder DIR] [--gib 1.0] [--repeats 5] [--device cpu|cuda] [--deepspeed]
 
@@ -9,10 +9,10 @@ that another user of the disk meets all three. Prints one line a round and the m
     save_over_raw       seconds of a save / seconds of the plain write       (1.0 is the disk's own speed)
     background_over_raw  the same for a background save, waited for to its end
     stall_over_save     seconds the background save holds the loop up / seconds of a save
-    beside_over_save    the same with copy_in_background: of the call alone, since the copy goes on beside the loop
+    call_over_save    the same with copy_in_background: of the call alone, since the copy goes on beside the loop
     copied_over_save    seconds until that copy is done (wait_copied) / seconds of a save
 
-A loop that changes no weights in the time of copied_over_save is held up for beside_over_save.
+A loop that changes no weights in the time of copied_over_save is held up for call_over_save.
 
 With --deepspeed the bytes go the way of DeepSpeed's checkpoint, through DeepSpeedState (torch.save into a file that is
 hashed meanwhile; DeepSpeed itself is not needed), and a save in the foreground is a background save waited for.
@@ -35,7 +35,7 @@ _CHUNK_BYTES = 64 << 20
 
 
 def make_state(num_bytes: int, device: str) -> dict[str, torch.Tensor]:
-    """Tensors of 64 MiB and one of what remains, of random bits."""
+    """Tensors of 64 MiB, and one with the rest, of random bits."""
     sizes = [_CHUNK_BYTES] * (num_bytes // _CHUNK_BYTES) + [num_bytes % _CHUNK_BYTES]
     return {
         f"layer.{index}": torch.randint(-128, 127, (size,), dtype=torch.int8, device=device).view(torch.float32)
@@ -45,7 +45,7 @@ def make_state(num_bytes: int, device: str) -> dict[str, torch.Tensor]:
 
 
 def write_plainly(path: Path, state: dict[str, torch.Tensor]) -> float:
-    """Seconds to write the state's bytes to one file and force them to the disk."""
+    """Seconds to write the state's bytes to one file and fsync it."""
     views = [tensor.cpu().view(torch.uint8).numpy().data for tensor in state.values()]
     started = time.perf_counter()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
@@ -59,7 +59,7 @@ def write_plainly(path: Path, state: dict[str, torch.Tensor]) -> float:
 
 
 class Engine:
-    """As much of a DeepSpeed engine as DeepSpeedState asks: it saves one state dict."""
+    """The part of a DeepSpeed engine that DeepSpeedState uses; it saves one state dict."""
 
     checkpoint_engine: Any = None
 
@@ -75,7 +75,7 @@ class Engine:
 
 
 def save(manager: CheckpointManager, step: int, state: dict[str, torch.Tensor], num_bytes: int) -> float:
-    """Seconds of a save in the foreground."""
+    """Seconds of a foreground save."""
     started = time.perf_counter()
     folder = manager.prepare(step, expected_bytes=num_bytes)
     entry = save_state_dict(folder / "model.safetensors", state)
@@ -85,11 +85,11 @@ def save(manager: CheckpointManager, step: int, state: dict[str, torch.Tensor], 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
+    parser.add_argument("--folder", type=Path, default=Path(), help="a folder on the disk to measure")
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--deepspeed", action="store_true", help="write as DeepSpeed's checkpoints are written")
+    parser.add_argument("--deepspeed", action="store_true", help="write like DeepSpeed's checkpoints")
     options = parser.parse_args()
     num_bytes = int(options.gib * 2**30) // 64 * 64
     state = make_state(num_bytes, options.device)
@@ -97,14 +97,14 @@ def main() -> None:
     states: dict[str, Any] = {"model": DeepSpeedState(engine, engine.save_checkpoint) if options.deepspeed else state}
     print(
         "round\traw_s\traw_mb_per_s\tsave_s\tsave_over_raw\tstall_s\tbackground_s\tbackground_over_raw\tstall_over_save\t"
-        "beside_over_save\tcopied_over_save"
+        "call_over_save\tcopied_over_save"
     )
     rounds = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         root = Path(name)
         manager = CheckpointManager(root / "checkpoints")
         with AsyncSaver(manager) as saver:
-            # Untimed: the first copy pays for the host memory, which later ones reuse.
+            # Untimed: the first copy allocates the host memory, which later ones reuse.
             saver.save(0, states)
             saver.wait()
             for index in range(1, options.repeats + 1):
@@ -119,15 +119,15 @@ def main() -> None:
                 else:
                     save_s = save(manager, index, state, num_bytes)
                 shutil.rmtree(manager.root / f"step_{index:08d}")
-                beside_s = saver.save(index, states, copy_in_background=True)
-                copied_s = beside_s + saver.wait_copied()
+                call_s = saver.save(index, states, copy_in_background=True)
+                copied_s = call_s + saver.wait_copied()
                 saver.wait()
                 shutil.rmtree(manager.root / f"step_{index:08d}")
                 started = time.perf_counter()
                 stall_s = saver.save(index, states)
                 saver.wait()
                 background_s = time.perf_counter() - started
-                shares = (stall_s / save_s, beside_s / save_s, copied_s / save_s)
+                shares = (stall_s / save_s, call_s / save_s, copied_s / save_s)
                 rounds.append((save_s / raw_s, background_s / raw_s, *shares))
                 print(
                     f"{index}\t{raw_s:.3f}\t{num_bytes / raw_s / 1e6:.0f}\t{save_s:.3f}\t{save_s / raw_s:.2f}\t"
@@ -138,7 +138,7 @@ def main() -> None:
     medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
     print(
         f"median save_over_raw {medians[0]:.2f}, background_over_raw {medians[1]:.2f}, "
-        f"stall_over_save {medians[2]:.3f}, beside_over_save {medians[3]:.4f}, copied_over_save {medians[4]:.3f}"
+        f"stall_over_save {medians[2]:.3f}, call_over_save {medians[3]:.4f}, copied_over_save {medians[4]:.3f}"
     )
 
 

@@ -1,8 +1,7 @@
-"""Write a Hugging Face model folder from a stream of tensors, holding one tensor in memory at a time.
+"""Writes a Hugging Face model folder from a stream of tensors, holding one tensor in memory at a time.
 
-A safetensors file begins with a header that names every tensor, but a stream does not say what is to come. So each
-shard is written with room left for its header, the header is filled in last, and the space that remains is padded with
-blanks, as the format allows.
+A safetensors file begins with a header that names all its tensors, which are not known while streaming. So each shard
+reserves room for its header, writes the header last, and pads the rest of the room with blanks, as the format allows.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HfExport", "save_hf_folder"]
 
-#: Room for the header, its 8-byte length included: about 500 tensors. A longer header moves the data once.
+#: Room for the header with its 8-byte length, enough for about 500 tensors. For a longer header the data is moved once.
 _HEADER_ROOM_BYTES = 64 << 10
 _MOVE_CHUNK_BYTES = 16 << 20
 _WEIGHT_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|ckpt)|.*\.index\.json|\..*")
@@ -46,7 +45,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class HfExport:
-    """What was written. `num_bytes` counts the tensors, not the headers."""
+    """A written folder. `num_bytes` counts the tensors, not the headers."""
 
     path: Path
     num_tensors: int
@@ -86,7 +85,7 @@ class _Shard:
 
 
 def _move_up(file: IO[bytes], start: int, num_bytes: int, distance: int) -> None:
-    """Move a range of a file towards its end, last chunk first, so that nothing is overwritten before it is read."""
+    """Move a range of a file towards its end, last chunk first, so no byte is overwritten before it is read."""
     end = start + num_bytes
     while end > start:
         begin = max(start, end - _MOVE_CHUNK_BYTES)
@@ -98,7 +97,7 @@ def _move_up(file: IO[bytes], start: int, num_bytes: int, distance: int) -> None
 
 
 class _ShardWriter:
-    """Splits the stream into shards and names them once their number is known."""
+    """Splits the stream into shards; names them when their number is known."""
 
     def __init__(self, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
         self._folder = folder
@@ -111,7 +110,7 @@ class _ShardWriter:
         import torch
 
         if name in self._names:
-            raise ExportError(f"{name}: the tensor came twice; give each name once, tied weights under one name")
+            raise ExportError(f"{name}: the stream holds this tensor twice; pass tied weights under one name")
         self._names.add(name)
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         dtype_name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
@@ -156,7 +155,7 @@ class _ShardWriter:
 
 
 def _copy_model_files(source: Path, out: Path, dtype: torch.dtype | None) -> None:
-    """Copy everything of a model folder but weights; write the new dtype into config.json."""
+    """Copy all files of a model folder except weights; set the new dtype in config.json."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not _WEIGHT_FILE.fullmatch(path.name):
             shutil.copyfile(path, out / path.name)
@@ -185,18 +184,18 @@ def save_hf_folder(
 ) -> HfExport:
     """Write the model folder `out`, loadable by transformers and vLLM.
 
-    `tensors` is consumed as a stream; one tensor is held at a time, on whatever device it comes. Each name comes once,
-    and tied weights under one of their names, as given. `dtype` casts floating-point tensors; None keeps each as it
-    is. Shards hold at most `max_shard_bytes` of tensors (a larger single tensor gets a shard of its own); one shard is
-    `model.safetensors`, more come with an index. Configuration, tokenizer and other files without weights are copied
-    from `model_files_from`. The folder appears whole, by rename; on an error nothing is left.
+    `tensors` is consumed as a stream of (name, tensor), one at a time, on any device. Pass each name once, and tied
+    weights under one of their names. `dtype` casts floating-point tensors; None keeps their dtypes. A shard holds at
+    most `max_shard_bytes` of tensors (a larger tensor gets its own shard). A single shard is named `model.safetensors`;
+    several get an index. Configuration, tokenizer and other files without weights are copied from `model_files_from`.
+    The folder appears by rename; after an error nothing is left.
 
-    Raises ExportError: `out` exists and is not empty (unless `overwrite`), `model_files_from` has no config.json, a
-    name comes twice, or there is no tensor.
+    Raises ExportError if `out` exists and is not empty (unless `overwrite`), `model_files_from` has no config.json, a
+    name occurs twice, or there are no tensors.
     """
     out, source = Path(out), Path(model_files_from)
     if not (source / "config.json").is_file():
-        raise ExportError(f"{source}: has no config.json; give the folder of the model that is exported")
+        raise ExportError(f"{source}: has no config.json; pass the folder of the exported model")
     if max_shard_bytes < 1:
         raise ExportError(f"max_shard_bytes={max_shard_bytes!r}: must be at least 1")
     with new_folder(out, overwrite=overwrite) as partial:

@@ -114,7 +114,7 @@ def test_missing_and_torn_and_foreign_files(saved: Path, tmp_path: Path) -> None
     torch.save({"code": os.system}, victim)
     with pytest.raises(ShardError, match="cannot be read safely"):
         ZeroCheckpoint(folder).check()
-    with pytest.raises(ShardError, match="holds none"):
+    with pytest.raises(ShardError, match="holds no DeepSpeed checkpoint"):
         export_deepspeed(tmp_path / "none", tmp_path / "out", model_files_from=saved / "model")
     shutil.copytree(saved / "zero2" / "actor", tmp_path / "critic")
     with pytest.raises(ShardError, match="several DeepSpeed checkpoints: actor, critic"):

@@ -155,7 +155,7 @@ def test_errors_leave_nothing(tmp_path: Path, source: Path) -> None:
     with pytest.raises(RuntimeError, match="rank died"):
         save_hf_folder(out, failing(), model_files_from=source)
     twice = [("a", torch.ones(2)), ("a", torch.ones(2))]
-    with pytest.raises(ExportError, match="a: the tensor came twice"):
+    with pytest.raises(ExportError, match="a: the stream holds this tensor twice"):
         save_hf_folder(out, twice, model_files_from=source)
     with pytest.raises(ExportError, match="no tensor"):
         save_hf_folder(out, [], model_files_from=source)

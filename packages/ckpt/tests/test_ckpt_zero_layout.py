@@ -128,13 +128,13 @@ def test_sizes_that_do_not_add_up() -> None:
     flat = ZeroLayout(stage=2, num_ranks=2, groups=({"a": (5,), "b": (4,)},))
     flat.check([[6], [3]])
     flat.check([[6], [6]])
-    with pytest.raises(ValueError, match="group 0 holds 14 elements, its named weights 9"):
+    with pytest.raises(ValueError, match="group 0 holds 14 elements, its named weights have 9"):
         flat.check([[7], [7]])
-    with pytest.raises(ValueError, match=r"1 groups of names, and of buffers \[2\]"):
+    with pytest.raises(ValueError, match=r"1 groups of names but \[2\] groups of buffers"):
         flat.check([[6, 1], [6, 1]])
-    with pytest.raises(ValueError, match="ends 1 elements after its group does"):
+    with pytest.raises(ValueError, match="ends 1 elements after the end of its group"):
         list(flat.spans("b", 0, 4, [[4], [4]]))
     each = ZeroLayout(stage=3, num_ranks=2, groups=({"a": (5,)}, {"b": (4,)}))
     each.check([[3, 2], [3, 2]])
-    with pytest.raises(ValueError, match="rank 1 holds 4 elements, its named weights 5"):
+    with pytest.raises(ValueError, match="rank 1 holds 4 elements, its named weights have 5"):
         each.check([[3, 2], [3, 1]])

@@ -45,8 +45,8 @@ def export_deepspeed(
     """Write the Hugging Face folder `out` from a DeepSpeed checkpoint of ZeRO-1, 2 or 3, without a process group.
 
     `checkpoint` is the folder passed to DeepSpeed's save_checkpoint, or one checkpoint in it; several need a `tag`. The
-    weights are the fp32 master weights, cast to `dtype` (None keeps fp32), under the model's own names. `on_tensor` gets
-    each tensor's name and its size in bytes in the checkpoint, before it is written.
+    weights are the fp32 master weights, cast to `dtype` (None keeps fp32). `on_tensor` gets each tensor's name and its
+    size in bytes in the checkpoint, before it is written.
 
     Raises ShardError as `ZeroCheckpoint` does, ExportError as `save_hf_folder` does and for LoRA adapters.
     """

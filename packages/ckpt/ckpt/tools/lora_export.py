@@ -1,12 +1,12 @@
-"""LoRA adapters in PEFT's format, and the model with its adapters merged in.
+"""Writes LoRA adapters in PEFT's format and merges them into their base model.
 
     W' = W + s * B A,   s = alpha / r, or alpha / sqrt(r) with rank-stabilised LoRA
 
 computed in fp32 and cast once, at the end. W is [out, in], A [r, in], B [out, r]; for layers that store W as [in, out]
-(`fan_in_fan_out`) the change is transposed.
+(`fan_in_fan_out`) the product is transposed.
 
-Names, as PEFT has them: an adapted layer `q_proj` holds `q_proj.base_layer.weight`, `q_proj.lora_A.default.weight` and
-`q_proj.lora_B.default.weight`; the adapter's file leaves out `.default` and begins every name with `base_model.model.`.
+PEFT's names: an adapted layer `q_proj` holds `q_proj.base_layer.weight`, `q_proj.lora_A.default.weight` and
+`q_proj.lora_B.default.weight`. The adapter file omits `.default` and prefixes every name with `base_model.model.`.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ def save_adapter(
 ) -> HfExport:
     """Write PEFT's adapter folder: `adapter_config.json` and `adapter_model.safetensors`, loadable by PEFT and vLLM.
 
-    `tensors` are what is trained, under the names of PEFT's files or of a PEFT model's parameters (`.default` and the
-    prefix are mended); other tensors of such a model are refused. `config` is PEFT's LoraConfig as a dict (sets are
-    written as sorted lists). The folder appears whole, by rename. The bytes of a tensor are kept as they are.
+    `tensors` are the trained tensors, under the names of PEFT's files or of a PEFT model's parameters (`.default` and
+    the prefix are adjusted); other tensors of such a model are refused. `config` is PEFT's LoraConfig as a dict (sets
+    are written as sorted lists). The folder appears by rename. Values and dtypes are unchanged.
 
-    Raises ExportError: `out` exists and is not empty (unless `overwrite`), `config` lacks `r`, `lora_alpha` or
-    `target_modules`, A or B of a layer is missing, or a tensor is no adapter's.
+    Raises ExportError if `out` exists and is not empty (unless `overwrite`), `config` lacks `r`, `lora_alpha` or
+    `target_modules`, A or B of a layer is missing, or a tensor belongs to no adapter.
     """
     from safetensors.torch import save_file
 
     missing = [key for key in ("r", "lora_alpha", "target_modules") if config.get(key) is None]
     if missing:
-        raise ExportError(f"config: lacks {', '.join(missing)}; give the adapter's configuration as PEFT has it")
+        raise ExportError(f"config: lacks {', '.join(missing)}; pass PEFT's adapter configuration")
     saved = tuple(config.get("modules_to_save") or ())
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
         named = _PREFIX + _adapter_name(name.removeprefix(_PREFIX), adapter, saved)
         if named in found:
-            raise ExportError(f"{name}: the tensor came twice")
+            raise ExportError(f"{name}: the stream holds this tensor twice")
         found[named] = tensor
     _check_pairs(found)
     with new_folder(Path(out), overwrite=overwrite) as partial:
-        # Adapters are small: all of them at once.
+        # Adapters are small, so all are held at once.
         host = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()}
         save_file(host, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         written = {"peft_type": "LORA", **config, "inference_mode": True}
@@ -79,16 +79,16 @@ def save_adapter(
 
 
 def read_adapter(folder: Path) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any]]:
-    """The tensors and the configuration of a PEFT adapter folder. Reads safetensors only, no pickle.
+    """The tensors and the configuration of a PEFT adapter folder. Reads only safetensors.
 
-    Raises ExportError when a file is missing, or only the pickled `adapter_model.bin` is there.
+    Raises ExportError when a file is missing, also when there is only the pickled `adapter_model.bin`.
     """
     from safetensors.torch import load_file
 
     folder = Path(folder)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
-            raise ExportError(f"{folder}: has no {name}; give PEFT's folder of an adapter, saved as safetensors")
+            raise ExportError(f"{folder}: has no {name}; pass a PEFT adapter folder saved as safetensors")
     config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     return list(load_file(folder / ADAPTER_WEIGHTS).items()), config
 
@@ -96,20 +96,20 @@ def read_adapter(folder: Path) -> tuple[list[tuple[str, torch.Tensor]], dict[str
 def merge_lora(
     tensors: Iterable[tuple[str, torch.Tensor]], config: Mapping[str, Any], *, adapter: str = "default"
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor) of the whole model with its adapters merged in, as a stream.
+    """(Hugging Face name, tensor) of the whole model with merged adapters, as a stream.
 
-    `tensors` holds the model's and the adapter's tensors: a live PEFT model's in any order, or an adapter file's
-    followed by the base model's. A merged tensor comes in fp32, the others as they are; cast them as they are stored
-    (`save_hf_folder(dtype=...)`). What is held: the adapters, and the base weights whose adapters have not come yet.
+    `tensors` are the model's and the adapter's tensors: those of a live PEFT model in any order, or those of an adapter
+    file followed by those of the base model. Merged tensors are fp32, the others keep their dtypes; cast them when they
+    are stored (`save_hf_folder(dtype=...)`). Holds the adapters, and base weights that precede their adapters.
 
-    Raises ExportError for DoRA, adapted embeddings and convolutions, trained biases of B, a shape that does not fit,
-    and adapters without their base weight.
+    Raises ExportError for DoRA, adapted embeddings and convolutions, trained biases of B, shapes that do not fit, and
+    adapters without a base weight.
     """
     if config.get("use_dora"):
-        raise ExportError("use_dora: this merge knows LoRA only; merge with PEFT")
+        raise ExportError("use_dora: only LoRA is supported here; merge with PEFT")
     saved = tuple(config.get("modules_to_save") or ())
     halves: dict[str, dict[str, torch.Tensor]] = {}
-    waiting: dict[str, tuple[str, torch.Tensor]] = {}  # by layer: adapted base weights before their adapters
+    waiting: dict[str, tuple[str, torch.Tensor]] = {}  # by layer: base weights that precede their adapters
     plain: dict[str, tuple[str, torch.Tensor]] = {}
     replaced: set[str] = set()
     for name, tensor in tensors:
@@ -122,7 +122,7 @@ def merge_lora(
             continue
         trained = _trained_copy(bare, adapter, saved)
         if trained is not None:
-            if trained not in replaced:  # the base model has one of the same name
+            if trained not in replaced:  # the base model holds the same name
                 replaced.add(trained)
                 yield trained, tensor
             continue
@@ -139,7 +139,7 @@ def merge_lora(
             yield final, tensor
     if halves or waiting:
         lost = sorted({*halves, *waiting})
-        raise ExportError(f"{', '.join(lost[:3])}: of {len(lost)} layers the base weight, A or B did not come")
+        raise ExportError(f"{', '.join(lost[:3])}: the base weight, A or B is missing in {len(lost)} layers")
     yield from (item for name, item in plain.items() if name not in replaced)
 
 
@@ -152,10 +152,10 @@ def export_merged(
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
 ) -> HfExport:
-    """Write the Hugging Face folder `out`: the model in the folder `base` with an adapter merged in, offline.
+    """Write the Hugging Face folder `out`: the model in the folder `base` with an adapter merged in.
 
-    Holds the adapter and one base tensor at a time. `dtype` as for `save_hf_folder`; None gives merged weights the
-    base's own dtype, like the rest. Raises ExportError as `merge_lora` and `save_hf_folder` do.
+    Holds the adapter and one base tensor at a time. `dtype` as for `save_hf_folder`; None keeps the base model's
+    dtypes, also for merged weights. Raises ExportError as `merge_lora` and `save_hf_folder` do.
     """
     adapters, config = read_adapter(adapter_folder)
     dtypes: dict[str, torch.dtype] = {}
@@ -177,25 +177,25 @@ def export_merged(
 def _matrix(name: str, adapter: str) -> re.Match[str] | None:
     refused = next((part for part in _REFUSED if part in name), None)
     if refused is not None:
-        raise ExportError(f"{name}: {refused} is not merged here; merge with PEFT")
+        raise ExportError(f"{name}: {refused} is not supported here; merge with PEFT")
     match = _MATRIX.fullmatch(name)
     if match is None:
         return None
     if match["adapter"] not in (None, adapter):
         raise ExportError(
-            f"{name}: is of the adapter {match['adapter']!r}, not {adapter!r}; give one adapter's tensors"
+            f"{name}: belongs to the adapter {match['adapter']!r}, not {adapter!r}; pass the tensors of one adapter"
         )
     if match["kind"] == "bias":
-        raise ExportError(f"{name}: a bias of B is not merged here; merge with PEFT")
+        raise ExportError(f"{name}: a bias of B is not supported here; merge with PEFT")
     return match
 
 
 def _trained_copy(name: str, adapter: str, saved: tuple[str, ...]) -> str | None:
-    """The plain name of a module trained whole beside the adapters (`modules_to_save`), None for another's."""
+    """The base model's name of a tensor in a fully trained module (`modules_to_save`), None for other tensors."""
     if match := _COPY.fullmatch(name):
         return f"{match['layer']}.{match['rest']}"
     layer = name.rpartition(".")[0]
-    # PEFT takes the end of a name for the name, "norm" for "input_layernorm" as well.
+    # PEFT matches the end of the name: "norm" matches "input_layernorm" too.
     if layer.endswith(saved) and ".original_module." not in name:
         return name
     return None
@@ -206,17 +206,17 @@ def _adapter_name(name: str, adapter: str, saved: tuple[str, ...]) -> str:
         return f"{match['layer']}.lora_{match['side']}.weight"
     trained = _trained_copy(name, adapter, saved)
     if trained is None:
-        raise ExportError(f"{name}: belongs to no adapter; give what is trained only")
+        raise ExportError(f"{name}: belongs to no adapter; pass only trained tensors")
     return trained
 
 
 def _check_pairs(tensors: Mapping[str, torch.Tensor]) -> None:
     if not any(".lora_A." in name for name in tensors):
-        raise ExportError("no adapter was given; the stream ended before the first one")
+        raise ExportError("the stream holds no adapter")
     for name in tensors:
         for side, other in (("A", "B"), ("B", "A")):
             if f".lora_{side}." in name and name.replace(f".lora_{side}.", f".lora_{other}.") not in tensors:
-                raise ExportError(f"{name}: its lora_{other} is missing")
+                raise ExportError(f"{name}: lora_{other} of this layer is missing")
 
 
 def _merge(
@@ -224,19 +224,19 @@ def _merge(
 ) -> tuple[str, torch.Tensor]:
     a_RI, b_OR = halves["A"], halves["B"]
     if weight.dim() != 2 or a_RI.dim() != 2 or b_OR.dim() != 2:
-        raise ExportError(f"{name}: only matrices are merged here, this is {list(weight.shape)}; merge with PEFT")
-    change = b_OR.float().to(weight.device) @ a_RI.float().to(weight.device)
+        raise ExportError(f"{name}: only matrices are supported, not {list(weight.shape)}; merge with PEFT")
+    delta = b_OR.float().to(weight.device) @ a_RI.float().to(weight.device)
     if config.get("fan_in_fan_out"):
-        change = change.T
-    if change.shape != weight.shape:
+        delta = delta.T
+    if delta.shape != weight.shape:
         raise ExportError(
-            f"{name}: is {list(weight.shape)}, its adapter changes {list(change.shape)}; it is another model's"
+            f"{name}: has shape {list(weight.shape)}, but its adapter {list(delta.shape)}; it belongs to another model"
         )
-    return name, weight.float() + _scale(config, layer, a_RI.shape[0]) * change
+    return name, weight.float() + _scale(config, layer, a_RI.shape[0]) * delta
 
 
 def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
-    """What the change of a layer is multiplied by; a pattern names layers by the end of their name, as PEFT has it."""
+    """The factor s of a layer; as in PEFT, a pattern matches the end of a layer's name."""
     alpha = config["lora_alpha"]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
@@ -250,7 +250,7 @@ def _read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ExportError(f"{folder}: has no safetensors file; give the folder of the base model")
+        raise ExportError(f"{folder}: has no safetensors file; pass the folder of the base model")
     for path in files:
         with safe_open(path, "pt") as file:
             for name in list(file.keys()):
@@ -260,4 +260,4 @@ def _read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value)
-    return getattr(value, "value", None) or str(value)  # PEFT's enumerations; dtypes and the like
+    return getattr(value, "value", None) or str(value)  # PEFT's enums; dtypes and others

@@ -1,12 +1,12 @@
-"""Checkpoints on any storage fsspec reaches (s3://, gs://, a shared folder): a copy is visible when it is whole.
+"""Uploads and downloads checkpoints to any fsspec storage (s3://, gs://, a shared folder), atomically.
 
-    root/step_00000020.20261121T010203123456Z-5f3a/     one upload; the name is never used again
+    root/step_00000020.20261121T010203123456Z-5f3a/     one upload; its name is never reused
         actor/...  state.json                            the files, in any order
-        manifest.json                                    last: the upload exists from this moment
+        manifest.json                                    uploaded last: it publishes the upload
 
-Object stores have no rename and no folders, so the manifest is what publishes: it goes up after every other file has
-arrived with its size, and a name without one is an upload under way or a dead one, which no reader sees. No tensor is
-copied or moved on the server, and the folder fetched by any tool is a checkpoint as `CheckpointManager` publishes it.
+Object stores have no atomic rename of folders, so the manifest publishes an upload. It is uploaded after all other
+files have arrived with their sizes; readers ignore an upload without a manifest. No tensor is copied or moved on the
+server, and a folder downloaded with any tool is a checkpoint as `CheckpointManager` publishes it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RemoteCheckpoints:
     """
 
     def __init__(self, url: str, **storage_options: Any) -> None:
-        """`storage_options` go to fsspec. Raises CheckpointUsageError when fsspec does not know the URL's kind."""
+        """`storage_options` are passed to fsspec. Raises CheckpointUsageError when fsspec does not support the URL."""
         try:
             fsspec: Any = import_module("fsspec.core")
         except ImportError as error:
@@ -59,29 +59,29 @@ class RemoteCheckpoints:
         self._root = str(path).rstrip("/")
 
     def steps(self) -> list[int]:
-        """The steps that were uploaded whole, oldest first."""
+        """The published steps, oldest first."""
         return sorted(self._uploads())
 
     def upload(
         self, checkpoint: Checkpoint, *, overwrite: bool = False, on_file: Callable[[int, int], None] | None = None
     ) -> str:
-        """Copy a published checkpoint there and return its URL path; when it returns, the copy is visible and whole.
+        """Upload a published checkpoint and return its URL path. When it returns, the upload is visible and whole.
 
-        The checkpoint's files are verified first. `on_file` is told the bytes of each file that has gone up and of all.
-        Deletes what earlier uploads of the step left; with `overwrite` an earlier whole one, after the new one is
-        visible. On an error what went up is deleted, as far as the storage still answers.
+        Verifies the checkpoint's files first. `on_file` gets the bytes of each uploaded file and the total bytes.
+        Deletes unfinished uploads of the step; with `overwrite` also a whole one, after the new one is visible. After
+        an error it tries to delete the uploaded files.
 
-        Raises CheckpointExistsError, CheckpointDamagedError, or what the storage raises.
+        Raises CheckpointExistsError, CheckpointDamagedError, or errors of the storage.
         """
         earlier = self._uploads().get(checkpoint.step)
         if earlier is not None and not overwrite:
             raise CheckpointExistsError(
-                f"{self._root}/{earlier}: step {checkpoint.step} is there already. Pass overwrite=True to replace it."
+                f"{self._root}/{earlier}: step {checkpoint.step} already exists. Pass overwrite=True to replace it."
             )
         problems = verify_folder(checkpoint.path)
         if problems:
             raise CheckpointDamagedError(
-                f"{checkpoint.path}: is damaged, so it is not uploaded: {'; '.join(map(str, problems[:5]))}",
+                f"{checkpoint.path}: is damaged and is not uploaded: {'; '.join(map(str, problems[:5]))}",
                 step=checkpoint.step,
                 files=tuple(problem.file for problem in problems),
             )
@@ -99,10 +99,10 @@ class RemoteCheckpoints:
     def download(
         self, step: int, root: Path, *, overwrite: bool = False, on_file: Callable[[int, int], None] | None = None
     ) -> Checkpoint:
-        """Fetch a step into the folder of checkpoints `root`, verify it, and publish it there.
+        """Download a step into the checkpoint folder `root`, verify it, and publish it there.
 
-        Raises CheckpointNotFoundError (naming the steps there are), CheckpointExistsError when `root` has the step
-        (unless `overwrite`), CheckpointSpaceError, CheckpointDamagedError when what arrived is not what was uploaded.
+        Raises CheckpointNotFoundError (with the published steps), CheckpointExistsError when `root` has the step
+        (unless `overwrite`), CheckpointSpaceError, or CheckpointDamagedError when the download differs from the upload.
         """
         name = self._uploads().get(step)
         if name is None:
@@ -115,7 +115,7 @@ class RemoteCheckpoints:
             problems = verify_folder(partial)
             if problems:
                 raise CheckpointDamagedError(
-                    f"{self._root}/{name}: what arrived is damaged: {'; '.join(map(str, problems[:5]))}",
+                    f"{self._root}/{name}: the download is damaged: {'; '.join(map(str, problems[:5]))}",
                     step=step,
                     files=tuple(problem.file for problem in problems),
                 )
@@ -125,18 +125,16 @@ class RemoteCheckpoints:
             manager.close()
 
     def delete(self, step: int) -> None:
-        """Delete a step; its manifest goes first, so that no reader finds a part of it."""
+        """Delete a step. Its manifest is deleted first, so readers never see a part of it."""
         self._delete_all_but(step, keep=None)
 
     def clean_up(self) -> list[str]:
-        """Delete every upload that was not finished; return their names. Not while another process uploads."""
+        """Delete all unfinished uploads and return their names. Do not call it while another process uploads."""
         whole = set(self._uploads().values())
-        doomed = [name for name in self._folders() if name not in whole]
-        for name in doomed:
+        unfinished = [name for name in self._folders() if name not in whole]
+        for name in unfinished:
             self._delete(name)
-        return doomed
-
-    # Inside
+        return unfinished
 
     def _folders(self) -> list[str]:
         self._fs.invalidate_cache()
@@ -164,12 +162,12 @@ class RemoteCheckpoints:
             arrived = self._fs.info(f"{target}/{name}")["size"]
             if arrived != entry.num_bytes:
                 raise CheckpointStateError(
-                    f"{target}/{name}: {arrived} bytes arrived of {entry.num_bytes}; the upload is not published"
+                    f"{target}/{name}: {arrived} of {entry.num_bytes} bytes arrived; the upload is not published"
                 )
             if on_file is not None:
                 on_file(entry.num_bytes, manifest.num_bytes)
-        # On a store of files, a manifest written in place would be seen half: there it is renamed. On a store of
-        # objects, one appears whole, and the move is a copy of a few kilobytes.
+        # On a file system, readers could see a part of a manifest written in place, so it is renamed. On an object
+        # store, objects appear whole, and the move is a copy of a few kilobytes.
         self._fs.put_file(str(source / MANIFEST_NAME), f"{target}/.{MANIFEST_NAME}.partial")
         self._fs.mv(f"{target}/.{MANIFEST_NAME}.partial", f"{target}/{MANIFEST_NAME}")
         self._fs.invalidate_cache()
@@ -204,5 +202,5 @@ class RemoteCheckpoints:
     def _try_to_delete(self, name: str) -> None:
         try:
             self._delete(name)
-        except Exception:  # the first error is the one to tell; readers never see what stays
+        except Exception:  # the first error is raised; readers never see leftovers
             return

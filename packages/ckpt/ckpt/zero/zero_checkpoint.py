@@ -68,17 +68,17 @@ def find_deepspeed_folder(path: Path, tag: str | None = None) -> Path:
     Raises ShardError when there is none, or when there are several and no `tag`.
     """
     if tag is not None:
-        found = [folder for folder in (path / tag, path / tag / tag) if any(folder.glob("*_model_states.pt"))]
-        if not found:
+        tagged = [folder for folder in (path / tag, path / tag / tag) if any(folder.glob("*_model_states.pt"))]
+        if not tagged:
             raise ShardError(f"{path / tag}: is not a DeepSpeed checkpoint (it has no *_model_states.pt)")
-        return found[0]
+        return tagged[0]
     if any(path.glob("*_model_states.pt")):
         return path
     folders = sorted({file.parent for depth in ("*", "*/*") for file in path.glob(f"{depth}/*_model_states.pt")})
     if len(folders) != 1:
         names = ", ".join(folder.name for folder in folders)
-        found_text = f"several DeepSpeed checkpoints: {names}; give one as tag" if folders else "no DeepSpeed checkpoint"
-        raise ShardError(f"{path}: holds {found_text} (looked for *_model_states.pt)")
+        found = f"several DeepSpeed checkpoints: {names}; pass one as tag" if folders else "no DeepSpeed checkpoint"
+        raise ShardError(f"{path}: holds {found} (looked for *_model_states.pt)")
     return folders[0]
 
 
@@ -194,8 +194,8 @@ class ZeroCheckpoint:
     def check(self) -> None:
         """Open all files and compare the buffers' sizes with the parameters' shapes; reads no elements.
 
-        Raises ShardError for missing, torn or foreign files, for sizes that differ, for an optimizer other than Adam, and
-        for states that DeepSpeed stores elsewhere (on NVMe).
+        Raises ShardError for missing, torn or foreign files, for sizes that differ, for an optimizer other than Adam,
+        and for states that DeepSpeed stores elsewhere (on NVMe).
         """
         _ = self._buffers, self._models
 
@@ -243,8 +243,8 @@ class ZeroCheckpoint:
             ranks = [_rank_of(path) for path in files]
             if ranks != list(range(expected)):
                 raise ShardError(
-                    f"{self.folder}: was saved by {num_ranks} ranks at stage {stage}; found *_{kind}_states.pt of ranks "
-                    f"{ranks}, expected {list(range(expected))}"
+                    f"{self.folder}: was saved by {num_ranks} ranks at stage {stage}; found *_{kind}_states.pt of "
+                    f"ranks {ranks}, expected {list(range(expected))}"
                 )
 
     def _base_state(self, shard: Mapping[str, Any]) -> Mapping[str, Any]:
