@@ -1,4 +1,4 @@
-"""`python -m ds_engine plan MODEL --tokens N [--dp D] [section.key=value ...]`: the memory of a rank, before any start.
+"""Command line: `python -m ds_engine plan MODEL --tokens N [--dp D] [section.key=value ...]` estimates memory per rank.
 
     $ python -m ds_engine plan path/to/model --dp 2 --tokens 16384 zero.stage=2 gradient_checkpointing=true
 
@@ -19,20 +19,20 @@ from .planning.memory_plan import LOG_PROB_BYTES, estimate_memory
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table; mistakes end with code 2 and what is allowed."""
+    """Print the estimate as a table. Invalid arguments exit with code 2 and the allowed values."""
     parser = argparse.ArgumentParser(
         prog="python -m ds_engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    plan = parser.add_subparsers(dest="command", required=True).add_parser("plan", help="estimate the memory of a rank")
+    plan = parser.add_subparsers(dest="command", required=True).add_parser("plan", help="estimate the memory per rank")
     plan.add_argument("model", help="Hugging Face folder, or config.json")
     plan.add_argument("settings", nargs="*", metavar="section.key=value", help="of EngineConfig, such as zero.stage=2")
-    plan.add_argument("--tokens", type=int, required=True, help="packed tokens of a micro batch")
-    plan.add_argument("--targets", type=int, help="predicted tokens among them; all by default")
-    plan.add_argument("--micro-batches", type=int, default=2, help="of a mini batch; it matters whether it is one")
-    plan.add_argument("--dp", type=int, default=1, help="replicas; ranks are dp x sequence_parallel")
+    plan.add_argument("--tokens", type=int, required=True, help="packed tokens per micro batch")
+    plan.add_argument("--targets", type=int, help="targets per micro batch; by default all tokens")
+    plan.add_argument("--micro-batches", type=int, default=2, help="per mini batch; 2 stands for any larger number")
+    plan.add_argument("--dp", type=int, default=1, help="replicas; there are dp x sequence_parallel ranks")
     plan.add_argument("--head", choices=("lm", "value"), default="lm")
     plan.add_argument("--log-prob-bytes", type=int, default=LOG_PROB_BYTES, help="working memory of the log-prob op")
-    args, rest = parser.parse_known_args(arguments)  # settings that follow an option are left over
+    args, rest = parser.parse_known_args(arguments)  # settings after an option are in rest
     if unknown := [argument for argument in rest if argument.startswith("-")]:
         parser.error(f"unknown options: {' '.join(unknown)}")
     try:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _configured(config_class: Any, settings: Sequence[str], prefix: str = "") -> Any:
-    """`config_class` with `section.key=value` of `settings`; built once, so that checks see all values together."""
+    """Build `config_class` once with all `section.key=value` settings, so that checks see all values together."""
     types = typing.get_type_hints(config_class)
     values: dict[str, Any] = {}
     sections: dict[str, list[str]] = {}
@@ -62,7 +62,7 @@ def _configured(config_class: Any, settings: Sequence[str], prefix: str = "") ->
             raise ValueError(f"{setting!r} is not key=value")
         name, dot, rest = key.partition(".")
         if name not in types or (dot and _section(types[name]) is None):
-            raise ValueError(f"no such key: {prefix}{key}; there are {', '.join(types)}")
+            raise ValueError(f"unknown key {prefix}{key}; allowed: {', '.join(types)}")
         if dot:
             sections.setdefault(name, []).append(f"{rest}={value}")
         else:
@@ -73,13 +73,13 @@ def _configured(config_class: Any, settings: Sequence[str], prefix: str = "") ->
 
 
 def _section(annotation: Any) -> Any:
-    """The dataclass in an annotation, `None` beside it or not."""
+    """The dataclass in an annotation `C` or `C | None`; otherwise None."""
     candidates = (annotation, *typing.get_args(annotation))
     return next((c for c in candidates if isinstance(c, type) and dataclasses.is_dataclass(c)), None)
 
 
 def _value(text: str) -> Any:
-    """A number, true, false, null, a list, or else the text itself."""
+    """Parse a number, true, false, null or a list; other text is returned as it is."""
     words = {"true": True, "false": False, "null": None, "none": "none"}
     if text.lower() in words:
         return words[text.lower()]

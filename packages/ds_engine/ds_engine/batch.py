@@ -1,6 +1,6 @@
-"""What goes into the engine and what comes out: tensors by name, no class of another package.
+"""Inputs and outputs of the engine: structural protocols and dataclasses, independent of other packages.
 
-Shapes: T packed tokens, S sequences (S1 = S + 1 borders), K predicted tokens, H hidden, V vocabulary.
+Shapes: T packed tokens, S sequences (S1 = S + 1 boundaries), K predicted tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["Head", "LogProbFn", "LossFn", "LossOutput", "StepStats", "TokenBatch", "TokenOutputs", "ValueOutputs"]
 
 Head = Literal["lm", "value"]
-"""What a model answers with: log-probs of the targets, or a value of the state before each."""
+"""Output of the model: log-probs of the targets (lm), or a value of the state before each target (value)."""
 
 
 class TokenBatch(Protocol):
-    """One micro batch: sequences one after another in a single row, without padding.
+    """One micro batch: sequences packed into a single row without padding.
 
-    A batch without sequences (T = S = K = 0) is allowed: the engine runs the same collectives for it as for a full one.
+    A batch without sequences (T = S = K = 0) is allowed; the engine runs the same collectives for it.
     """
 
     @property
@@ -31,27 +31,27 @@ class TokenBatch(Protocol):
 
     @property
     def position_ids_T(self) -> Tensor:
-        """int64 positions, restarting at 0 with each sequence."""
+        """int64 positions, starting at 0 in each sequence."""
 
     @property
     def cu_seqlens_S1(self) -> Tensor:
-        """int32 borders: sequence s is [cu_seqlens_S1[s], cu_seqlens_S1[s + 1])."""
+        """int32 cumulative sequence lengths: sequence s is [cu_seqlens_S1[s], cu_seqlens_S1[s + 1])."""
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
 
     @property
     def target_index_K(self) -> Tensor:
-        """int64 positions in T whose hidden state predicts each target."""
+        """int64 indices into T of the hidden states that predict the targets."""
 
     @property
     def target_ids_K(self) -> Tensor:
-        """int64 tokens predicted there."""
+        """int64 token ids of the targets."""
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
-        """Further [K] columns; the engine moves them to the device and hands them to the loss untouched."""
+        """Additional [K] columns for the loss; the engine only moves them to the device."""
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch on `device`."""
@@ -59,7 +59,7 @@ class TokenBatch(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOutputs:
-    """What the model says about the K targets; both fp32, differentiable inside a loss function."""
+    """Log-probs and entropies [K] of the targets; fp32, differentiable inside a loss function."""
 
     log_probs_K: Tensor
     entropy_K: Tensor
@@ -67,61 +67,60 @@ class TokenOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueOutputs:
-    """What a model with a value head says: one number for the state before each of the K targets.
+    """Output of a value head: the value of the state before each target.
 
-    A reward model is the same head read at the last token of each sequence (`target_index_K` names these, K = S).
+    A reward model uses the same head at the last token of each sequence (`target_index_K` selects these, K = S).
     """
 
     values_K: Tensor
-    """fp32, differentiable inside a loss function."""
+    """[K] fp32, differentiable inside a loss function."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutput:
-    """What a loss function returns for one micro batch."""
+    """Return value of a loss function for one micro batch."""
 
     loss: Tensor
-    """0-d: this micro batch's share of the mini-batch loss. Shares of all micro batches and ranks add up to it."""
+    """0-d: this micro batch's term of the mini-batch loss, which is the sum over all micro batches and ranks."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """0-d shares, summed over micro batches and ranks."""
+    """0-d terms, summed over micro batches and ranks."""
 
 
 LogProbFn = Callable[..., "tuple[Tensor, Tensor]"]
 """(hidden_KH, weight_VH, targets_K, temperature) -> (log_probs_K, entropy_K), both fp32 and differentiable.
 
-Log-probs and entropies of targets from hidden states and the LM head's weight, without keeping logits. The four
-arguments are passed by position. For models whose head has a bias or caps its logits, `bias=` ([V]) and `soft_cap=`
-(float) are passed as well; a function that does not take them serves all other models."""
+Computes log-probs and entropies of the targets from hidden states and the LM head's weight. The four arguments are
+positional. If the model's head has a bias or caps its logits, `bias=` ([V]) and `soft_cap=` (float) are passed as well;
+a function without these parameters works for all other models."""
 
 LossFn = Callable[[Any, Any], LossOutput]
 """(TokenOutputs or, with a value head, ValueOutputs; the micro batch on the device) -> LossOutput.
 
-Not called for micro batches without targets."""
+It is not called for micro batches without targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
-    """One optimizer step, identical on every rank."""
+    """Statistics of one optimizer step, identical on every rank."""
 
     loss: float
-    """The mini-batch loss: the sum of all shares."""
+    """Mini-batch loss, summed over micro batches and ranks."""
     metrics: dict[str, float]
-    """The sums of all metric shares."""
+    """Metrics, summed over micro batches and ranks."""
     grad_norm: float
-    """Global L2 norm of the gradient before clipping, as DeepSpeed computed it inside the step.
-    inf where it overflowed."""
+    """Global L2 norm of the gradient before clipping; inf after an overflow."""
     lr: float
     """Learning rate of this step."""
     num_micro_batches: int
-    """Micro batches each rank ran."""
+    """Number of micro batches of each rank."""
     num_empty_micro_batches: int
-    """Of all replicas' micro batches, those without a target; they ran the same collectives."""
+    """Number of micro batches without targets, over all replicas."""
     num_skipped_micro_batches: int = 0
-    """Micro batches whose collectives were left out. Always 0: leaving one out is what makes ranks hang."""
+    """Number of micro batches whose collectives were skipped. Always 0: skipping one makes ranks hang."""
     step_applied: bool = True
-    """False when a gradient of a bf16 or fp16 model was not finite: weights and optimizer states are as before. The
-    step counts all the same, so the learning rate goes on by the run's plan."""
+    """False if a gradient of a bf16 or fp16 model was not finite: weights and optimizer states are unchanged. The
+    learning-rate schedule counts the step anyway."""
     loss_scale: float = 1.0
-    """What this step's loss was multiplied by; other than 1 in fp16 only, where an overflow halves it for the next."""
+    """Loss scale of this step; always 1 except in fp16, where an overflow halves it for the next step."""
     num_guarded_collectives: int = 0
-    """Collectives of this step that the collective guard compared between ranks; 0 where it is off."""
+    """Number of collectives of this step that the collective guard compared between ranks; 0 if it is off."""

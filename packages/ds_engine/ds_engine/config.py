@@ -1,19 +1,18 @@
-"""Everything a user can set about the engine: plain frozen dataclasses, standard library only.
+"""Configuration of an engine: frozen dataclasses, the learning-rate schedule, and rules derived from the settings.
 
-Combinations DeepSpeed cannot do, or would quietly replace by something else, are refused here with the reason.
+Imports no torch. Combinations that DeepSpeed does not support, or would silently replace, raise ValueError.
 """
 
 import math
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from .dtypes import DeprecatedDtype, Dtype, current_dtype, dtype_bytes
 from .errors import EngineConfigError
 
 __all__ = [
     "Attention",
-    "Dtype",
     "EngineConfig",
     "Guard",
     "LoraConfig",
@@ -30,6 +29,8 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 Attention = Literal["auto", "flash4", "flash", "varlen", "sdpa"]
 Schedule = Literal["constant", "linear", "cosine"]
 Guard = Literal["off", "auto", "lockstep", "watch"]
+Stage = Literal[1, 2, 3]
+BaseFormat = Literal["plain", "nf4"]
 
 
 def _require(ok: bool, name: str, value: Any, allowed: str) -> None:
@@ -37,53 +38,61 @@ def _require(ok: bool, name: str, value: Any, allowed: str) -> None:
         raise ValueError(f"{name}={value!r} is not allowed: {allowed}")
 
 
+def _require_one_of(choices: Any, name: str, value: Any) -> None:
+    """`value` must be one of the values of the Literal type `choices`."""
+    *first, last = get_args(choices)
+    _require(value in get_args(choices), name, value, f"{', '.join(map(str, first))} or {last}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """Where ZeRO keeps its shards between uses."""
 
     optimizer: OffloadDevice = "none"
-    """Optimizer states and fp32 master weights: on the device, in CPU memory (any stage) or on NVMe (stage 3)."""
+    """Optimizer states and fp32 master weights: on the device (none), in CPU memory (cpu, any stage) or on NVMe (nvme,
+    stage 3)."""
     param: OffloadDevice = "none"
-    """The model's own parameter shards; stage 3 only."""
+    """Parameter shards of the model; stage 3 only."""
     nvme_path: str | None = None
-    """A folder on a local NVMe drive; needed, and only allowed, when something is offloaded to "nvme"."""
+    """Folder on a local NVMe drive; required if, and allowed only if, optimizer or param is nvme."""
 
     def __post_init__(self) -> None:
-        for name in ("optimizer", "param"):
-            _require(getattr(self, name) in ("none", "cpu", "nvme"), name, getattr(self, name), "none, cpu or nvme")
+        _require_one_of(OffloadDevice, "optimizer", self.optimizer)
+        _require_one_of(OffloadDevice, "param", self.param)
         uses_nvme = "nvme" in (self.optimizer, self.param)
         _require(
             uses_nvme == (self.nvme_path is not None),
             "nvme_path",
             self.nvme_path,
-            "set it exactly when optimizer or param is nvme",
+            "set it if and only if optimizer or param is nvme",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """DeepSpeed's ZeRO: what is sharded, where it is kept, how gradients accumulate."""
+    """DeepSpeed ZeRO: stage, offload, gradient accumulation and reduction."""
 
-    stage: Literal[1, 2, 3] = 2
+    stage: Stage = 2
     """1 shards optimizer states, 2 also gradients, 3 also parameters."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     fp32_grad_accum: bool = True
-    """Add micro batches' gradients up in fp32 whatever the model's dtype."""
+    """Accumulate gradients of micro batches in fp32, whatever the model's dtype."""
     fp32_reduce: bool = False
-    """Send gradients between ranks in fp32: twice the traffic, no rounding before the sum over ranks."""
+    """Reduce gradients over ranks in fp32: twice the traffic, no rounding before the sum over ranks."""
     step_each_micro: bool = False
-    """True lets DeepSpeed count micro batches itself (its step() is called after each); False marks the last one by
-    hand and steps once. Both give the same weights."""
+    """If true, DeepSpeed counts micro batches itself and its step() is called after each one. If false, the engine
+    marks the last micro batch and calls step() once. Both give the same weights."""
     reduce_bucket_bytes: int = 128 * 1024 * 1024
-    """Gradients are reduced in buckets of this many bytes (of the dtype they travel in); at least 1024."""
+    """Size of a gradient bucket in bytes (of the dtype in which gradients are reduced); at least 1024."""
     param_persistence_elements: int = 100_000
-    """Stage 3: parameters with fewer elements stay whole on every rank; at least 0."""
+    """Stage 3: parameters with fewer elements stay gathered on every rank; at least 0."""
     overlap_comm: bool | None = None
-    """DeepSpeed's way to reduce gradients while the backward pass goes on. None: yes at stage 3 on CUDA, no elsewhere
-    (stage 2 does so anyway where the engine adds gradients up itself, see `gradient_sum`)."""
+    """DeepSpeed's overlap of gradient reduction with the backward pass. null: on at stage 3 on CUDA, otherwise off.
+    Stage 2 overlaps in any case where the engine accumulates gradients itself (low-precision weights, fp32
+    accumulation, no optimizer offload)."""
 
     def __post_init__(self) -> None:
-        _require(self.stage in (1, 2, 3), "stage", self.stage, "1, 2 or 3")
+        _require_one_of(Stage, "stage", self.stage)
         _require(self.reduce_bucket_bytes >= 1024, "reduce_bucket_bytes", self.reduce_bucket_bytes, "at least 1024")
         _require(
             self.param_persistence_elements >= 0,
@@ -101,8 +110,7 @@ class ZeroConfig:
             self.stage == 3 or self.offload.optimizer != "nvme",
             "offload.optimizer",
             self.offload.optimizer,
-            f"at stage {self.stage} DeepSpeed would keep the states in CPU memory without saying so: "
-            "use cpu, or stage 3",
+            f"at stage {self.stage} DeepSpeed silently keeps the states in CPU memory: use cpu, or stage 3",
         )
         _require(
             self.offload.param == "none" or self.offload.optimizer != "none",
@@ -110,6 +118,14 @@ class ZeroConfig:
             self.offload.optimizer,
             "DeepSpeed steps offloaded parameters on the CPU: with offload.param set, use cpu or nvme here too",
         )
+
+    @property
+    def gathers_layers(self) -> bool:
+        """Whether stage 3 gathers whole transformer layers (zero/zero3_hooks.py) instead of module by module.
+
+        Parameters on NVMe are read into a few buffers of one parameter each, too few for a layer.
+        """
+        return self.stage == 3 and self.offload.param != "nvme"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,21 +135,22 @@ class OptimConfig:
     lr: float = 1e-6
     """Peak learning rate; positive."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the first and second moment; each in [0, 1)."""
+    """Decay rates of the first and second moment; each in [0, 1)."""
     eps: float = 1e-8
-    """Added to the denominator; positive."""
+    """Term added to the denominator; positive."""
     weight_decay: float = 0.0
     """Decoupled weight decay; 0 or more."""
     decay_1d: bool = False
-    """Decay parameters of one dimension as well: the scales of norms, and biases."""
+    """Also decay one-dimensional parameters: scales of norms, and biases. Decay pulls weights to zero, which these have
+    no reason to approach."""
     grad_clip: float | None = 1.0
-    """Largest global gradient norm; larger gradients are scaled down to it. None: no clipping."""
+    """Maximum global gradient norm; larger gradients are scaled down to it. null: no clipping."""
     schedule: Schedule = "constant"
     """constant, linear (down to min_lr_ratio) or cosine (down to min_lr_ratio)."""
     warmup_steps: int = 0
     """Optimizer steps over which the rate rises linearly to lr; 0 or more."""
     total_steps: int | None = None
-    """Optimizer steps of the whole run; needed by linear and cosine (may be given to the engine instead)."""
+    """Optimizer steps of the whole run, required by linear and cosine unless passed to the engine."""
     min_lr_ratio: float = 0.0
     """Final learning rate as a fraction of lr, for linear and cosine; 0 to 1."""
 
@@ -145,9 +162,7 @@ class OptimConfig:
         _require(
             self.grad_clip is None or self.grad_clip > 0, "grad_clip", self.grad_clip, "positive, or null for none"
         )
-        _require(
-            self.schedule in ("constant", "linear", "cosine"), "schedule", self.schedule, "constant, linear or cosine"
-        )
+        _require_one_of(Schedule, "schedule", self.schedule)
         _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "0 or more")
         _require(
             self.total_steps is None or self.total_steps > self.warmup_steps,
@@ -163,10 +178,10 @@ class OptimConfig:
 
 
 def check_schedule(config: OptimConfig, total_steps: int | None) -> None:
-    """Check that the schedule has the number of optimizer steps it needs.
+    """Check that the number of optimizer steps suits the schedule.
 
     Raises:
-        EngineConfigError: it is missing, or not larger than the number of warm-up steps.
+        EngineConfigError: the schedule needs it and it is None, or it is not larger than the number of warm-up steps.
     """
     if config.schedule == "constant":
         return
@@ -181,9 +196,9 @@ def check_schedule(config: OptimConfig, total_steps: int | None) -> None:
 
 
 def learning_rate(step: int, config: OptimConfig, total_steps: int | None) -> float:
-    """Learning rate of optimizer step `step`, counted from 0.
+    """Learning rate of optimizer step s = `step`, counted from 0.
 
-    With W = warmup_steps, N = total_steps, r = min_lr_ratio and p = min(1, (s - W) / (N - W)):
+    With W = warmup_steps, N = `total_steps`, r = min_lr_ratio and p = min(1, (s - W) / (N - W)):
 
     warm-up   s < W:   lr * (s + 1) / W, so the first step is not zero and step W - 1 has the full rate
     constant           lr
@@ -204,27 +219,27 @@ def learning_rate(step: int, config: OptimConfig, total_steps: int | None) -> fl
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Train low-rank adapters beside frozen linear layers (needs PEFT)."""
+    """Low-rank adapters trained beside frozen linear layers (requires PEFT)."""
 
     rank: int = 16
     """Inner dimension of the adapters; at least 1."""
     alpha: int = 32
-    """What an adapter adds is scaled by alpha / rank; at least 1."""
+    """The adapter's output is scaled by alpha / rank; at least 1."""
     dropout: float = 0.0
-    """Probability with which an adapter's inputs are zeroed in training; 0 up to, not including, 1. Policy-gradient
-    methods compare log-probs of training with those computed without it: leave it at 0 there."""
+    """Dropout probability of an adapter's input in training; in [0, 1). Keep it at 0 for policy-gradient methods, which
+    compare log-probs of training with log-probs computed without dropout."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the layers to adapt, or the last parts of them, such as ("q_proj", "v_proj"); all-linear: every linear
-    layer of the backbone. Embeddings and the head are never adapted."""
+    """Names of the layers to adapt, or their last parts, such as ("q_proj", "v_proj"). all-linear: every linear layer
+    of the backbone. Embeddings and the head are never adapted."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead."""
-    base_format: Literal["plain", "nf4"] = "plain"
-    """How the frozen linear layers are held: plain, in the model's dtype, or nf4, in 4.5 bits a weight (QLoRA),
-    unpacked for each product. What is computed, exported and synchronised is the rounded base then."""
+    base_format: BaseFormat = "plain"
+    """Format of the frozen linear layers: plain (the model's dtype) or nf4 (QLoRA, 4.5 bits per weight, dequantized for
+    each matrix product). With nf4, log-probs, exports and weight sync use the quantized base."""
 
     def __post_init__(self) -> None:
         _require(self.rank >= 1, "rank", self.rank, "1 or more")
-        _require(self.base_format in ("plain", "nf4"), "base_format", self.base_format, "plain or nf4")
+        _require_one_of(BaseFormat, "base_format", self.base_format)
         _require(self.alpha >= 1, "alpha", self.alpha, "1 or more")
         _require(0 <= self.dropout < 1, "dropout", self.dropout, "0 up to, not including, 1")
         names = self.target_modules
@@ -243,57 +258,54 @@ class EngineConfig:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig | None = None
-    """Train adapters instead of the whole model. Engines built with trainable=False are the base, in its base_format,
-    and have no adapters."""
+    """Train adapters instead of the whole model. Engines built with trainable=False use the base model in base_format,
+    without adapters."""
     dtype: Dtype | DeprecatedDtype = "bfloat16"
     """Dtype of weights and activations: bfloat16, float16 (with dynamic loss scaling) or float32. The optimizer always
     keeps fp32 master weights. bf16, fp16 and fp32 are deprecated names of the same."""
     gradient_checkpointing: bool = False
-    """Recompute layers' activations in the backward pass instead of keeping them."""
+    """Recompute activations of layers in the backward pass instead of keeping them."""
     checkpoint_every: int = 1
-    """With gradient_checkpointing: recompute every k-th layer and keep the others' activations; at least 1."""
+    """With gradient_checkpointing: recompute every k-th layer and keep the activations of the others; at least 1."""
     checkpoint_to_cpu: bool = False
     """With gradient_checkpointing: keep the inputs of recomputed layers in CPU memory until the backward pass."""
     sequence_parallel: int = 1
-    """Ranks that compute each micro batch together, a slice of its tokens each (Ulysses); divides the number of ranks
-    and the model's attention heads."""
+    """Number of ranks that share each micro batch, a slice of its tokens each (Ulysses). Must divide the number of
+    ranks and the model's attention heads."""
     compile: bool = False
     """Compile the layers with torch.compile (needs a C++ compiler, on CUDA also Triton). Attention itself is not
     compiled. The first steps are slow."""
     attention: Attention = "auto"
-    """auto: on CUDA flash-attn-4 (flash4) or flash-attn (flash) where they are installed, flash4 on Hopper only, else
-    torch's varlen attention; SDPA segment by segment on the CPU."""
+    """auto: on CUDA flash-attn-4 (flash4, Hopper only) or flash-attn (flash) if installed, otherwise torch's varlen
+    attention; on the CPU SDPA, one sequence at a time."""
     seed: int = 0
-    """Seeds weights the model folder lacks and dropout."""
+    """Seed of dropout and of weights that the model folder does not contain."""
     collective_guard: Guard = "off"
-    """Compare ranks' collectives while training (see ds_engine.CollectiveGuard): off, auto, lockstep or watch."""
+    """Compare the collectives of all ranks during training (see ds_engine.CollectiveGuard): off, auto, lockstep or
+    watch."""
     collective_stall_s: float = 60.0
-    """With the guard on: seconds ranks wait for one that issues nothing before that is an error."""
+    """With the guard on: seconds that ranks wait for a rank that issues no collective before the guard raises an
+    error."""
 
     def __post_init__(self) -> None:
         dtype = current_dtype(self.dtype)
         if dtype != self.dtype:
             warnings.warn(f"dtype={self.dtype!r} is deprecated: use {dtype!r}", DeprecationWarning, stacklevel=3)
             object.__setattr__(self, "dtype", dtype)
-        _require(dtype in ("bfloat16", "float16", "float32"), "dtype", dtype, "bfloat16, float16 or float32")
-        _require(
-            self.attention in ("auto", "flash4", "flash", "varlen", "sdpa"),
-            "attention",
-            self.attention,
-            "auto, flash4, flash, varlen or sdpa",
-        )
+        _require_one_of(Dtype, "dtype", dtype)
+        _require_one_of(Attention, "attention", self.attention)
         _require(
             not self.compile or self.zero.offload.param != "nvme",
             "compile",
             self.compile,
-            "weights on NVMe are fetched in hooks inside the layers, which breaks them into pieces: "
+            "weights on NVMe are fetched in hooks inside the layers, which break the graphs: "
             "use zero.offload.param cpu or none",
         )
         _require(
             not self.compile or self.lora is None or self.lora.base_format == "plain",
             "compile",
             self.compile,
-            "compiled layers would keep what lora.base_format=nf4 unpacks: use plain, or leave layers uncompiled",
+            "compiled layers would keep the dequantized weights of lora.base_format=nf4: use plain, or compile=false",
         )
         _require(self.sequence_parallel >= 1, "sequence_parallel", self.sequence_parallel, "1 or more")
         _require(self.checkpoint_every >= 1, "checkpoint_every", self.checkpoint_every, "1 or more")
@@ -302,15 +314,10 @@ class EngineConfig:
             _require(
                 self.gradient_checkpointing or given == default, name, given, "it needs gradient_checkpointing: true"
             )
-        _require(
-            self.collective_guard in ("off", "auto", "lockstep", "watch"),
-            "collective_guard",
-            self.collective_guard,
-            "off, auto, lockstep or watch",
-        )
+        _require_one_of(Guard, "collective_guard", self.collective_guard)
         _require(self.collective_stall_s > 0, "collective_stall_s", self.collective_stall_s, "a positive number")
 
-    # Rules derived from the fields. The engine, DeepSpeed's configuration and the plans all read them from here.
+    # Rules derived from the settings. The engine, DeepSpeed's configuration and the plans all read them from here.
 
     @property
     def model_dtype(self) -> Dtype:
@@ -329,13 +336,13 @@ class EngineConfig:
 
     @property
     def reduce_bucket_elements(self) -> int:
-        """Elements of a reduce bucket."""
+        """Elements of a gradient bucket."""
         return self.zero.reduce_bucket_bytes // dtype_bytes(self.reduce_dtype)
 
     @property
     def uses_bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed uses its `BF16_Optimizer`: for stage 1 in bf16 with fp32 accumulation, unless optimizer
-        states are offloaded. All other settings of stages 1 and 2 use `DeepSpeedZeroOptimizer`."""
+        """Whether DeepSpeed uses its `BF16_Optimizer`: at stage 1 in bf16 with fp32 accumulation, unless optimizer
+        states are offloaded. Otherwise stages 1 and 2 use `DeepSpeedZeroOptimizer`."""
         zero = self.zero
         on_device = zero.offload.optimizer == "none"
         return zero.stage == 1 and self.dtype == "bfloat16" and zero.fp32_grad_accum and on_device
@@ -348,6 +355,11 @@ class EngineConfig:
         return zero.stage == 2 and casts and zero.offload.optimizer == "none" and not zero.overlap_comm
 
     @property
+    def fuses_zero3_gradients(self) -> bool:
+        """Whether the engine replaces gradient reduction and accumulation of stage 3 (zero/zero3_gradients.py)."""
+        return self.zero.stage == 3 and self.zero.offload.optimizer == "none"
+
+    @property
     def fuses_grad_norm(self) -> bool:
-        """Whether the engine replaces DeepSpeed's gradient norm, overflow check and clipping (zero/grad_norm.py)."""
+        """Whether the engine replaces gradient norm, overflow check and clipping (zero/optimizer_step.py)."""
         return self.zero.offload.optimizer == "none" and not self.uses_bf16_optimizer

@@ -1,17 +1,22 @@
-"""Joining and leaving the process group. The only place of this package that touches environment variables."""
+"""Joins and leaves the default process group. The only module of this package that sets environment variables."""
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+import torch.distributed as dist
 
 from .errors import EngineError
 
-__all__ = ["init_distributed", "shutdown_distributed"]
+__all__ = ["all_gather_single", "init_distributed", "reduce_scatter_single", "shutdown_distributed"]
+
+# torch 2.13 renamed these two and warns at every call of the old names.
+_dist: Any = dist
+all_gather_single = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 
 
 def init_distributed(
@@ -23,28 +28,29 @@ def init_distributed(
     *,
     timeout_s: float = 1800.0,
 ) -> None:
-    """Join the group of `world_size` ranks that meets at `master_addr:master_port`: NCCL on CUDA, gloo on the CPU.
+    """Join the group of `world_size` ranks at `master_addr:master_port`, with NCCL on CUDA and gloo on the CPU.
 
-    DeepSpeed insists on the variable LOCAL_RANK and picks its accelerator by DS_ACCELERATOR; both are set here from
+    DeepSpeed requires the variable LOCAL_RANK and selects its accelerator by DS_ACCELERATOR; both are set here from
     `device`. Everything else is passed explicitly.
 
+    Args:
+        timeout_s: timeout of collectives, in seconds.
+
     Raises:
-        EngineError: DeepSpeed was imported before for another kind of device.
+        EngineError: DeepSpeed was already imported for another type of device.
     """
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed
-    import torch
-    import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() != device.type:
         raise EngineError(
-            f"DeepSpeed runs on {get_accelerator().device_name()} in this process, but the device is {device}: "
+            f"DeepSpeed uses {get_accelerator().device_name()} in this process, but the device is {device}: "
             f"set DS_ACCELERATOR={device.type} before importing deepspeed"
         )
-    # Otherwise DeepSpeed compiles a shared-memory all-reduce here, which only its inference engine calls: a minute of
-    # two cores at first use, and a compiler killed half-way leaves a lock that every later process waits for.
+    # Otherwise DeepSpeed compiles a shared-memory all-reduce here that only its inference engine uses. That takes a
+    # minute on two cores, and an interrupted compiler leaves a lock that blocks every later process.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo"
     if device.type == "cuda":
@@ -62,9 +68,8 @@ def init_distributed(
 
 
 def shutdown_distributed() -> None:
-    """Leave the group, so that the process ends without warnings and could join another one."""
+    """Destroy the process group, so that the process exits without warnings and can join another group."""
     import deepspeed.comm.comm as ds_comm
-    import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""ZeroEngine: one Hugging Face model, sharded by DeepSpeed, trained on packed micro batches."""
+"""ZeroEngine: trains one Hugging Face model with DeepSpeed ZeRO on packed micro batches."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .state.export import export_tensors
 from .state.reshape import StateSource, fill_state, has_layout
 from .state.saved_state import load_state, save_state
 from .zero.ds_config import deepspeed_config
-from .zero.loss_scale import LossScale, check_fp16
 from .zero.memory import EngineMemory, MemoryReport, memory_stats
 from .zero.optimizer import build_optimizer, start_deepspeed
+from .zero.optimizer_step import LossScale, check_fp16, global_grad_norm
 
 __all__ = ["ZeroEngine"]
 
 
 class ZeroEngine:
-    """One model trained by all ranks of the default process group, which must be initialised (`init_distributed`).
+    """One model, trained by all ranks of the default process group, which must be initialized (`init_distributed`).
 
-    Every method below is collective: all ranks call it, with the same number of micro batches.
+    Methods are collective unless they say otherwise: all ranks call them, with the same number of micro batches.
     """
 
     def __init__(
@@ -48,10 +48,16 @@ class ZeroEngine:
         total_steps: int | None = None,
         trainable: bool = True,
         head: Head = "lm",
+        deepspeed_settings: dict[str, Any] | None = None,
     ) -> None:
-        """Take over `module`, already loaded with packed attention and its head; usually call `from_pretrained`."""
-        if not dist.is_initialized():
-            raise EngineError("torch.distributed is not initialised: call ds_engine.init_distributed first")
+        """Take over `module`, which is loaded with packed attention and its head. Usually call `from_pretrained`.
+
+        Args:
+            deepspeed_settings: `deepspeed_config` of `config`; None builds it.
+
+        Other arguments are those of `from_pretrained`.
+        """
+        _require_process_group()
         if head == "lm" and log_prob_fn is None:
             raise EngineError("an engine with an LM head needs log_prob_fn")
         self.config = config
@@ -68,7 +74,9 @@ class ZeroEngine:
         self._num_steps = 0
         prepare_model(module, config, log_prob_fn=log_prob_fn, device=device, trainable=trainable, head=head)
         self._optimizer = build_optimizer(module, config.optim) if trainable else None
-        self._deepspeed = start_deepspeed(module, self._optimizer, config, device=device)
+        if deepspeed_settings is None:
+            deepspeed_settings = deepspeed_config(config, device_type=device.type, trainable=trainable)
+        self._deepspeed = start_deepspeed(module, self._optimizer, config, deepspeed_settings)
         self._micro_batches = MicroBatches(
             self._deepspeed,
             head=head,
@@ -93,27 +101,25 @@ class ZeroEngine:
         trainable: bool = True,
         head: Head = "lm",
     ) -> ZeroEngine:
-        """Load the Hugging Face folder `model_path` and shard it as `config` says.
+        """Load the Hugging Face folder `model_path` and shard the model according to `config`.
 
         Args:
-            log_prob_fn: (hidden_KH, weight_VH, targets_K, temperature) -> (log_probs_K, entropy_K), fp32; for
-                head="lm".
-            device: where this rank computes; the same as given to `init_distributed`.
-            total_steps: optimizer steps of the run, for the schedule; overrides `config.optim.total_steps`.
-            trainable: False for a reference model: weights only, no gradients, no optimizer states. Stage 3 shards it,
-                stages 1 and 2 keep it whole on every rank.
-            head: "lm", or "value" for a critic or reward model: the LM head is left out, a linear one to a single
-                number (`score.weight` [1, H]) takes its place, and `values` that of `log_probs`.
+            log_prob_fn: computes log-probs and entropies from hidden states (see `LogProbFn`); required for head="lm".
+            device: device of this rank, the same as given to `init_distributed`.
+            total_steps: number of optimizer steps of the run, for the schedule; overrides `config.optim.total_steps`.
+            trainable: False for a reference model, which has no gradients and no optimizer states. Stage 3 shards its
+                weights; stages 1 and 2 keep them whole on every rank.
+            head: "lm", or "value" for a critic or reward model. A value head is a linear layer with one output
+                (`score.weight` [1, H]) that replaces the LM head; call `values` instead of `log_probs`.
 
         Raises:
-            ModelError: the folder or architecture cannot be used.
-            EngineConfigError: a setting cannot work here.
+            ModelError: the folder or architecture is not supported.
+            EngineConfigError: a setting cannot work on this machine.
         """
-        if not dist.is_initialized():
-            raise EngineError("torch.distributed is not initialised: call ds_engine.init_distributed first")
+        _require_process_group()
         check_offload(config.zero.offload)
         check_fp16(config.dtype, device.type)
-        settings = deepspeed_config(config, device_type=device.type)
+        settings = deepspeed_config(config, device_type=device.type, trainable=trainable)
         module = load_model(model_path, config, device=device, ds_config=settings, head=head)
         return cls(
             module,
@@ -123,25 +129,26 @@ class ZeroEngine:
             total_steps=total_steps,
             trainable=trainable,
             head=head,
+            deepspeed_settings=settings,
         )
 
-    # ------------------------------------------------------------------ work
+    # ------------------------------------------------- training and inference
 
     @torch.no_grad()
     def log_probs(
         self, micro_batches: Sequence[TokenBatch], *, temperature: float = 1.0, adapters: bool = True
     ) -> list[TokenOutputs]:
-        """Log-prob and entropy of each target, without gradient.
+        """Log-prob and entropy of each target, without gradients.
 
         Args:
-            adapters: False answers as the base model, with what LoRA trained left out: a reference model for free.
+            adapters: False disables the LoRA adapters, so the base model serves as the reference model.
 
         Returns:
             One TokenOutputs per micro batch, [K] fp32, on the CPU; K = 0 where a batch has no targets.
 
         Raises:
-            EngineError: the engine has a value head, or no adapters to leave out.
-            PlanMismatchError: ranks brought different numbers of micro batches.
+            EngineError: the engine has a value head, or has no adapters to disable.
+            PlanMismatchError: ranks have different numbers of micro batches.
         """
         self._require_head("lm", "log_probs")
         if not adapters:
@@ -149,39 +156,39 @@ class ZeroEngine:
         agree_on_plan("log_probs" if adapters else "log_probs(adapters=False)", micro_batches, self.device, sp=self._sp)
         self._set_mode(training=False)
         with nullcontext() if adapters else adapters_off(self.module):
-            rows = self._micro_batches.answer(micro_batches, temperature)
+            rows = self._micro_batches.infer(micro_batches, temperature)
         return [TokenOutputs(log_probs_K=r[0], entropy_K=r[1]) for r in rows]
 
     @torch.no_grad()
     def values(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Value of the state before each target, without gradient: the answer of head="value".
+        """Value of the state before each target, without gradients; for head="value".
 
         Returns:
             One [K] fp32 tensor per micro batch, on the CPU; K = 0 where a batch has no targets.
 
         Raises:
             EngineError: the engine has an LM head.
-            PlanMismatchError: ranks brought different numbers of micro batches.
+            PlanMismatchError: ranks have different numbers of micro batches.
         """
         self._require_head("value", "values")
         agree_on_plan("values", micro_batches, self.device, sp=self._sp)
         self._set_mode(training=False)
-        return [rows_1K[0] for rows_1K in self._micro_batches.answer(micro_batches)]
+        return [rows_1K[0] for rows_1K in self._micro_batches.infer(micro_batches)]
 
     def train_mini_batch(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, temperature: float = 1.0
     ) -> StepStats:
-        """One optimizer step on the sum of the losses of all micro batches of all ranks.
+        """Take one optimizer step on the sum of the losses of all micro batches of all ranks.
 
-        The gradient applied is exactly that of the summed loss, however it is split into micro batches and ranks.
+        The gradient is that of the summed loss, independent of the split into micro batches and ranks.
 
         Args:
-            loss_fn: called with the outputs and the batch (both on the device) of each micro batch that has targets.
+            loss_fn: called with the outputs and the batch, both on the device, of each micro batch with targets.
 
         Raises:
-            PlanMismatchError: ranks brought different numbers of micro batches.
+            PlanMismatchError: ranks have different numbers of micro batches.
             BatchError: a malformed batch or loss.
-            EngineError: the engine was built with trainable=False, or an earlier mini batch failed half-way.
+            EngineError: the engine was built with trainable=False, or an earlier mini batch failed before its step.
         """
         optimizer = self._require_optimizer("train_mini_batch")
         guarded_before = num_guarded()
@@ -199,7 +206,7 @@ class ZeroEngine:
         return StepStats(
             loss=loss,
             metrics=totals,
-            grad_norm=float(self._deepspeed._global_grad_norm),
+            grad_norm=global_grad_norm(self._deepspeed),
             lr=lr,
             num_micro_batches=len(micro_batches),
             num_empty_micro_batches=num_empty,
@@ -208,41 +215,57 @@ class ZeroEngine:
             num_guarded_collectives=num_guarded() - guarded_before,
         )
 
-    # ------------------------------------------------------- state in and out
+    # ------------------------------------- export, checkpoints, offload, memory
 
     @property
     def deepspeed(self) -> Any:
-        """What `deepspeed.initialize` returned (stages 1 and 2, trainable=False: the model), for tools that know it."""
+        """The engine that `deepspeed.initialize` returned; the model itself at stages 1 and 2 with trainable=False."""
         return self._deepspeed
 
     def export_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) on rank 0, nothing elsewhere; every rank iterates to the end.
+        """Yield (Hugging Face name, whole tensor) on rank 0, nothing on others; every rank must iterate to the end.
 
         Adapters are merged: base weight + scale * B @ A, computed in fp32.
+
+        Args:
+            dtype: dtype of the tensors; None keeps the model's.
         """
         return self._export(whole_tensors(self.module), dtype)
 
     def whole_tensors(self, *, merged: bool = True) -> list[NamedTensor]:
-        """What `export_parameters` hands out, as names, parameters and what is to be merged into them (merged=False:
-        nothing): for tools that gather by themselves, such as a weight sync. Not collective."""
+        """Names, parameters and low-rank updates of what `export_parameters` yields, without gathering them.
+
+        For tools that gather parameters themselves, such as weight_sync. Not collective.
+
+        Args:
+            merged: False returns the base weights without the adapters' updates.
+        """
         return whole_tensors(self.module, merged=merged)
 
     def adapter_tensors(self) -> list[NamedTensor]:
-        """The same of `export_adapters`. Raises as it does."""
+        """Names and parameters of the tensors that `export_adapters` yields, without gathering them. Not collective.
+
+        Raises:
+            EngineError: the engine has no adapters.
+        """
         self._require_adapters("adapter_tensors")
         return adapter_tensors(self.module)
 
     def export_adapters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The same for adapters alone (and a value head), under the names of PEFT's adapter_model.safetensors.
+        """Like `export_parameters`, for the adapters and a value head, with PEFT's names in adapter_model.safetensors.
 
         Raises:
-            EngineError: the engine was built without lora.
+            EngineError: the engine has no adapters.
         """
         self._require_adapters("export_adapters")
         return self._export(adapter_tensors(self.module), dtype)
 
     def adapter_config(self) -> dict[str, Any]:
-        """PEFT's adapter_config.json, JSON-able, on any rank; not collective. Raises as `export_adapters` does."""
+        """Content of PEFT's adapter_config.json. Not collective.
+
+        Raises:
+            EngineError: the engine has no adapters.
+        """
         self._require_adapters("adapter_config")
         return adapter_settings(self.module)
 
@@ -250,54 +273,61 @@ class ZeroEngine:
         return export_tensors(tensors, rank=dist.get_rank(), zero_stage=self.zero_stage, dtype=dtype)
 
     def save_checkpoint(self, folder: str | Path, tag: str) -> None:
-        """Write DeepSpeed's own checkpoint to `folder`/`tag`: every rank its shard; with lora, of adapters only."""
+        """Write a DeepSpeed checkpoint to `folder`/`tag`, each rank its shard; with lora only of the adapters.
+
+        Raises:
+            EngineError: the engine was built with trainable=False.
+            CheckpointError: optimizer states are on NVMe.
+        """
         self._require_optimizer("save_checkpoint")
         save_state(self._deepspeed, folder, tag, num_steps=self._num_steps)
 
     def load_checkpoint(self, folder: str | Path, tag: str) -> None:
-        """Continue from `folder`/`tag`, written by as many ranks at the same stage.
+        """Resume from the checkpoint `folder`/`tag`, written by the same number of ranks at the same stage.
 
         Raises:
-            CheckpointError: there is none, or it does not fit.
+            CheckpointError: the checkpoint does not exist or does not match this engine.
         """
         self._require_optimizer("load_checkpoint")
         self._num_steps = load_state(self._deepspeed, folder, tag)
 
     def load_state(self, source: StateSource) -> None:
-        """Continue from what any number of ranks trained, at any stage, with any offload and dtype, bit for bit.
+        """Resume from a state written by any number of ranks, at any stage, offload and dtype, bit for bit.
 
-        Every rank reads its share of fp32 weights and of Adam's moments, and no more.
+        Every rank reads only its partition of the fp32 weights and of Adam's moments.
 
-        Raises, on every rank and before anything is changed:
-            CheckpointError: the source cannot be read, or is of other parameters.
+        Raises, on every rank and before any change:
+            CheckpointError: the source cannot be read or has other parameters.
         """
         self._require_optimizer("load_state")
         self._num_steps = fill_state(self._deepspeed, self.module, source)
 
     def has_layout(self, source: StateSource) -> bool:
-        """Whether `load_checkpoint` can read what the source reads: as many ranks, the same stage, offload, dtype and
-        parameter groups. Not collective."""
+        """Whether `load_checkpoint` can read the checkpoint of `source`: the same number of ranks, stage, offload,
+        dtype and parameter groups. Not collective."""
         self._require_optimizer("has_layout")
         return has_layout(self._deepspeed, source)
 
     def offload(self, *, include_params: bool = False) -> MemoryReport:
-        """Move optimizer states, fp32 weights and gradient buffers off the device (and the weights, if asked).
+        """Move optimizer states, fp32 weights and gradient buffers to CPU memory; does nothing if `device` is the CPU.
 
-        On the CPU there is nothing to free. Until `reload`, only `export_parameters` may be used, and only with the
-        weights still on the device.
+        Until `reload`, only `export_parameters` may be called, and only if the model's weights are still on the device.
+
+        Args:
+            include_params: also move the model's weights.
         """
         return self._memory.offload(self.device, include_params=include_params)
 
     def reload(self) -> MemoryReport:
-        """Bring back what `offload` moved."""
+        """Move the tensors that `offload` moved back to the device."""
         return self._memory.reload(self.device)
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes in use by this rank; see `ds_engine.memory_stats`."""
+        """Memory of this rank in bytes; see `ds_engine.memory_stats`."""
         return memory_stats(self.device)
 
     def close(self) -> None:
-        """Release DeepSpeed's hooks and buffers. The process group stays."""
+        """Release DeepSpeed's hooks and buffers; the default process group stays."""
         if self._guard is not None:
             self._guard.stop()
             self._guard = None
@@ -309,7 +339,7 @@ class ZeroEngine:
     # ---------------------------------------------------------------- setup
 
     def _set_mode(self, *, training: bool) -> None:
-        """Switching takes a millisecond with hundreds of modules, in which the device has nothing to do."""
+        """Switch the module only if needed: with hundreds of modules that takes a millisecond of CPU time."""
         if self.module.training != training:
             self.module.train(training)
 
@@ -325,3 +355,8 @@ class ZeroEngine:
     def _require_head(self, head: Head, method: str) -> None:
         if self.head != head:
             raise EngineError(f"{method} needs an engine built with head={head!r}; this one has head={self.head!r}")
+
+
+def _require_process_group() -> None:
+    if not dist.is_initialized():
+        raise EngineError("torch.distributed is not initialized: call ds_engine.init_distributed first")

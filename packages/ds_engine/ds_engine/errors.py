@@ -1,13 +1,13 @@
-"""The package's exceptions. All of them pickle, so they cross process borders.
+"""Exceptions of this package. All of them can be pickled, so they can be raised across processes.
 
 EngineError
 ├── EngineConfigError   a setting that cannot work (also a ValueError)
 ├── ModelError          a model folder or architecture the engine cannot train (also a ValueError)
 ├── BatchError          a malformed batch or loss (also a ValueError)
-├── PlanMismatchError   the ranks were given different work; raised on every rank before any gradient collective
-├── CheckpointError     a checkpoint that is missing or does not fit (also a ValueError)
+├── PlanMismatchError   ranks have different numbers or kinds of micro batches; raised before any gradient collective
+├── CheckpointError     a checkpoint that is missing or does not match (also a ValueError)
 ├── CollectiveMismatchError   ranks called different collectives
-└── RankStalledError          a rank stopped taking part
+└── RankStalledError          a rank stopped issuing collectives
 """
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class EngineError(Exception):
-    """Root of everything this package raises on purpose."""
+    """Base class of this package's exceptions."""
 
 
 class EngineConfigError(EngineError, ValueError):
@@ -31,24 +31,24 @@ class EngineConfigError(EngineError, ValueError):
 
 
 class ModelError(EngineError, ValueError):
-    """A model folder or architecture that cannot be loaded or trained exactly."""
+    """A model folder or architecture that the engine cannot load or train correctly."""
 
 
 class BatchError(EngineError, ValueError):
-    """A batch, or a loss returned for one, that is malformed."""
+    """A malformed batch, or a malformed loss returned for one."""
 
 
 class PlanMismatchError(EngineError):
-    """The ranks were handed different work, which would have ended in a hang."""
+    """Ranks called different methods or have different micro batches, which would cause a hang."""
 
 
 class CheckpointError(EngineError, ValueError):
-    """A checkpoint that is missing or cannot be read."""
+    """A checkpoint that is missing, unreadable or does not match the engine."""
 
 
 class CollectiveMismatchError(EngineError):
-    """Ranks called different collectives; the message names ranks, operations, sizes and lines."""
+    """Ranks called different collectives; the message contains ranks, operations, sizes and source lines."""
 
 
 class RankStalledError(EngineError):
-    """One rank stopped taking part in collectives; the message says which and where it is."""
+    """A rank stopped issuing collectives; the message contains the rank and its current source line."""

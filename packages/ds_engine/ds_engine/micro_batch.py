@@ -1,4 +1,4 @@
-"""Micro batches through the model, forward and backward: gradients of all of them and of all ranks add up."""
+"""Forward and backward passes of an engine's micro batches; gradients are summed over micro batches and ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .batch import TokenOutputs, ValueOutputs
 from .errors import BatchError, EngineError
 from .guard.collective_guard import mark
 from .model.packed_model import PackedInputs, packed_inputs
+from .zero.grad_accumulation import set_num_micro_batches
 
 if TYPE_CHECKING:
     from .batch import Head, LossFn, TokenBatch
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["MicroBatches"]
 
-Ready = tuple[tuple[PackedInputs, int], "TokenBatch"]
-"""The model's inputs with the number of targets, and the batch as the loss function sees it; all on the device."""
+DeviceBatch = tuple[tuple[PackedInputs, int], "TokenBatch"]
+"""The model's inputs with the number of targets, and the batch for the loss function; all on the device."""
 
 
 class MicroBatches:
-    """How one engine runs its micro batches."""
+    """Runs the micro batches of one engine."""
 
     def __init__(
         self,
@@ -43,87 +44,87 @@ class MicroBatches:
         self._kernel = kernel
         self._sequence = sequence
         self._step_each_micro = step_each_micro
-        self._unfinished = False
+        self._has_partial_gradient = False
 
     def train(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, temperature: float, *, label: str
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Forward, backward and the optimizer's step; (losses, metrics) of this rank's micro batches, detached.
+        """Run forward, backward and the optimizer's step; returns detached (losses, metrics) of this rank.
+
+        Args:
+            label: name of this mini batch in reports of the collective guard.
 
         Raises:
             EngineError: an earlier call failed between its first backward pass and its step.
         """
-        if self._unfinished:
+        if self._has_partial_gradient:
             raise EngineError(
-                "an earlier mini batch failed half-way, and its gradients would be added to this one's: "
-                "build a new engine"
+                "an earlier mini batch failed before its optimizer step, and its gradients would be added to this "
+                "one's: build a new engine"
             )
         losses: list[Tensor] = []
         metrics: dict[str, list[Tensor]] = {}
-        self._begin(len(micro_batches))
-        # All before the first: a copy in between would wait for the device, which then waits for the host in turn.
-        for index, ready in enumerate([self.ready(batch) for batch in micro_batches]):
+        if self._step_each_micro:
+            set_num_micro_batches(self._deepspeed, len(micro_batches))
+        # Copied before the first forward pass: a copy in between would synchronize host and device.
+        for index, batch in enumerate([self.to_device(batch) for batch in micro_batches]):
             mark(f"{label}, micro batch {index} of {len(micro_batches)}")
             is_last = index == len(micro_batches) - 1
-            self.mark_border(is_last)
-            losses.append(self.backward(ready, loss_fn, temperature, metrics))
+            self.mark_boundary(is_last)
+            losses.append(self.backward(batch, loss_fn, temperature, metrics))
             if self._step_each_micro or is_last:
                 self._deepspeed.step()
-        self._unfinished = False
+        self._has_partial_gradient = False
         mark(f"after {label}")
         return losses, metrics
 
-    def answer(self, micro_batches: Sequence[TokenBatch], temperature: float = 1.0) -> list[Tensor]:
-        """The head's rows [R, K] for the targets of each, on the CPU."""
+    def infer(self, micro_batches: Sequence[TokenBatch], temperature: float = 1.0) -> list[Tensor]:
+        """The head's output [R, K] for the targets of each micro batch, without loss, on the CPU."""
         rows = [self._forward(self._inputs(batch), temperature)[0] for batch in micro_batches]
         return [rows_RK.cpu() for rows_RK in rows]
 
-    def ready(self, batch: TokenBatch) -> Ready:
-        """`batch` on the device, with what the model takes of it."""
+    def to_device(self, batch: TokenBatch) -> DeviceBatch:
+        """The model's inputs and `batch` itself on the device."""
         return self._inputs(batch), batch.to(self._device)
 
     def _inputs(self, batch: TokenBatch) -> tuple[PackedInputs, int]:
         return packed_inputs(batch, device=self._device, kernel=self._kernel, sequence=self._sequence)
 
     def _forward(self, inputs: tuple[PackedInputs, int], temperature: float) -> tuple[Tensor, Tensor]:
-        """The head's rows for the targets, and a zero that depends on every parameter the pass used."""
+        """The head's output [R, K] for the targets, and a zero whose gradient reaches every parameter of the pass."""
         packed, num_targets = inputs
         rows_RK = self._deepspeed(packed=packed, temperature=temperature)
         return rows_RK[:, :num_targets], rows_RK.sum() * 0.0
 
-    def backward(self, ready: Ready, loss_fn: LossFn, temperature: float, metrics: dict[str, list[Tensor]]) -> Tensor:
-        """Forward and backward of one micro batch; returns its detached loss share."""
-        inputs, batch = ready
+    def backward(
+        self, device_batch: DeviceBatch, loss_fn: LossFn, temperature: float, metrics: dict[str, list[Tensor]]
+    ) -> Tensor:
+        """Run forward and backward of one micro batch; returns its detached loss and appends its metrics."""
+        inputs, batch = device_batch
         rows_RK, anchor = self._forward(inputs, temperature)
         loss = anchor
         if rows_RK.numel() > 0:
             result = loss_fn(self._outputs(rows_RK), batch)
             if result.loss.dim() != 0:
                 raise BatchError(f"the loss must be a 0-d tensor, got shape {tuple(result.loss.shape)}")
-            # A loss that does not depend on the model (all advantages masked, say) still has to pass backward
-            # through every parameter, or this rank would leave out the gradient collectives its peers wait in.
+            # A loss that does not depend on the model (for example, all advantages masked) must still run backward
+            # through every parameter: otherwise this rank would skip gradient collectives, and its peers would hang.
             loss = result.loss if result.loss.requires_grad else result.loss + anchor
             for name, value in result.metrics.items():
                 metrics.setdefault(name, []).append(value.detach())
-        # DeepSpeed averages over ranks; shares are to be summed. Of a loss that sp ranks compute together each has the
-        # gradient that came through its tokens: they, too, are to be summed.
-        self._unfinished = True
+        # DeepSpeed averages gradients over ranks, but losses are summed. The gradients of sp ranks that share a micro
+        # batch, each from its own tokens, are summed as well.
+        self._has_partial_gradient = True
         self._deepspeed.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
         return loss.detach()
 
-    def mark_border(self, is_last: bool) -> None:
-        """Say whether the next backward pass is the last of its mini batch."""
+    def mark_boundary(self, is_last: bool) -> None:
+        """Tell DeepSpeed whether the next backward pass is the last of its mini batch.
+
+        Without it, and without the count of `set_num_micro_batches`, stages 1 and 2 drop all but the last micro batch.
+        """
         if not self._step_each_micro:
             self._deepspeed.set_gradient_accumulation_boundary(is_last)
-
-    def _begin(self, num_micro_batches: int) -> None:
-        """Stage 1 and 2 forget all but the last micro batch unless told how many there are.
-
-        Either DeepSpeed counts (its accumulation steps become this mini batch's number) or the last is marked by hand.
-        """
-        if self._step_each_micro:
-            self._deepspeed._config.gradient_accumulation_steps = num_micro_batches
-            self._deepspeed.micro_steps = 0
 
     def _outputs(self, rows_RK: Tensor) -> TokenOutputs | ValueOutputs:
         if self._head == "value":

@@ -23,9 +23,9 @@ from ds_engine.guard.collective_guard import record_collectives
 from ds_engine.guard.collective_log import CollectiveRecord
 from ds_engine.model.sequence_parallel import gather_heads, join_sequence_group, scatter_heads
 from ds_engine.planning.transfer_plan import Visit
-from ds_engine.zero import zero3_step
+from ds_engine.zero import zero3_gradients
 from ds_engine.zero.optimizer import parameter_groups
-from ds_engine.zero.zero3_gather import batch_gathers
+from ds_engine.zero.zero3_gather import coalesce_gathers
 
 
 def train_alone(
@@ -79,7 +79,7 @@ def gathered_both_ways(
     places: list[tuple[int, int]] = []
     for ours in (False, True):
         if ours:
-            batch_gathers(module, None)
+            coalesce_gathers(module, None)
         with record_collectives() as records:
             cast("Any", parameters[0]).all_gather_coalesced(reversed(parameters)).wait()
         logs.append(list(records))
@@ -97,7 +97,7 @@ def scattered_both_ways(sizes: list[int], dtype: torch.dtype, travel: torch.dtyp
     group = dist.group.WORLD
     params = [SimpleNamespace(grad=gradient.clone(), ds_process_group=group) for gradient in gradients]
     theirs = reduce_scatter_coalesced([gradient.to(travel) for gradient in gradients], group)
-    ours = zero3_step._scatter(params, travel)
+    ours = zero3_gradients._reduce_scatter(params, travel)
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -157,8 +157,8 @@ def visited_both_ways(
 ) -> tuple[list[Any], dict[str, torch.Tensor], list[tuple[Any, ...]], list[int], list[int]]:
     """(stats, weights at the end, collectives of all steps; of each step: visits in which DeepSpeed looked for weights,
     elements it counts as gathered at the end of the last backward pass)."""
-    shorten = ds_engine.zero.optimizer.shorten_visits if short else lambda _: None
-    with patch.object(ds_engine.zero.optimizer, "shorten_visits", shorten):
+    shorten = ds_engine.zero.optimizer.add_fetch_fast_path if short else lambda _: None
+    with patch.object(ds_engine.zero.optimizer, "add_fetch_fast_path", shorten):
         engine = build(model_path, config)
     optimizer = engine.deepspeed.optimizer
     coordinator = optimizer.parameter_offload.get_param_coordinator()

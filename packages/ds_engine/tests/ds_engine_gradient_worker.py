@@ -23,7 +23,7 @@ from ds_engine.model.parts import transformer_layers
 def backward(engine: ZeroEngine, samples: list[Sample]) -> None:
     """One micro batch without the step."""
     passes = engine._micro_batches
-    passes.backward(passes.ready(make_batch(samples)), weighted_loss, 1.0, {})
+    passes.backward(passes.to_device(make_batch(samples)), weighted_loss, 1.0, {})
 
 
 def gradient_distance(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]]) -> dict[str, float]:
@@ -31,7 +31,7 @@ def gradient_distance(model_path: str, config: EngineConfig, micro_batches: list
     truth = _true_gradient(model_path, config.dtype, micro_batches)
     engine = build(model_path, config)
     for index, samples in enumerate(micro_batches):
-        engine._micro_batches.mark_border(index == len(micro_batches) - 1)
+        engine._micro_batches.mark_boundary(index == len(micro_batches) - 1)
         backward(engine, samples)
     distance = {}
     for name, parameter in engine.module.named_parameters():
@@ -51,7 +51,7 @@ def gradient_error(model_path: str, micro_batches: list[list[Sample]], stage: in
     zero = ZeroConfig(stage=stage, fp32_reduce=fp32_reduce, param_persistence_elements=0)
     engine = build(model_path, EngineConfig(zero=zero, dtype="bfloat16"))
     for index, samples in enumerate(micro_batches):
-        engine._micro_batches.mark_border(index == len(micro_batches) - 1)
+        engine._micro_batches.mark_boundary(index == len(micro_batches) - 1)
         backward(engine, samples)
     square = torch.zeros(2)
     for name, parameter in engine.module.named_parameters():
@@ -110,7 +110,7 @@ def fp32_sums(model_path: str, config: EngineConfig, micro_batches: list[list[Sa
     """This rank's parts of the sums of gradients at stage 2 or 3 (without `ours` DeepSpeed's own), the norm of all, the
     bytes of stage 3's sums before the first gradient, before the step, and after it, and the sizes of gradients that
     DeepSpeed finds then. The second step's, so that there was an earlier one."""
-    methods = ("sum_gradients_in_place", "batch_zero3_step")
+    methods = ("fuse_grad_accumulation", "fuse_zero3_gradients")
     with ExitStack() as stack:
         for name in methods if not ours else ():
             stack.enter_context(patch.object(ds_engine.zero.optimizer, name, lambda _: None))
@@ -120,7 +120,7 @@ def fp32_sums(model_path: str, config: EngineConfig, micro_batches: list[list[Sa
     flat = getattr(optimizer, "grad_partitions_flat_buffer", torch.empty(0))
     held = [flat.untyped_storage().nbytes()]
     for index, samples in enumerate(micro_batches):
-        engine._micro_batches.mark_border(index == len(micro_batches) - 1)
+        engine._micro_batches.mark_boundary(index == len(micro_batches) - 1)
         backward(engine, samples)
     groups = optimizer.averaged_gradients.values()
     sums = [flat.clone()] if config.zero.stage == 3 else [group.flat_partition.clone() for group in groups]
@@ -140,14 +140,14 @@ def train_hooked(model_path: str, config: EngineConfig, micro_batches: list[list
     """The norm and the weights after a step of an engine whose first layer had (`hooked`) a full backward hook of its
     own, and how often that was called."""
     calls: list[Any] = []
-    make_leaves = ds_engine.zero.optimizer.make_leaves
+    set_leaf_modules = ds_engine.zero.optimizer.set_leaf_modules
 
     def with_hook(model: Any) -> None:
         if hooked:
             transformer_layers(model)[0].register_full_backward_hook(lambda *arguments: calls.append(arguments[0]))
-        make_leaves(model)
+        set_leaf_modules(model)
 
-    with patch.object(ds_engine.zero.optimizer, "make_leaves", with_hook):
+    with patch.object(ds_engine.zero.optimizer, "set_leaf_modules", with_hook):
         engine = build(model_path, config)
     stats = engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
     weights = {name: tensor.clone() for name, tensor in engine.export_parameters(torch.float32)}
@@ -166,7 +166,7 @@ def held_bytes(model_path: str, config: EngineConfig, micro_batches: list[list[S
     zero, parameters = engine._deepspeed.optimizer, list(engine.module.parameters())
     most: dict[str, int] = {}
     for index, samples in enumerate(micro_batches):
-        engine._micro_batches.mark_border(index == len(micro_batches) - 1)
+        engine._micro_batches.mark_boundary(index == len(micro_batches) - 1)
         backward(engine, samples)
         kinds: dict[str, Any] = {
             "weights": [getattr(p, "ds_tensor", p.data) for p in parameters],

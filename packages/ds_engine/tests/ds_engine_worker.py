@@ -80,8 +80,8 @@ def train_traced(**options: Any) -> tuple[dict[str, Any], int]:
 
 
 def train_upstream(part: str, **options: Any) -> dict[str, Any]:
-    """`train` with one part of zero.optimizer left to DeepSpeed ("batch_step_norms") or to torch ("AdamW")."""
-    upstream = {"batch_step_norms": lambda _: None, "AdamW": partial(torch.optim.AdamW, fused=True)}[part]
+    """`train` with one part of zero.optimizer left to DeepSpeed ("fuse_grad_norm") or to torch ("AdamW")."""
+    upstream = {"fuse_grad_norm": lambda _: None, "AdamW": partial(torch.optim.AdamW, fused=True)}[part]
     with patch.object(ds_engine.zero.optimizer, part, upstream):
         return train(**options)
 
@@ -118,7 +118,7 @@ def train_with_moved_weights(
     sharded = config.zero.stage == 3
     kind = DeepSpeedZeroOptimizer_Stage3 if sharded else DeepSpeedZeroOptimizer
     method = "_unflatten_partitioned_parameters" if sharded else "_update_model_bit16_weights"
-    point, settings = getattr(kind, method), ds_engine.zero.optimizer.deepspeed_config
+    point, settings = getattr(kind, method), ds_engine.engine.deepspeed_config
     calls: list[int] = []
     num_pointed, in_place, stats = [], [], []
 
@@ -131,11 +131,11 @@ def train_with_moved_weights(
         result["zero_optimization"]["round_robin_gradients"] = round_robin
         return result
 
-    leave = ds_engine.zero.optimizer._leave_weights_in_place if ours else lambda _: None
+    leave = ds_engine.zero.optimizer.keep_weight_views if ours else lambda _: None
     with (
         patch.object(kind, method, count),
-        patch.object(ds_engine.zero.optimizer, "_leave_weights_in_place", leave),
-        patch.object(ds_engine.zero.optimizer, "deepspeed_config", with_round_robin),
+        patch.object(ds_engine.zero.optimizer, "keep_weight_views", leave),
+        patch.object(ds_engine.engine, "deepspeed_config", with_round_robin),
     ):
         engine = build(model_path, config)
         zero = engine.deepspeed.optimizer

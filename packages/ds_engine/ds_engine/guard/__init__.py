@@ -1,1 +1,1 @@
-"""The collective guard: detects ranks whose collectives diverge."""
+"""Collective guard: logs the collectives of every rank and reports ranks that diverge or stall."""

@@ -1,18 +1,18 @@
-"""Catches ranks that fall out of step, within seconds and on all ranks, in any torch.distributed program.
+"""CollectiveGuard: detects ranks whose collectives diverge or stall, in any torch.distributed program.
 
     with CollectiveGuard():
         train()
 
-Ranks hang when they call different collectives, or one of them calls none. The guard logs every collective a rank
-issues and compares the logs through the rendezvous store, beside the training traffic:
+Ranks hang if they call different collectives, or if one of them calls none. The guard logs every collective of a rank
+and compares the logs through the rendezvous store, so an error is raised on all ranks within seconds:
 
-* lockstep  before a collective is issued all its ranks exchange what they are about to do, so nothing wrong ever is.
-            One store round trip a collective (about 0.2 ms on one host): for the CPU, where a mismatch otherwise kills
-            the process, and for hunting bugs.
-* watch     a thread compares counts and hashes twice a second and aborts the communicators when they disagree. A few
-            microseconds a collective: for GPU training.
+* lockstep  the ranks of a group compare each collective before it is issued, so a mismatch is never issued. One store
+            round trip per collective (about 0.2 ms on one host); for the CPU, where a mismatch otherwise kills the
+            process, and for debugging.
+* watch     a thread compares counts and hashes twice per second and aborts the communicators if they differ. A few
+            microseconds per collective; for GPU training.
 
-Off, it costs nothing: the methods it replaces are torch's own again.
+A stopped guard costs nothing: it restores torch's own methods.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _num_started = 0
 
 
 def start_guard(mode: Literal["off", "auto", "lockstep", "watch"], *, stall_timeout_s: float) -> CollectiveGuard | None:
-    """A started guard; None when it is off or one is active: that one sees all groups of the process already."""
+    """Start a guard; returns None if `mode` is off or a guard is active, which covers all groups of the process."""
     if mode == "off" or _active is not None:
         return None
     guard = CollectiveGuard(mode=mode, stall_timeout_s=stall_timeout_s)
@@ -55,27 +55,27 @@ def start_guard(mode: Literal["off", "auto", "lockstep", "watch"], *, stall_time
 
 
 def mark(label: str) -> None:
-    """Say what the program is doing now ("step 12, micro batch 3"); reports of an active guard quote it."""
+    """Label the collectives that follow, such as "step 12, micro batch 3", in the reports of an active guard."""
     if _active is not None:
         _active.label = label
 
 
 def num_guarded() -> int:
-    """Collectives that the active guard has seen this rank issue; 0 without one."""
+    """Number of collectives of this rank that the active guard has logged; 0 without a guard."""
     return 0 if _active is None else sum(watched.log.count for watched in list(_active._groups.values()))
 
 
 @contextmanager
 def _patched(before: Callable[[Any, str, tuple[Any, ...]], None]) -> Iterator[None]:
-    """Calls `before(group, method, args)` ahead of every collective of every group of this process."""
+    """Call `before(group, method, args)` before every collective of every group of this process."""
     group_class = dist.ProcessGroup
-    # The class's own entries: getattr would unwrap the method descriptors, which could then not be put back.
+    # From vars: getattr would unwrap the method descriptors, which then could not be restored.
     originals = {name: vars(group_class)[name] for name in METHODS if name in vars(group_class)}
     inside = threading.local()
 
     def wrap(name: str, original: Any) -> Any:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(inside, "busy", False):  # one method calling another is one collective
+            if getattr(inside, "busy", False):  # a method that calls another is one collective
                 return original(group, *args, **kwargs)
             inside.busy = True
             try:
@@ -97,7 +97,7 @@ def _patched(before: Callable[[Any, str, tuple[Any, ...]], None]) -> Iterator[No
 
 @contextmanager
 def record_collectives() -> Iterator[list[CollectiveRecord]]:
-    """The collectives this process issues inside the block, in order; nothing is compared."""
+    """Record the collectives that this process issues inside the block, in order, without comparing them."""
     records: list[CollectiveRecord] = []
 
     def before(group: Any, method: str, args: tuple[Any, ...]) -> None:
@@ -109,7 +109,7 @@ def record_collectives() -> Iterator[list[CollectiveRecord]]:
 
 @dataclass(kw_only=True)
 class _Watched:
-    """A process group that had a collective. What torch forgets when the group is destroyed is remembered."""
+    """A process group that has issued a collective. Keeps attributes that torch drops when the group is destroyed."""
 
     group: Any
     ranks: list[int]
@@ -118,23 +118,24 @@ class _Watched:
     last_call_s: float
     log: GroupLog = field(default_factory=GroupLog)
     peer_count: int = 0
-    """Collectives of the peer that had issued the fewest when last compared."""
+    """Number of collectives of the slowest peer at the last comparison."""
 
 
 class CollectiveGuard:
-    """Compares all ranks' collectives while it is active. Enter and leave it on every rank.
+    """Compares the collectives of all ranks while it is active. Enter and exit it on every rank.
 
     Args:
-        mode: "lockstep", "watch", or "auto": lockstep for gloo groups, watch for others.
-        stall_timeout_s: how long ranks may wait for one that issues nothing before that counts as a failure. Has to
-            exceed the longest thing a single rank does while others wait (writing a checkpoint, say).
-        exit_after_s: watch mode only: how long after a failure a rank may stay out of reach, stuck in a kernel that the
-            abort did not release, before its process ends with exit code 71.
-        store: a torch.distributed Store all ranks reach; by default the one the process group met at.
+        mode: "lockstep", "watch", or "auto" (lockstep for gloo groups, watch for others).
+        stall_timeout_s: seconds that ranks wait for a rank that issues no collective before this is an error. Must
+            exceed the longest work of a single rank while others wait, such as writing a checkpoint.
+        exit_after_s: watch mode only: seconds after a failure until a process that is still stuck in a kernel, which
+            the abort did not release, exits with code 71.
+        store: a torch.distributed Store that all ranks can reach; by default the process group's rendezvous store.
 
-    Raises, from the next collective on every rank (in lockstep instead of the collective that would hang):
-        CollectiveMismatchError: ranks called different collectives; names ranks, operations, sizes, lines and label.
-        RankStalledError: one rank stopped calling; names it and the line its main thread is at.
+    Raises, on every rank at its next collective (in lockstep instead of the collective that would hang):
+        CollectiveMismatchError: ranks called different collectives; the message contains ranks, operations, sizes,
+            source lines and label.
+        RankStalledError: a rank stopped issuing collectives; the message contains its main thread's source line.
 
     Every rank also prints the reason to stderr.
     """
@@ -166,7 +167,7 @@ class CollectiveGuard:
         self._stop = threading.Event()
         self._stores = threading.local()
 
-    # ---------------------------------------------------------------- life
+    # ----------------------------------------------------- start and stop
 
     def __enter__(self) -> Self:
         self.start()
@@ -176,7 +177,11 @@ class CollectiveGuard:
         self.stop()
 
     def start(self) -> None:
-        """Begin watching; collective."""
+        """Start the guard; collective.
+
+        Raises:
+            RuntimeError: another guard is active in this process.
+        """
         global _active, _num_started
         if _active is not None:
             raise RuntimeError("another CollectiveGuard is active in this process")
@@ -187,7 +192,7 @@ class CollectiveGuard:
         self._prefix = f"plinth_collective_guard/{_num_started}"
         if self._base_store is None:
             self._base_store = _rendezvous_store()
-        self._store()  # this thread's connection: when the server is gone after a failure, connecting would wait
+        self._store()  # connect this thread now: after a failure the server may be gone, and connecting would block
         self._patch = _patched(self._before)
         self._patch.__enter__()
         self._watcher = threading.Thread(target=self._watch, name="collective-guard", daemon=True)
@@ -195,7 +200,7 @@ class CollectiveGuard:
         _active = self
 
     def stop(self) -> None:
-        """Stop watching and give torch its methods back. Ranks that are not there yet are waited for for a second."""
+        """Stop the guard and restore torch's methods. Waits about a second for the other ranks to stop theirs."""
         global _active
         _active = None
         self._patch.__exit__(None, None, None)
@@ -206,7 +211,7 @@ class CollectiveGuard:
         self._watcher.join(timeout=5)
 
     def _leave(self) -> None:
-        """The store may live in this process and end with it: let those who go on know that nothing went wrong."""
+        """Tell the other ranks that this rank stopped without failure: the store may end with this process."""
         store = self._store()
         for name, watched in list(self._groups.items()):
             self._publish(store, name, watched)
@@ -214,7 +219,7 @@ class CollectiveGuard:
         store.set("left", "")
         _wait(store, [f"left/{rank}" for rank in range(self._world_size)], 2.5 * _TICK_S)
 
-    # ----------------------------------------------- ahead of every collective
+    # ------------------------------------------------- before each collective
 
     def _before(self, group: Any, method: str, args: tuple[Any, ...]) -> None:
         if self._failure is not None:
@@ -238,7 +243,7 @@ class CollectiveGuard:
             self._exchange(name, watched.ranks, record)
 
     def _exchange(self, group: str, ranks: list[int], record: CollectiveRecord) -> None:
-        """Tell the group what comes next here; return once all of it says the same."""
+        """Publish the next collective and wait until all ranks of the group have published the same."""
         store = self._store()
         store.set(f"next/{group}/{record.index}/{self._rank}", record.signature)
         peers = [rank for rank in ranks if rank != self._rank]
@@ -253,13 +258,13 @@ class CollectiveGuard:
         if any(store.get(key).decode() != record.signature for key in keys):
             self._sound_alarm(group)
             self._await_verdict()
-        if record.index > 0:  # everyone got here, so everyone has read the round before
+        if record.index > 0:  # all ranks are here, so all have read the previous round
             store.delete_key(f"next/{group}/{record.index - 1}/{self._rank}")
 
-    # ------------------------------------------------------------ the watcher
+    # --------------------------------------------------------- watcher thread
 
     def _watch(self) -> None:
-        """Thread: answers alarms, fetches verdicts, and in watch mode compares hashes."""
+        """Main function of the thread: answers alarms and, in watch mode, compares hashes."""
         try:
             while not self._stop.wait(_TICK_S):
                 store = self._store()
@@ -272,7 +277,7 @@ class CollectiveGuard:
                 for name, watched in list(self._groups.items()):
                     if len(watched.ranks) > 1 and not watched.lockstep:
                         self._compare(store, name, watched)
-        except Exception as error:  # the store's process is gone, and with it a rank
+        except Exception as error:  # the process of the store, which is a rank, has ended
             self._store_is_lost = True
             waits = any(
                 w.log.count > w.peer_count for w in self._groups.values() if len(w.ranks) > 1 and not w.lockstep
@@ -281,19 +286,19 @@ class CollectiveGuard:
                 self._fail(f"the rendezvous store no longer answers, so its rank has ended ({error})", diverged=False)
 
     def _publish(self, store: Any, name: str, watched: _Watched) -> None:
-        """This rank's log as (count, hash)."""
+        """Publish count and hash of this rank's log."""
         count = watched.log.count
         store.set(f"state/{name}/{self._rank}", f"{count} {watched.log.hash_at(count) or 0}")
 
     def _compare(self, store: Any, name: str, watched: _Watched) -> None:
-        """Publish where this rank is; the group's first rank compares with all, the others with it."""
+        """Publish this rank's log and compare: the first rank of the group with all, the others with the first."""
         self._publish(store, name, watched)
         log, leader, counts = watched.log, watched.ranks[0], []
         for peer in watched.ranks if self._rank == leader else [leader]:
             if peer == self._rank:
                 continue
             key = f"state/{name}/{peer}"
-            published = store.get(key).decode() if store.check([key]) else "0 0"  # nothing: it has issued none
+            published = store.get(key).decode() if store.check([key]) else "0 0"  # a missing key: it has issued none
             peer_count, peer_hash = map(int, published.split())
             counts.append(peer_count)
             mine = log.hash_at(peer_count)
@@ -307,7 +312,7 @@ class CollectiveGuard:
         watched.peer_count = min(counts)
 
     def _sound_alarm(self, group: str) -> None:
-        """Ask all ranks what they were doing. The first to call writes the verdict."""
+        """Request the logs of all ranks and publish a verdict; only the first rank to call does this."""
         store = self._store()
         if store.compare_set("alarm", "", f"{self._rank} {group}").decode() != f"{self._rank} {group}":
             return
@@ -348,7 +353,7 @@ class CollectiveGuard:
             position=position,
         )
 
-    # ---------------------------------------------------------------- failing
+    # -------------------------------------------------------------- failure
 
     def _fail(self, text: str, *, diverged: bool, answered: list[int] | None = None) -> None:
         if self._failure is not None:
@@ -362,7 +367,7 @@ class CollectiveGuard:
         if not waiting_in_kernels or threading.current_thread() is not self._watcher:
             return
         for watched in waiting_in_kernels:
-            if "gloo" not in watched.backend:  # gloo's abort releases no one
+            if "gloo" not in watched.backend:  # gloo's abort does not release waiting ranks
                 _abort(watched.group)
         if not self._raised.wait(self._exit_after_s) and not self._stop.is_set():
             os._exit(_EXIT_CODE)
@@ -375,13 +380,13 @@ class CollectiveGuard:
 
     def _raise(self) -> None:
         self._raised.set()
-        # The store lives in one of the ranks: if that one ended now, the others would not learn the reason.
+        # The store is part of one rank's process: if it ended now, the other ranks could not read the reason.
         with suppress(Exception):
             _wait(self._store(), [f"seen/{rank}" for rank in self._answered], _DUMP_WAIT_S)
         raise self._failure or RankStalledError("a rank raised the alarm, but no verdict came")
 
     def _store(self) -> Any:
-        """A connection of this thread's own: a waiting call would block other threads' calls on the same one."""
+        """This thread's connection: a blocking call would block other threads on a shared connection."""
         if not hasattr(self._stores, "store"):
             base = self._base_store.clone() if hasattr(self._base_store, "clone") else self._base_store
             self._stores.store = PrefixStore(self._prefix, base)
@@ -406,7 +411,7 @@ def _wait(store: Any, keys: list[str], seconds: float) -> bool:
 
 
 def _abort(group: Any) -> None:
-    """Best effort: NCCL's abort ends kernels that wait for a peer."""
+    """Abort the communicator if possible: NCCL's abort ends kernels that wait for a peer."""
     try:
         backend = group._get_backend(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         backend.abort()

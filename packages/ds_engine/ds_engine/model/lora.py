@@ -86,7 +86,7 @@ class NamedTensor:
 
     @torch.no_grad()
     def value(self, dtype: torch.dtype | None = None, *, copy: bool = False) -> Tensor:
-        """The tensor in `dtype`, by default its own; not a copy unless a cast, an adapter, NF4 or `copy` requires one."""
+        """The tensor in `dtype` (default: its own); a copy only if a cast, an adapter, NF4 or `copy` requires one."""
         weight = self.parameter.detach()
         if self.packed is not None:
             weight, copy = self.packed.unpack(weight), False

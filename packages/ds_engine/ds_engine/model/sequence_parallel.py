@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ..collectives import all_gather_single
+from ..distributed import all_gather_single
 from ..errors import EngineConfigError
 
 __all__ = [

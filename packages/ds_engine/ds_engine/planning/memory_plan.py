@@ -303,7 +303,7 @@ def _stage_3(case: _Case) -> _States:
         optimizer=optimizer,
         buffers=Place(device=gathered + bucket * (1 if ranks == 1 else 2)),
         late=gradients.device,
-        # Gradients added up in fp32 are what the optimizer steps with (zero3_step).
+        # The optimizer steps with the fp32 accumulator itself (zero3_gradients.py).
         stepping=0 if offloaded or case.accumulate == 4 else 4 * min(shard, _SUB_GROUP),
         casting=0,
     )

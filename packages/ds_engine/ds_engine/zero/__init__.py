@@ -1,1 +1,1 @@
-"""Everything that touches DeepSpeed's internals: optimizer, gradient accumulation, ZeRO-3 fetch and step."""
+"""Access to DeepSpeed's internals: configuration, optimizer, gradient accumulation, ZeRO-3 gather and hooks, memory."""

@@ -1,7 +1,7 @@
-"""AdamW; on CUDA with a kernel of its own, if there are Triton and a C compiler.
+"""AdamW; on CUDA with a Triton kernel, if Triton and a C compiler are available.
 
-torch's fused AdamW writes every gradient that it divides back to memory, where nobody reads it again, and cuts tensors
-into chunks for whole lists of them, where DeepSpeed hands it one long one. States, options and results are torch's.
+torch's fused AdamW writes each unscaled gradient back to memory, where nothing reads it, and splits tensors into chunks
+for lists of many, where DeepSpeed passes a single long tensor. States, options and results are torch's.
 
 Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
 """
@@ -19,11 +19,11 @@ from torch import Tensor
 __all__ = ["AdamW"]
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang")))
-"""Triton builds what starts its kernels with a C compiler; where there is none torch's own step is right as well."""
+"""Triton compiles its kernel launcher with a C compiler. Without one, torch's own step is used."""
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW(fused=True); like it, it divides gradients by the 0-d tensor `grad_scale`, if that is set."""
+    """torch.optim.AdamW(fused=True). Both divide gradients by the 0-d tensor `grad_scale` if it is set."""
 
     grad_scale: Tensor | None = None
 
@@ -36,14 +36,14 @@ class AdamW(torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        """The options that the kernel knows, with torch's defaults."""
+        """Takes the options that the kernel supports, with torch's defaults."""
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all parameters that have a gradient."""
+        """Step all parameters that have a gradient."""
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not _HAS_TRITON or closure is not None or not all(map(_is_kernels, stepped)):
+        if not _HAS_TRITON or closure is not None or not all(map(_is_supported, stepped)):
             return super().step(closure)
         for group in self.param_groups:
             self._step_group(group)
@@ -72,8 +72,8 @@ class AdamW(torch.optim.AdamW):
             )
 
 
-def _is_kernels(param: Tensor) -> bool:
-    """Is this a parameter that the kernel steps: fp32 on CUDA, as one piece?"""
+def _is_supported(param: Tensor) -> bool:
+    """Whether the kernel can step this parameter: fp32, on CUDA, contiguous."""
     gradient = param.grad
     assert gradient is not None
     return (

@@ -1,4 +1,4 @@
-"""One step of AdamW on one tensor, as a Triton kernel: seven streams through memory and nothing else."""
+"""Triton kernel for one AdamW step of one tensor: four reads and three writes per element."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def adamw(
     """Step `param` and its moments in place.
 
     Args:
-        param, gradient, mean, square: fp32, contiguous, of one length.
-        count: 0-d, steps including this one.
-        grad_scale: 0-d fp32, what the gradient is to be divided by; None: 1.
+        param, gradient, mean, square: fp32, contiguous, of equal length.
+        count: 0-d, number of steps including this one.
+        grad_scale: 0-d fp32 divisor of the gradient; None: 1.
     """
-    # In fp64: 1 - 0.999 has lost four digits in fp32.
-    of_steps = torch.stack([1 - beta ** count.double() for beta in betas])
+    # fp64, because 1 - 0.999 loses four digits in fp32.
+    corrections = torch.stack([1 - beta ** count.double() for beta in betas])
     num_elements = param.numel()
     _adamw_kernel[(triton.cdiv(num_elements, _BLOCK),)](
-        param, gradient, mean, square, of_steps, grad_scale, num_elements,
+        param, gradient, mean, square, corrections, grad_scale, num_elements,
         lr, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps, lr * weight_decay,
         HAS_SCALE=grad_scale is not None, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
@@ -45,7 +45,7 @@ def adamw(
 
 @triton.jit(do_not_specialize=["lr", "beta1", "rest1", "beta2", "rest2", "eps", "decay"])
 def _adamw_kernel(
-    param_ptr, gradient_ptr, mean_ptr, square_ptr, of_steps_ptr, scale_ptr, num_elements,
+    param_ptr, gradient_ptr, mean_ptr, square_ptr, corrections_ptr, scale_ptr, num_elements,
     lr, beta1, rest1, beta2, rest2, eps, decay,
     HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -55,11 +55,11 @@ def _adamw_kernel(
     if HAS_SCALE:
         g = g / tl.load(scale_ptr)
     p = tl.load(param_ptr + at, inside, 0.0)
-    p -= p * decay  # not p * (1 - decay): of a decay of 5e-8 or 1e-7 fp32 makes 6e-8 or 1.2e-7 there
+    p -= p * decay  # p * (1 - decay) would round a decay of 5e-8 to 6e-8 in fp32
     m = tl.load(mean_ptr + at, inside, 0.0) * beta1 + g * rest1
     v = tl.load(square_ptr + at, inside, 0.0) * beta2 + g * g * rest2
-    bias1 = tl.load(of_steps_ptr).to(tl.float32)
-    bias2 = tl.sqrt(tl.load(of_steps_ptr + 1)).to(tl.float32)
+    bias1 = tl.load(corrections_ptr).to(tl.float32)
+    bias2 = tl.sqrt(tl.load(corrections_ptr + 1)).to(tl.float32)
     p -= (lr / bias1) * m / (tl.sqrt(v) / bias2 + eps)
     tl.store(param_ptr + at, p, inside)
     tl.store(mean_ptr + at, m, inside)

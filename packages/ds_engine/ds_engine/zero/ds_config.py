@@ -1,25 +1,27 @@
-"""EngineConfig -> the dictionary DeepSpeed reads. A pure function, so it is tested without a process."""
+"""Translates EngineConfig into DeepSpeed's configuration dictionary. Does not import torch."""
 
 from typing import Any
 
 from ..config import EngineConfig, OffloadDevice
 from ..dtypes import Dtype
-from .loss_scale import NEVER
 
 __all__ = ["deepspeed_config"]
 
 _NAMES: dict[Dtype, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""DeepSpeed's names; checkpoints record them."""
+"""DeepSpeed's names. Checkpoints record them."""
+_NEVER = 2**62
+"""Number of good steps after which DeepSpeed doubles the fp16 loss scale; the engine does that itself (`LossScale`)."""
 
 
-def deepspeed_config(config: EngineConfig, *, device_type: str) -> dict[str, Any]:
-    """DeepSpeed's own configuration for `config`.
+def deepspeed_config(config: EngineConfig, *, device_type: str, trainable: bool = True) -> dict[str, Any]:
+    """DeepSpeed's configuration for `config`.
 
-    Batch sizes are given as one: the engine decides the number of micro batches call by call, scales the loss itself,
-    and marks accumulation borders, so DeepSpeed's counts never enter the maths.
+    Batch sizes are 1: the engine chooses the number of micro batches in every call, scales the loss and marks the
+    accumulation boundary, so DeepSpeed's counts have no effect.
 
     Args:
         device_type: "cpu" or "cuda", where the model computes.
+        trainable: False for a frozen model, which has no optimizer states to offload.
     """
     optim = config.optim
     settings: dict[str, Any] = {
@@ -27,31 +29,31 @@ def deepspeed_config(config: EngineConfig, *, device_type: str) -> dict[str, Any
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optim.grad_clip or 0.0,
         "steps_per_print": None,
-        # Its throughput timer waits for the device before every forward pass.
+        # The throughput timer synchronizes with the device before every forward pass.
         "timers": {"throughput": {"enabled": False}},
         "zero_allow_untested_optimizer": True,
-        # Offloaded states are stepped by torch's fused CPU AdamW: DeepSpeed's own needs a compiler at run time.
+        # torch's fused AdamW steps offloaded states on the CPU; DeepSpeed's needs a C++ compiler at run time.
         "zero_force_ds_cpu_optimizer": False,
         "data_types": {"grad_accum_dtype": _NAMES[config.grad_accum_dtype]},
-        "zero_optimization": _zero_section(config, device_type),
+        "zero_optimization": _zero_section(config, device_type, trainable),
     }
     if config.zero.fp32_reduce:
         settings["communication_data_type"] = _NAMES[config.reduce_dtype]
     if config.dtype == "bfloat16":
         settings["bf16"] = {"enabled": True}
     elif config.dtype == "float16":
-        # hysteresis 1: the first overflow already halves the scale.
+        # With hysteresis 1 the first overflow already halves the scale.
         settings["fp16"] = {
             "enabled": True,
             "loss_scale": 0,
             "initial_scale_power": 16,
             "hysteresis": 1,
-            "loss_scale_window": NEVER,
+            "loss_scale_window": _NEVER,
         }
     return settings
 
 
-def _zero_section(config: EngineConfig, device_type: str) -> dict[str, Any]:
+def _zero_section(config: EngineConfig, device_type: str, trainable: bool) -> dict[str, Any]:
     zero = config.zero
     bucket_elements = config.reduce_bucket_elements
     overlap = zero.overlap_comm
@@ -60,7 +62,7 @@ def _zero_section(config: EngineConfig, device_type: str) -> dict[str, Any]:
     section: dict[str, Any] = {
         "stage": zero.stage,
         "overlap_comm": overlap,
-        # Stage 3 lays a bucket's gradients end to end when it sends them: no need to copy them into a buffer before.
+        # Stage 3 concatenates a bucket's gradients when it reduces them, so it needs no contiguous buffer.
         "contiguous_gradients": zero.stage < 3,
         "reduce_scatter": True,
         "reduce_bucket_size": bucket_elements,
@@ -68,7 +70,7 @@ def _zero_section(config: EngineConfig, device_type: str) -> dict[str, Any]:
     }
     offload = zero.offload
     pin_memory = device_type == "cuda"
-    if offload.optimizer != "none":
+    if offload.optimizer != "none" and trainable:
         section["offload_optimizer"] = _offload_section(offload.optimizer, offload.nvme_path, pin_memory)
     if zero.stage == 3:
         section["stage3_param_persistence_threshold"] = zero.param_persistence_elements

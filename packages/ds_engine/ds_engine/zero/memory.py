@@ -1,4 +1,4 @@
-"""Where the bytes are, and freeing them between phases."""
+"""Memory statistics of a rank, and offload of the engine's tensors to CPU memory between phases."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["EngineMemory", "MemoryReport", "StorageParking", "memory_stats", "state_tensors"]
+__all__ = ["EngineMemory", "MemoryReport", "StorageOffload", "memory_stats", "state_tensors"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """What an offload or reload moved."""
+    """Bytes moved by an offload or reload."""
 
     moved_bytes: int
     """Bytes copied between device and CPU."""
     device_bytes_before: int
-    """Bytes torch had allocated on the device before; 0 on the CPU."""
+    """Bytes allocated by torch on the device before; 0 on the CPU."""
     device_bytes_after: int
-    """Bytes torch has allocated on the device after."""
+    """Bytes allocated by torch on the device after."""
 
     @property
     def freed_bytes(self) -> int:
-        """Device bytes given back (negative after a reload)."""
+        """Device bytes freed (negative after a reload)."""
         return self.device_bytes_before - self.device_bytes_after
 
 
 def memory_stats(device: torch.device) -> dict[str, int]:
-    """Bytes: resident memory of this process and its peak, and on CUDA what torch holds and held at most."""
+    """Resident memory of this process, on CUDA also allocated and reserved device memory, each with its peak; bytes."""
     stats = _process_memory()
     if device.type == "cuda":
         stats |= {
@@ -52,7 +52,7 @@ def _process_memory() -> dict[str, int]:
                 name, _, value = line.partition(":")
                 if name in fields:
                     stats[fields[name]] = int(value.split()[0]) * 1024
-    except OSError:  # not Linux: the peak is all the standard library knows
+    except OSError:  # not Linux: the standard library has the peak only
         import resource
 
         stats["cpu_max_resident_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -60,12 +60,12 @@ def _process_memory() -> dict[str, int]:
 
 
 def state_tensors(root: Any, device_type: str, *, depth: int = 4) -> Iterator[Tensor]:
-    """Every tensor on `device_type` that `root` (an object, list or dict) reaches within `depth` containers."""
+    """Tensors on `device_type` reachable from `root` (a tensor, list, set or dict) within `depth` containers."""
     if isinstance(root, Tensor):
         if root.device.type == device_type:
             yield root
         for name in ("grad", "ds_tensor"):
-            # .grad of a non-leaf warns; only leaves carry a gradient worth moving.
+            # .grad of a non-leaf tensor warns.
             inner = getattr(root, name, None) if name != "grad" or root.is_leaf else None
             if isinstance(inner, Tensor):
                 yield from state_tensors(inner, device_type, depth=0)
@@ -83,24 +83,24 @@ def state_tensors(root: Any, device_type: str, *, depth: int = 4) -> Iterator[Te
         yield from state_tensors(child, device_type, depth=depth - 1)
 
 
-class StorageParking:
-    """Empties tensor storages into CPU memory and fills them again.
+class StorageOffload:
+    """Moves tensor storages to CPU memory and back.
 
-    Working on storages instead of tensors leaves every view, every reference and every flat buffer DeepSpeed holds
-    valid, whatever the stage. The CPU copies are pinned and kept for the next time.
+    All views, references and flat buffers that DeepSpeed holds stay valid at every stage, because storages are resized
+    and no tensor is replaced. The CPU buffers are pinned and reused.
     """
 
     def __init__(self) -> None:
-        self._parked: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._buffers: dict[int, list[Tensor]] = {}
 
     @property
-    def is_parked(self) -> bool:
-        """Whether storages are empty now."""
-        return bool(self._parked)
+    def is_offloaded(self) -> bool:
+        """Whether storages are in CPU memory now."""
+        return bool(self._offloaded)
 
-    def park(self, tensors: Iterable[Tensor]) -> int:
-        """Copy the storages behind `tensors` to the CPU and free them; returns the bytes copied."""
+    def offload(self, tensors: Iterable[Tensor]) -> int:
+        """Copy the storages of `tensors` to the CPU and free them on the device; returns the bytes copied."""
         seen: set[int] = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -110,21 +110,21 @@ class StorageParking:
             seen.add(storage.data_ptr())
             buffer = self._buffer(num_bytes)
             buffer.copy_(_as_bytes(storage), non_blocking=True)
-            self._parked.append((storage, buffer))
+            self._offloaded.append((storage, buffer))
         torch.cuda.synchronize()
-        for storage, _ in self._parked:
+        for storage, _ in self._offloaded:
             storage.resize_(0)
-        return sum(buffer.numel() for _, buffer in self._parked)
+        return sum(buffer.numel() for _, buffer in self._offloaded)
 
-    def unpark(self) -> int:
-        """Fill the storages again; returns the bytes copied."""
+    def reload(self) -> int:
+        """Copy the storages back to the device; returns the bytes copied."""
         moved = 0
-        for storage, buffer in self._parked:
+        for storage, buffer in self._offloaded:
             storage.resize_(buffer.numel())
             _as_bytes(storage).copy_(buffer, non_blocking=True)
             self._buffers.setdefault(buffer.numel(), []).append(buffer)
             moved += buffer.numel()
-        self._parked.clear()
+        self._offloaded.clear()
         torch.cuda.synchronize()
         return moved
 
@@ -138,23 +138,23 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class EngineMemory:
-    """What one engine holds on the device, moved off it and back."""
+    """Offload and reload of one engine's tensors."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, deepspeed_engine: Any) -> None:
-        """`optimizer` is None for a frozen model, which has weights only."""
+        """`optimizer` is None for a frozen model."""
         self._module = module
         self._optimizer = optimizer
         self._deepspeed = deepspeed_engine
-        self._parking = StorageParking()
+        self._storages = StorageOffload()
 
     def offload(self, device: torch.device, *, include_params: bool) -> MemoryReport:
         """See `ZeroEngine.offload`."""
         before = _device_bytes(device)
         moved = 0
-        if device.type == "cuda" and not self._parking.is_parked:
+        if device.type == "cuda" and not self._storages.is_offloaded:
             if self._optimizer is not None:
                 self._deepspeed.optimizer.zero_grad()
-            moved = self._parking.park(self._tensors(include_params))
+            moved = self._storages.offload(self._tensors(include_params))
             gc.collect()
             torch.cuda.empty_cache()
         return MemoryReport(moved_bytes=moved, device_bytes_before=before, device_bytes_after=_device_bytes(device))
@@ -162,7 +162,7 @@ class EngineMemory:
     def reload(self, device: torch.device) -> MemoryReport:
         """See `ZeroEngine.reload`."""
         before = _device_bytes(device)
-        moved = self._parking.unpark() if self._parking.is_parked else 0
+        moved = self._storages.reload() if self._storages.is_offloaded else 0
         return MemoryReport(moved_bytes=moved, device_bytes_before=before, device_bytes_after=_device_bytes(device))
 
     def _tensors(self, include_params: bool) -> Iterator[Tensor]:

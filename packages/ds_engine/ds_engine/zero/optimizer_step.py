@@ -1,0 +1,162 @@
+"""Gradient norm, overflow check, clipping and loss scale of DeepSpeed's optimizer step.
+
+DeepSpeed computes norm, minimum and maximum of every gradient separately, in a dozen kernels each that run faster than
+they are launched, waits twice for all ranks (stage 3: in fp16 only), and scales the gradients in a separate pass. Here
+one foreach call computes the norms of all gradients and one collective sums them. The sum is finite exactly if all
+elements are finite (and their squares do not overflow fp32, which takes gradients of 1e19), so the norm is also the
+overflow check, and DeepSpeed waits for the device once. AdamW divides the gradients while it reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import EngineConfigError
+
+__all__ = ["LossScale", "check_fp16", "fuse_grad_norm", "global_grad_norm", "keep_weight_views"]
+
+_CHUNK = 2**24
+"""Elements of a flat gradient whose squares are summed in fp32; the sums of chunks are added in fp64."""
+
+
+def fuse_grad_norm(zero_optimizer: Any) -> None:
+    """Replace gradient norm, overflow check, unscaling and clipping of DeepSpeed's ZeRO optimizer.
+
+    Args:
+        zero_optimizer: of an engine whose settings have `EngineConfig.fuses_grad_norm`.
+    """
+    if hasattr(zero_optimizer, "_get_norm_groups"):  # stage 3
+        zero_optimizer._get_norm_groups = lambda: [_global_norm(zero_optimizer)]
+    else:
+        zero_optimizer.scaled_global_norm = partial(_global_norm, zero_optimizer)
+    zero_optimizer.check_overflow = _do_nothing  # the norm is not finite after an overflow
+    zero_optimizer.unscale_and_clip_grads = _do_nothing  # AdamW divides by its grad_scale
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _global_norm(optimizer: Any, norm_type: float = 2) -> Tensor:
+    """0-d fp32 norm of the scaled gradients of all parameter groups and ranks; not finite if any gradient is not.
+
+    Also sets the divisor that AdamW applies, before DeepSpeed waits for the norm. Padding is zero and adds nothing.
+    """
+    assert norm_type == 2, "DeepSpeed's step uses the L2 norm only"
+    groups = optimizer.averaged_gradients.values()
+    square = torch.stack([_square_norm(group, optimizer.device) for group in groups]).sum()
+    dist.all_reduce(square, group=optimizer.dp_process_group)
+    norm = square.sqrt().float()
+    optimizer.optimizer.grad_scale = _divisor(norm, optimizer.loss_scale, optimizer.clip_grad)
+    return norm
+
+
+def _divisor(norm: Tensor, loss_scale: float, max_norm: float) -> Tensor | None:
+    """Loss scale times the factor by which the norm exceeds `max_norm` (0: no clipping); None if that is always 1."""
+    if max_norm > 0:
+        return loss_scale * ((norm / loss_scale + 1e-6) / max_norm).clamp(min=1.0)
+    return torch.full_like(norm, loss_scale) if loss_scale != 1.0 else None
+
+
+def _square_norm(gradients: Iterable[Tensor | None] | None, device: torch.device | str) -> Tensor:
+    """Sum of squares, 0-d fp64 on `device`."""
+    flat: Tensor | None = getattr(gradients, "flat_partition", None)
+    if flat is not None:
+        gradients = flat.split(_CHUNK)
+    present = [gradient for gradient in gradients or () if gradient is not None and gradient.numel() > 0]
+    if not present:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # fp32: bf16 would round the norms, and fp16 would overflow long before an element does.
+    return torch.stack(torch._foreach_norm(present, dtype=torch.float32)).double().square().sum()
+
+
+def global_grad_norm(deepspeed_engine: Any) -> float:
+    """L2 norm of the last step's gradient before clipping, over all ranks; inf after an overflow."""
+    return float(deepspeed_engine._global_grad_norm)
+
+
+def keep_weight_views(zero_optimizer: Any) -> None:
+    """Skip DeepSpeed's reassignment of parameter views after each step if they already point into the flat weights.
+
+    DeepSpeed repeats it for every parameter (at stage 3 every shard), which takes milliseconds of CPU time while the
+    device is almost idle.
+
+    Args:
+        zero_optimizer: of class DeepSpeedZeroOptimizer or DeepSpeedZeroOptimizer_Stage3.
+    """
+    if hasattr(zero_optimizer, "_update_model_bit16_weights"):
+        method, flats = "_update_model_bit16_weights", zero_optimizer.bit16_groups_flat
+        groups, offsets = zero_optimizer.round_robin_bit16_groups, zero_optimizer.round_robin_bit16_offsets
+    else:
+        method, flats = "_unflatten_partitioned_parameters", zero_optimizer.fp16_partitioned_groups_flat
+        groups = zero_optimizer.fp16_partitioned_groups
+        offsets = [[0, *accumulate(shard.numel() for shard in group)][:-1] for group in groups]
+    reassign: Callable[[int], None] = getattr(zero_optimizer, method)
+
+    def reassign_if_moved(group: int) -> None:
+        start, size = flats[group].data_ptr(), flats[group].element_size()
+        if any(p.data_ptr() != start + size * offset for p, offset in zip(groups[group], offsets[group], strict=True)):
+            reassign(group)
+
+    setattr(zero_optimizer, method, reassign_if_moved)
+
+
+class LossScale:
+    """Dynamic loss scale of one engine; always 1 except in fp16. DeepSpeed's checkpoints contain its state.
+
+    DeepSpeed halves the scale and skips the step when a gradient overflows. Two of its other steps are corrected here:
+
+    * It doubles the scale after many good steps between computing a gradient's norm and unscaling the gradient, so
+      each such step uses half its gradient (at stage 3 half its norm, too). ds_config disables this, and the scale is
+      doubled here, between steps.
+    * At stages 1 and 2 with optimizer offload and fp32 accumulation it keeps the overflowed gradient and adds later
+      ones to it, so no step is ever applied again. The gradient is dropped here.
+    """
+
+    def __init__(self, zero_optimizer: Any, *, window: int = 1000) -> None:
+        """
+        Args:
+            zero_optimizer: DeepSpeed's optimizer, or None for a frozen model.
+            window: number of good steps after which the scale doubles.
+        """
+        self._optimizer = zero_optimizer
+        self._window = window
+
+    @property
+    def value(self) -> float:
+        """Loss scale of the next backward pass."""
+        return float(getattr(self._optimizer, "loss_scale", 1.0))
+
+    def after_step(self) -> None:
+        """Drop an overflowed gradient and update the scale. Call it after each step, applied or not."""
+        # Stage 3 has no such attribute and clears its gradients itself.
+        if getattr(self._optimizer, "overflow", False) and hasattr(self._optimizer, "all_grad_tensors"):
+            self._optimizer.averaged_gradients = dict.fromkeys(self._optimizer.averaged_gradients)
+        scaler: Any = getattr(self._optimizer, "loss_scaler", None)
+        if not getattr(scaler, "dynamic", False):
+            return
+        num_good = scaler.cur_iter - scaler.last_overflow_iter - 1
+        if num_good > 0 and num_good % self._window == 0:
+            scaler.cur_scale *= 2.0
+
+
+def check_fp16(dtype: str, device_type: str) -> None:
+    """Refuse float16 where DeepSpeed would.
+
+    Raises:
+        EngineConfigError: this device does not compute in float16.
+    """
+    if dtype != "float16":
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    if not get_accelerator().is_fp16_supported():
+        reason = "CPU has no fp16 instructions (AMX-FP16 or AVX512-FP16)" if device_type == "cpu" else "GPU has no fp16"
+        raise EngineConfigError(f"dtype='float16' cannot work: this {reason}; use bfloat16 or float32")

@@ -1,0 +1,230 @@
+"""Stage 3 hooks: whole transformer layers are gathered and released, with few Python calls per layer.
+
+DeepSpeed gathers weights in hooks of every submodule, sixteen times per layer. Each takes microseconds of Python that
+the device waits for, and breaks torch.compile graphs. Here each transformer layer is one of DeepSpeed's leaf modules:
+its weights are gathered together, and its gradients are reduced together at the end of its backward pass. If all
+parameters of a layer are already gathered, fetch and release take a fast path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from ..model.parts import transformer_layers
+from .zero3_gather import param_status, parameter_offload
+
+__all__ = ["add_fetch_fast_path", "fuse_leaf_hooks", "set_leaf_modules"]
+
+_CACHED_PARAMETERS = "_ds_engine_parameters"
+"""Attribute of a leaf module, and of the model, with all of its parameters."""
+
+
+def set_leaf_modules(model: Any) -> None:
+    """Make the transformer layers of `model` leaf modules of DeepSpeed; a model without layers is unchanged.
+
+    Call it before DeepSpeed takes over the model and after adapters are added.
+    """
+    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+
+    for layer in transformer_layers(model):
+        set_z3_leaf_module(layer, True)
+        layer.register_forward_pre_hook(_require_input_gradient)
+        setattr(layer, _CACHED_PARAMETERS, tuple(layer.parameters()))
+    setattr(model, _CACHED_PARAMETERS, tuple(model.parameters()))
+    _cache_iter_params()
+
+
+def fuse_leaf_hooks(model: Any, zero_optimizer: Any) -> None:
+    """Replace DeepSpeed's hooks of each leaf module by one autograd function at its input and one at its output.
+
+    DeepSpeed installs two at each end, which bind their arguments by signature and also run without gradients. Layers
+    with backward hooks that are not DeepSpeed's keep all of their hooks.
+
+    Args:
+        zero_optimizer: DeepSpeed's stage 3 optimizer, or the DeepSpeedZeRoOffload of a frozen model, started after
+            `set_leaf_modules`.
+    """
+    offload = parameter_offload(zero_optimizer)
+    deepspeed_hooks = {handle.id for handle in getattr(zero_optimizer, "_leaf_module_hooks", ())}
+    for layer in transformer_layers(model):
+        if not deepspeed_hooks.issuperset(layer._backward_hooks):
+            continue  # the order of all hooks is kept
+        hooks = list(layer._backward_hooks.values())
+        layer._backward_hooks.clear()
+        layer.pre_bwd_fn = _IfGradEnabled(partial(_BeforeBackward.apply, layer, offload))
+        layer.post_bwd_fn = _IfGradEnabled(partial(_AfterBackward.apply, layer, offload, hooks))
+
+
+@dataclass(frozen=True)
+class _IfGradEnabled:
+    """Stands in for the autograd function that DeepSpeed's hooks apply; does nothing without gradients."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        return self.function(tensor) if torch.is_grad_enabled() else tensor
+
+
+class _BeforeBackward(torch.autograd.Function):
+    """Applied to a layer's output: gathers the weights at the start of the layer's backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, offload: Any, output: Tensor) -> Tensor:
+        ctx.layer, ctx.offload = layer, offload
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.offload.pre_sub_module_backward_function(ctx.layer)
+        return None, None, *gradients
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Applied to a layer's inputs: reduces gradients and releases weights when all inputs have their gradients.
+
+    DeepSpeed sets the count to zero before each forward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, layer: Any, offload: Any, reduce: Sequence[Callable[..., None]], given: Tensor) -> Tensor:
+        ctx.layer, ctx.offload, ctx.reduce = layer, offload, reduce
+        if given.requires_grad:
+            layer.ds_grads_remaining += 1
+        return given.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        layer = ctx.layer
+        layer.ds_grads_remaining -= 1
+        if layer.ds_grads_remaining == 0:
+            for hook in ctx.reduce:
+                hook(layer, None, None)
+            ctx.offload.post_sub_module_backward_function(layer)
+        return None, None, None, *gradients
+
+
+def _require_input_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Make a layer's input require a gradient, which marks the end of the layer's backward pass.
+
+    The output of frozen embeddings requires none: DeepSpeed would reduce the layer's gradients before they exist.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    if not args or not isinstance(args[0], Tensor):
+        raise ModelError(
+            f"stage 3 needs {type(layer).__name__} to receive its hidden states as first positional argument"
+        )
+    hidden = args[0]
+    if hidden.requires_grad or not any(p.requires_grad for p in layer.parameters()):
+        return None
+    return (hidden.detach().requires_grad_(), *args[1:])
+
+
+def _cache_iter_params() -> None:
+    """Make DeepSpeed's `iter_params` return cached parameters.
+
+    DeepSpeed traverses the submodules of a leaf module several times per forward and backward pass, and those of the
+    whole model in every step.
+    """
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+
+    original = partitioned_param_coordinator.iter_params
+    if getattr(original, "is_cached", False):
+        return
+
+    def iter_params(module: Any, recurse: bool = False) -> Iterable[nn.Parameter]:
+        own = getattr(module, _CACHED_PARAMETERS, None) if recurse else None
+        if own is None:
+            return cast("Iterable[nn.Parameter]", original(module, recurse=recurse))
+        return chain(own, (parameter for _, parameter in module.ds_external_parameters()))
+
+    iter_params.is_cached = True  # type: ignore[attr-defined]
+    for user in (parameter_offload, partitioned_param_coordinator):
+        user.iter_params = iter_params
+
+
+_PRIVATE = "_PartitionedParameterCoordinator__"
+
+
+def add_fetch_fast_path(zero_optimizer: Any) -> None:
+    """Skip the bookkeeping of DeepSpeed's coordinator when a module's parameters are already gathered.
+
+    Before and after every module, forward and backward, the coordinator iterates several times over its parameters with
+    sets and dictionaries: which are in flight, which come next, which to release. Once everything the pass needs is
+    requested (in a model within `stage3_max_live_parameters`, after the first layers), recording the users of each
+    parameter is enough. Gathers and releases remain DeepSpeed's.
+
+    Args:
+        zero_optimizer: DeepSpeed's stage 3 optimizer, or the DeepSpeedZeRoOffload of a frozen model; no parameters on
+            NVMe.
+    """
+    coordinator = parameter_offload(zero_optimizer).get_param_coordinator()
+    fast_path = _FastPath(coordinator)
+    coordinator.fetch_sub_module = fast_path.fetch
+    coordinator.release_sub_module = fast_path.release
+
+
+class _FastPath:
+    """Replaces fetch and release of a PartitionedParameterCoordinator."""
+
+    def __init__(self, coordinator: Any) -> None:
+        from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+        from deepspeed.utils.z3_leaf_module import z3_leaf_module
+
+        self._iter_params, self._is_leaf = iter_params, z3_leaf_module
+        self._available = param_status("AVAILABLE")
+        self._coordinator = coordinator
+        self._state: dict[str, Any] = vars(coordinator)
+        self._fetch = coordinator.fetch_sub_module
+        self._release = coordinator.release_sub_module
+        self._params_to_release = getattr(coordinator, f"{_PRIVATE}params_to_release")
+
+    def fetch(self, module: Any, forward: bool) -> None:
+        """Register `module` as user of its parameters if all are gathered and nothing is left to prefetch.
+
+        No stream wait is needed: DeepSpeed waited for the gather stream in the fetch that gathered them.
+        """
+        state, params = self._state, self._parameters(module)
+        recomputes = forward and torch._C._current_graph_task_id() != -1
+        if (
+            recomputes
+            or not self._coordinator.is_complete_trace()
+            or state[f"{_PRIVATE}param_queue"]
+            or not all(param.ds_status is self._available for param in params)
+        ):
+            self._fetch(module, forward)
+            return
+        for param in params:
+            param.ds_active_sub_modules.add(module.ds_id)
+        if not forward:
+            state[f"{_PRIVATE}active_backward_submodules"][module.ds_id] = module
+        state[f"{_PRIVATE}step_id"] += 1
+
+    def release(self, module: Any, forward: bool = False) -> None:
+        """Release the parameters of `module` that DeepSpeed releases at this step of a complete trace."""
+        state, coordinator = self._state, self._coordinator
+        if not coordinator.is_complete_trace() or (module.ds_recompute_parameters and not forward):
+            self._release(module, forward)
+            return
+        to_release = self._params_to_release(module, state[f"{_PRIVATE}step_id"])
+        if not forward:
+            state[f"{_PRIVATE}active_backward_submodules"].pop(module.ds_id, None)
+        for param in self._parameters(module):
+            users = param.ds_active_sub_modules
+            users.discard(module.ds_id)
+            unused = param.ds_id in to_release and not users and not param.is_external_param
+            if unused and param.ds_status is self._available:
+                param.partition()
+                state[f"{_PRIVATE}n_available_params"] -= param.ds_numel
+
+    def _parameters(self, module: nn.Module) -> list[Any]:
+        """The parameters that DeepSpeed fetches for `module`."""
+        return list(self._iter_params(module, recurse=self._is_leaf(module)))
