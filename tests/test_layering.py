@@ -1,22 +1,68 @@
-"""Who may import whom, what importing costs, and what every package must hold.
+"""Import rules between and inside packages, import cost, and what every package must contain.
 
-Pants' `__dependencies_rules__` hold the same line for whoever builds with Pants; this holds it for every test run.
+Pants' `__dependencies_rules__` check the rules between packages too, for builds with Pants.
 """
 
-import ast
 import json
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from scripts.import_graph import cycles, imported_modules, rooms
+
 REPO = Path(__file__).resolve().parents[1]
 LEAVES = ("rl_core", "ds_engine", "rollout_vllm", "weight_sync", "ckpt", "rl_data", "run_kit")
-PACKAGES = (*LEAVES, "rl_runtime")
+PACKAGES = (*LEAVES, "rl_runtime", "plinth_testing")
+# Package -> folder -> the rooms (files and folders at the top of the package) it may import; errors.py is always allowed.
+NEIGHBORS: dict[str, dict[str, str]] = {
+    "rl_core": {
+        "advantages": "_tensors.py batching",
+        "batching": "_tensors.py",
+        "fused_log_prob": "",
+        "importance": "_tensors.py batching options.py",
+        "kl": "_tensors.py options.py",
+        "losses": "_tensors.py batching kl options.py",
+    },
+    "ds_engine": {
+        "guard": "",
+        "model": "batch.py config.py distributed.py dtypes.py",
+        "planning": "config.py dtypes.py",
+        "state": "model",
+        "zero": "config.py distributed.py dtypes.py model",
+    },
+    "rollout_vllm": {
+        "client": "config.py samples.py",
+        "episodes": "client config.py samples.py",
+        "servers": "client config.py samples.py",
+    },
+    "weight_sync": {
+        "push": "adapter.py channel.py config.py plan.py sources tensors.py transports",
+        "sources": "manifest.py plan.py tensors.py",
+        "transports": "channel.py config.py plan.py",
+        "vllm_plugin": "adapter.py channel.py config.py plan.py tensors.py transports",
+    },
+    "ckpt": {
+        "savers": "digest.py files.py hf_export.py manager.py reader.py",
+        "tools": "files.py hf_export.py manager.py manifest.py reader.py retention.py zero",
+        "zero": "",
+    },
+    "run_kit": {
+        "config": "",
+        "report": "tracking",
+        "tracking": "config",
+    },
+    "rl_runtime": {
+        "app": "config.py launch ranks rollout training",
+        "launch": "config.py ranks",
+        "ranks": "experience.py",
+        "rollout": "config.py experience.py ranks",
+        "training": "config.py experience.py launch ranks rollout",
+    },
+}
 HEAVY = ("torch", "deepspeed", "vllm", "ray", "transformers")
 
 
@@ -24,29 +70,10 @@ def python_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*.py")) if "build" not in path.relative_to(folder).parts]
 
 
-def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted module) of every absolute import, wherever it stands, and of import_module("literal")."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.lineno, str(node.module)
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name | ast.Attribute)
-            and (node.func.id if isinstance(node.func, ast.Name) else node.func.attr) in ("import_module", "__import__")
-            and node.args
-            and isinstance(node.args[0], ast.Constant)
-            and isinstance(node.args[0].value, str)
-        ):
-            yield node.lineno, node.args[0].value
-
-
 def forbidden_imports(folder: Path, forbidden: tuple[str, ...]) -> list[str]:
     found = []
     for path in python_files(folder):
-        for line, module in imported_modules(path):
+        for line, module in imported_modules(path.read_text(encoding="utf-8")):
             if any(module == name or module.startswith(name + ".") for name in forbidden):
                 found.append(f"{path.relative_to(REPO)}:{line} imports {module}")
     return found
@@ -54,13 +81,21 @@ def forbidden_imports(folder: Path, forbidden: tuple[str, ...]) -> list[str]:
 
 @pytest.mark.parametrize("package", LEAVES)
 def test_leaf_imports_no_other_package(package: str) -> None:
-    others = tuple(name for name in PACKAGES if name != package)
-    # The tests too: a leaf's tests must run where only the leaf is installed.
-    assert not forbidden_imports(REPO / "packages" / package, (*others, "apps"))
+    others = tuple(name for name in PACKAGES if name not in (package, "plinth_testing"))
+    folder = REPO / "packages" / package
+    # Its tests too, but for plinth_testing: they run where only the leaf is installed.
+    assert not forbidden_imports(folder, (*others, "apps"))
+    assert not forbidden_imports(folder / package, ("plinth_testing",))
+
+
+def test_plinth_testing_imports_no_other_package() -> None:
+    assert not forbidden_imports(REPO / "packages" / "plinth_testing", (*LEAVES, "rl_runtime", "apps"))
 
 
 def test_runtime_imports_no_app() -> None:
-    assert not forbidden_imports(REPO / "packages" / "rl_runtime", ("apps",))
+    folder = REPO / "packages" / "rl_runtime"
+    assert not forbidden_imports(folder, ("apps",))
+    assert not forbidden_imports(folder / "rl_runtime", ("plinth_testing",))
 
 
 def test_apps_import_no_other_app() -> None:
@@ -74,19 +109,40 @@ def test_benchmarks_import_no_app() -> None:
     assert not forbidden_imports(REPO / "benchmarks", ("apps",))
 
 
-def test_import_scanner_sees_every_form(tmp_path: Path) -> None:
-    source = tmp_path / "module.py"
-    source.write_text(
-        "import rl_core.kl.estimators as kl\n"
+@pytest.mark.parametrize("package", PACKAGES)
+def test_folders_import_only_their_neighbors(package: str) -> None:
+    folder = REPO / "packages" / package / package
+    graph, allowed = rooms(folder), NEIGHBORS.get(package, {})
+    folders = {path.name for path in folder.iterdir() if (path / "__init__.py").is_file()}
+    assert set(allowed) == folders, "every folder names what it may import"
+    assert {name: graph[name] - set(allowed[name].split()) for name in folders if name in graph} == dict.fromkeys(
+        folders & set(graph), set()
+    )
+    stale = {name: set(allowed[name].split()) - graph.get(name, set()) for name in folders}
+    assert {name: rooms for name, rooms in stale.items() if rooms} == {}, "allowed, but not imported"
+    assert cycles(graph) == []
+
+
+def test_import_scanner_sees_every_form() -> None:
+    source = (
+        "import rl_core.kl as kl\n"
         "from ds_engine import ZeroEngine\n"
         "def later():\n"
         "    from apps import grpo\n"
         "    importlib.import_module('ckpt.manager')\n"
         "from . import rl_data\n"
+        "from ..base import plan\n"
     )
     found = {module for _, module in imported_modules(source)}
-    assert {"rl_core.kl.estimators", "ds_engine", "ds_engine.ZeroEngine", "apps.grpo", "ckpt.manager"} <= found
-    assert not any("rl_data" in module for module in found), "a relative import is the module's own"
+    assert {"rl_core.kl", "ds_engine", "ds_engine.ZeroEngine", "apps.grpo", "ckpt.manager"} <= found
+    assert not any("rl_data" in module for module in found), "a relative import needs the file's package"
+    found = {module for _, module in imported_modules(source, "pkg.inner")}
+    assert {"pkg.inner", "pkg.inner.rl_data", "pkg.base", "pkg.base.plan"} <= found
+
+
+def test_cycles_are_found() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [("a", "b", "c")]
+    assert cycles({"a": {"b"}, "b": set()}) == []
 
 
 def test_importing_packages_and_apps_loads_nothing_heavy() -> None:
@@ -118,7 +174,7 @@ def test_package_is_complete(package: str) -> None:
 def test_package_is_released_on_its_own(package: str) -> None:
     folder = REPO / "packages" / package
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    assert project["name"] == "plinth-" + package.replace("_", "-")
+    assert project["name"] == "plinth-" + package.removeprefix("plinth_").replace("_", "-")
     assert re.fullmatch(r"\d+\.\d+\.\d+", project["version"])
     assert f"## {project['version']}" in (folder / "CHANGELOG.md").read_text(), "CHANGELOG.md lacks this version"
     if package in LEAVES:
