@@ -2,20 +2,20 @@
 
     python benchmarks/ckpt/save.py [--folder DIR] [--gib 1.0] [--repeats 5] [--device cpu|cuda] [--deepspeed]
 
-Each round writes as many bytes three times into the same folder: plainly (one file, write and fsync), with a save
-(prepare, safetensors, SHA-256 of every byte, fsync, publish), and with a background save. Rounds are interleaved so
-that another user of the disk meets all three. Prints one line a round and the medians:
+Each round writes the same bytes into the same folder: plainly (one file, write and fsync), with a save (prepare,
+safetensors, a checksum of every byte, fsync, publish), and with background saves. Rounds are interleaved, so other
+users of the disk affect all of them. Prints one line per round and the medians:
 
-    save_over_raw       seconds of a save / seconds of the plain write       (1.0 is the disk's own speed)
-    background_over_raw  the same for a background save, waited for to its end
-    stall_over_save     seconds the background save holds the loop up / seconds of a save
-    call_over_save    the same with copy_in_background: of the call alone, since the copy goes on beside the loop
-    copied_over_save    seconds until that copy is done (wait_copied) / seconds of a save
+    save_over_raw        seconds of a save / seconds of the plain write (1.0 is the disk's own speed)
+    background_over_raw  the same for a background save, until it is published
+    stall_over_save      seconds that the call of a background save blocks / seconds of a save
+    call_over_save       the same with copy_in_background
+    copied_over_save     seconds until that copy is done (wait_copied) / seconds of a save
 
-A loop that changes no weights in the time of copied_over_save is held up for call_over_save.
+A loop that leaves the weights unchanged for copied_over_save is blocked only for call_over_save.
 
-With --deepspeed the bytes go the way of DeepSpeed's checkpoint, through DeepSpeedState (torch.save into a file that is
-hashed meanwhile; DeepSpeed itself is not needed), and a save in the foreground is a background save waited for.
+With --deepspeed the bytes are written like DeepSpeed's checkpoints, with DeepSpeedState (torch.save into a file that is
+hashed while it is written; DeepSpeed itself is not needed). A foreground save is then a background save with a wait.
 """
 
 import argparse

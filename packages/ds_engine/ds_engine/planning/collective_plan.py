@@ -1,9 +1,9 @@
-"""Which collectives a training step issues, as a pure function of the configuration and the number of micro batches.
+"""Collectives of a training step, as a pure function of the configuration and the number of micro batches.
 
-The point is what the plan does not depend on: a rank's data. Tests compare it with what was recorded.
+The plan does not depend on a rank's data, so all ranks issue the same collectives. Tests compare it with recorded ones.
 
-Stages 1 and 2 are planned from the parameters' sizes and the order of their gradients. At stage 3 DeepSpeed decides on
-each gather from a trace of the model that it takes at run time, the same for every batch: given that, all is planned.
+At stages 1 and 2 the plan needs the parameter sizes and the order in which gradients become ready. At stage 3 DeepSpeed
+derives each gather from a trace of the model taken at run time, the same for every batch; the plan takes it as input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PlannedCollective:
     operation: str
     dtype: str
     num_elements: int | None
-    """None where it depends on what is sent (pickled metrics)."""
+    """None if it depends on the content (pickled metrics)."""
 
 
 def planned_step(
@@ -38,20 +38,20 @@ def planned_step(
     num_micro_batches: int,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> list[PlannedCollective]:
-    """Everything `ZeroEngine.train_mini_batch` issues.
+    """Collectives of one `ZeroEngine.train_mini_batch` at stage 1 or 2, in order.
 
     Args:
-        parameter_sizes: elements of each trained parameter, in the model's order.
-        ready_order: indices into it, in the order the backward pass finishes gradients (the same for every batch).
-        world_size: 2 or more; one rank alone leaves some out.
-        groups: indices into `parameter_sizes` of each of the optimizer's parameter groups; None: all in one.
+        parameter_sizes: number of elements of each trainable parameter, in the model's order.
+        ready_order: indices into `parameter_sizes` in the order in which gradients become ready (same for all batches).
+        world_size: 2 or more; one rank alone skips some collectives.
+        groups: indices into `parameter_sizes` of each parameter group of the optimizer; None: one group.
 
     Raises:
         ValueError: stage 3 (see `planned_zero3_steps`), sequence parallelism, or fewer than two ranks.
     """
     zero = config.zero
     if zero.stage == 3:
-        raise ValueError("stage 3 goes by its trace: planned_zero3_steps plans it")
+        raise ValueError("stage 3 needs a trace: use planned_zero3_steps")
     _check(config, world_size)
     groups = groups or [range(len(parameter_sizes))]
     plan = [_call("all_gather", "int64", 4 * world_size)]
@@ -80,12 +80,12 @@ def planned_zero3_steps(
     num_micro_batches: Sequence[int],
     groups: Sequence[Sequence[int]] | None = None,
 ) -> list[list[PlannedCollective]]:
-    """Everything that `ZeroEngine.train_mini_batch` issues at stage 3, for each step from the first of a run on.
+    """Collectives of `ZeroEngine.train_mini_batch` at stage 3 for each step, starting with the first of a run.
 
     Args:
-        visits: DeepSpeed's hooks in one micro batch, in order (the same for every batch).
-        num_micro_batches: of each step.
-        parameter_sizes, world_size, groups: as for `planned_step`; nothing is frozen.
+        visits: DeepSpeed's hook calls in one micro batch, in order, the same for every batch.
+        num_micro_batches: number of micro batches of each step.
+        parameter_sizes, world_size, groups: as in `planned_step`; no parameter is frozen.
 
     Raises:
         ValueError: sequence parallelism, or fewer than two ranks.
@@ -125,7 +125,7 @@ def planned_zero3_steps(
 
 
 def _compared_traces(visits: Sequence[Visit]) -> Iterator[list[PlannedCollective]]:
-    """What DeepSpeed sends before the first and the second micro batch of a run, so that ranks compare their traces."""
+    """Broadcasts by which DeepSpeed's ranks compare their traces before the first and second micro batch of a run."""
     fetches = [visit for visit in visits if visit.kind == "fetch"]
     num_parameters = sum(len(visit.parameters) for visit in fetches)
     for lists in ([0], [len(fetches), num_parameters, num_parameters]):
@@ -134,14 +134,14 @@ def _compared_traces(visits: Sequence[Visit]) -> Iterator[list[PlannedCollective
 
 def _check(config: EngineConfig, world_size: int) -> None:
     if config.sequence_parallel > 1:
-        raise ValueError("all-to-alls of sequence parallelism are not planned: use sequence_parallel=1")
+        raise ValueError("the plan does not support sequence parallelism: use sequence_parallel=1")
     if world_size < 2:
         raise ValueError(f"world_size={world_size} is not allowed: 2 or more")
 
 
 def _gradient_norm(config: EngineConfig, num_groups: int) -> list[PlannedCollective]:
-    """Squared norms of the shards: of all groups together if the engine itself computes them; else
-    DeepSpeed first asks whether any rank holds an inf or nan, at stage 3 in fp16 only."""
+    """All-reduces of the gradient norm: one for all groups if the engine computes it (`fuses_grad_norm`). Otherwise
+    DeepSpeed first checks for inf and nan on any rank, at stage 3 in fp16 only, and then reduces the norm per group."""
     if config.fuses_grad_norm:
         return [_call("all_reduce", "float64", 1)]
     checks_overflow = config.dtype == "float16" or (config.dtype == "bfloat16" and config.zero.stage < 3)
@@ -149,7 +149,7 @@ def _gradient_norm(config: EngineConfig, num_groups: int) -> list[PlannedCollect
 
 
 def _shared_metrics(world_size: int) -> list[PlannedCollective]:
-    """Sizes of the pickled metrics, then these."""
+    """Sizes of the pickled metrics, then the metrics."""
     return [_call("all_gather", "int64", world_size), _call("all_gather", "uint8", None)]
 
 
@@ -158,7 +158,7 @@ def _call(operation: str, dtype: str, num_elements: int | None) -> PlannedCollec
 
 
 def _shard_size(parameter_sizes: Sequence[int], world_size: int) -> int:
-    """A rank's part of a group's parameters laid end to end, padded to equal parts, 4-byte aligned in bf16."""
+    """Elements of one rank's shard of a flattened parameter group, padded to equal shards (4-byte aligned in bf16)."""
     alignment = 2 * world_size
     return -(-sum(parameter_sizes) // alignment) * alignment // world_size
 
@@ -170,8 +170,8 @@ def _reduced_sizes(
     bucket: int,
     cut_for: int | None,
 ) -> Iterator[int]:
-    """Gradients fill a bucket until the next does not fit; one larger than it goes alone, cut at the borders of the
-    shards of `cut_for` ranks."""
+    """Sizes of the reductions: gradients fill a bucket until the next one does not fit. A gradient larger than a bucket
+    is reduced alone, split at the shard boundaries of `cut_for` ranks (None: not split)."""
     filled = 0
     for index in order:
         size = parameter_sizes[index]
@@ -190,7 +190,7 @@ def _reduced_sizes(
 
 
 def _parts(start: int, size: int, shard: int) -> Iterator[int]:
-    """Lengths of [start, start + size) cut at multiples of `shard`."""
+    """Lengths of the parts of [start, start + size) split at multiples of `shard`."""
     end = start + size
     while start < end:
         border = min(end, (start // shard + 1) * shard)
@@ -199,7 +199,7 @@ def _parts(start: int, size: int, shard: int) -> Iterator[int]:
 
 
 def _cut_after(sizes: Sequence[int] | Iterator[int], limit: int) -> Iterator[int]:
-    """Sums of consecutive sizes, each closed by the size that takes it beyond `limit`."""
+    """Sums of consecutive sizes, each ending with the size that exceeds `limit`."""
     total = 0
     for size in sizes:
         total += size

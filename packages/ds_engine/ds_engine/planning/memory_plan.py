@@ -1,37 +1,38 @@
-"""What one rank will hold, estimated before anything is loaded: a pure function, standard library only.
+"""Estimates the memory of one rank before a model is loaded: a pure function, standard library only.
 
-What DeepSpeed 0.19 allocates is read from its sources; with N trained parameters, W = dp x sp ranks, P = N / W, e bytes
-an element of the model's dtype (2 or 4), B elements a reduce bucket:
+The model states follow the allocations of DeepSpeed 0.19. N trainable parameters, W = dp x sp ranks, P = N / W, e bytes
+per element of the model's dtype (2 or 4), B elements per reduce bucket:
 
                        stage 1, bf16          stage 1, others     stage 2              stage 3
                        and fp32 accumulation
-    weights            e N                    e N                 e N                  e P + what stays or is gathered
+    weights            e N                    e N                 e N                  e P + persistent and gathered
     optimizer          12 P                   12 P                12 P                 12 P
     gradients          (4 + e) N              (e or 4) N          4 P, or e P          4 P, or e P
-    while stepping     -                      (e+4) P or 4 P      (2e or e)+4 P, or -  -, or 4 P
+    during the step    -                      (e+4) P or 4 P      (2e or e)+4 P, or -  -, or 4 P
     bucket             (4 + e) min(N, 5e8)    (e or 4) B          e B                  (e or 4) B
 
-Optimizer means fp32 weights and Adam's two moments. With the optimizer offloaded it lies in CPU memory together with a
-full fp32 gradient shard and a copy of the weight shard; fp32-accumulated gradients of stage 2 stay on the device until
-the step all the same.
+"optimizer" is the fp32 weights and Adam's two moments. With optimizer offload these are in CPU memory, together with a
+full fp32 gradient shard and a copy of the weight shard; at stage 2, fp32-accumulated gradients still stay on the device
+until the step.
 
-LoRA's base in NF4 (4.5 bits a weight) is among the weights. Unpacked, a matrix exists at a time: e bytes a weight.
+A LoRA base in NF4 (4.5 bits per weight) counts as weights. One dequantized matrix exists at a time: e bytes per weight.
 
-Activations: t = T / sp tokens of this rank, q and v the widths of queries and of keys or values, h hidden, i inner. A
-layer of the families known here keeps, per token,
+Activations: t = T / sp tokens of this rank, q and v the widths of queries and of keys or values, h hidden size, i
+intermediate size. A layer of the supported families keeps, per token,
 
-    2 norms       2 (4 h + e h) in fp32 and normalised, 2 e h as inputs of linear layers
+    2 norms       2 (4 h + e h) for the fp32 and normalized inputs, 2 e h for the inputs of linear layers
     heads' norms  (4 + e) (q + v)                                   (Qwen3)
-    attention     e (2 q + 2 v) + 4 per head; with sp > 1 e q more
+    attention     e (2 q + 2 v) + 4 per head; with sp > 1 also e q
     MLP           4 e i
 
-torch.compile keeps neither fp32 copies nor what is normalised, nor products of activations: 2 e h, e (q + v), the same
-for attention, 2 e i.
-With activation checkpointing a recomputed layer keeps its input e h, and one of them at a time the whole. The peak is
-the largest of four instants: the head's backward pass (all activations, the LM head's gradient e V h, the log-prob
-function's working memory), that of the top layer, that of the embedding (2 e V h, and a cast of it), and the step. In
-the only micro batch of a mini batch most gradients are not there yet at the first two: stage 2 allocates them when the
-first bucket is full, stage 1 as they come.
+Compiled layers keep neither fp32 copies, nor normalized inputs, nor products of activations: 2 e h, e (q + v), the same
+for attention, 2 e i. With activation checkpointing a recomputed layer keeps its input e h; one layer at a time keeps
+everything.
+
+The peak is the maximum over four moments: the backward pass of the head (all activations, the LM head's gradient e V h,
+working memory of the log-prob function), of the top layer, and of the embedding (2 e V h, and a cast of it), and the
+optimizer step. If a mini batch has only one micro batch, most gradients are not allocated at the first two moments:
+stage 2 allocates them when the first bucket is full, stage 1 one by one.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ _FALLBACK_BUCKET = 500_000_000
 _LIVE_ELEMENTS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance."""
 _SUB_GROUP = 1_000_000_000
-_UNPACKING = 6
-"""Bytes that a weight of those unpacked at once takes besides its place: an fp32 value, half an index of four bytes."""
+_DEQUANTIZING = 6
+"""Temporary bytes per weight of a dequantized chunk: an fp32 value and half of a 4-byte index."""
 LOG_PROB_BYTES = 2**29
-"""Working memory of rl_core.linear_log_prob beyond the gradients."""
+"""Working memory of rl_core.linear_log_prob in addition to the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Bytes of one kind by where they are."""
+    """Bytes of one kind of memory, by location."""
 
     device: int = 0
     cpu: int = 0
@@ -68,41 +69,42 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one rank (the fullest) at the peak of a training step."""
+    """Bytes of the rank with the most memory at the peak of a training step."""
 
     num_parameters: int
-    """Of the whole model, adapters included."""
+    """Parameters of the whole model, including adapters."""
     num_trained: int
+    """Trainable parameters."""
     num_ranks: int
     weights: Place
     gradients: Place
     optimizer: Place
     """fp32 weights and Adam's moments."""
     buffers: Place
-    """Of communication and offload, and parameters that stage 3 has gathered."""
+    """Buffers for communication and offload, and parameters gathered at stage 3."""
     activations: Place
-    """What the forward pass keeps, and the temporaries of the fullest instant."""
+    """Activations kept by the forward pass, and the temporary tensors at the peak."""
 
     @property
     def device_bytes(self) -> int:
-        """The peak of torch's allocator on the device; the CUDA context (some 0.5 GB) is outside."""
+        """The peak of torch's allocator on the device; the CUDA context (about 0.5 GB) is not included."""
         return sum(place.device for _, place in self.rows())
 
     @property
     def cpu_bytes(self) -> int:
-        """Offloaded, pinned."""
+        """Offloaded bytes in (pinned) CPU memory."""
         return sum(place.cpu for _, place in self.rows())
 
     def rows(self) -> list[tuple[str, Place]]:
-        """(name, bytes) of each kind."""
+        """(name, bytes) of each kind of memory."""
         names = ("weights", "gradients", "optimizer", "buffers", "activations")
         return [(name, getattr(self, name)) for name in names]
 
     def table(self) -> str:
-        """For people: GB are 1e9 bytes."""
+        """The estimate as a text table in GB (1e9 bytes)."""
         lines = [
             f"{self.num_parameters / 1e6:,.1f}M parameters, {self.num_trained / 1e6:,.1f}M trained, "
-            f"{self.num_ranks} ranks; GB a rank",
+            f"{self.num_ranks} ranks; GB per rank",
             f"{'':12}{'device':>10}{'CPU':>10}{'NVMe':>10}",
         ]
         total = Place(device=self.device_bytes, cpu=self.cpu_bytes, nvme=sum(place.nvme for _, place in self.rows()))
@@ -113,7 +115,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """What all parts of the estimate are computed from."""
+    """Inputs of all parts of the estimate."""
 
     shape: ModelShape
     config: EngineConfig
@@ -123,21 +125,21 @@ class _Case:
 
     @property
     def e(self) -> int:
-        """Bytes an element of the model's dtype."""
+        """Bytes per element of the model's dtype."""
         return dtype_bytes(self.config.model_dtype)
 
     @property
     def accumulate(self) -> int:
-        """Bytes an element of the gradient accumulator."""
+        """Bytes per element of the gradient accumulator."""
         return dtype_bytes(self.config.grad_accum_dtype)
 
     @property
     def bucket(self) -> int:
-        """Elements of a reduce bucket."""
+        """Elements per reduce bucket."""
         return self.config.reduce_bucket_elements
 
     def groups(self) -> list[int]:
-        """Trained elements of each of the optimizer's parameter groups."""
+        """Trainable elements of each parameter group of the optimizer."""
         sizes: dict[float, int] = {}
         for weight in self.trained:
             decay = self.config.optim.weight_decay_for(len(weight.shape))
@@ -147,18 +149,18 @@ class _Case:
 
 @dataclass(frozen=True, kw_only=True)
 class _States:
-    """Everything but activations, and what the step needs on top."""
+    """Model states, and the additional memory of the optimizer step."""
 
     weights: Place
     gradients: Place
     optimizer: Place
     buffers: Place
     late: int
-    """Of the gradients, device bytes that the first micro batch has only from the middle of its backward pass on."""
+    """Device bytes of gradients that the first micro batch allocates only during its backward pass."""
     stepping: int
-    """Device bytes that only the step has."""
+    """Device bytes allocated only during the optimizer step."""
     casting: int
-    """Device bytes of the cast that reduces the largest gradient."""
+    """Device bytes of the cast in which the largest gradient is reduced."""
 
 
 def estimate_memory(
@@ -172,17 +174,17 @@ def estimate_memory(
     head: Literal["lm", "value"] = "lm",
     log_prob_bytes: int = LOG_PROB_BYTES,
 ) -> MemoryEstimate:
-    """The memory of one of dp x `config.sequence_parallel` ranks in training, with a fused log-prob function.
+    """Estimate the memory of one of dp x `config.sequence_parallel` ranks in training, with a fused log-prob function.
 
     Args:
         model: a Hugging Face config.json, its folder, or its content (llama, mistral, qwen2, qwen3).
-        tokens_per_micro_batch: packed tokens that sp ranks compute together.
-        targets_per_micro_batch: predicted tokens among them; by default all.
-        num_micro_batches: of a mini batch; 2 stands for all above.
-        log_prob_bytes: working memory of the log-prob function beyond its gradients.
+        tokens_per_micro_batch: packed tokens that the sp ranks of a group share.
+        targets_per_micro_batch: predicted tokens among them; None: all.
+        num_micro_batches: micro batches per mini batch; the estimate is the same for all values above 1.
+        log_prob_bytes: working memory of the log-prob function in addition to its gradients.
 
     Raises:
-        ValueError: a model the planner does not know, or a count below 1.
+        ValueError: the model is not supported, or a count is below 1.
     """
     counts = {"dp": dp, "tokens_per_micro_batch": tokens_per_micro_batch, "num_micro_batches": num_micro_batches}
     for name, count in counts.items():
@@ -195,9 +197,9 @@ def estimate_memory(
         frozen = [w for w in weights if w.name != "score"]
         weights = shape.adapters(config.lora) + [w for w in weights if w.name == "score"]
     num_parameters = sum(w.size for w in weights + frozen)
-    if _is_packed(config):
+    if _uses_nf4(config):
         matrices = {w.name for w in shape.linear_layers()}
-        frozen = [_packed(w, dtype_bytes(config.model_dtype)) if w.name in matrices else w for w in frozen]
+        frozen = [_in_nf4(w, dtype_bytes(config.model_dtype)) if w.name in matrices else w for w in frozen]
     case = _Case(shape=shape, config=config, trained=weights, frozen=frozen, ranks=dp * config.sequence_parallel)
     states = _stage_3(case) if config.zero.stage == 3 else _stages_1_and_2(case)
     tokens = -(-tokens_per_micro_batch // config.sequence_parallel)
@@ -217,12 +219,12 @@ def estimate_memory(
     )
 
 
-def _is_packed(config: EngineConfig) -> bool:
+def _uses_nf4(config: EngineConfig) -> bool:
     return config.lora is not None and config.lora.base_format == "nf4"
 
 
-def _packed(weight: Weight, e: int) -> Weight:
-    """As the engine holds it in NF4: a flat parameter of the model's dtype."""
+def _in_nf4(weight: Weight, e: int) -> Weight:
+    """The parameter that holds `weight` in NF4: flat, labeled with the model's dtype."""
     return Weight(name=weight.name, shape=(nf4_bytes(weight.size) // e,))
 
 
@@ -286,7 +288,7 @@ def _stage_3(case: _Case) -> _States:
     persistent = sum(w.size for w in everything if w.size <= threshold)
     gathered = 0
     if ranks > 1:
-        # A weight stays from its forward to its backward pass when fewer elements than the reuse distance lie between.
+        # A weight stays gathered between forward and backward if fewer elements than the reuse distance lie in between.
         cold = sum(w.size for w in everything if w.size > threshold)
         largest = max(w.size for w in everything)
         gathered = min(cold, _LIVE_ELEMENTS // 2 + largest + case.bucket) * e + persistent * e
@@ -319,17 +321,17 @@ def _place(where: str, size: int) -> Place:
 
 
 def _recomputed(case: _Case) -> int:
-    """Layers whose activations are made again in the backward pass."""
+    """Number of layers recomputed in the backward pass."""
     config = case.config
     return -(-case.shape.num_layers // config.checkpoint_every) if config.gradient_checkpointing else 0
 
 
 def _layer_bytes(case: _Case) -> int:
-    """What one layer keeps for each token."""
+    """Bytes of activations that one layer keeps per token."""
     shape, e = case.shape, case.e
     lora = case.config.lora
     compiled = case.config.compile
-    # Of a norm: its input (and that in fp32), the normalised for the gradient of its scale, what a linear layer gets.
+    # A norm keeps its input (also in fp32), the normalized input for the gradient of its scale, and its output.
     norm = e if compiled else 4 + (0 if lora is not None else e)
     q, v = shape.query_width, shape.kv_width
     norms = 2 * (norm + (0 if compiled else e)) * shape.hidden
@@ -345,7 +347,7 @@ def _layer_bytes(case: _Case) -> int:
 
 
 def _peak(case: _Case, states: _States, tokens: int, targets: int, log_prob_bytes: int, late: int) -> int:
-    """Device bytes beyond the states at the fullest instant; `late` of the states are not there at the first two."""
+    """Peak device bytes in addition to the states, of which `late` bytes do not exist at the first two moments."""
     shape, e, config = case.shape, case.e, case.config
     hidden = shape.hidden
     layer = _layer_bytes(case) * tokens
@@ -358,14 +360,14 @@ def _peak(case: _Case, states: _States, tokens: int, targets: int, log_prob_byte
     head_table = table if log_prob_bytes else 0
     final = tokens * hidden * (4 + e) + targets * hidden * (e + 4)
     at_head = kept + final + head_table + log_prob_bytes
-    below_head = head_table if shape.tied else 0  # a tied gradient waits for the embedding's
+    below_head = head_table if shape.tied else 0  # a tied head's gradient is kept until the embedding's backward pass
     inner = tokens * (2 * e * shape.intermediate + 12 * hidden)
-    if _is_packed(config):
+    if _uses_nf4(config):
         largest = max(w.size for w in shape.linear_layers())
-        inner += e * largest + _UNPACKING * min(largest, NF4_CHUNK)
+        inner += e * largest + _DEQUANTIZING * min(largest, NF4_CHUNK)
     again = layer if recomputed else 0
     at_layer = kept + again + inner + below_head
-    # When the first bucket is full and its gradients get their place, the layers that filled it have let go of theirs.
+    # When the first bucket is full and its gradients are allocated, its layers have freed their activations.
     layer_size = sum(w.size for w in case.trained if w.name not in ("embed_tokens", "lm_head")) // shape.num_layers
     in_bucket = min(shape.num_layers, case.bucket // max(1, layer_size))
     at_first_bucket = kept * (shape.num_layers - in_bucket) // shape.num_layers + again + inner + below_head

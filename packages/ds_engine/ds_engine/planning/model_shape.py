@@ -1,4 +1,4 @@
-"""How many parameters of which shapes a dense decoder has, from its Hugging Face config.json; standard library only."""
+"""Parameter shapes of a dense decoder from its Hugging Face config.json. Uses the standard library only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Weight:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         size = 1
         for extent in self.shape:
             size *= extent
@@ -33,7 +33,7 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes that memory depends on."""
+    """Sizes of a model that determine its memory."""
 
     vocab: int
     hidden: int
@@ -49,17 +49,15 @@ class ModelShape:
 
     @classmethod
     def read(cls, model: str | Path | Mapping[str, Any]) -> ModelShape:
-        """From a config.json, the folder that holds it, or its content.
+        """Read a config.json, given as a path, its folder or its content.
 
         Raises:
-            ValueError: no such file, a family whose layers are not known here, or a size is missing.
+            ValueError: the file does not exist, the model family is not supported, or a size is missing.
         """
         config = model if isinstance(model, Mapping) else _read_json(Path(model))
         family = config.get("model_type")
         if family not in _FAMILIES:
-            raise ValueError(
-                f"model_type={family!r} is not allowed: only {', '.join(_FAMILIES)} are known to the planner"
-            )
+            raise ValueError(f"model_type={family!r} is not allowed: the planner supports {', '.join(_FAMILIES)}")
         try:
             heads = int(config["num_attention_heads"])
             return cls(
@@ -80,16 +78,16 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Features of a token's queries."""
+        """Query features per token."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Features of a token's keys; values have as many."""
+        """Key features per token; values have the same number."""
         return self.num_kv_heads * self.head_dim
 
     def linear_layers(self) -> list[Weight]:
-        """The matrices of one layer."""
+        """Weight matrices of one layer."""
         hidden, inner = self.hidden, self.intermediate
         shapes = {
             "q_proj": (self.query_width, hidden),
@@ -113,7 +111,7 @@ class ModelShape:
         return weights + [Weight(name=name, shape=(self.hidden,)) for name in ("input_norm", "post_norm")]
 
     def weights(self, head: Literal["lm", "value"] = "lm") -> list[Weight]:
-        """All parameters, in no order that matters; a tied LM head is the embedding."""
+        """All parameters, in no particular order; a tied LM head is not listed."""
         weights = [Weight(name="embed_tokens", shape=(self.vocab, self.hidden))]
         weights += self._layer() * self.num_layers
         weights.append(Weight(name="norm", shape=(self.hidden,)))
@@ -124,7 +122,7 @@ class ModelShape:
         return weights
 
     def adapters(self, lora: LoraConfig) -> list[Weight]:
-        """What LoRA adds: A [rank, in] and B [out, rank] for each adapted matrix of every layer."""
+        """LoRA parameters: A [rank, in] and B [out, rank] for each adapted matrix of every layer."""
         wanted = lora.target_modules
         adapted = [w for w in self.linear_layers() if wanted == "all-linear" or w.name in wanted]
         pairs = [
@@ -137,6 +135,6 @@ class ModelShape:
 def _read_json(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{str(path)!r} is neither a config.json nor a folder that holds one")
+        raise ValueError(f"{str(path)!r} is neither a config.json nor a folder that contains one")
     content: Mapping[str, Any] = json.loads(file.read_text())
     return content

@@ -1,8 +1,9 @@
-"""What stage 3 gathers and reduces when, as a pure function of the order in which submodules run.
+"""Order of ZeRO-3 gathers and gradient reductions, as a pure function of the order in which submodules run.
 
-DeepSpeed notes, in a first pass, which submodules run forward and backward (the trace; the same for every batch), and
-from then on gathers ahead: before a submodule runs, what it needs and lacks, then what comes next in the trace up
-to a bucket. This follows its PartitionedParameterCoordinator (0.19) rule by rule. Gradients fill buckets as they come.
+In the first micro batch DeepSpeed records which submodules run forward and backward (the trace, the same for every
+batch). From then on it prefetches: before a submodule runs, it gathers the submodule's missing parameters, then the
+next ones in the trace up to a bucket. This module implements the rules of PartitionedParameterCoordinator in DeepSpeed
+0.19. Gradients fill buckets in the order in which they arrive.
 """
 
 from __future__ import annotations
@@ -15,30 +16,30 @@ from typing import Literal
 __all__ = ["Transfer", "Visit", "planned_transfers"]
 
 _NEVER = -(10**10)
-#: Micro batches that DeepSpeed notes, and serves without looking ahead.
 _NUM_TRACING = 1
+"""Micro batches that DeepSpeed traces, without prefetching."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """DeepSpeed's hook before ("fetch") or after ("release") a submodule's forward or backward, or on a gradient."""
+    """A hook call of DeepSpeed: before ("fetch") or after ("release") a submodule runs, or for a gradient."""
 
     kind: Literal["fetch", "release", "gradient"]
     parameters: tuple[int, ...]
-    """The submodule's own, as indices in the model's order; of a gradient, the one it is of."""
+    """Indices, in the model's order, of the submodule's own parameters, or of the parameter of the gradient."""
     submodule: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Parameters that are gathered, or whose gradients are reduced and scattered, by one collective, in order."""
+    """One collective that gathers parameters or reduce-scatters their gradients, in order."""
 
     kind: Literal["gather", "reduce"]
     parameters: tuple[int, ...]
 
 
 class _Run:
-    """What DeepSpeed remembers from hook to hook, of one training run."""
+    """DeepSpeed's state between hooks, for one training run."""
 
     def __init__(
         self, visits: Sequence[Visit], sizes: Sequence[int], *, persistent: frozenset[int], bucket: int, reach: int
@@ -50,16 +51,16 @@ class _Run:
         self._there: set[int] = set()
         self._is_tracing = True
         self._num_micro_batches = 0
-        # Decided when first met, and for good.
+        # Computed at the first visit and then cached, as in DeepSpeed.
         self._released: dict[tuple[int, int], frozenset[int]] = {}
 
     def step(self, num_micro_batches: int) -> Iterator[list[Transfer]]:
-        """The transfers of every micro batch of an optimizer step."""
+        """Yield the transfers of each micro batch of an optimizer step."""
         for _ in range(num_micro_batches):
             self._is_tracing = self._num_micro_batches < _NUM_TRACING
             self._num_micro_batches += 1
             yield list(self._micro_batch())
-        self._there = set(self._persistent)  # all are partitioned for the step, these gathered after it
+        self._there = set(self._persistent)  # the step partitions all parameters, then gathers these again
 
     def _micro_batch(self) -> Iterator[Transfer]:
         trace = [] if self._is_tracing else self._fetches
@@ -79,9 +80,9 @@ class _Run:
                     gradients = []
                 gradients += visit.parameters
         yield Transfer(kind="reduce", parameters=tuple(sorted(gradients)))
-        for index in self._under_way:  # gathered ahead and never used
+        for index in self._under_way:  # prefetched and never used
             self._let_go(index)
-        for index, submodules in self._active.items():  # whose inputs need no gradient: nothing tells of their end
+        for index, submodules in self._active.items():  # no release hook runs if their inputs need no gradient
             if submodules:
                 submodules.clear()
                 self._there -= {index} - self._persistent
@@ -107,7 +108,7 @@ class _Run:
             index, step = self._queue.popleft()
             self._fetched_for[index] = step
             taken.add(index)
-        assert taken == due, "the fetches of these visits do not follow each other as they are listed"
+        assert taken == due, "the fetches of these visits are not in the order of the trace"
         ahead: set[int] = set()
         while self._queue and self._count(ahead) < self._bucket:
             index, step = self._queue.popleft()
@@ -130,7 +131,7 @@ class _Run:
                 self._let_go(index)
 
     def _used_up(self, visit: Visit) -> frozenset[int]:
-        """What is not persistent, was not passed over when looking ahead, and is not used again soon."""
+        """Parameters that are not persistent, not skipped by the prefetch, and not reused within the reuse distance."""
         doomed = set(visit.parameters) - self._persistent
         doomed -= {index for index in doomed if self._fetched_for[index] > self._step}
         distance = 0
@@ -158,15 +159,15 @@ def planned_transfers(
     num_micro_batches: Sequence[int],
     reach: int = 10**9,
 ) -> list[list[list[Transfer]]]:
-    """For each optimizer step and micro batch what is gathered and reduced, in order.
+    """Plan the transfers of each optimizer step and micro batch, in order.
 
     Args:
-        visits: the hooks of one micro batch, in order.
-        sizes: elements of each parameter.
-        persistent: parameters small enough to stay.
-        bucket: elements to gather ahead, at least; and to reduce together, at most.
-        num_micro_batches: of each step, from the first one of the run on.
-        reach: DeepSpeed's max_reuse_distance; what is used again within so many elements is not released.
+        visits: the hook calls of one micro batch, in order.
+        sizes: number of elements of each parameter.
+        persistent: parameters small enough to stay gathered.
+        bucket: minimum number of elements to prefetch, and maximum number to reduce together.
+        num_micro_batches: number of micro batches of each step, starting with the first step of the run.
+        reach: DeepSpeed's max_reuse_distance: parameters reused within this number of elements are not released.
     """
     run = _Run(visits, sizes, persistent=persistent, bucket=bucket, reach=reach)
     return [list(run.step(number)) for number in num_micro_batches]
