@@ -23,13 +23,7 @@ from rollout_vllm.servers.command import Device, detect_device, server_arguments
 
 _MARK = "seconds: "  # vLLM logs to stdout too
 # Arguments of the HTTP front end, which `LLM` does not accept: name -> number of values.
-_FRONT_END = {
-    "--host": 1,
-    "--port": 1,
-    "--middleware": 1,
-    "--disable-uvicorn-access-log": 0,
-    "--uvicorn-log-level": 1,
-}
+_FRONT_END = {"--host": 1, "--port": 1, "--middleware": 1, "--disable-uvicorn-access-log": 0, "--uvicorn-log-level": 1}
 
 
 def prompts(args: argparse.Namespace, number: int) -> list[list[int]]:
@@ -97,12 +91,7 @@ def run_llm() -> None:
     for name, logprobs in (("with", 0), ("without", None)):
         for number in range(task["rounds"] + 1):
             params = [
-                SamplingParams(
-                    max_tokens=task["tokens"],
-                    ignore_eos=True,
-                    logprobs=logprobs,
-                    seed=1000 * number + i,
-                )
+                SamplingParams(max_tokens=task["tokens"], ignore_eos=True, logprobs=logprobs, seed=1000 * number + i)
                 for i in range(len(inputs))
             ]
             begin = time.perf_counter()

@@ -70,18 +70,18 @@ def build_model(model: Path, adapter: Path) -> None:
 
     In its own process: importing torch and transformers here would slow every other test module down.
     """
-    _run_script(_BUILD_MODEL, model, adapter)
+    run_script(_BUILD_MODEL, model, adapter)
 
 
 def reference_log_probs(
     cases: Sequence[tuple[Sequence[int], list[int]]], *, temperature: float, model: Path, adapters: Sequence[Path] = ()
 ) -> list[list[list[float]]]:
     """For every (prompt, response): the response's log-probs of the model, and of the model with each adapter."""
-    text = _run_script(_REFERENCE, temperature, model, *adapters, stdin=json.dumps(cases))
+    text = run_script(_REFERENCE, temperature, model, *adapters, stdin=json.dumps(cases))
     return json.loads(text.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-def _run_script(script: str, *arguments: object, stdin: str = "") -> str:
+def run_script(script: str, *arguments: object, stdin: str = "") -> str:
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.run(command, input=stdin, check=True, timeout=400, capture_output=True, text=True).stdout
 

@@ -15,15 +15,7 @@ import pytest
 from rollout_vllm_helpers import FaultyProxy, assert_complete, config_for_tests, make_requests, wait_until
 
 import rollout_vllm.client.transport
-from rollout_vllm import (
-    Endpoint,
-    GroupResult,
-    RolloutClient,
-    RolloutConfig,
-    SamplingConfig,
-    ServerGroup,
-    ServerWatch,
-)
+from rollout_vllm import Endpoint, GroupResult, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup, ServerWatch
 
 pytestmark = pytest.mark.slow
 SHORT = SamplingConfig(n=3, max_tokens=5)

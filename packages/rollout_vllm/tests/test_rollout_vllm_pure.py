@@ -265,7 +265,7 @@ def test_router_counts_samples_and_respects_its_limit(servers: int, limit: int, 
         if action <= 2:
             cost = number % 9 + 1
             chosen = router.pick(f"g{number % 5}", cost, now)
-            free = [s for s in range(servers) if not router.is_blocked(s)]
+            free = [s for s in range(servers) if not router.blocked[s]]
             if chosen is None:
                 assert not free or any(router.load[s] > 0 for s in free)  # a request in flight will wake the queue
             else:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from rollout_vllm_helpers import config_for_tests
+from rollout_vllm_helpers import config_for_tests, run_script
 
 from rollout_vllm import RemoteReward, RewardOutcome, ServerGroup, classification_reward, pooling_reward
 
@@ -40,14 +38,7 @@ def first_score(reward: RemoteReward, item: list[int], group: ServerGroup) -> Re
 
 
 def test_probabilities_and_logits(model_folder: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD, str(model_folder), str(tmp_path / "reward"), json.dumps(PROMPTS)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=400,
-    )
-    logits = json.loads(done.stdout.splitlines()[-1])
+    logits = json.loads(run_script(BUILD, model_folder, tmp_path / "reward", json.dumps(PROMPTS)).splitlines()[-1])
     config = config_for_tests()
     with ServerGroup.launch(tmp_path / "reward", config, log_dir=tmp_path, extra_args=["--runner", "pooling"]) as group:
         [endpoint] = group.endpoints

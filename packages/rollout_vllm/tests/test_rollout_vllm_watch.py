@@ -85,8 +85,7 @@ def events(watch: ServerWatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("returned", "expected"),
-    [(4, ["died", "restarted"]), (None, ["died", "restarted"]), (3, ["died", "given_up"])],
+    ("returned", "expected"), [(4, ["died", "restarted"]), (None, ["died", "restarted"]), (3, ["died", "given_up"])]
 )
 def test_restart_requires_the_current_policy_version(
     server: ScriptedServer, returned: int | None, expected: list[str]

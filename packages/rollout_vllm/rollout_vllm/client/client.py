@@ -19,7 +19,7 @@ from .dispatch import Dispatcher
 from .group_run import GroupRun, fresh_group
 from .metrics import ClientCounters, Rates, combine, server_metrics
 from .request_runner import RequestRunner
-from .transport import HttpClient
+from .transport import HttpClient, cancel, gather_or_cancel
 
 T = TypeVar("T")
 OnGroup = Callable[[GroupResult], Awaitable[None] | None]
@@ -74,12 +74,8 @@ class RolloutClient(HttpClient):
         async def one(run: GroupRun) -> GroupResult:
             return await self._deliver(await self._group(run, end), on_group)
 
-        tasks = [asyncio.ensure_future(one(run)) for run in runs]
         try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            await _cancel(tasks)
-            raise
+            return await gather_or_cancel(one(run) for run in runs)
         finally:
             self._leave()
 
@@ -112,7 +108,7 @@ class RolloutClient(HttpClient):
             if keep_rest:
                 await self._interrupt(others)
         finally:
-            await _cancel(list(tasks))
+            await cancel(tasks)
             self._leave()
         rest = [run.partial() for run in others] if keep_rest else []
         return FirstGroups(groups=[first[index] for index in sorted(first)], rest=rest)
@@ -295,9 +291,3 @@ class RolloutClient(HttpClient):
             self._num_running -= 1
             if self._num_running == 0:
                 self.counters.busy_s += time.monotonic() - self._running_since
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[GroupResult]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -24,7 +24,7 @@ class Router:
         self.num_servers = num_servers
         self.max_in_flight = max_in_flight
         self.load = [0] * num_servers
-        self._blocked = [False] * num_servers
+        self.blocked = [False] * num_servers
         self._retired = [False] * num_servers
         self._down_until = [0.0] * num_servers
         self._consecutive_failures = [0] * num_servers
@@ -38,7 +38,7 @@ class Router:
         avoid: servers that just failed for this group; used only if no other server is available. An idle server
         accepts a group that is larger than its limit, so that such a group does not wait indefinitely.
         """
-        allowed = [s for s in range(self.num_servers) if not self._blocked[s]]
+        allowed = [s for s in range(self.num_servers) if not self.blocked[s]]
         healthy = [s for s in allowed if self._down_until[s] <= now] or self._next_to_recover(allowed)
         preferred = [s for s in healthy if s not in avoid] or healthy
         fits = [s for s in preferred if self.load[s] == 0 or self.load[s] + cost <= self.max_in_flight]
@@ -81,22 +81,19 @@ class Router:
 
     def block(self, server: int) -> None:
         """Exclude the server until `unblock`, while it restarts or waits for weights."""
-        self._blocked[server] = True
+        self.blocked[server] = True
 
     def unblock(self, server: int) -> None:
-        self._blocked[server] = self._retired[server]
+        self.blocked[server] = self._retired[server]
         self.succeeded(server)
 
     def retire(self, server: int) -> None:
         """Exclude the server permanently."""
-        self._blocked[server] = self._retired[server] = True
+        self.blocked[server] = self._retired[server] = True
 
     @property
     def all_retired(self) -> bool:
         return all(self._retired)
-
-    def is_blocked(self, server: int) -> bool:
-        return self._blocked[server]
 
 
 class Dispatcher:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..client.client import RolloutClient
+from ..client.transport import gather_or_cancel
 from ..config import SamplingConfig
 from ..errors import RolloutError
 from ..samples import Failure, FailureKind, FinishReason, Request, Sample, VersionSpan, merge_spans, request_seed
@@ -191,14 +192,7 @@ async def run_episodes(
                 await answer
         return group
 
-    tasks = [asyncio.ensure_future(one_group(request)) for request in requests]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+    return await gather_or_cancel(one_group(request) for request in requests)
 
 
 async def _run_one(episode: Episode, function: RolloutFunction, timeout_s: float | None) -> EpisodeResult | Failure:

@@ -161,12 +161,7 @@ def pooling_reward(endpoint: Endpoint, **settings: Any) -> RemoteReward:
 
 
 def judge_reward(
-    endpoint: Endpoint,
-    *,
-    prompt: str,
-    pattern: str = r"(-?\d+(?:\.\d+)?)",
-    max_tokens: int = 512,
-    **settings: Any,
+    endpoint: Endpoint, *, prompt: str, pattern: str = r"(-?\d+(?:\.\d+)?)", max_tokens: int = 512, **settings: Any
 ) -> RemoteReward:
     """A chat model as a judge, behind /v1/chat/completions of any server.
 

@@ -52,20 +52,13 @@ class _ServerHost:
         self._server.start()
         return self._server.endpoint, self._server.log_path
 
-    def alive(self) -> bool:
-        return self._server.alive
-
-    def reason(self) -> str:
-        return self._server.reason()
-
-    def start(self) -> None:
-        self._server.start()
+    def call(self, name: str) -> Any:
+        """Call a method of the server, or read a property."""
+        value = getattr(self._server, name)
+        return value() if callable(value) else value
 
     def wait_ready(self, seconds: float) -> None:
         self._server.wait_ready(time.monotonic() + seconds)  # monotonic clocks differ between hosts
-
-    def stop(self) -> None:
-        self._server.stop()
 
 
 class RayServer:
@@ -77,57 +70,47 @@ class RayServer:
         self._actor, self._stop_timeout_s = actor, stop_timeout_s
         self._stopping: Any = None
 
-    def _call(self, method: str, *args: Any, timeout_s: float = _CALL_TIMEOUT_S) -> Any:
-        """Raises ray.exceptions.RayError if the actor is gone, or the exception of the method."""
-        import ray
-
-        return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
-
     @property
     def alive(self) -> bool:
-        from ray.exceptions import RayError
+        import ray
 
-        with suppress(RayError):
-            return bool(self._call("alive"))
+        with suppress(ray.exceptions.RayError):
+            return bool(ray.get(self._actor.call.remote("alive"), timeout=_CALL_TIMEOUT_S))
         return False
 
     def reason(self) -> str:
-        from ray.exceptions import RayError
+        import ray
 
         try:
-            return str(self._call("reason"))
-        except RayError as error:
+            return str(ray.get(self._actor.call.remote("reason"), timeout=_CALL_TIMEOUT_S))
+        except ray.exceptions.RayError as error:
             return f"its Ray actor is gone: {_first_line(error)}"
 
     def start(self) -> None:
         """Start the stopped server again, on the same node and port. Raises ServerStartError if the node is lost."""
-        from ray.exceptions import RayError
-
-        try:
-            self._call("start")
-        except RayError as error:
-            raise self._start_error(error) from None
+        self._get(self._actor.call.remote("start"), _CALL_TIMEOUT_S)
         self._stopping = None
 
     def wait_ready(self, deadline: float) -> None:
         """Raises ServerStartError."""
-        from ray.exceptions import RayError
-
         left = max(0.1, deadline - time.monotonic())
-        try:
-            self._call("wait_ready", left, timeout_s=left + _CALL_TIMEOUT_S)
-        except RayError as error:
-            raise self._start_error(error) from None
+        self._get(self._actor.wait_ready.remote(left), left + _CALL_TIMEOUT_S)
 
-    def _start_error(self, error: BaseException) -> ServerStartError:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, ServerStartError):
-            return cause
-        return ServerStartError(f"its Ray actor is gone: {_first_line(error)}", self.index, self.log_path)
+    def _get(self, result: Any, timeout_s: float) -> None:
+        import ray
+
+        try:
+            ray.get(result, timeout=timeout_s)
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, ServerStartError):
+                raise cause from None
+            reason = f"its Ray actor is gone: {_first_line(error)}"
+            raise ServerStartError(reason, self.index, self.log_path) from None
 
     def ask_to_stop(self) -> None:
         with suppress(Exception):  # Ray is shut down, which stopped the server
-            self._stopping = self._stopping or self._actor.stop.remote()
+            self._stopping = self._stopping or self._actor.call.remote("stop")
 
     def stop(self) -> None:
         """Stop the server's process tree. The actor stays alive for a restart."""
@@ -240,13 +223,12 @@ def _strategy(placement_group: Any, node_ids: Sequence[str] | None, index: int) 
 
 def _connect(index: int, actor: Any, launched: Any, config: RolloutConfig) -> RayServer:
     import ray
-    from ray.exceptions import GetTimeoutError, RayError
 
     try:
         endpoint, log_path = ray.get(launched, timeout=config.startup_timeout_s)
-    except GetTimeoutError:
+    except ray.exceptions.GetTimeoutError:
         raise ServerStartError("no node of the Ray cluster had the resources in time", index, None) from None
-    except RayError as error:
+    except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, RolloutConfigError):
             raise cause from None
