@@ -3,8 +3,8 @@
     python -m benchmarks.memory_plan.measure [--out FILE]           # 0.6B, 1.7B and 4B at stage 2
     python -m benchmarks.memory_plan.measure --device cpu --tiny    # tests the script; measures nothing
 
-Each case runs two training steps on packed sequences with rl_core's fused log-prob op, in its own process, at world size
-1. Prints one line of JSON per case, with the ratio of the estimate to the measured peak of torch's allocator.
+Each case runs two training steps on packed sequences with rl_core's fused log-prob op, in its own process, at world
+size 1. Prints one line of JSON per case, with the ratio of the estimate to the measured peak of torch's allocator.
 """
 
 import argparse
@@ -117,9 +117,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--offload", choices=["none", "cpu"], default="none", help="optimizer offload")
     parser.add_argument("--nf4", action="store_true", help="train LoRA adapters of rank 16 on an NF4 base")
-    parser.add_argument(
-        "--recompute", action="store_true", help="run only with activation checkpointing; the default runs both"
-    )
+    parser.add_argument("--recompute", action="store_true", help="only with activation checkpointing (default: both)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="use a model of half a million parameters and few tokens")
     parser.add_argument("--port", type=int, default=29631)

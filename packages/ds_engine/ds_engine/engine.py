@@ -21,9 +21,9 @@ from .model.attention import choose_kernel
 from .model.loading import check_offload, load_model, prepare_model, torch_dtype
 from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
 from .model.sequence_parallel import join_sequence_group
+from .state.checkpoint import load_state, save_state
 from .state.export import export_tensors
 from .state.reshape import StateSource, fill_state, has_layout
-from .state.saved_state import load_state, save_state
 from .zero.ds_config import deepspeed_config
 from .zero.memory import EngineMemory, MemoryReport, memory_stats
 from .zero.optimizer import build_optimizer, start_deepspeed

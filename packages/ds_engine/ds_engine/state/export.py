@@ -1,4 +1,4 @@
-"""Full tensors out of any ZeRO stage, one bounded gather at a time."""
+"""Exports full tensors from any ZeRO stage, in gathers of bounded size."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _GATHER_BYTES = 256 * 1024 * 1024
 def export_tensors(
     tensors: Sequence[NamedTensor], *, rank: int, zero_stage: int, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of each of `tensors` in order, on rank 0; nothing on other ranks.
+    """Yield (name, full tensor) for each of `tensors`, in order, on rank 0; yield nothing on other ranks.
 
-    They are the model's own at stages 1 and 2 (do not write to them) unless a cast or an adapter makes them new ones,
-    and copies at stage 3. Every rank must iterate to the end: at stage 3 each step is a collective.
+    Every rank must iterate to the end: at stage 3 the iteration issues collectives. At stages 1 and 2 the tensors may
+    share memory with the model (do not write to them); at stage 3 they are copies.
     """
     if zero_stage < 3:
         if rank == 0:
@@ -29,21 +29,21 @@ def export_tensors(
         return
     import deepspeed
 
-    for bunch in _bunches(tensors):
-        with deepspeed.zero.GatheredParameters([part for tensor in bunch for part in tensor.parts]):
-            # Views die with the context, so copies are taken inside it.
-            copies = [(tensor.name, tensor.value(dtype, copy=True)) for tensor in bunch if rank == 0]
+    for batch in _batches(tensors):
+        with deepspeed.zero.GatheredParameters([part for tensor in batch for part in tensor.parts]):
+            # Views are invalid after the context, so copies are made inside it.
+            copies = [(tensor.name, tensor.value(dtype, copy=True)) for tensor in batch if rank == 0]
         yield from copies
 
 
-def _bunches(tensors: Sequence[NamedTensor]) -> Iterator[list[NamedTensor]]:
-    bunch: list[NamedTensor] = []
+def _batches(tensors: Sequence[NamedTensor]) -> Iterator[list[NamedTensor]]:
+    batch: list[NamedTensor] = []
     num_bytes = 0
     for tensor in tensors:
-        if bunch and num_bytes + tensor.num_bytes > _GATHER_BYTES:
-            yield bunch
-            bunch, num_bytes = [], 0
-        bunch.append(tensor)
+        if batch and num_bytes + tensor.num_bytes > _GATHER_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(tensor)
         num_bytes += tensor.num_bytes
-    if bunch:
-        yield bunch
+    if batch:
+        yield batch

@@ -1,8 +1,8 @@
-"""Continue from a state that other ranks wrote: another number of them, ZeRO stage, offload or dtype.
+"""Loads a training state into another layout: number of ranks, ZeRO stage, offload or dtype.
 
-A source hands out ranges of whole parameters; every rank asks for those that lie in its own flat buffers, be they cut
-as stages 1 and 2 cut them (one range of a group a rank) or as stage 3 does (one range of each parameter a rank). What
-trains on is fp32 throughout, so nothing is rounded: masters and Adam's moments are the saved ones, bit for bit.
+A `StateSource` reads ranges of full parameters. Every rank requests the ranges that lie in its own flat buffers:
+one range of each parameter group per rank at stages 1 and 2, one range of each parameter per rank at stage 3. Master
+weights and Adam moments are fp32 on both sides, so they are restored bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUM_SHOWN = 3
 
 
 class StateLayout(Protocol):
-    """What the ranks that wrote a state were."""
+    """Layout of the ranks that saved a state."""
 
     @property
     def stage(self) -> int: ...
@@ -35,23 +35,23 @@ class StateLayout(Protocol):
     def num_ranks(self) -> int: ...
     @property
     def groups(self) -> Sequence[Mapping[str, Shape]]:
-        """Shapes by name, for each group of parameters that lie in one flat buffer, in order."""
+        """Parameter shapes by name, in order, for each group of parameters in one flat buffer."""
 
 
 class StateSource(Protocol):
-    """What a run has trained, by parameter name; `ckpt.ZeroCheckpoint` is one."""
+    """Saved training state by parameter name; implemented by `ckpt.ZeroCheckpoint`."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]: ...
     @property
     def adam_steps(self) -> int:
-        """Steps behind the moments; 0 when there are none yet."""
+        """Number of optimizer steps in the moments; 0 if there are no moments yet."""
 
     @property
     def client_state(self) -> Mapping[str, Any]: ...
     @property
     def counters(self) -> Mapping[str, int]:
-        """DeepSpeed's global_steps, global_samples and skipped_steps, as far as known."""
+        """DeepSpeed's global_steps, global_samples and skipped_steps, as far as they are saved."""
 
     @property
     def loss_scaler(self) -> Mapping[str, Any]: ...
@@ -62,15 +62,15 @@ class StateSource(Protocol):
     @property
     def deepspeed_config(self) -> Mapping[str, Any]: ...
     def check(self) -> None:
-        """Raise whatever stands against reading all of it."""
+        """Raise if any part of the state cannot be read."""
 
     def read(self, name: str, kind: StateKind, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a flattened parameter or of a moment of it, 1-d fp32 on the CPU, not written to."""
+        """Elements [start, stop) of a flattened parameter or of its moment: 1-d fp32 on the CPU, read-only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Fragment:
-    """Elements [start, stop) of parameter `name`, which lie at `offset` of a flat buffer."""
+    """Elements [start, stop) of parameter `name`, located at `offset` in a flat buffer."""
 
     name: str
     start: int
@@ -79,7 +79,7 @@ class _Fragment:
 
 
 def has_layout(engine: Any, source: StateSource) -> bool:
-    """Whether DeepSpeed's engine would write the files that the source was read from, shard by shard alike."""
+    """Whether DeepSpeed's engine can load the source's files itself: same ranks, stage, groups and settings."""
     zero = engine.optimizer
     layout = source.layout
     here = [[(name, tuple(shape)) for name, shape in group.items()] for group in engine._get_zero_param_shapes()]
@@ -93,16 +93,16 @@ def has_layout(engine: Any, source: StateSource) -> bool:
 
 @torch.no_grad()
 def fill_state(engine: Any, module: nn.Module, source: StateSource) -> int:
-    """Make the source's state that of DeepSpeed's `engine`; returns the client's number of steps. Collective.
+    """Load the source into DeepSpeed's `engine`; returns its number of optimizer steps. Collective.
 
-    Raises, on every rank and before anything is changed:
-        CheckpointError: on some rank the source cannot be read, or is of other parameters.
+    Raises, on every rank and before any change:
+        CheckpointError: on some rank the source cannot be read, or its parameters differ from the engine's.
     """
     _agree(_problem(engine, source))
     zero = engine.optimizer
     is_sharded = engine.zero_optimization_stage() == 3
     if is_sharded:
-        zero.checkpoint_event_prologue()  # whole copies of small parameters would hide the new values
+        zero.checkpoint_event_prologue()  # gathered copies of small parameters would hide the new values
     for flat, group, fragments in _sharded(engine) if is_sharded else _partitioned(engine):
         _fill(flat, fragments, zero.optimizer, group, source)
     if is_sharded:
@@ -124,7 +124,7 @@ def fill_state(engine: Any, module: nn.Module, source: StateSource) -> int:
 
 
 def _partitioned(engine: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[_Fragment]]]:
-    """Stages 1 and 2: (this rank's flat fp32 weights, their optimizer group, what lies where in them)."""
+    """Stages 1 and 2: yield (this rank's flat fp32 weights, their optimizer group, the fragments in them)."""
     zero = engine.optimizer
     groups = zero.bit16_groups if hasattr(zero, "bit16_groups") else zero.bf16_groups
     for group, parameters in zip(zero.optimizer.param_groups, groups, strict=True):
@@ -145,7 +145,7 @@ def _partitioned(engine: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[_Fr
 
 
 def _sharded(engine: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[_Fragment]]]:
-    """Stage 3: the same."""
+    """Stage 3: yield the same as `_partitioned`."""
     zero = engine.optimizer
     for index, parameters in enumerate(zero.fp16_groups):
         group = zero.optimizer.param_groups[zero.sub_group_to_group_id[index]]
@@ -166,11 +166,11 @@ def _fill(
     group: Mapping[str, Any],
     source: StateSource,
 ) -> None:
-    """Weights and Adam's state of one flat buffer; padding becomes zero."""
+    """Fill the weights and Adam states of one flat buffer; padding is set to zero."""
     targets: dict[StateKind, Tensor] = {"weight": flat.data}
     state = optimizer.state[flat]
     if source.adam_steps:
-        on_device = group.get("fused") or group.get("capturable")  # where torch's AdamW would have put it
+        on_device = group.get("fused") or group.get("capturable")  # as torch's AdamW does
         device = flat.device if on_device else torch.device("cpu")
         state["step"] = torch.tensor(float(source.adam_steps), dtype=torch.float32, device=device)
         for kind in _MOMENTS:
@@ -196,22 +196,22 @@ def _set_counts(engine: Any, source: StateSource) -> None:
 
 
 def _problem(engine: Any, source: StateSource) -> str | None:
-    """What stands against filling this rank's state from the source."""
+    """Why this rank cannot load the source; None if it can."""
     if "nvme" in _devices(engine.config):
-        return "this engine keeps its state on NVMe; continue where it was saved, or offload to cpu"
+        return "this engine keeps its state on NVMe: use zero.offload.optimizer=cpu"
     try:
         source.check()
         if "num_steps" not in source.client_state:
-            return "it does not say how many steps were taken (num_steps in its client state)"
+            return "its client state lacks num_steps, the number of optimizer steps"
         there = {name: tuple(shape) for name, shape in source.shapes.items()}
-    except Exception as error:  # of whatever kind: the other ranks have to hear of it, or they would wait
+    except Exception as error:  # of any type: the other ranks must learn of it, or they would hang
         return f"{type(error).__name__}: {error}"
     here = {name: tuple(shape) for group in engine._get_zero_param_shapes() for name, shape in group.items()}
     differences = [
-        *(f"{name} is trained here only" for name in here if name not in there),
-        *(f"{name} is in the checkpoint only" for name in there if name not in here),
+        *(f"{name} is missing in the checkpoint" for name in here if name not in there),
+        *(f"{name} is not a trainable parameter of this engine" for name in there if name not in here),
         *(
-            f"{name} is {there[name]} there and {shape} here"
+            f"{name} has shape {there[name]} in the checkpoint and {shape} here"
             for name, shape in here.items()
             if there.get(name, shape) != shape
         ),
@@ -219,7 +219,7 @@ def _problem(engine: Any, source: StateSource) -> str | None:
     if not differences:
         return None
     more = f" and {len(differences) - _NUM_SHOWN} more" if len(differences) > _NUM_SHOWN else ""
-    return f"it is of other parameters: {'; '.join(differences[:_NUM_SHOWN])}{more}"
+    return f"its parameters differ: {'; '.join(differences[:_NUM_SHOWN])}{more}"
 
 
 def _agree(problem: str | None) -> None:
@@ -228,13 +228,11 @@ def _agree(problem: str | None) -> None:
     found = {rank: text for rank, text in enumerate(problems) if text is not None}
     if found:
         rank, text = next(iter(found.items()))
-        raise CheckpointError(
-            f"the state cannot be continued from (rank {rank} of {len(problems)}): {text}. Nothing was changed."
-        )
+        raise CheckpointError(f"cannot load the state (rank {rank} of {len(problems)}): {text}. Nothing was changed.")
 
 
 def _settings(config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What of DeepSpeed's configuration decides which optimizer class writes which files."""
+    """The DeepSpeed settings that determine the optimizer class and its files."""
     enabled = tuple(bool((config.get(name) or {}).get("enabled")) for name in ("bf16", "fp16"))
     return (*_devices(config), *enabled, (config.get("data_types") or {}).get("grad_accum_dtype"))
 

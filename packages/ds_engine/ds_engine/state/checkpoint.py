@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints: every rank its shard, of what is trained only."""
+"""Saves and loads checkpoints in DeepSpeed's format: one shard per rank, trainable parameters only."""
 
 from __future__ import annotations
 
@@ -15,53 +15,56 @@ __all__ = ["load_state", "save_state"]
 
 
 def save_state(engine: Any, folder: str | Path, tag: str, *, num_steps: int) -> None:
-    """Write `folder`/`tag`. Frozen parameters are left out: the model folder has them.
+    """Write a checkpoint to `folder`/`tag`. Frozen parameters are not saved: the model folder has them.
 
     Raises:
         CheckpointError: optimizer states are on NVMe.
     """
-    _refuse_nvme(engine)
-    with _trained_only(engine.module), _stage_noted(engine.optimizer):
+    _check_not_on_nvme(engine)
+    with _without_frozen(engine.module), _with_stage(engine.optimizer):
         engine.save_checkpoint(
             str(folder), tag=tag, client_state={"num_steps": num_steps}, exclude_frozen_parameters=True
         )
 
 
 def load_state(engine: Any, folder: str | Path, tag: str) -> int:
-    """Continue from `folder`/`tag`, written by as many ranks at the same stage; returns the steps taken by then.
+    """Load `folder`/`tag`, saved by the same number of ranks at the same stage; returns its number of optimizer steps.
 
     Raises:
-        CheckpointError: there is none, or it is of another model or other adapters; optimizer states are on NVMe.
+        CheckpointError: it does not exist, or belongs to another model or other adapters; or optimizer states are on
+            NVMe.
     """
-    _refuse_nvme(engine)
+    _check_not_on_nvme(engine)
     path = Path(folder) / tag
     if not path.is_dir():
         raise CheckpointError(f"no checkpoint {tag!r} in {str(folder)!r}")
-    is_whole = all(parameter.requires_grad for parameter in engine.module.parameters())
+    has_no_frozen = all(parameter.requires_grad for parameter in engine.module.parameters())
     try:
         found, state = engine.load_checkpoint(
-            str(folder), tag=tag, load_lr_scheduler_states=False, load_module_strict=is_whole
+            str(folder), tag=tag, load_lr_scheduler_states=False, load_module_strict=has_no_frozen
         )
     except (RuntimeError, KeyError, IndexError) as error:
         raise CheckpointError(f"{str(path)!r} does not fit this engine's model and adapters: {error}") from error
     if found is None or "num_steps" not in state:
-        raise CheckpointError(f"{str(path)!r} is not a checkpoint this engine wrote")
+        raise CheckpointError(f"{str(path)!r} is not a checkpoint of this engine")
     return int(state["num_steps"])
 
 
-def _refuse_nvme(engine: Any) -> None:
-    """DeepSpeed would copy the swap files and restore neither weights, nor counters, nor states too small to swap."""
+def _check_not_on_nvme(engine: Any) -> None:
+    """DeepSpeed would copy the swap files but restore neither weights, nor counters, nor states too small to swap."""
     if engine.zero_nvme_offload_optimizer():
         raise CheckpointError(
-            "optimizer states on NVMe cannot be saved so that training could continue from them: "
+            "optimizer states on NVMe cannot be saved in a checkpoint that training can resume from: "
             "use zero.offload.optimizer=cpu, or export_parameters for the weights alone"
         )
 
 
 @contextmanager
-def _trained_only(module: nn.Module) -> Iterator[None]:
-    """Inside, `module.state_dict()` lacks what is frozen, under all of its names: DeepSpeed's own option forgets that
-    a frozen embedding may be tied to the head, and would write that."""
+def _without_frozen(module: nn.Module) -> Iterator[None]:
+    """Context in which `module.state_dict()` omits frozen parameters under all of their names.
+
+    DeepSpeed's exclude_frozen_parameters omits one name only, and would save a frozen embedding as the tied head.
+    """
     frozen = [n for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad]
 
     def drop(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
@@ -76,9 +79,11 @@ def _trained_only(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _stage_noted(optimizer: Any) -> Iterator[None]:
-    """Inside, what the optimizer saves says of which stage it is. DeepSpeed's class for stage 1 in bf16 with fp32
-    accumulation forgets that, and DeepSpeed's zero_to_fp32.py takes its files for none of ZeRO."""
+def _with_stage(optimizer: Any) -> Iterator[None]:
+    """Context in which BF16_Optimizer (stage 1 in bf16 with fp32 accumulation) saves its ZeRO stage.
+
+    DeepSpeed omits it, and then zero_to_fp32.py does not recognize the files as a ZeRO checkpoint.
+    """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     if not isinstance(optimizer, BF16_Optimizer):
