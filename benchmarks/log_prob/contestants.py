@@ -1,6 +1,6 @@
-"""What the benchmark compares: each turns ``(hidden, weight, targets)`` into log-probs, or their negative mean.
+"""The compared implementations: each computes log-probs, or their negative mean, from ``(hidden, weight, targets)``.
 
-A contestant whose package or hardware is missing raises ImportError when built, and the table says so.
+``build`` raises ImportError if the package or hardware is missing; the table then says so.
 """
 
 import os
@@ -15,13 +15,13 @@ Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """``outputs`` names what the call returns, in order: "log_prob", "entropy" per token, or "loss" (negative mean)."""
+    """``outputs`` are the results of the call, in order: "log_prob", "entropy" per token, or "loss" (negative mean)."""
 
     name: str
     build: Callable[[], Call]
     outputs: tuple[str, ...] = ("log_prob",)
     forward: bool = True  # whether the forward pass alone is timed
-    largest_tokens: int | None = None  # left out above this many tokens, where it would only take time
+    largest_tokens: int | None = None  # skipped above this many tokens to save time
 
 
 def _plinth(keep_bytes: int | None) -> Call:
@@ -47,7 +47,7 @@ def _compiled() -> Call:
 
 
 def _liger(reduction: str) -> Call:
-    """Triton fused linear cross-entropy. "mean" takes gradients in the forward pass and cannot weigh tokens."""
+    """Triton fused linear cross-entropy. "mean" computes gradients in the forward pass and cannot weight tokens."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Function
 
     sign = 1 if reduction == "mean" else -1
@@ -55,7 +55,7 @@ def _liger(reduction: str) -> Call:
 
 
 def _liger_sm90() -> Call:
-    os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"  # its check waits for the device
+    os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"  # its check synchronizes
     from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
         LigerFusedScaledCrossEntropySM90Function as Function,
     )

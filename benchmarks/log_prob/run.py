@@ -1,9 +1,9 @@
-"""Accuracy against float64 and speed beside peers of the fused log-prob op, on one GPU.
+"""Benchmark of the fused log-prob op on one GPU: accuracy against float64, and speed and memory against other packages.
 
     python benchmarks/log_prob/run.py --out outputs/log_prob
 
-Prints Markdown tables and writes them with every number (``results.jsonl``) to the folder given. Peers that are not
-installed, do not fit the GPU's memory or fail are named in the table with the reason. ``--help`` lists the options.
+Prints Markdown tables, and writes them and all numbers (``results.jsonl``) to the output folder. The table gives the
+reason for implementations that are not installed, run out of memory or fail. ``--help`` lists the options.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def chosen(args: argparse.Namespace) -> list[Contestant]:
 
 
 def loss_of(outputs: tuple[Tensor, ...], names: tuple[str, ...]) -> Tensor:
-    """One scalar that uses every output; without entropy it is minus the mean log-prob for every contestant."""
+    """A scalar of all outputs; without entropy it is minus the mean log-prob for every implementation."""
     loss = outputs[0] if names[0] == "loss" else -outputs[0].mean()
     return loss - 0.01 * outputs[1].float().mean() if len(outputs) > 1 else loss
 
@@ -51,7 +51,7 @@ def median_ms(function: Callable[[], object], expected_ms: float) -> float:
 
 
 def time_one(contestant: Contestant, call: Call, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
-    """Milliseconds of the forward pass alone (no graph) and with the backward pass; extra memory beyond gradients."""
+    """Milliseconds of the forward pass (without graph) and of forward and backward; peak memory beyond gradients."""
     hidden, weight, targets = inputs
     floor_ms = 8 * targets.numel() * weight.numel() / 600e9
 
@@ -77,14 +77,14 @@ def time_one(contestant: Contestant, call: Call, inputs: tuple[Tensor, Tensor, T
 
 
 def guarded(contestant: Contestant, work: Callable[[Call], dict[str, float]]) -> dict[str, Any]:
-    """``work`` with the contestant's call, or the reason in words why it did not run."""
+    """The result of ``work`` with the implementation, or the reason why it did not run."""
     try:
         return work(contestant.build())
     except torch.cuda.OutOfMemoryError:
         return {"reason": "out of memory"}
     except ImportError as error:
         return {"reason": "not installed", "error": str(error)[:300]}
-    except Exception as error:  # a peer's failure must not end the comparison
+    except Exception as error:  # one failure must not end the benchmark
         return {"reason": "failed", "error": f"{type(error).__name__}: {str(error)[:300]}"}
     finally:
         torch.cuda.empty_cache()
@@ -112,7 +112,7 @@ def speed(args: argparse.Namespace, record: Callable[[dict[str, Any]], None]) ->
 
 
 def reference(inputs: tuple[Tensor, Tensor, Tensor], names: tuple[str, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Outputs and gradients of the plain formula computed in ``dtype`` from the same bf16 numbers."""
+    """Outputs and gradients of the plain formula, computed in ``dtype`` from the same bf16 inputs."""
     from rl_core import linear_log_prob
 
     hidden, weight = (x.detach().to(dtype).requires_grad_() for x in inputs[:2])
@@ -165,7 +165,7 @@ def accuracy(args: argparse.Namespace, record: Callable[[dict[str, Any]], None])
 
 
 def matmul_tflops() -> str:
-    """This card's bf16 matrix product at the shapes of the op: the ceiling to read the table against."""
+    """TFLOP/s of a plain bf16 matrix product at the shapes of the op, as an upper bound."""
     parts = []
     for hidden_size in sorted(HIDDENS):
         hidden, weight = (x.detach() for x in make_inputs(16384, hidden_size, 33792)[:2])
@@ -232,9 +232,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--hiddens", type=int, nargs="+", default=HIDDENS)
     parser.add_argument("--vocabs", type=int, nargs="+", default=VOCABS)
-    parser.add_argument("--only", nargs="+", default=[""], help="contestants whose names begin so")
+    parser.add_argument("--only", nargs="+", default=[""], help="run only names with these prefixes")
     parser.add_argument("--skip-accuracy", action="store_true")
-    parser.add_argument("--budget-s", type=float, default=1800, help="after this long only our own op is still timed")
+    parser.add_argument("--budget-s", type=float, default=1800, help="seconds after which only this package is timed")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "results.jsonl").open("a") as log:

@@ -1,7 +1,7 @@
-"""Replace a Hugging Face trainer's log-prob computation, and compare the two.
+"""Replace the log-prob computation of a Hugging Face trainer with the fused op, and compare the two.
 
-Trainers usually run `model(input_ids).logits` and take log_softmax: [B, L, V] in float32, several copies. Here the
-decoder gives hidden states, and `linear_log_prob` works from them and the head's weight. Needs `transformers`.
+Trainers usually call `model(input_ids).logits` and log_softmax, which takes several [B, L, V] float32 tensors. Here the
+decoder returns hidden states, and `linear_log_prob` uses them and the weight of the head. Needs `transformers`.
 
 Run: python examples/hugging_face_log_probs.py
 """
@@ -13,7 +13,7 @@ from rl_core import linear_log_prob
 
 
 def usual_log_probs(model: torch.nn.Module, input_ids_BL: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log_probs, entropy) of tokens 1 … L - 1, [B, L - 1], through all logits."""
+    """(log_probs, entropy) of tokens 1 … L - 1, [B, L - 1] each, from all logits."""
     logits_BLV = model(input_ids=input_ids_BL).logits[:, :-1].float() / temperature
     log_probs_BLV = logits_BLV.log_softmax(-1)
     chosen = log_probs_BLV.gather(-1, input_ids_BL[:, 1:, None]).squeeze(-1)
@@ -21,7 +21,7 @@ def usual_log_probs(model: torch.nn.Module, input_ids_BL: Tensor, temperature: f
 
 
 def fused_log_probs(model: torch.nn.Module, input_ids_BL: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The same from hidden states; no tensor has a vocabulary dimension but the head's weight and its gradient."""
+    """`usual_log_probs` from hidden states; only the weight of the head and its gradient have a vocabulary dimension."""
     hidden_BLH = model.get_decoder()(input_ids=input_ids_BL).last_hidden_state[:, :-1]
     log_probs, entropy = linear_log_prob(
         hidden_BLH.flatten(0, 1),
@@ -34,7 +34,7 @@ def fused_log_probs(model: torch.nn.Module, input_ids_BL: Tensor, temperature: f
 
 
 def compare(temperature: float = 0.7) -> dict[str, float]:
-    """Largest absolute differences of log-probs, entropy and (relative) gradient between the two."""
+    """Largest absolute difference of log-probs and of entropy, and relative difference of the gradient."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)

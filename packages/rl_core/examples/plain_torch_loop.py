@@ -1,8 +1,8 @@
-"""GRPO in a plain torch loop: no trainer, no distributed runtime, a few seconds on a CPU.
+"""GRPO in a plain torch loop, without trainer or distributed runtime; takes a few seconds on a CPU.
 
-The task: after digit d comes digit d + 1. A bigram policy starts at random (10% right) and is rewarded for the share of
-right steps. Everything but the model and the sampling comes from rl_core, and none of it knows about the model: a mini
-batch is cut into micro batches by a token budget, and their gradients are simply added up.
+The task: digit d + 1 follows digit d. A bigram policy starts at random (10% right) and is rewarded for the share of
+right steps. rl_core provides everything except the model and the sampling, and does not depend on the model. A token
+budget splits a mini batch into micro batches, whose gradients add up.
 
 Run: python examples/plain_torch_loop.py
 """
@@ -25,7 +25,7 @@ NUM_DIGITS, NUM_PROMPTS, SAMPLES_PER_PROMPT, RESPONSE_LENGTH = 10, 16, 8, 6
 
 
 class BigramPolicy(nn.Module):
-    """Hidden states [T, H] from token ids [T]; the output weight [V, H] turns them into logits."""
+    """Hidden states [T, H] from token ids [T]; `head.weight` [V, H] turns them into logits."""
 
     def __init__(self, hidden: int = 32) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class BigramPolicy(nn.Module):
 
 @torch.no_grad()
 def sample(policy: BigramPolicy, prompts_N: Tensor) -> tuple[Tensor, Tensor]:
-    """(responses_NL, log_probs_NL): what a rollout engine would give back."""
+    """(responses_NL, log_probs_NL), as a rollout engine returns them."""
     ids_N, tokens, log_probs = prompts_N, [], []
     for _ in range(RESPONSE_LENGTH):
         log_probs_NV = policy.head(policy(ids_N)).log_softmax(-1)
@@ -72,7 +72,7 @@ def train(num_steps: int = 60, *, num_updates: int = 2, token_budget: int = 256,
             for i in range(len(prompts_N))
         ]
         lens_N = torch.full((len(sequences),), RESPONSE_LENGTH)
-        weights_N = token_weights("token_mean", lens_N)  # decided once, for the whole mini batch
+        weights_N = token_weights("token_mean", lens_N)  # computed once, for the whole mini batch
         plan = plan_micro_batches((lens_N + 1).tolist(), num_ranks=1, token_budget=token_budget)
 
         for _ in range(num_updates):
