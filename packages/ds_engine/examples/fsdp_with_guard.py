@@ -1,7 +1,7 @@
-"""The collective guard in a plain FSDP script, without DeepSpeed.
+"""Uses the collective guard in a plain FSDP script, without DeepSpeed.
 
 torchrun --nproc-per-node 2 fsdp_with_guard.py            trains
-torchrun --nproc-per-node 2 fsdp_with_guard.py --break    rank 1 asks for a norm on its own; both ranks say so at once
+torchrun --nproc-per-node 2 fsdp_with_guard.py --break    rank 1 alone issues an all-reduce; both ranks raise an error
 """
 
 import sys
@@ -30,7 +30,7 @@ def main() -> None:
             loss = model(torch.randn(8, 16)).square().mean()
             loss.backward()
             if "--break" in sys.argv and step == 3 and dist.get_rank() == 1:
-                dist.all_reduce(torch.ones(1))  # a rank-local "grad norm": the hang this guard is for
+                dist.all_reduce(torch.ones(1))  # such as a grad norm on one rank only: ranks would hang
             optimizer.step()
             optimizer.zero_grad()
             print(f"rank {dist.get_rank()} step {step} loss {loss.item():.4f}", flush=True)

@@ -28,7 +28,7 @@ def flash4_attention(
     return torch.ops.ds_engine.flash4(q_Thd, k_Thd, v_Thd, borders_S1, longest, scale, window)[0]  # type: ignore[no-any-return]
 
 
-def _shared(borders_S1: Tensor, longest: int, scale: float, window: int | None) -> dict[str, Any]:
+def _kernel_options(borders_S1: Tensor, longest: int, scale: float, window: int | None) -> dict[str, Any]:
     return {
         "cu_seqlens_q": borders_S1,
         "cu_seqlens_k": borders_S1,
@@ -46,7 +46,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **_shared(borders, longest, scale, window))
+    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **_kernel_options(borders, longest, scale, window))
     return out, lse
 
 
@@ -65,7 +65,7 @@ def _backward(
     from flash_attn.cute.interface import _flash_attn_bwd
 
     deterministic = torch.are_deterministic_algorithms_enabled()
-    options = _shared(borders, longest, scale, window) | {"deterministic": deterministic}
+    options = _kernel_options(borders, longest, scale, window) | {"deterministic": deterministic}
     dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad.contiguous(), lse, **options)
     return dq, dk, dv
 
@@ -78,14 +78,14 @@ def _(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, borders, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, borders)
 
 
-def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _autograd_backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     del grad_lse  # the log-sum-exp is not an output of flash4_attention
     return (*torch.ops.ds_engine.flash4_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None)
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
+_forward.register_autograd(_autograd_backward, setup_context=_save_for_backward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -71,7 +71,7 @@ def load_model(
     register_packed_attention()
     torch.manual_seed(config.seed)
     sharded = config.zero.stage == 3
-    with _zero3_loading(ds_config) if sharded else _nothing():
+    with _zero3_loading(ds_config) if sharded else nullcontext():
         model = _read_folder(model_path, torch_dtype(config.dtype), head, seed=config.seed)
     if config.lora is not None and config.lora.base_format == "nf4":
         quantize_base(model, device=device)
@@ -182,8 +182,3 @@ def _zero3_loading(ds_config: dict[str, Any]) -> Iterator[None]:
     alive = HfDeepSpeedConfig(ds_config)
     yield
     del alive
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import BatchError, ModelError
 from .attention import PackedLayout
 from .parts import VALUE_HEAD, find_backbone
-from .sequence_parallel import SequenceGroup, TargetShare, gather_answers, share_targets
+from .sequence_parallel import SequenceGroup, TargetShare, gather_outputs, share_targets
 
 if TYPE_CHECKING:
     from ..batch import LogProbFn, TokenBatch
@@ -140,7 +140,7 @@ def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None) -> None:
             hidden_KH = hidden_KH * hidden_scale
         rows_RK = head(hidden_KH, targets_K=packed.target_ids_K, temperature=temperature)
         if packed.share is not None and packed.packing.sequence is not None:
-            rows_RK = gather_answers(rows_RK, packed.share, packed.packing.sequence)
+            rows_RK = gather_outputs(rows_RK, packed.share, packed.packing.sequence)
         return rows_RK
 
     model.forward = forward

@@ -29,8 +29,8 @@ __all__ = [
     "SequenceGroup",
     "TargetShare",
     "check_heads",
-    "gather_answers",
     "gather_heads",
+    "gather_outputs",
     "join_sequence_group",
     "kv_copies",
     "scatter_heads",
@@ -141,21 +141,21 @@ def _(joined: Tensor, heads: list[int], sp: int, group_name: str) -> list[Tensor
     return [joined.new_empty(joined.shape[0] // sp, count, joined.shape[2]) for count in heads]
 
 
-def _remember_heads(ctx: Any, inputs: tuple[list[Tensor], int, str], output: Tensor) -> None:
+def _save_heads(ctx: Any, inputs: tuple[list[Tensor], int, str], output: Tensor) -> None:
     parts, *ctx.exchange = inputs
     ctx.heads = [part.shape[1] for part in parts]
 
 
-def _remember_exchange(ctx: Any, inputs: tuple[Tensor, list[int], int, str], output: list[Tensor]) -> None:
+def _save_exchange(ctx: Any, inputs: tuple[Tensor, list[int], int, str], output: list[Tensor]) -> None:
     ctx.exchange = inputs[2:]
 
 
 # Both only permute elements and are inverse to each other, so each one is the other's backward.
 _to_heads.register_autograd(
-    lambda ctx, grad: (_to_tokens(grad, ctx.heads, *ctx.exchange), None, None), setup_context=_remember_heads
+    lambda ctx, grad: (_to_tokens(grad, ctx.heads, *ctx.exchange), None, None), setup_context=_save_heads
 )
 _to_tokens.register_autograd(
-    lambda ctx, grads: (_to_heads(grads, *ctx.exchange), None, None, None), setup_context=_remember_exchange
+    lambda ctx, grads: (_to_heads(grads, *ctx.exchange), None, None, None), setup_context=_save_exchange
 )
 
 
@@ -210,23 +210,23 @@ def share_targets(target_index_K: Tensor, *, tokens_per_rank: int, sequence_rank
     )
 
 
-class _GatherAnswers(torch.autograd.Function):
+class _GatherOutputs(torch.autograd.Function):
     """All-gather [R, W] -> [sp, R, W]. Backward keeps this rank's part: the other ranks start from their own."""
 
     @staticmethod
     def forward(ctx: Any, rows_RW: Tensor, sequence: SequenceGroup) -> Tensor:
         ctx.rank = sequence.rank
-        everyone = rows_RW.new_empty(sequence.size * rows_RW.shape[0], rows_RW.shape[1])
-        all_gather_single(everyone, rows_RW.contiguous(), group=sequence.group)
-        return everyone.view(sequence.size, *rows_RW.shape)
+        gathered = rows_RW.new_empty(sequence.size * rows_RW.shape[0], rows_RW.shape[1])
+        all_gather_single(gathered, rows_RW.contiguous(), group=sequence.group)
+        return gathered.view(sequence.size, *rows_RW.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0][ctx.rank], None
 
 
-def gather_answers(rows_Rk: Tensor, share: TargetShare, sequence: SequenceGroup) -> Tensor:
+def gather_outputs(rows_Rk: Tensor, share: TargetShare, sequence: SequenceGroup) -> Tensor:
     """[R, k] outputs of this rank's k targets (one dummy output if it has none) -> [R, K] outputs of all targets."""
     rows_RW = F.pad(rows_Rk, (0, share.width - rows_Rk.shape[1]))
-    everyone: Tensor = _GatherAnswers.apply(rows_RW, sequence)
-    return everyone.transpose(0, 1).flatten(1).index_select(1, share.source_K)
+    gathered: Tensor = _GatherOutputs.apply(rows_RW, sequence)
+    return gathered.transpose(0, 1).flatten(1).index_select(1, share.source_K)
