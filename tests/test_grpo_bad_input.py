@@ -5,114 +5,103 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from plinth_testing import run_script
+
 REPO = Path(__file__).resolve().parents[1]
+MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1}
+FILES: dict[str, dict[str, list[str]]] = {
+    "empty": {"question": [], "answer": []},
+    "other_column": {"question": ["a"], "solution": ["#### 1"]},
+    "no_answer": {"question": ["a", "b"], "answer": ["#### 1", "no answer here"]},
+    "good": {"question": ["a"], "answer": ["#### 1"]},
+}
+REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "missing parquet file": ("model.path=WITH data.train=nowhere.parquet", ("nowhere.parquet",)),
+    "empty parquet file": ("model.path=WITH data.train=empty.parquet", ("empty.parquet",)),
+    "missing column": ("model.path=WITH data.train=other_column.parquet", ("answer", "solution")),
+    "row without an answer": ("model.path=WITH data.train=no_answer.parquet", ("row",)),
+    "model folder without a tokenizer": ("model.path=WITHOUT data.train=good.parquet", ("tokenizer",)),
+    "batch that ranks cannot divide": (
+        "batch.train_batch_size=3 batch.mini_batch_size=3 sampling.n=3",
+        ("mini_batch_size", "that works: 2, 4"),
+    ),
+    "port in use": ("rollout.port=PORT", ("PORT",)),
+    "unknown key": ("actor.zero.stag=2", ("actor.zero.stage",)),
+    "wrong type": ("actor.zero.stage=two", ("actor.zero.stage", "two")),
+    # 2 layers x 2 KV heads x 32 x 4 bytes x (K and V) is 1 KiB per token: 512 tokens need 0.0005 GiB.
+    "too little memory for the KV cache": ("rollout.max_model_len=512 rollout.kv_cache_gib=0.0001", ("kv_cache",)),
+}
+"""By name: the arguments, and what the message has to hold."""
+RUN_ALL = """
+import json, os, sys
+import pyarrow.parquet, ray, torch._dynamo, transformers  # once for all: every case is a fork of this process
+import apps.grpo.main
+
+codes = {}
+for name, arguments in json.loads(sys.argv[1]).items():
+    if pid := os.fork():
+        codes[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    else:
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), 2)
+        apps.grpo.main.cli(arguments)
+print(json.dumps(codes))
+"""
 
 
-def run_app(tmp_path: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "apps.grpo.main", f"trainer.output_dir={tmp_path / 'outputs'}", *arguments],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def refuse(tmp_path: Path, *arguments: str) -> str:
-    """Runs the app, asserts the refusal, and gives the message."""
-    result = run_app(tmp_path, arguments)
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    assert not (tmp_path / "outputs").exists(), "a run folder was made before the input was checked"
-    return result.stderr
-
-
-@pytest.fixture
-def model_folder(tmp_path: Path) -> Path:
-    """A model folder without a tokenizer, as far as a check before loading can tell."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"")
-    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that look whole to a check before loading, with and without a tokenizer, and data files."""
+    folder = tmp_path_factory.mktemp("bad_input")
+    for name in ("with", "without"):
+        (folder / name).mkdir()
+        (folder / name / "model.safetensors").write_bytes(b"")
+        (folder / name / "config.json").write_text(json.dumps(MODEL))
+    (folder / "with" / "tokenizer.json").write_text("{}")
+    for name, columns in FILES.items():
+        table = {column: pa.array(values, pa.string()) for column, values in columns.items()}
+        pq.write_table(pa.table(table), folder / f"{name}.parquet")
     return folder
 
 
-def write_parquet(path: Path, columns: dict[str, list[str | None]]) -> Path:
-    pq.write_table(pa.table({name: pa.array(values, pa.string()) for name, values in columns.items()}), path)
-    return path
-
-
-def test_missing_parquet(tmp_path: Path, model_folder: Path) -> None:
-    (model_folder / "tokenizer.json").write_text("{}")
-    message = refuse(tmp_path, f"model.path={model_folder}", f"data.train={tmp_path / 'nowhere.parquet'}")
-    assert "nowhere.parquet" in message
-
-
-def test_empty_parquet(tmp_path: Path, model_folder: Path) -> None:
-    (model_folder / "tokenizer.json").write_text("{}")
-    file = write_parquet(tmp_path / "empty.parquet", {"question": [], "answer": []})
-    assert "empty.parquet" in refuse(tmp_path, f"model.path={model_folder}", f"data.train={file}")
-
-
-def test_missing_column_names_those_found(tmp_path: Path, model_folder: Path) -> None:
-    (model_folder / "tokenizer.json").write_text("{}")
-    file = write_parquet(tmp_path / "train.parquet", {"question": ["a"], "solution": ["#### 1"]})
-    message = refuse(tmp_path, f"model.path={model_folder}", f"data.train={file}")
-    assert "answer" in message
-    assert "solution" in message
-
-
-def test_row_without_answer(tmp_path: Path, model_folder: Path) -> None:
-    (model_folder / "tokenizer.json").write_text("{}")
-    file = write_parquet(tmp_path / "train.parquet", {"question": ["a", "b"], "answer": ["#### 1", "no answer here"]})
-    message = refuse(tmp_path, f"model.path={model_folder}", f"data.train={file}")
-    assert "row" in message
-
-
-def test_model_folder_without_tokenizer(tmp_path: Path, model_folder: Path) -> None:
-    file = write_parquet(tmp_path / "train.parquet", {"question": ["a"], "answer": ["#### 1"]})
-    message = refuse(tmp_path, f"model.path={model_folder}", f"data.train={file}")
-    assert "tokenizer" in message
-
-
-def test_batch_that_the_ranks_cannot_divide_says_what_would_do(tmp_path: Path) -> None:
-    message = refuse(tmp_path, "batch.train_batch_size=3", "batch.mini_batch_size=3", "sampling.n=3")
-    assert "mini_batch_size" in message
-    assert any(size in message for size in ("2", "4")), message
-
-
-def test_port_in_use(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def port() -> Iterator[str]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        message = refuse(tmp_path, f"rollout.port={port}")
-    assert str(port) in message
+        yield str(taken.getsockname()[1])
 
 
-def test_unknown_key_names_the_nearest(tmp_path: Path) -> None:
-    message = refuse(tmp_path, "actor.zero.stag=2")
-    assert "actor.zero.stage" in message
+@pytest.fixture(scope="module")
+def codes(folder: Path, port: str) -> dict[str, int]:
+    """Exit codes of all cases; the messages are in files of their names."""
+    values = {"WITHOUT": str(folder / "without"), "WITH": str(folder / "with"), "PORT": port}
+    cases = {}
+    for name, (arguments, _) in REFUSED.items():
+        for word, value in values.items():
+            arguments = arguments.replace(word, value)
+        arguments = arguments.replace("data.train=", f"data.train={folder}/")
+        cases[name] = [f"trainer.output_dir={folder / 'outputs'}", *arguments.split()]
+    script = folder / "run_all.py"
+    script.write_text(f"import os\nos.chdir({str(folder)!r})\n" + RUN_ALL)
+    printed = run_script(script, json.dumps(cases), env={"PYTHONPATH": str(REPO)})
+    found: dict[str, int] = json.loads(printed.splitlines()[-1])
+    return found
 
 
-def test_wrong_type(tmp_path: Path) -> None:
-    message = refuse(tmp_path, "actor.zero.stage=two")
-    assert "actor.zero.stage" in message
-    assert "two" in message
-
-
-def test_too_little_memory_for_the_kv_cache(tmp_path: Path) -> None:
-    # 2 layers x 2 KV heads x 32 x 4 bytes x (K and V) is 1 KiB a token: 512 tokens need 0.0005 GiB.
-    message = refuse(tmp_path, "rollout.max_model_len=512", "rollout.kv_cache_gib=0.0001")
-    assert "kv_cache" in message
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(folder: Path, port: str, codes: dict[str, int], case: str) -> None:
+    message = (folder / case).read_text()
+    assert codes[case] == 2, message
+    assert "Traceback" not in message
+    assert not (folder / "outputs").exists(), "a run folder was made before the input was checked"
+    assert [word for word in REFUSED[case][1] if word.replace("PORT", port) not in message] == []
 
 
 def test_help_is_quick_and_does_not_import_torch() -> None:
