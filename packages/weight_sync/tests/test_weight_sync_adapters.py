@@ -1,12 +1,11 @@
 """LoRA adapters pushed into a real CPU server: output of PEFT's model, base model unchanged, all servers or none."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import weight_sync_helpers as helpers
-from weight_sync_helpers import Server, assert_serves, flip_bytes, is_paused
+from weight_sync_helpers import ChangedSource, Server, assert_serves, flip_bytes, is_paused
 
 from weight_sync import Adapter, ModuleSource, ReceiverError, SyncConfig, SyncConfigError, WeightPusher, peft_name
 
@@ -73,42 +72,27 @@ def test_adapter_is_served_next_to_the_base_model(lora_server: Server, old_model
     assert helpers.call(lora_server, "GET", "/weight_info")[1] == {"weight_version": "3"}
 
 
-class Changed(ModuleSource):
-    """An adapter whose manifest differs in one entry; None omits it."""
-
-    def __init__(self, model: Any, name: str, changes: dict[str, Any] | None) -> None:
-        super().__init__(model, rename=peft_name)
-        self._name, self._changes = name, changes
-
-    def manifest(self) -> Any:
-        manifest = super().manifest()
-        return type(manifest).of(
-            dataclasses.replace(e, **(self._changes or {})) if e.name.endswith(self._name) else e
-            for e in manifest.entries
-            if self._changes is not None or not e.name.endswith(self._name)
-        )
-
-    def fill(self, bucket: Any, out: Any) -> None:
-        if out is not None:
-            out.zero_()
-
-
 def test_mismatched_adapter_is_rejected_and_the_previous_version_stays(lora_server: Server, server: Server) -> None:
     model = tuned_model(7)
     with pusher_of(model, [lora_server]) as pusher:
         pusher.push(1)
-    place = "layers.1.mlp.down_proj.lora_"
+    lora = "layers.1.mlp.down_proj.lora_"
+    plain = ModuleSource(model, rename=peft_name)
     cases: list[tuple[Any, Adapter, str]] = [
-        (Changed(model, f"{place}A.weight", {"shape": (RANK, 64)}), adapter_of(model), "has 128"),
-        (Changed(model, f"{place}B.weight", {"shape": (64, RANK // 2)}), adapter_of(model), "not a low-rank pair"),
-        (Changed(model, f"{place}B.weight", None), adapter_of(model), "lora_B is missing"),
+        (ChangedSource(plain, f"{lora}A.weight", {"shape": (RANK, 64)}), adapter_of(model), "has 128"),
         (
-            Changed(model, f"{place}B.weight", {"name": f"base_model.model.x.{place}B.weight"}),
+            ChangedSource(plain, f"{lora}B.weight", {"shape": (64, RANK // 2)}),
+            adapter_of(model),
+            "not a low-rank pair",
+        ),
+        (ChangedSource(plain, f"{lora}B.weight", None), adapter_of(model), "lora_B is missing"),
+        (
+            ChangedSource(plain, f"{lora}B.weight", {"name": f"base_model.model.x.{lora}B.weight"}),
             adapter_of(model),
             "slot",
         ),
-        (ModuleSource(model, rename=peft_name), adapter_of(model, r=2 * RANK), "max_lora_rank"),
-        (ModuleSource(model, rename=peft_name), adapter_of(model, use_dora=True), "DoRA"),
+        (plain, adapter_of(model, r=2 * RANK), "max_lora_rank"),
+        (plain, adapter_of(model, use_dora=True), "DoRA"),
     ]
     for source, adapter, words in cases:
         with WeightPusher(source, [lora_server], adapter=adapter) as pusher:

@@ -1,6 +1,5 @@
 """The examples run unchanged against the shared server, which then serves the weights that they trained."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +13,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run(command: list[str], log: Path) -> str:
-    process = helpers.start_process([sys.executable, *command], log)
-    try:
-        code = process.wait(400)
-    finally:
-        helpers.stop_process(process)
-    text = log.read_text()
-    assert code == 0, text[-4000:]
-    return text
-
-
 def test_plain_module_and_fsdp2(server: Server, old_model: Any, tmp_path: Path) -> None:
     folder = str(helpers.save_model(old_model, tmp_path / "model"))
     tail = [folder, server.url, "--api-key", str(server.api_key), "--save"]
     saved = tmp_path / "plain"
-    text = run([str(EXAMPLES / "push_plain_model.py"), *tail, str(saved)], tmp_path / "plain.log")
+    text = helpers.run_processes([[str(EXAMPLES / "push_plain_model.py"), *tail, str(saved)]], tmp_path, 400)
     assert "version 2: " in text
     import transformers
 
     trained = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     assert not torch.equal(trained.model.norm.weight, old_model.model.norm.weight)
     assert assert_serves(server, trained) <= 1e-4
-    saved = tmp_path / "whole.pt"
+    saved = tmp_path / "weights.pt"
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(helpers.free_port())]
-    text = run([*torchrun, str(EXAMPLES / "push_fsdp2.py"), *tail, str(saved)], tmp_path / "fsdp2.log")
+    text = helpers.run_processes([[*torchrun, str(EXAMPLES / "push_fsdp2.py"), *tail, str(saved)]], tmp_path, 400)
     assert "version 1: " in text
     trained = helpers.tiny_model(helpers.tiny_config(), seed=1)
     trained.load_state_dict(torch.load(saved), strict=False)

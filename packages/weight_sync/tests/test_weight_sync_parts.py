@@ -4,7 +4,6 @@ import json
 import os
 import re
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -100,14 +99,7 @@ def test_bad_folders_and_changed_modules_raise(tmp_path: Path) -> None:
 def test_fsdp2_shards_are_gathered(tmp_path: Path) -> None:
     script = str(Path(__file__).with_name("weight_sync_fsdp_worker.py"))
     port = str(helpers.free_port())
-    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
-    ranks = [helpers.start_process([sys.executable, script, str(i), port], log) for i, log in enumerate(logs)]
-    try:
-        codes = [rank.wait(90) for rank in ranks]
-    finally:
-        for rank in ranks:
-            helpers.stop_process(rank)
-    assert codes == [0, 0], "".join(log.read_text()[-3000:] for log in logs)
+    helpers.run_processes([[script, str(rank), port] for rank in range(2)], tmp_path, 90)
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)

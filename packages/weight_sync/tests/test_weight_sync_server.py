@@ -14,7 +14,7 @@ import pytest
 import torch
 import weight_sync_helpers as helpers
 from torch import nn
-from weight_sync_helpers import Server, assert_serves, flip_bytes, is_paused
+from weight_sync_helpers import ChangedSource, Server, assert_serves, flip_bytes, is_paused
 
 from weight_sync import (
     ModuleSource,
@@ -25,7 +25,6 @@ from weight_sync import (
     WeightSyncError,
     check_server,
 )
-from weight_sync.push.session import PushSession
 
 pytestmark = pytest.mark.slow
 
@@ -107,23 +106,6 @@ def test_repeated_corruption_leaves_the_server_paused(
         helpers.generate(recovered, [5, 6, 7], timeout_s=1.0)
 
 
-class Reshaped:
-    """A source whose manifest differs in one entry."""
-
-    def __init__(self, model: nn.Module, name: str, changes: dict[str, Any]) -> None:
-        self._source = ModuleSource(model)
-        self._name, self._changes = name, changes
-
-    def manifest(self) -> Any:
-        manifest = self._source.manifest()
-        return type(manifest).of(
-            dataclasses.replace(e, **self._changes) if e.name == self._name else e for e in manifest.entries
-        )
-
-    def fill(self, bucket: Any, out: torch.Tensor | None) -> None:
-        raise AssertionError("a bucket was filled")
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -137,12 +119,11 @@ class Reshaped:
     ],
 )
 def test_mismatched_plan_is_rejected_by_tensor_name(
-    server: Server, new_model: Any, name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    server: Server, new_model: Any, name: str, changes: dict[str, Any]
 ) -> None:
     with WeightPusher(ModuleSource(new_model), [server]) as pusher:
         pusher.push(1)
-    source = Reshaped(new_model, name, changes)
-    monkeypatch.setattr(Reshaped, "fill", lambda self, bucket, out: out.zero_())
+    source = ChangedSource(ModuleSource(new_model), name, changes)
     with WeightPusher(source, [server]) as pusher, pytest.raises(ReceiverError) as caught:
         pusher.push(2)
     assert caught.value.kind == "plan"
@@ -154,15 +135,7 @@ def test_mismatched_plan_is_rejected_by_tensor_name(
 
 
 def test_missing_parameter_is_rejected_by_name(recovered: Server, new_model: Any) -> None:
-    class Partial(Reshaped):
-        def manifest(self) -> Any:
-            manifest = self._source.manifest()
-            return type(manifest).of(e for e in manifest.entries if e.name != self._name)
-
-        def fill(self, bucket: Any, out: torch.Tensor | None) -> None:
-            pass
-
-    source = Partial(new_model, "model.layers.0.self_attn.v_proj.weight", {})
+    source = ChangedSource(ModuleSource(new_model), "model.layers.0.self_attn.v_proj.weight", None)
     with WeightPusher(source, [recovered]) as pusher, pytest.raises(ReceiverError) as caught:
         pusher.push(2)
     assert caught.value.tensor == "model.layers.0.self_attn.qkv_proj.weight"
@@ -234,16 +207,7 @@ def test_push_through_layerwise_reload(
         assert pusher.push(1).num_attempts == 1
         assert_serves(recovered, old_model)
     with WeightPusher(ModuleSource(new_model), [recovered], SyncConfig(apply="layerwise")) as pusher:
-        announce = PushSession._announce
-        left = [1]
-
-        def damaged(self: PushSession, push: Any, bucket: Any, value: Any) -> None:
-            if bucket.index == 5 and left:
-                left.clear()
-                self._sender.buffer(bucket)[17] += 1
-            announce(self, push, bucket, value)
-
-        monkeypatch.setattr(PushSession, "_announce", damaged)
+        flip_bytes(monkeypatch, 1, from_index=5)
         assert pusher.push(2).num_attempts == 2
     assert_serves(recovered, new_model)
     # a plan that is new to the server, after a layerwise reload has wrapped its weight loaders

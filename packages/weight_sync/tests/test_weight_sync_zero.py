@@ -1,7 +1,5 @@
 """Two real DeepSpeed ranks over gloo: ZeroSource sends the exact weights of every stage, and stage 3 pushes them."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +14,10 @@ pytestmark = pytest.mark.slow
 def test_two_ranks_of_every_stage(server: Server, old_model: Any, tmp_path: Path) -> None:
     helpers.save_model(old_model, tmp_path / "model")
     out = tmp_path / "weights.pt"
-    command = [sys.executable, str(Path(__file__).with_name("weight_sync_zero_worker.py")), "--world", "2"]
+    command = [str(Path(__file__).with_name("weight_sync_zero_worker.py")), "--world", "2"]
     command += ["--port", str(helpers.free_port()), "--folder", str(tmp_path / "model"), "--url", server.url]
     command += ["--api-key", str(server.api_key), "--out", str(out)]
-    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
-    ranks = [helpers.start_process([*command, "--rank", str(rank)], log) for rank, log in enumerate(logs)]
-    try:
-        codes = [rank.wait(180) for rank in ranks]
-    except subprocess.TimeoutExpired:
-        codes = [-1]
-    finally:
-        for rank in ranks:
-            helpers.stop_process(rank)
-    assert codes == [0, 0], "".join(log.read_text()[-3000:] for log in logs)
+    helpers.run_processes([[*command, "--rank", str(rank)] for rank in range(2)], tmp_path, 180)
     trained = helpers.tiny_model(helpers.tiny_config(), seed=1)
     trained.load_state_dict(torch.load(out), strict=False)
     assert not torch.equal(trained.model.norm.weight, old_model.model.norm.weight)

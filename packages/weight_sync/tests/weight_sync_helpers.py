@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import http.client
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weight_sync import SyncConfig, server_args, server_env
+from weight_sync import SyncConfig, TensorSource, WeightManifest, server_args, server_env
 from weight_sync.push.session import PushSession
 
 VOCAB_SIZE = 96
@@ -122,13 +123,8 @@ def start_server(
     command = [sys.executable, str(Path(__file__).with_name("weight_sync_server.py")), "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "128"]
     command += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "policy"]
-    command += [
-        "--kv-cache-memory-bytes",
-        "64M",
-        "--no-enable-chunked-prefill",
-        "--logprobs-mode",
-        "processed_logprobs",
-    ]
+    command += ["--kv-cache-memory-bytes", "64M", "--no-enable-chunked-prefill"]
+    command += ["--logprobs-mode", "processed_logprobs"]
     command += [*server_args(config, "cpu"), *extra_args]
     if api_key:
         command += ["--api-key", api_key]
@@ -181,6 +177,22 @@ def stop_process(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(10)
+
+
+def run_processes(commands: Sequence[Sequence[str]], folder: Path, timeout_s: float) -> str:
+    """Run Python scripts in parallel until all end, check that all succeed, and return their output."""
+    logs = [folder / f"process{index}.log" for index in range(len(commands))]
+    processes = [start_process([sys.executable, *command], log) for command, log in zip(commands, logs, strict=True)]
+    try:
+        codes = [process.wait(timeout_s) for process in processes]
+    except subprocess.TimeoutExpired:
+        codes = [-1]
+    finally:
+        for process in processes:
+            stop_process(process)
+    output = "".join(log.read_text() for log in logs)
+    assert not any(codes), output[-6000:]
+    return output
 
 
 def call(server: Server, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> tuple[int, Any]:
@@ -240,18 +252,36 @@ def assert_serves(server: Server, model: Any, name: str = "policy") -> float:
     return sum(differences) / len(differences)
 
 
+class ChangedSource:
+    """Sends zeros, under a manifest that differs from ``source``'s in the entry with this suffix; None omits it."""
+
+    def __init__(self, source: TensorSource, suffix: str, changes: dict[str, Any] | None) -> None:
+        self._source, self._suffix, self._changes = source, suffix, changes
+
+    def manifest(self) -> WeightManifest:
+        return WeightManifest.of(
+            dataclasses.replace(entry, **(self._changes or {})) if entry.name.endswith(self._suffix) else entry
+            for entry in self._source.manifest().entries
+            if self._changes is not None or not entry.name.endswith(self._suffix)
+        )
+
+    def fill(self, bucket: Any, out: torch.Tensor | None) -> None:
+        if out is not None:
+            out.zero_()
+
+
 def is_paused(server: Server) -> bool:
     """Whether the server is paused."""
     return bool(call(server, "GET", "/is_paused")[1]["is_paused"])
 
 
-def flip_bytes(monkeypatch: Any, times: int) -> None:
-    """Corrupt the first ``times`` buckets after their checksum was computed."""
+def flip_bytes(monkeypatch: Any, times: int, from_index: int = 0) -> None:
+    """Corrupt the first ``times`` buckets from an index on, after their checksum was computed."""
     announce = PushSession._announce
     left = [times]
 
     def corrupt(self: PushSession, push: Any, bucket: Any, value: Any) -> None:
-        if left[0]:
+        if left[0] and bucket.index >= from_index:
             left[0] -= 1
             self._sender.buffer(bucket)[17] += 1
         announce(self, push, bucket, value)

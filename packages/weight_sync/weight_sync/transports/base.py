@@ -1,5 +1,6 @@
-"""The interfaces of a transport's two ends. A transport only moves bytes."""
+"""The two ends of a transport. A transport only moves bytes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,17 +11,20 @@ from ..channel import Channel
 from ..plan import Bucket, BucketPlan
 
 
-class Sender(Protocol):
-    """The pusher's end, on the sending rank."""
+class Sender(ABC):
+    """The pusher's end, on the sending rank. The defaults suit a transport whose workers read the buffers in place."""
 
     name: str
 
+    @abstractmethod
     def prepare(self, plan: BucketPlan) -> None:
         """Allocate persistent buffers for this plan. Called before every push; reuses buffers that are large enough."""
 
+    @abstractmethod
     def buffer(self, bucket: Bucket) -> Tensor:
         """The buffer into which the source writes this bucket: uint8, 1-D, at least ``bucket.nbytes`` long."""
 
+    @abstractmethod
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         """What this worker needs to attach: a part of the plan message, and file descriptors.
 
@@ -30,13 +34,17 @@ class Sender(Protocol):
 
     def common_greeting(self) -> dict[str, Any]:
         """What all workers need to attach, in addition to `greet`. Called after every worker was greeted."""
+        return {}
 
     def deliver(self, bucket: Bucket, channels: list[Channel]) -> None:
-        """Send the bytes to the workers, after the bucket message. Does nothing if they read the buffer in place."""
+        """Send the bytes to the workers, after the bucket message."""
+        del bucket, channels
 
     def reset(self) -> None:
         """Abort transfers in flight after a failed push."""
+        return
 
+    @abstractmethod
     def close(self) -> None:
         """Free the buffers."""
 

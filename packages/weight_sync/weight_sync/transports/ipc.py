@@ -15,7 +15,7 @@ from torch import Tensor
 from ..channel import Channel
 from ..errors import SyncConfigError
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
-from .base import fits
+from .base import Sender, fits
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -97,7 +97,7 @@ def _call(function: str, *args: Any) -> None:
         raise SyncConfigError(f"{function} failed: {(text.value or b'unknown error').decode()} ({code})")
 
 
-class IpcSender:
+class IpcSender(Sender):
     """The pusher's end: up to two device buffers, kept between pushes and replaced when a plan needs more."""
 
     name = "ipc"
@@ -131,16 +131,6 @@ class IpcSender:
                 f"transport: 'ipc' cannot reach a server on {hello.get('device')}; use 'shm' or 'tcp'"
             )
         return {"buffers": self._id, "handles": self._handles}, []
-
-    def common_greeting(self) -> dict[str, Any]:
-        """See Sender."""
-        return {}
-
-    def deliver(self, bucket: Bucket, channels: list[Channel]) -> None:
-        """Does nothing: the workers read the buffers in place."""
-
-    def reset(self) -> None:
-        """See Sender."""
 
     def close(self) -> None:
         """See Sender."""

@@ -18,12 +18,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from ..channel import Channel
 from ..errors import ChannelError, SyncConfigError, WeightSyncError
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
-from .base import grow_buffers
+from .base import Sender, grow_buffers
 
 _RENDEZVOUS_POLL_S = 0.002
 
 
-class NcclSender:
+class NcclSender(Sender):
     """The pusher's end: rank 0 of the communicator."""
 
     name = "nccl"

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..channel import Channel
 from ..errors import SyncConfigError
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
-from .base import fits
+from .base import Sender, fits
 
 
 class Segment:
@@ -44,7 +44,7 @@ class Segment:
         os.close(self.fd)
 
 
-class ShmSender:
+class ShmSender(Sender):
     """The pusher's end: up to two segments, kept between pushes and replaced when a plan needs more."""
 
     name = "shm"
@@ -71,16 +71,6 @@ class ShmSender:
         sizes = [segment.num_bytes for segment in self._segments]
         known = hello.get("segments") == self._id
         return {"segments": self._id, "sizes": sizes}, [] if known else [segment.fd for segment in self._segments]
-
-    def common_greeting(self) -> dict[str, Any]:
-        """See Sender."""
-        return {}
-
-    def deliver(self, bucket: Bucket, channels: list[Channel]) -> None:
-        """Does nothing: the workers read the segments in place."""
-
-    def reset(self) -> None:
-        """See Sender."""
 
     def close(self) -> None:
         """See Sender."""

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..channel import Channel
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
-from .base import grow_buffers
+from .base import Sender, grow_buffers
 
 
-class TcpSender:
+class TcpSender(Sender):
     """The pusher's end: two host buffers, and one thread per worker while it sends a bucket."""
 
     name = "tcp"
@@ -35,10 +35,6 @@ class TcpSender:
         """Empty: the bytes come over the same connection."""
         return {}, []
 
-    def common_greeting(self) -> dict[str, Any]:
-        """See Sender."""
-        return {}
-
     def deliver(self, bucket: Bucket, channels: list[Channel]) -> None:
         """Send the bucket to every worker; returns when all bytes are sent."""
         view = memoryview(self.buffer(bucket)[: bucket.nbytes].numpy().data).cast("B")
@@ -49,9 +45,6 @@ class TcpSender:
             self._pool = ThreadPoolExecutor(len(channels), thread_name_prefix="weight_sync_tcp")
         for future in [self._pool.submit(channel.send_bytes, view) for channel in channels]:
             future.result()
-
-    def reset(self) -> None:
-        """Does nothing: the session closes the connections of a failed push."""
 
     def close(self) -> None:
         """See Sender."""

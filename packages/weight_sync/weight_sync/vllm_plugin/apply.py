@@ -8,7 +8,7 @@ layerwise  All other models: vLLM's own layerwise reload. It keeps references to
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +27,6 @@ from .scratch import ScratchPool
 from .verify import Verifier
 
 
-class Loader(Protocol):
-    """One of the two ways to load."""
-
-    def begin(self, layout: Layout) -> None:
-        """Start a sync."""
-
-    def load(self, bucket: Bucket, bytes_N: Tensor) -> None:
-        """Load one bucket; its memory may be reused when this returns."""
-
-    def finish(self) -> None:
-        """Complete the sync after the last bucket."""
-
-    def abort(self) -> None:
-        """Restore the model's modules after a failed sync. Old and new values may be mixed until a full resend."""
-
-
 class ModelLoader:
     """Checks plans against one model and loads their buckets into it."""
 
@@ -53,7 +37,7 @@ class ModelLoader:
         self._direct = DirectLoader(model, device, self._scratch)
         self._layerwise = LayerwiseLoader(model, model_config)
         self._verifier = Verifier(model, device, self._scratch)
-        self._active: Loader = self._direct
+        self._active: DirectLoader | LayerwiseLoader = self._direct
         self._layout = Layout()
         self._loaded: set[str] = set()
 
@@ -123,12 +107,12 @@ class DirectLoader:
         self._left: dict[Target, int] = {}
 
     def begin(self, layout: Layout) -> None:
-        """See Loader."""
+        """Start a sync."""
         self._layout = layout
         self._left = {target: target.received for target in layout.targets}
 
     def load(self, bucket: Bucket, bytes_N: Tensor) -> None:
-        """See Loader."""
+        """Load one bucket; its memory may be reused after the device has finished the copies."""
         for slot in bucket.slots:
             for copy in self._layout.copies[slot.name]:
                 self._prepare(copy.target, bytes_N)
@@ -143,7 +127,7 @@ class DirectLoader:
                     self._pack(copy.target)
 
     def finish(self) -> None:
-        """See Loader."""
+        """Check that every parameter is complete. Raises ReceiverError('count', name, ...)."""
         for target, left in self._left.items():
             if left:
                 raise ReceiverError("count", target.qualname, f"{left} of {target.received} elements did not arrive")
@@ -195,12 +179,12 @@ class LayerwiseLoader:
         self._reloading = False
 
     def begin(self, layout: Layout) -> None:
-        """See Loader."""
+        """Start a sync: the parameters move to the meta device."""
         initialize_layerwise_reload(self._model)
         self._reloading = True
 
     def load(self, bucket: Bucket, bytes_N: Tensor) -> None:
-        """See Loader."""
+        """Load one bucket and clone its tensors that are still pending."""
         load_by_name(self._model, bucket, bytes_N)
         storage = bytes_N.untyped_storage().data_ptr()
         for module in self._model.modules():
@@ -210,12 +194,12 @@ class LayerwiseLoader:
                         bound.arguments[key] = value.clone()
 
     def finish(self) -> None:
-        """See Loader."""
+        """Process the remaining layers."""
         finalize_layerwise_reload(self._model, self._model_config)
         self._reloading = False
 
     def abort(self) -> None:
-        """See Loader. Without it the parameters stay on the meta device."""
+        """Restore the parameters, which would stay on the meta device. Values may be mixed until a full resend."""
         if self._reloading:
             self._reloading = False
             for module in self._model.modules():
