@@ -213,5 +213,5 @@ def test_a_layer_asks_for_the_gradient_of_its_first_argument() -> None:
     assert not layer.seen
     layer.requires_grad_(False)(hidden)
     assert not layer.seen
-    with pytest.raises(ModelError, match="first argument"):
+    with pytest.raises(ModelError, match="first positional argument"):
         layer(hidden=hidden)
