@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,32 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 300.0) -> Non
         time.sleep(0.05)
 
 
-class FaultyProxy:
+class AppThread:
+    """An aiohttp application in a thread. url: its address."""
+
+    def __init__(self, *routes: web.AbstractRouteDef) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._runner = self._run(self._start(routes))
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+
+    async def _start(self, routes: Sequence[web.AbstractRouteDef]) -> web.AppRunner:
+        app = web.Application(client_max_size=1 << 30)
+        app.add_routes(routes)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    def close(self) -> None:
+        self._run(self._runner.cleanup())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+class FaultyProxy(AppThread):
     """A proxy of a real server that injects the faults in `plan`, one per completion request, then forwards all.
 
     Faults: "pass" (forward), "drop" (close without a response), "cut" (half a response), "garbage" (200 without JSON),
@@ -127,33 +152,13 @@ class FaultyProxy:
     """
 
     def __init__(self, upstream: Endpoint) -> None:
+        super().__init__(web.route("*", "/{path:.*}", self._handle))
         self.upstream = upstream
+        self.endpoint = Endpoint(self.url, upstream.api_key, upstream.model)
         self.plan: deque[str | int] = deque()
         self.num_requests = 0
         self.retry_after: str | None = None
         self.without_control_routes = False
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        assert self._ready.wait(20)
-        self.endpoint = Endpoint(f"http://127.0.0.1:{self._port}", upstream.api_key, upstream.model)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._start())
-        self._ready.set()
-        self._loop.run_forever()
-
-    async def _start(self) -> None:
-        self._session = aiohttp.ClientSession()
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self._port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         fault: str | int = "pass"
@@ -175,7 +180,7 @@ class FaultyProxy:
             return web.Response(text="<html>not json</html>")
         headers = {k: v for k, v in request.headers.items() if k in ("Authorization", "Content-Type")}
         url = self.upstream.url + request.path_qs
-        async with self._session.request(request.method, url, data=await request.read(), headers=headers) as answer:
+        async with aiohttp.request(request.method, url, data=await request.read(), headers=headers) as answer:
             raw = await answer.read()
             if fault == "slow":
                 await asyncio.sleep(2.0)
@@ -190,12 +195,3 @@ class FaultyProxy:
                 request.transport.abort()
                 return response
             return web.Response(body=raw, status=answer.status, content_type=answer.content_type)
-
-    def close(self) -> None:
-        async def end() -> None:
-            await self._runner.cleanup()
-            await self._session.close()
-
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result(20)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(20)

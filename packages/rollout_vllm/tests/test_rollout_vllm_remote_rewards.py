@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 from aiohttp import web
+from rollout_vllm_helpers import AppThread
 
 from rollout_vllm import Endpoint, RemoteReward, classification_reward, http_reward, judge_reward, pooling_reward
 
 
-class Service:
+class Service(AppThread):
     """A service whose response depends on the request's text; it counts requests."""
 
     def __init__(self) -> None:
@@ -22,30 +22,13 @@ class Service:
         self.in_flight = self.max_in_flight = 0
         self.last: Any = None
         self.key: str | None = None
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        assert self._ready.wait(20)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._start())
-        self._ready.set()
-        self._loop.run_forever()
-
-    async def _start(self) -> None:
-        app = web.Application()
-        app.router.add_post("/rewards/score", self._score)
-        app.router.add_get("/v1/models", _fixed({"data": [{"id": "judge"}]}))
-        app.router.add_post("/classify", _fixed({"data": [{"probs": [0.25, 0.75]}]}))
-        app.router.add_post("/pooling", _fixed({"data": [{"data": [[0.5], [1.5]]}]}))
-        app.router.add_post("/v1/chat/completions", self._chat)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+        super().__init__(
+            web.post("/rewards/score", self._score),
+            web.get("/v1/models", _fixed({"data": [{"id": "judge"}]})),
+            web.post("/classify", _fixed({"data": [{"probs": [0.25, 0.75]}]})),
+            web.post("/pooling", _fixed({"data": [{"data": [[0.5], [1.5]]}]})),
+            web.post("/v1/chat/completions", self._chat),
+        )
 
     async def _score(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -71,11 +54,6 @@ class Service:
         self.last = await request.json()
         text = self.last["messages"][0]["content"]
         return web.json_response({"choices": [{"message": {"content": f"{text}. Score: 2, no, 7.5"}}]})
-
-    def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(20)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(20)
 
 
 def _fixed(data: Any) -> Callable[[web.Request], Awaitable[web.Response]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from rollout_vllm_helpers import config_for_tests, make_requests, wait_until
+from aiohttp import web
+from rollout_vllm_helpers import AppThread, config_for_tests, make_requests, wait_until
 
 from rollout_vllm import (
     Endpoint,
@@ -31,16 +30,11 @@ class ScriptedServer:
     """A server that answers every request. While `loading` is set, `wait_ready` blocks until `stop` is called."""
 
     def __init__(self, tmp_path: Path) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200)
-                self.end_headers()
+        async def healthy(_: web.Request) -> web.Response:
+            return web.Response()
 
-            def log_message(self, *_: object) -> None: ...
-
-        self._http = HTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-        self.index, self.endpoint = 0, Endpoint(f"http://127.0.0.1:{self._http.server_port}", "k", "policy")
+        self._app = AppThread(web.get("/health", healthy))
+        self.index, self.endpoint = 0, Endpoint(self._app.url, "k", "policy")
         self.log_path, self.alive = tmp_path / "log", True
         self.num_starts, self.loading = 0, False
 
@@ -63,7 +57,7 @@ class ScriptedServer:
         self.alive = False
 
     def release_port(self) -> None:
-        self._http.shutdown()
+        self._app.close()
 
 
 @pytest.fixture
