@@ -15,13 +15,13 @@ import weight_sync_helpers as helpers
 @pytest.fixture(scope="session")
 def old_model() -> Any:
     """The model that the server is started with."""
-    return helpers.tiny_model(helpers.tiny_config(), seed=1)
+    return helpers.tiny_model(seed=1)
 
 
 @pytest.fixture(scope="session")
 def new_model() -> Any:
     """Same architecture, different weights."""
-    return helpers.tiny_model(helpers.tiny_config(), seed=2)
+    return helpers.tiny_model(seed=2)
 
 
 @pytest.fixture(scope="session")

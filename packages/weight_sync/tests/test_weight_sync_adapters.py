@@ -20,7 +20,7 @@ FLAGS = ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "1"]
 def lora_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of the base model with one LoRA slot."""
     folder = tmp_path_factory.mktemp("weight_sync_lora")
-    helpers.save_model(helpers.tiny_model(helpers.tiny_config(), seed=1), folder / "model")
+    helpers.save_model(helpers.tiny_model(seed=1), folder / "model")
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with helpers.running_server(folder / "model", folder / "server.log", extra_args=FLAGS, env=env) as running:
         yield running
@@ -32,7 +32,7 @@ def tuned_model(seed: int) -> Any:
     import torch
 
     config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
-    model = peft.get_peft_model(helpers.tiny_model(helpers.tiny_config(), seed=1), config)
+    model = peft.get_peft_model(helpers.tiny_model(seed=1), config)
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -104,7 +104,7 @@ def test_mismatched_adapter_is_rejected_and_the_previous_version_stays(lora_serv
             pusher.push(2)  # one server cannot load it, so none publishes it
         assert is_paused(lora_server)
         assert is_paused(server)
-    with WeightPusher(ModuleSource(helpers.tiny_model(helpers.tiny_config(), seed=2)), [server]) as pusher:
+    with WeightPusher(ModuleSource(helpers.tiny_model(seed=2)), [server]) as pusher:
         pusher.push(1)
     helpers.call(lora_server, "POST", "/resume")
     assert_serves(lora_server, model, NAME)  # the previous version

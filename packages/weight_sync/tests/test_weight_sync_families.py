@@ -24,7 +24,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     try:
         for name, family, args in (("one", "llama", []), ("two", "llama", TWO_RANKS), ("phi3", "phi3", [])):
             folder = tmp_path_factory.mktemp(name)
-            helpers.save_model(helpers.tiny_model(helpers.tiny_config(family, tied=False), seed=1), folder / "model")
+            helpers.save_model(helpers.tiny_model(family, tied=False, seed=1), folder / "model")
             server = helpers.start_server(folder / "model", folder / "server.log", extra_args=args)
             running[name] = (server, folder)
         for server, _ in running.values():
@@ -45,7 +45,7 @@ def check_agreement(name: str, server: Server, model: Any) -> None:
 
 
 def test_fused_projections(servers: Servers) -> None:
-    model = helpers.tiny_model(helpers.tiny_config("phi3", tied=False), seed=2)
+    model = helpers.tiny_model("phi3", tied=False, seed=2)
     with WeightPusher(ModuleSource(model), [servers["phi3"][0]], SyncConfig(verify=True)) as pusher:
         pusher.push(1)
     check_agreement("phi3", servers["phi3"][0], model)
@@ -53,7 +53,7 @@ def test_fused_projections(servers: Servers) -> None:
 
 def test_tensor_parallel_server_recovers_after_failed_pushes(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     server = servers["two"][0]
-    model = helpers.tiny_model(helpers.tiny_config("llama", tied=False), seed=4)
+    model = helpers.tiny_model("llama", tied=False, seed=4)
     with monkeypatch.context() as patch, WeightPusher(ModuleSource(model), [server]) as pusher:
         helpers.flip_bytes(patch, 1)
         assert pusher.push(1).num_attempts == 2
@@ -61,11 +61,11 @@ def test_tensor_parallel_server_recovers_after_failed_pushes(servers: Servers, m
         with other, pytest.raises(WeightSyncError, match="owned by the live pusher"):
             other.push(2)
         check_agreement("llama on two ranks, resent", server, model)
-    misfit = helpers.tiny_model(helpers.tiny_config("llama", tied=False, hidden=32), seed=4)
+    misfit = helpers.tiny_model("llama", tied=False, hidden=32, seed=4)
     with WeightPusher(ModuleSource(misfit), [server]) as pusher, pytest.raises(ReceiverError, match="plan"):
         pusher.push(3)
     assert helpers.is_paused(server)
-    model = helpers.tiny_model(helpers.tiny_config("llama", tied=False), seed=5)
+    model = helpers.tiny_model("llama", tied=False, seed=5)
     with WeightPusher(ModuleSource(model), [server]) as pusher:
         assert pusher.push(4).num_attempts == 1
     check_agreement("llama on two ranks, after a rejected plan", server, model)
@@ -73,7 +73,7 @@ def test_tensor_parallel_server_recovers_after_failed_pushes(servers: Servers, m
 
 def test_all_servers_or_none_and_a_restarted_server(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     (one, _), (two, folder) = servers["one"], servers["two"]
-    model = helpers.tiny_model(helpers.tiny_config("llama", tied=False), seed=2)
+    model = helpers.tiny_model("llama", tied=False, seed=2)
     source = ServerKillingSource(model)
     with WeightPusher(source, [one, two], SyncConfig(verify=True)) as pusher:
         pusher.push(1)

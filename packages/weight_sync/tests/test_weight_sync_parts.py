@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
+from plinth_testing import launch_ranks
 from weight_sync import (
     HfFolderSource,
     ModuleSource,
@@ -96,10 +97,8 @@ def test_bad_folders_and_changed_modules_raise(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fsdp2_shards_are_gathered(tmp_path: Path) -> None:
-    script = str(Path(__file__).with_name("weight_sync_fsdp_worker.py"))
-    port = str(helpers.free_port())
-    helpers.run_processes([[script, str(rank), port] for rank in range(2)], tmp_path, 90)
+def test_fsdp2_shards_are_gathered() -> None:
+    launch_ranks(Path(__file__).with_name("weight_sync_fsdp_worker.py"), timeout_s=90)
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)

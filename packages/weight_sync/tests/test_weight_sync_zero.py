@@ -8,17 +8,17 @@ import torch
 import weight_sync_helpers as helpers
 from weight_sync_helpers import Server, assert_serves
 
+from plinth_testing import launch_ranks
+
 pytestmark = pytest.mark.slow
 
 
 def test_two_ranks_of_every_stage(server: Server, old_model: Any, tmp_path: Path) -> None:
     helpers.save_model(old_model, tmp_path / "model")
     out = tmp_path / "weights.pt"
-    command = [str(Path(__file__).with_name("weight_sync_zero_worker.py")), "--world", "2"]
-    command += ["--port", str(helpers.free_port()), "--folder", str(tmp_path / "model"), "--url", server.url]
-    command += ["--api-key", str(server.api_key), "--out", str(out)]
-    helpers.run_processes([[*command, "--rank", str(rank)] for rank in range(2)], tmp_path, 180)
-    trained = helpers.tiny_model(helpers.tiny_config(), seed=1)
+    arguments = ["--folder", tmp_path / "model", "--url", server.url, "--api-key", server.api_key, "--out", out]
+    launch_ranks(Path(__file__).with_name("weight_sync_zero_worker.py"), *arguments, timeout_s=180)
+    trained = helpers.tiny_model(seed=1)
     trained.load_state_dict(torch.load(out), strict=False)
     assert not torch.equal(trained.model.norm.weight, old_model.model.norm.weight)
     assert assert_serves(server, trained) <= 1e-4

@@ -1,7 +1,6 @@
 """One rank of an FSDP2 job on the CPU: ModuleSource must send the full tensors. Run by test_weight_sync_parts.py."""
 
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -12,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from weight_sync import ModuleSource, plan_buckets
 from weight_sync.tensors import slot_view
 
-rank, port = int(sys.argv[1]), sys.argv[2]
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}
+rank = int(os.environ["RANK"])
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 torch.manual_seed(0)

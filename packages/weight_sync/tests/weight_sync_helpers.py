@@ -1,13 +1,9 @@
 """Tiny models and real vLLM servers for this package's tests."""
 
 import contextlib
-import ctypes
 import dataclasses
 import http.client
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +14,8 @@ from typing import Any
 
 import torch
 
+import plinth_testing as testing
+from plinth_testing import free_port, start_process, stop_process
 from weight_sync import SyncConfig, TensorSource, WeightManifest, server_args, server_env
 from weight_sync.push.session import PushSession
 
@@ -35,58 +33,28 @@ class Server:
     log: Path
 
 
-def tiny_config(family: str = "qwen3", *, tied: bool = True, hidden: int = 64, layers: int = 2) -> Any:
-    """A transformers config of a few thousand parameters."""
-    import transformers
-
-    common: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4 if family == "qwen3" else 2,
-        "num_key_value_heads": 2 if family == "qwen3" else 1,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": tied,
-        "bos_token_id": 1,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-    }
-    if family == "qwen3":
-        return transformers.Qwen3Config(head_dim=32, **common)
-    if family == "llama":
-        return transformers.LlamaConfig(**common)
-    if family == "qwen2":
-        return transformers.Qwen2Config(**common)
-    if family == "phi3":
-        return transformers.Phi3Config(**common)
-    raise ValueError(family)
-
-
-def tiny_model(config: Any, seed: int) -> Any:
-    """A random float32 model whose predictions are far from uniform, so that a wrong weight changes them."""
-    import transformers
-
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if param.ndim > 1:
-                param.normal_(0.0, 0.25 if "embed" in name else 0.15)
-            else:
-                param.uniform_(0.5, 1.5)
-    return model.eval()
+def tiny_model(family: str = "qwen3", *, seed: int, tied: bool = True, hidden: int = 64) -> Any:
+    """A random float32 model that vLLM can serve."""
+    num_heads = 4 if family == "qwen3" else 2
+    config = testing.tiny_config(
+        family,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        head_dim=32 if family == "qwen3" else hidden // num_heads,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    return testing.random_model(config, seed=seed, random_norms=True)
 
 
 def save_model(model: Any, folder: Path) -> Path:
     """Write a Hugging Face folder with a word-level tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w1"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", bos_token="w1").save_pretrained(folder)
+    testing.write_word_tokenizer(folder, VOCAB_SIZE, eos_token="w0", bos_token="w1")
     return folder
 
 
@@ -136,20 +104,6 @@ def start_server(
     return Server(f"http://127.0.0.1:{port}", api_key, start_process(command, log, env), log)
 
 
-def start_process(command: Sequence[str], log: Path, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start a process group that is killed when the test run ends."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
-    with log.open("wb") as stream:
-        return subprocess.Popen(
-            command,
-            env=env,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-
-
 def wait_healthy(server: Server, timeout_s: float = 420.0) -> None:
     """Wait for /health."""
     deadline = time.monotonic() + timeout_s
@@ -166,33 +120,6 @@ def wait_healthy(server: Server, timeout_s: float = 420.0) -> None:
 def stop_server(server: Server) -> None:
     """Kill the server and everything it started."""
     stop_process(server.process)
-
-
-def stop_process(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process group and wait for it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(10)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
-
-
-def run_processes(commands: Sequence[Sequence[str]], folder: Path, timeout_s: float) -> str:
-    """Run Python scripts in parallel until all end, check that all succeed, and return their output."""
-    logs = [folder / f"process{index}.log" for index in range(len(commands))]
-    processes = [start_process([sys.executable, *command], log) for command, log in zip(commands, logs, strict=True)]
-    try:
-        codes = [process.wait(timeout_s) for process in processes]
-    except subprocess.TimeoutExpired:
-        codes = [-1]
-    finally:
-        for process in processes:
-            stop_process(process)
-    output = "".join(log.read_text() for log in logs)
-    assert not any(codes), output[-6000:]
-    return output
 
 
 def call(server: Server, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> tuple[int, Any]:
@@ -287,14 +214,3 @@ def flip_bytes(monkeypatch: Any, times: int, from_index: int = 0) -> None:
         announce(self, push, bucket, value)
 
     monkeypatch.setattr(PushSession, "_announce", corrupt)
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)

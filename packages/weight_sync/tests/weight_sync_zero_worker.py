@@ -132,16 +132,12 @@ def check_updates_and_packings(engine: Any, rank: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--world", type=int)
-    parser.add_argument("--port")
     parser.add_argument("--folder")
     parser.add_argument("--url")
     parser.add_argument("--api-key")
     parser.add_argument("--out")
     args = parser.parse_args()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": args.port, "LOCAL_RANK": str(args.rank)}
-    os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.world)}
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     # Not needed, and a killed compiler leaves a lock that later processes wait for indefinitely.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -154,26 +150,26 @@ def main() -> None:
         (3, {"zero_hpz_partition_size": 2}),
     ):
         engine, keep = build_engine(args.folder, stage, **settings)
-        check_source(engine, args.rank)
+        check_source(engine, rank)
         if "zero_hpz_partition_size" in settings:  # the secondary copies exist from a forward to the next step
             before = plan_buckets(ZeroSource(engine.module).manifest(), 20_000).digest
             engine(input_ids=torch.arange(3, 35)[None])
             assert any(p.ds_secondary_tensor is not None for p in engine.module.parameters())
             assert plan_buckets(ZeroSource(engine.module).manifest(), 20_000).digest == before
-            check_source(engine, args.rank)
-        check_updates_and_packings(engine, args.rank)
+            check_source(engine, rank)
+        check_updates_and_packings(engine, rank)
         engine.destroy()
         del engine, keep
     engine, _keep = build_engine(args.folder, 3)
-    check_source(engine, args.rank)
-    check_updates_and_packings(engine, args.rank)
+    check_source(engine, rank)
+    check_updates_and_packings(engine, rank)
     endpoint = SimpleNamespace(url=args.url, api_key=args.api_key)
-    with WeightPusher(ZeroSource(engine.module), [endpoint], rank=args.rank) as pusher:
+    with WeightPusher(ZeroSource(engine.module), [endpoint], rank=rank) as pusher:
         report = pusher.push(5)
     assert report.version == 5
     assert report.total_s > 0
     weights = full_weights(engine)
-    if args.rank == 0:
+    if rank == 0:
         torch.save(weights, args.out)
     dist.destroy_process_group()
 

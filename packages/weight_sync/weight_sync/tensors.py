@@ -6,7 +6,7 @@ from torch import Tensor
 from .plan import ALIGN_BYTES, Slot
 
 _WORDS = ALIGN_BYTES // 8
-_weights: dict[torch.device, Tensor] = {}
+_block_weights_of: dict[torch.device, Tensor] = {}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -39,9 +39,9 @@ def checksum(bytes_N: Tensor) -> int:
 
 
 def _block_weights(num_blocks: int, device: torch.device) -> Tensor:
-    weights = _weights.get(device)
+    weights = _block_weights_of.get(device)
     if weights is None or weights.numel() < num_blocks:
         index_B = torch.arange(num_blocks, dtype=torch.int64, device=device)
         weights = (index_B * 0x2545_F491_4F6C_DD1D) ^ (index_B << 17) | 1
-        _weights[device] = weights
+        _block_weights_of[device] = weights
     return weights[:num_blocks]
