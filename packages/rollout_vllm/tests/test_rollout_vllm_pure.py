@@ -519,6 +519,7 @@ vllm:prefix_cache_hits_total{engine="0"} 4.0
 vllm:request_success_total{finished_reason="stop"} 2.0
 vllm:request_success_total{finished_reason="length"} 5.0
 vllm:e2e_request_latency_seconds_bucket{le="+Inf"} 7 1395066363000
+broken
 nan_metric NaN
 """
 
@@ -532,3 +533,6 @@ def test_metrics() -> None:
     assert both["prefix_cache_hit_rate"] == 0.4
     assert both["server_1/num_running"] == 3.0
     assert combine([]) == {}
+    assert server_metrics(METRICS + 'vllm:num_requests_running{engine="1"} 4.0\n')["num_running"] == 7.0  # all labels
+    with pytest.raises(ValueError, match="three"):
+        server_metrics("vllm:num_requests_running three\n")

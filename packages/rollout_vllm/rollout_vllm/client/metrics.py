@@ -20,6 +20,7 @@ _SERVER_METRICS: Mapping[str, Sequence[str]] = {
     "prefix_cache_queries": ("vllm:prefix_cache_queries_total",),
     "prefix_cache_hits": ("vllm:prefix_cache_hits_total",),
 }
+_VLLM_NAMES = tuple(name for names in _SERVER_METRICS.values() for name in names)
 _MEANS = ("kv_cache_usage",)  # averaged over the servers; the others are summed
 _RATES = {"generation_tokens_per_s": "generation_tokens", "prompt_tokens_per_s": "prompt_tokens"}
 
@@ -27,10 +28,12 @@ _RATES = {"generation_tokens_per_s": "generation_tokens", "prompt_tokens_per_s":
 def server_metrics(text: str) -> dict[str, float]:
     """The metrics of one server, from the text of its /metrics, summed over labels. Missing metrics are left out.
 
-    Raises ValueError if the text is not in Prometheus format.
+    Raises ValueError if one of their lines is not in Prometheus format.
     """
     totals: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
+    # Most of the text is histograms that are not used; parsing them would block the event loop for tens of ms.
+    wanted = "".join(line for line in text.splitlines(keepends=True) if line.startswith(_VLLM_NAMES))
+    for family in text_string_to_metric_families(wanted):
         for sample in family.samples:
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
     found: dict[str, float] = {}
