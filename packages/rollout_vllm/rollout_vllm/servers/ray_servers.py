@@ -88,19 +88,19 @@ class RayServer:
 
     def start(self) -> None:
         """Start the stopped server again, on the same node and port. Raises ServerStartError if the node is lost."""
-        self._get(self._actor.call.remote("start"), _CALL_TIMEOUT_S)
+        self._run("call", "start", timeout_s=_CALL_TIMEOUT_S)
         self._stopping = None
 
     def wait_ready(self, deadline: float) -> None:
         """Raises ServerStartError."""
         left = max(0.1, deadline - time.monotonic())
-        self._get(self._actor.wait_ready.remote(left), left + _CALL_TIMEOUT_S)
+        self._run("wait_ready", left, timeout_s=left + _CALL_TIMEOUT_S)
 
-    def _get(self, result: Any, timeout_s: float) -> None:
+    def _run(self, method: str, argument: Any, *, timeout_s: float) -> None:
         import ray
 
         try:
-            ray.get(result, timeout=timeout_s)
+            ray.get(getattr(self._actor, method).remote(argument), timeout=timeout_s)
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None)
             if isinstance(cause, ServerStartError):
