@@ -1,11 +1,11 @@
-"""A ZeRO-1/2/3 training engine around DeepSpeed whose accumulated gradient is the one the maths asks for."""
+"""A DeepSpeed ZeRO-1/2/3 training engine with exact gradient accumulation on packed sequences."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .batch import Head, LogProbFn, LossFn, LossOutput, StepStats, TokenBatch, TokenOutputs, ValueOutputs
-    from .config import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig, learning_rate
+    from .config import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig, check_schedule, learning_rate
     from .distributed import init_distributed, shutdown_distributed
     from .engine import ZeroEngine
     from .errors import (
@@ -24,46 +24,6 @@ if TYPE_CHECKING:
     from .state.reshape import StateLayout, StateSource
     from .zero.ds_config import deepspeed_config
     from .zero.memory import MemoryReport, memory_stats
-
-_EXPORTS = {
-    "BatchError": ".errors",
-    "CheckpointError": ".errors",
-    "CollectiveGuard": ".guard.collective_guard",
-    "CollectiveMismatchError": ".errors",
-    "EngineConfig": ".config",
-    "EngineConfigError": ".errors",
-    "EngineError": ".errors",
-    "Head": ".batch",
-    "LogProbFn": ".batch",
-    "LoraConfig": ".config",
-    "LossFn": ".batch",
-    "LossOutput": ".batch",
-    "MemoryEstimate": ".planning.memory_plan",
-    "MemoryReport": ".zero.memory",
-    "ModelError": ".errors",
-    "OffloadConfig": ".config",
-    "OptimConfig": ".config",
-    "PlanMismatchError": ".errors",
-    "RankStalledError": ".errors",
-    "SimpleBatch": ".simple",
-    "StateLayout": ".state.reshape",
-    "StateSource": ".state.reshape",
-    "StepStats": ".batch",
-    "TokenBatch": ".batch",
-    "TokenOutputs": ".batch",
-    "ValueOutputs": ".batch",
-    "ZeroConfig": ".config",
-    "ZeroEngine": ".engine",
-    "deepspeed_config": ".zero.ds_config",
-    "dense_log_prob": ".simple",
-    "estimate_memory": ".planning.memory_plan",
-    "init_distributed": ".distributed",
-    "learning_rate": ".config",
-    "mark": ".guard.collective_guard",
-    "memory_stats": ".zero.memory",
-    "record_collectives": ".guard.collective_guard",
-    "shutdown_distributed": ".distributed",
-}
 
 __all__ = [
     "BatchError",
@@ -94,6 +54,7 @@ __all__ = [
     "ValueOutputs",
     "ZeroConfig",
     "ZeroEngine",
+    "check_schedule",
     "deepspeed_config",
     "dense_log_prob",
     "estimate_memory",
@@ -104,6 +65,39 @@ __all__ = [
     "record_collectives",
     "shutdown_distributed",
 ]
+
+
+_MODULES = {
+    ".batch": ("Head", "LogProbFn", "LossFn", "LossOutput", "StepStats", "TokenBatch", "TokenOutputs", "ValueOutputs"),
+    ".config": (
+        "EngineConfig",
+        "LoraConfig",
+        "OffloadConfig",
+        "OptimConfig",
+        "ZeroConfig",
+        "check_schedule",
+        "learning_rate",
+    ),
+    ".distributed": ("init_distributed", "shutdown_distributed"),
+    ".engine": ("ZeroEngine",),
+    ".errors": (
+        "BatchError",
+        "CheckpointError",
+        "CollectiveMismatchError",
+        "EngineConfigError",
+        "EngineError",
+        "ModelError",
+        "PlanMismatchError",
+        "RankStalledError",
+    ),
+    ".guard.collective_guard": ("CollectiveGuard", "mark", "record_collectives"),
+    ".planning.memory_plan": ("MemoryEstimate", "estimate_memory"),
+    ".simple": ("SimpleBatch", "dense_log_prob"),
+    ".state.reshape": ("StateLayout", "StateSource"),
+    ".zero.ds_config": ("deepspeed_config",),
+    ".zero.memory": ("MemoryReport", "memory_stats"),
+}
+_EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
