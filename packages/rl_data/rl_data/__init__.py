@@ -1,4 +1,4 @@
-"""Prompts, tokenisation, rewards, and a built-in arithmetic task with a tiny model, for RL of language models."""
+"""Prompts, tokenization, scoring functions, and a built-in arithmetic task with a tiny model, for RL of LLMs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from .errors import DataError, ModelFolderError, RlDataError, SamplerStateError, UnknownDataSourceError
     from .parquet import check_files
     from .prompts import Prompt, load_prompts
-    from .scoring import RewardFn, gsm8k_score, register_reward, reward_for
     from .sampler import PromptSampler
+    from .scoring import RewardFn, gsm8k_score, register_reward, reward_for
     from .tiny_model import build_tiny_model
     from .tokenizer import check_model_folder, find_model_folder, load_tokenizer
 
@@ -42,32 +42,19 @@ __all__ = [
     "write_task",
 ]
 
-_EXPORTS = {
-    "ArithmeticTask": ".arithmetic",
-    "DataConfig": ".config",
-    "DataError": ".errors",
-    "Demonstration": ".demonstrations",
-    "ModelFolderError": ".errors",
-    "Prompt": ".prompts",
-    "PromptSampler": ".sampler",
-    "RewardConfig": ".config",
-    "RewardFn": ".scoring",
-    "RlDataError": ".errors",
-    "SamplerStateError": ".errors",
-    "UnknownDataSourceError": ".errors",
-    "build_tiny_model": ".tiny_model",
-    "check_demonstrations": ".demonstrations",
-    "check_files": ".parquet",
-    "check_model_folder": ".tokenizer",
-    "find_model_folder": ".tokenizer",
-    "gsm8k_score": ".scoring",
-    "load_demonstrations": ".demonstrations",
-    "load_prompts": ".prompts",
-    "load_tokenizer": ".tokenizer",
-    "register_reward": ".scoring",
-    "reward_for": ".scoring",
-    "write_task": ".arithmetic",
+_MODULES = {
+    ".arithmetic": ("ArithmeticTask", "write_task"),
+    ".config": ("DataConfig", "RewardConfig"),
+    ".demonstrations": ("Demonstration", "check_demonstrations", "load_demonstrations"),
+    ".errors": ("DataError", "ModelFolderError", "RlDataError", "SamplerStateError", "UnknownDataSourceError"),
+    ".parquet": ("check_files",),
+    ".prompts": ("Prompt", "load_prompts"),
+    ".sampler": ("PromptSampler",),
+    ".scoring": ("RewardFn", "gsm8k_score", "register_reward", "reward_for"),
+    ".tiny_model": ("build_tiny_model",),
+    ".tokenizer": ("check_model_folder", "find_model_folder", "load_tokenizer"),
 }
+_EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Configuration of data and rewards; standard library only, so that a config error comes before heavy imports."""
+"""Configuration of data and rewards. Standard library only, so that it can be checked before heavy imports."""
 
 import math
 from dataclasses import dataclass
@@ -19,27 +19,27 @@ def _require_positive(field: str, value: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which files hold the prompts and how a row becomes the token ids given to the model."""
+    """The prompt files, and how their rows become token ids."""
 
-    #: Training parquet files (GSM8K schema or verl schema). Empty: the caller supplies the built-in arithmetic task.
+    #: Training parquet files (GSM8K or verl schema). Empty: the caller uses the built-in arithmetic task.
     train: tuple[str, ...] = ()
-    #: Held-out parquet files, same schemas. Empty: no validation (or the built-in task's held-out part).
+    #: Validation parquet files (same schemas). Empty: no validation, or the held-out part of the built-in task.
     val: tuple[str, ...] = ()
-    #: Longest prompt in tokens, chat template included.
+    #: Maximum prompt length in tokens, including the chat template.
     max_prompt_length: int = 512
-    #: What to do with a longer prompt: "filter" drops it (the number dropped is logged), "refuse" raises DataError.
+    #: Overlong prompts: "filter" drops them and logs their number, "refuse" raises DataError.
     overlong: Literal["filter", "refuse"] = "filter"
-    #: "auto": the tokenizer's chat template when it has one, else plain text; "always": refuse a tokenizer without
-    #: one; "never": plain text. Plain text is every message's content followed by a line break.
+    #: "auto": the tokenizer's chat template if it has one, else plain text; "always": fail for a tokenizer without one;
+    #: "never": plain text. Plain text is the content of each message followed by a line break.
     chat_template: Literal["auto", "always", "never"] = "auto"
-    #: A system message put before the conversation of rows that have none. None: nothing is added.
+    #: System message for rows that have none. None adds nothing.
     system_prompt: str | None = None
-    #: How a GSM8K question becomes the user's message; must contain "{question}". An instruction model that was not
-    #: fine-tuned on the answer format wants a sentence here that asks for "#### " before the final answer.
+    #: User message of a GSM8K question; must contain "{question}". For an instruction model that was not fine-tuned on
+    #: the answer format, add a sentence here that asks for "#### " before the final answer.
     question_template: str = "{question}"
-    #: Draw training prompts in a random order, a new one each epoch.
+    #: Shuffle the training prompts in each epoch.
     shuffle: bool = True
-    #: Use only the first so many validation prompts. None: all.
+    #: Maximum number of validation prompts. None: all.
     max_val_prompts: int | None = None
 
     def __post_init__(self) -> None:
@@ -53,13 +53,13 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """How the rule reward reads an answer and what it pays."""
+    """How the rule extracts the answer, and the scores it gives."""
 
-    #: "strict": the last "#### number" counts; "flexible": the last number of any kind.
+    #: "strict": the answer is the last "#### number"; "flexible": the last number.
     method: Literal["strict", "flexible"] = "strict"
-    #: Paid for the right answer.
+    #: Score of the right answer.
     score: float = 1.0
-    #: Paid when an answer was found but is wrong.
+    #: Score of a wrong answer.
     format_score: float = 0.0
 
     def __post_init__(self) -> None:
@@ -68,6 +68,6 @@ class RewardConfig:
             if not math.isfinite(getattr(self, field)):
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be a finite number")
         if self.score <= 0:
-            raise ValueError(f"score={self.score!r}: must be above 0, so that a right answer is worth something")
+            raise ValueError(f"score={self.score!r}: must be above 0")
         if self.format_score >= self.score:
             raise ValueError(f"format_score={self.format_score!r}: must be below score={self.score!r}")

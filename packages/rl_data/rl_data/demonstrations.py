@@ -1,7 +1,7 @@
-"""Demonstrations for a supervised warm start: a question and the whole response to it.
+"""Demonstrations for supervised fine-tuning before RL: a question and the whole response to it.
 
-The response is text, or a list of texts by turns written by the model and given to it (a tool's result), the model's
-first. Parts are tokenised one by one, as they are when the model generates them.
+The response is a text, or a list of texts that alternate between the model and a tool, starting with the model. The
+parts are tokenized one by one, as during generation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from .config import DataConfig
 from .errors import DataError
-from .parquet import GSM8K_DATA_SOURCE, Row, open_parquet, require_columns
+from .parquet import GSM8K_DATA_SOURCE, Row, open_parquet, require_columns, row_error
 from .prompts import conversation, encode, render, report_filtered, too_long, uses_chat_template
 from .tokenizer import TokenizerLike
 
@@ -24,16 +24,16 @@ _HELP = "Demonstrations need the columns `question` and `answer` (the whole resp
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One training example; `response_ids` ends with the end-of-sequence token where the model wrote the last part."""
+    """One training example; `response_ids` ends with the end-of-sequence token if the last part is the model's."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     response_mask: tuple[bool, ...] | None = None
-    """False where a response token was given to the model; None: it wrote all of them."""
+    """False for response tokens of a tool; None if all tokens are the model's."""
 
 
 def _parts(answer: Any) -> list[str] | None:
-    """The texts of an answer; None when it is something else or begins without one."""
+    """The texts of an answer; None if it is not text or starts with an empty one."""
     parts = answer if isinstance(answer, list) else [answer]
     if not parts or not all(isinstance(part, str) for part in parts) or not parts[0].strip():
         return None
@@ -49,12 +49,7 @@ def _rows(file: str | Path) -> list[tuple[Row, list[str]]]:
         has_question = isinstance(question, str) and bool(question.strip())
         if not has_question or parts is None:
             column = "answer" if has_question else "question"
-            raise DataError(
-                f"{file}: row {index} (counted from 0), column {column!r}: no text. Fill it in or drop the row.",
-                file=str(file),
-                row=index,
-                column=column,
-            )
+            raise row_error(str(file), index, column, "no text", "Fill it in or drop the row.")
         message = {"role": "user", "content": question}
         described = Row(
             file=str(file),
@@ -79,9 +74,10 @@ def check_demonstrations(files: Sequence[str | Path]) -> int:
 def load_demonstrations(
     files: Sequence[str | Path], tokenizer: TokenizerLike, config: DataConfig
 ) -> list[Demonstration]:
-    """The demonstrations of all files, in order. The prompt is built exactly as `load_prompts` builds it.
+    """The demonstrations of all files, in order. Prompts are identical to those of `load_prompts`.
 
-    Overlong prompts are left out or refused as configured. Raises DataError naming file, row, column and remedy.
+    `config.overlong` decides whether overlong prompts are dropped or raise. Raises DataError naming file, row, column
+    and remedy.
     """
     if not files:
         raise DataError("no files were given. Name at least one parquet file.")
@@ -105,7 +101,7 @@ def load_demonstrations(
 
 
 def _demonstration(prompt_ids: tuple[int, ...], parts: Sequence[tuple[int, ...]], end: int) -> Demonstration:
-    """Parts joined; the model writes every second one, beginning with the first."""
+    """Join the parts; the first, third, … are the model's."""
     ids = [token for part in parts for token in part]
     mask = [index % 2 == 0 for index, part in enumerate(parts) for _ in part]
     if len(parts) % 2:

@@ -1,25 +1,25 @@
-"""Errors of this package.
+"""Exceptions of this package.
 
 RlDataError
-├── DataError (also ValueError)              a data file cannot be used: names file, row, column and the remedy
-│   └── ModelFolderError                     a model folder lacks what is needed (config, tokenizer, weights)
-├── UnknownDataSourceError (also ValueError) no reward is registered for a data source
+├── DataError (also ValueError)              a data file cannot be used; names file, row, column and the remedy
+│   └── ModelFolderError                     a model folder has no config, tokenizer or weights
+├── UnknownDataSourceError (also ValueError) no scoring function is registered for a data source
 └── SamplerStateError (also ValueError)      a saved sampler state belongs to other data or settings
 
-All of them survive pickling, attributes included, because they cross process borders.
+All of them pickle with their attributes, because they cross process boundaries.
 """
 
 from typing import Any
 
 
 class RlDataError(Exception):
-    """Root of this package's errors."""
+    """Base class of this package's exceptions."""
 
 
 class DataError(RlDataError, ValueError):
     """A data file cannot be used.
 
-    Attributes: `file` (path as given), `row` (counted from 0, None when it concerns the whole file), `column`.
+    Attributes: `file` (path as given), `row` (counted from 0; None for the whole file), `column`.
     """
 
     def __init__(self, message: str, *, file: str | None = None, row: int | None = None, column: str | None = None):
@@ -29,17 +29,17 @@ class DataError(RlDataError, ValueError):
         self.column = column
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions pickle by calling the class with `args`; the keyword attributes travel as state.
+        # pickle calls the class with `args`; the keyword attributes are restored from the state
         return (type(self), self.args, self.__dict__)
 
 
 class ModelFolderError(DataError):
-    """A model folder lacks its configuration, tokenizer or weights."""
+    """A model folder has no config, tokenizer or weights."""
 
 
 class UnknownDataSourceError(RlDataError, ValueError):
-    """No reward is registered for a data source."""
+    """No scoring function is registered for a data source."""
 
 
 class SamplerStateError(RlDataError, ValueError):
-    """A saved sampler state does not belong to this sampler."""
+    """A saved sampler state belongs to another sampler."""

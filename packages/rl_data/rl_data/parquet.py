@@ -1,11 +1,11 @@
-"""Reading parquet rows in either schema, with errors that name file, row, column and remedy.
+"""Parquet reader for the GSM8K and verl schemas. Errors name file, row, column and remedy.
 
-Two schemas are read, chosen per file by its columns:
+The columns of each file determine its schema:
 
-- GSM8K: string columns `question` and `answer`, the answer ending in `#### n`; `data_source` may be added.
+- GSM8K: string columns `question` and `answer`, the answer ending in `#### n`; optionally `data_source`.
 - verl: `prompt` (chat messages, or plain text), `reward_model` with a field `ground_truth`, `data_source`.
 
-Rows are counted from 0, as pandas and pyarrow count them.
+Rows are counted from 0, as in pandas and pyarrow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import DataError, UnknownDataSourceError
-from .scoring import reward_for
+from .scoring import clean_number, reward_for
 
 __all__ = [
     "GSM8K_DATA_SOURCE",
@@ -24,11 +24,10 @@ __all__ = [
     "Row",
     "Schema",
     "check_files",
-    "gsm8k_ground_truth",
     "iter_rows",
     "open_parquet",
-    "read_schema",
     "require_columns",
+    "row_error",
 ]
 
 GSM8K_DATA_SOURCE = "openai/gsm8k"
@@ -43,18 +42,19 @@ _SCHEMA_HELP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row before tokenisation: the conversation so far, the right answer, and which reward judges it."""
+    """One row before tokenization: the conversation, the right answer, and the data source that selects the reward."""
 
     file: str
     row: int
     messages: tuple[Message, ...]
     ground_truth: str
     data_source: str
-    #: True for GSM8K rows, whose only message is the bare question.
+    #: True for GSM8K rows, whose only message is the question without a template.
     is_question: bool
 
 
 def open_parquet(file: str | Path) -> Any:
+    """Open a parquet file (a `pyarrow.parquet.ParquetFile`). Raises DataError if it cannot be read or has no rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -81,7 +81,7 @@ def open_parquet(file: str | Path) -> Any:
 
 
 def require_columns(parquet: Any, file: str | Path, columns: Sequence[str], help_text: str) -> None:
-    """Raise DataError, naming the columns found, when one of `columns` is missing."""
+    """Raise DataError, naming the columns found, if one of `columns` is missing."""
     found = parquet.schema_arrow.names
     for column in columns:
         if column not in found:
@@ -92,12 +92,8 @@ def require_columns(parquet: Any, file: str | Path, columns: Sequence[str], help
             )
 
 
-def read_schema(file: str | Path) -> Schema:
-    """Which of the two schemas the file has. Raises DataError when neither, or the file is missing or empty."""
-    return _schema(open_parquet(file), file)
-
-
 def _schema(parquet: Any, file: str | Path) -> Schema:
+    """The schema of the file. Raises DataError if it has neither."""
     import pyarrow as pa
 
     names = parquet.schema_arrow.names
@@ -117,15 +113,16 @@ def _schema(parquet: Any, file: str | Path) -> Schema:
     return "verl"
 
 
-def gsm8k_ground_truth(answer: object) -> str | None:
-    """The text after the last `####`, commas and $ dropped; None when there is none."""
+def _gsm8k_ground_truth(answer: object) -> str | None:
+    """The text after the last `####` without commas and $; None if there is none."""
     if not isinstance(answer, str):
         return None
     _, marker, text = answer.rpartition("####")
-    return text.replace(",", "").replace("$", "").strip() or None if marker else None
+    return clean_number(text).strip() or None if marker else None
 
 
-def _row_error(file: str, row: int, column: str, what: str, remedy: str) -> DataError:
+def row_error(file: str, row: int, column: str, what: str, remedy: str) -> DataError:
+    """A DataError for one column of one row."""
     message = f"{file}: row {row} (counted from 0), column {column!r}: {what}. {remedy}"
     return DataError(message, file=file, row=row, column=column)
 
@@ -133,11 +130,11 @@ def _row_error(file: str, row: int, column: str, what: str, remedy: str) -> Data
 def _gsm8k_row(file: str, index: int, row: Mapping[str, Any]) -> Row:
     question = row["question"]
     if not isinstance(question, str) or not question.strip():
-        raise _row_error(file, index, "question", "no question", "Fill it in or drop the row.")
-    ground_truth = gsm8k_ground_truth(row["answer"])
+        raise row_error(file, index, "question", "no question", "Fill it in or drop the row.")
+    ground_truth = _gsm8k_ground_truth(row["answer"])
     if ground_truth is None:
         what = f"no answer; found {_shorten(row['answer'])}"
-        raise _row_error(file, index, "answer", what, "It must end in '#### n'; fill it in or drop the row.")
+        raise row_error(file, index, "answer", what, "It must end in '#### n'; fill it in or drop the row.")
     return Row(
         file=file,
         row=index,
@@ -153,21 +150,21 @@ def _verl_row(file: str, index: int, row: Mapping[str, Any]) -> Row:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not prompt:
-        raise _row_error(file, index, "prompt", "no messages", "Fill it in or drop the row.")
+        raise row_error(file, index, "prompt", "no messages", "Fill it in or drop the row.")
     messages = []
     for message in prompt:
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
             what = f"a message without text in 'role' or 'content': {_shorten(message)}"
-            raise _row_error(file, index, "prompt", what, "Each message needs both.")
+            raise row_error(file, index, "prompt", what, "Each message needs both.")
         messages.append({"role": message["role"], "content": message["content"]})
     ground_truth = (row["reward_model"] or {}).get("ground_truth")
     if ground_truth is None or not str(ground_truth).strip():
         what = "no answer in its field 'ground_truth'"
-        raise _row_error(file, index, "reward_model", what, "Fill it in or drop the row.")
+        raise row_error(file, index, "reward_model", what, "Fill it in or drop the row.")
     if not row["data_source"]:
-        raise _row_error(file, index, "data_source", "empty", f"Name one, such as {GSM8K_DATA_SOURCE}.")
+        raise row_error(file, index, "data_source", "empty", f"Name one, such as {GSM8K_DATA_SOURCE}.")
     return Row(
         file=file,
         row=index,
@@ -184,7 +181,7 @@ def _shorten(value: object) -> str:
 
 
 def iter_rows(file: str | Path) -> Iterator[Row]:
-    """The file's rows in order, read a record batch at a time. Raises DataError at the first unusable one."""
+    """The rows of the file in order, read one record batch at a time. Raises DataError at the first unusable row."""
     parquet = open_parquet(file)
     schema = _schema(parquet, file)
     wanted = ("question", "answer", "data_source") if schema == "gsm8k" else ("prompt", "reward_model", "data_source")
@@ -200,9 +197,9 @@ def iter_rows(file: str | Path) -> Iterator[Row]:
 def check_files(files: Sequence[str | Path], *, any_source: bool = False) -> int:
     """Read every file once, without tokenizer or torch, and return the number of rows.
 
-    Meant to run before any process starts. Raises DataError for a file that is missing, empty or not parquet, for a
-    missing column (naming those found), for the first row without a question or an answer, and for the first whose
-    `data_source` has no reward (`any_source`: the caller has one for all).
+    Call it before any process starts. Raises DataError for a file that is missing, empty or not parquet, for a missing
+    column (naming those found), for the first row without a question or an answer, and for the first row whose
+    `data_source` has no scoring function (unless `any_source`: the caller scores all sources itself).
     """
     num_rows = 0
     for file in files:

@@ -1,11 +1,11 @@
-"""From parquet rows to prompts: the conversation, its text, its token ids.
+"""Prompts from parquet rows: the conversation, its text and its token ids.
 
-How a conversation becomes text:
+A conversation becomes text
 
-- With the tokenizer's chat template when it has one (`chat_template="auto"`), ending where the assistant begins.
-- Otherwise as plain text: the content of each message followed by a line break. A GSM8K question `Q` becomes `Q\\n`,
-  and the response follows on the next line. Special tokens (such as a beginning-of-sequence token) are added as the
-  tokenizer does by itself.
+- with the tokenizer's chat template if it has one (`chat_template="auto"`), up to the start of the assistant's turn;
+- otherwise as plain text: the content of each message followed by a line break. A GSM8K question `Q` becomes `Q\\n`,
+  and the response starts on the next line. The tokenizer adds its usual special tokens, such as a
+  beginning-of-sequence token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .tokenizer import TokenizerLike
 __all__ = ["Prompt", "load_prompts"]
 
 _logger = logging.getLogger(__name__)
-#: Rows tokenised in one call.
+#: Rows tokenized in one call.
 _BATCH_SIZE = 1024
 
 
@@ -33,7 +33,7 @@ _BATCH_SIZE = 1024
 class Prompt:
     """One prompt, ready for rollout.
 
-    `id` is unique among the files loaded together and stays the same between runs: `<file stem>:<row>`.
+    `id` is `<file stem>:<row>`, unique among the files loaded together and the same in every run.
     """
 
     id: str
@@ -44,7 +44,7 @@ class Prompt:
 
 
 def file_labels(files: Sequence[str | Path]) -> list[str]:
-    """A short label for each file, its stem; files that share a stem get their position as well."""
+    """A label for each file: its stem, with its position if several files have the same stem."""
     stems = [Path(file).stem for file in files]
     counts = Counter(stems)
     return [stem if counts[stem] == 1 else f"{stem}~{index}" for index, stem in enumerate(stems)]
@@ -62,7 +62,7 @@ def conversation(row: Row, config: DataConfig) -> list[Message]:
 
 
 def uses_chat_template(tokenizer: TokenizerLike, config: DataConfig) -> bool:
-    """Whether conversations go through the tokenizer's chat template. Raises DataError for "always" without one."""
+    """Whether to use the tokenizer's chat template. Raises DataError for "always" if it has none."""
     has_template = bool(tokenizer.chat_template)
     if config.chat_template == "always" and not has_template:
         raise DataError(
@@ -73,7 +73,7 @@ def uses_chat_template(tokenizer: TokenizerLike, config: DataConfig) -> bool:
 
 
 def render(messages: Sequence[Message], tokenizer: TokenizerLike, with_template: bool) -> str:
-    """The text of a conversation, ending where the response begins."""
+    """The text of a conversation up to the start of the response."""
     if with_template:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     return "".join(f"{message['content']}\n" for message in messages)
@@ -92,7 +92,7 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def too_long(row: Row, length: int, config: DataConfig) -> bool:
-    """True when the prompt exceeds the limit and is to be filtered; DataError when it is to be refused."""
+    """Whether to drop the prompt as overlong. Raises DataError instead for `overlong="refuse"`."""
     if length <= config.max_prompt_length:
         return False
     if config.overlong == "refuse":
@@ -106,7 +106,7 @@ def too_long(row: Row, length: int, config: DataConfig) -> bool:
 
 
 def report_filtered(num_filtered: int, num_kept: int, files: Sequence[str | Path], config: DataConfig) -> None:
-    """Log how many prompts were filtered; DataError when none is left."""
+    """Log the number of dropped prompts. Raises DataError if none is left."""
     if num_kept == 0:
         raise DataError(
             f"{', '.join(map(str, files))}: all {num_filtered} prompts are longer than "
@@ -114,7 +114,7 @@ def report_filtered(num_filtered: int, num_kept: int, files: Sequence[str | Path
         )
     if num_filtered:
         _logger.warning(
-            "%d of %d prompts are longer than max_prompt_length=%d tokens and are left out",
+            "%d of %d prompts are longer than max_prompt_length=%d tokens and are dropped",
             num_filtered,
             num_filtered + num_kept,
             config.max_prompt_length,
@@ -128,9 +128,10 @@ def load_prompts(
     *,
     max_prompts: int | None = None,
 ) -> list[Prompt]:
-    """The prompts of all files, in file and row order; overlong ones left out or refused as configured.
+    """The prompts of all files, in the order of files and rows.
 
-    `max_prompts` stops after so many. Raises DataError naming file, row, column and remedy.
+    `config.overlong` decides whether overlong prompts are dropped or raise; `max_prompts` limits the number of prompts.
+    Raises DataError naming file, row, column and remedy.
     """
     if not files:
         raise DataError("no files were given. Name at least one parquet file.")

@@ -1,11 +1,10 @@
-"""Which prompts come next: a resumable order over the training prompts.
+"""Resumable sampler of training prompts.
 
-Epochs follow each other without a gap: a batch that reaches the end of an epoch is filled from the next one, so every
-prompt is drawn exactly once an epoch whatever the batch size. Within one batch no prompt comes twice as long as the
-batch is not larger than the number of prompts: prompts of the new epoch that the batch already holds step back behind
-those it still needs.
+A batch that reaches the end of an epoch is filled from the next epoch, so every prompt is drawn exactly once per epoch
+for any batch size. A batch does not repeat a prompt unless it is larger than the number of prompts: the new epoch moves
+prompts that the batch already holds behind those that the batch still needs.
 
-The state is a few numbers and at most one batch of indices, JSON-able, and restores the order exactly.
+The state restores the order exactly. It is JSON-serializable: a few numbers and at most one batch of indices.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _STATE_VERSION = 1
 def epoch_order(
     num_prompts: int, *, seed: int, shuffle: bool, epoch: int, held: Sequence[int] = (), num_needed: int = 0
 ) -> list[int]:
-    """The order of one epoch, a permutation of range(num_prompts); pure.
+    """The order of one epoch, a permutation of range(num_prompts). Pure function.
 
-    `held` are the prompts of the previous epoch in the batch that straddles the border and `num_needed` how many that
-    batch still takes: none of its first num_needed entries is in `held`, if there are enough others.
+    `held` are the prompts of the previous epoch in the batch that spans both epochs, and `num_needed` is the number of
+    prompts that this batch still needs. The first `num_needed` entries are not in `held` if there are enough others.
     """
     if shuffle:
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
@@ -44,9 +43,9 @@ def epoch_order(
 
 
 class PromptSampler:
-    """Draws indices of range(num_prompts), epoch after epoch.
+    """Draws indices from range(num_prompts), epoch after epoch.
 
-    The order depends on (num_prompts, seed, shuffle) and the batch sizes asked for, on nothing else.
+    The order depends only on (num_prompts, seed, shuffle) and the requested batch sizes.
     """
 
     def __init__(self, num_prompts: int, *, seed: int = 0, shuffle: bool = True) -> None:
@@ -75,12 +74,12 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """The epoch, counted from 0, of the next prompt to be drawn."""
+        """Epoch of the next prompt, counted from 0."""
         return self._epoch
 
     @property
     def position(self) -> int:
-        """How many prompts of this epoch were drawn already, less than num_prompts."""
+        """Number of prompts drawn from this epoch, less than num_prompts."""
         return self._position
 
     def next(self, batch_size: int) -> list[int]:
@@ -93,7 +92,7 @@ class PromptSampler:
             batch += self._order[self._position : end]
             self._position = end
             if end == self.num_prompts:
-                # Only this epoch's part of the batch can be avoided; a batch larger than the data repeats anyway.
+                # A batch larger than the data repeats prompts in any case, so at most one epoch is avoided.
                 num_needed = batch_size - len(batch)
                 self._start_epoch(batch[-self.num_prompts :] if num_needed else [], num_needed)
         return batch
@@ -106,7 +105,7 @@ class PromptSampler:
         self._order = self._make_order()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on from here; JSON-able."""
+        """The state to resume from; JSON-serializable."""
         return {
             "version": _STATE_VERSION,
             "num_prompts": self.num_prompts,
@@ -119,9 +118,9 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Resume from `state`.
 
-        Raises SamplerStateError, and changes nothing, when the state belongs to another number of prompts, seed or
+        Raises SamplerStateError, without changing anything, if the state belongs to another number of prompts, seed or
         order.
         """
         missing = sorted(set(self.state_dict()) - set(state))
@@ -135,13 +134,13 @@ class PromptSampler:
         ):
             if state[key] != own:
                 raise SamplerStateError(
-                    f"the sampler state was taken with {key}={state[key]!r}, this sampler has {key}={own!r}. "
+                    f"the sampler state has {key}={state[key]!r}, this sampler has {key}={own!r}. "
                     "Resume with the same data and settings."
                 )
         if not 0 <= state["position"] < self.num_prompts or state["epoch"] < 0:
             raise SamplerStateError(
-                f"the sampler state has epoch={state['epoch']!r} and position={state['position']!r}, impossible with "
-                f"{self.num_prompts} prompts"
+                f"the sampler state has epoch={state['epoch']!r} and position={state['position']!r}, "
+                f"which is impossible with {self.num_prompts} prompts"
             )
         self._epoch = int(state["epoch"])
         self._position = int(state["position"])

@@ -1,6 +1,6 @@
-"""A Qwen3-architecture causal LM of 0.4M parameters with a word-level tokenizer, as a Hugging Face folder.
+"""Tiny model for tests and examples: a Qwen3 causal LM with 0.4M parameters and a word-level tokenizer.
 
-It exists so that a whole training stack can run on two CPU cores. It knows only the words of the built-in tasks
+It lets a whole training stack run on two CPU cores. Its vocabulary has only the words of the built-in tasks
 (`rl_data.arithmetic`). transformers and vLLM load it like any other model.
 """
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 __all__ = ["build_tiny_model", "build_tiny_tokenizer"]
 
 PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN = "<pad>", "<eos>", "<unk>"
-#: The embedding has this many rows; the rows without a word get reserved tokens, so that every id decodes.
+#: Rows of the embedding; rows without a word get reserved tokens, so that every id decodes.
 VOCABULARY_SIZE = 64
 
 
 def _vocabulary() -> dict[str, int]:
     words = [PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN, "\n", *"0123456789", *VOCABULARY_WORDS]
-    assert len(set(words)) == len(words) <= VOCABULARY_SIZE, "the task's words must fit the vocabulary"
+    assert len(set(words)) == len(words) <= VOCABULARY_SIZE, "the vocabulary is too small for the words of the tasks"
     words += [f"<reserved_{index}>" for index in range(VOCABULARY_SIZE - len(words))]
     return {word: index for index, word in enumerate(words)}
 
 
 def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """The word-level tokenizer: one token a word, mark, digit or line break.
+    """The word-level tokenizer: one token per word, punctuation mark, digit or line break.
 
-    Numbers are written digit by digit ("72" is the ids of "7" and "2") and read back joined, so the task's texts
-    survive text -> ids -> text unchanged. Two numbers with nothing but a space between them would be joined too; the
-    task has none.
+    Numbers are encoded digit by digit ("72" is the ids of "7" and "2") and decoded without spaces, so the texts of the
+    tasks are unchanged by text -> ids -> text. Decoding also joins two numbers separated only by a space, which do not
+    occur in the tasks.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -42,14 +42,14 @@ def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
     piece = r"<[a-z_0-9]+>|####|\n|\d|[A-Za-z]+|[^\sA-Za-z\d]"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            # Keep every match as a piece of its own, then drop what lies between them (blanks).
+            # Make every match a piece, then drop the spaces between them.
             pre_tokenizers.Split(Regex(piece), behavior="isolated"),
             pre_tokenizers.Split(Regex(r"[^\S\n]+"), behavior="removed"),
         ]
     )
     tokenizer.decoder = decoders.Sequence(
         [
-            decoders.WordPiece(prefix="\x00", cleanup=False),  # a blank before every token but the first
+            decoders.WordPiece(prefix="\x00", cleanup=False),  # a space before every token except the first
             decoders.Fuse(),
             decoders.Replace(Regex(r"(?<=\d) (?=\d)"), ""),
             decoders.Replace(Regex(r" (?=[.?])"), ""),
@@ -79,10 +79,11 @@ def build_tiny_model(
 ) -> Path:
     """Write config.json, model.safetensors (float32, random), generation_config.json and the tokenizer to `folder`.
 
-    The same seed gives the same weights; the caller's torch random state is left as it was. Returns the folder.
+    The same seed gives the same weights; the torch random state of the caller does not change. Returns the folder.
+    Raises ValueError if `num_heads` does not divide `hidden_size`, or `num_kv_heads` does not divide `num_heads`.
 
-    `initializer_range` is the standard deviation of the random weights. Qwen3's own 0.02 suits widths in the
-    thousands; at width 128 it starts training so slowly that the task is learned half as well in 300 steps.
+    `initializer_range` is the standard deviation of the random weights. Qwen3's 0.02 is for widths in the thousands; at
+    width 128 training starts so slowly that the model learns the task only half as well in 300 steps.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

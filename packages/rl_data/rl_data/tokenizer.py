@@ -1,4 +1,4 @@
-"""Model folders and their tokenizers: a cheap check without heavy imports, and loading."""
+"""Model folders and their tokenizers: checks by file name, without heavy imports, and loading."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class TokenizerLike(Protocol):
 
 
 def find_model_folder(path: str | Path) -> Path:
-    """The folder that `path` names: itself, or, for OWNER/NAME, where `hf download` put that model of the Hub.
+    """The model folder of `path`: the path itself, or for OWNER/NAME the folder where `hf download` stored that model.
 
-    Nothing is downloaded. What cannot be found is returned as it is, for `check_model_folder` to refuse.
+    Nothing is downloaded. A path that does not exist is returned unchanged; `check_model_folder` then fails for it.
     """
     if Path(path).exists() or str(path).count("/") != 1:
         return Path(path)
@@ -44,10 +44,10 @@ def find_model_folder(path: str | Path) -> Path:
 
 
 def check_model_folder(path: str | Path, *, need_weights: bool = True) -> Path:
-    """Check, from file names alone, that `path` is a Hugging Face model folder; return it.
+    """Check, by file names only, that `path` is a Hugging Face model folder; return it.
 
-    Raises ModelFolderError when the folder, its config.json, its tokenizer or (unless need_weights is False) its
-    weights are missing, with what to do.
+    Raises ModelFolderError, with the remedy, if the folder, its config.json, its tokenizer or (unless need_weights is
+    False) its weights are missing.
     """
     folder, name = Path(path), str(path)
     if not folder.is_dir():
@@ -78,9 +78,10 @@ def check_model_folder(path: str | Path, *, need_weights: bool = True) -> Path:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The folder's tokenizer (a transformers PreTrainedTokenizer). Raises ModelFolderError when it has none.
+    """The tokenizer of a model folder (a transformers PreTrainedTokenizer).
 
-    A tokenizer without an end-of-sequence token is refused, because every response ends with it.
+    Raises ModelFolderError if the folder has no tokenizer, if it cannot be loaded, or if it has no end-of-sequence
+    token, which ends every response.
     """
     folder = check_model_folder(path, need_weights=False)
     from transformers import AutoTokenizer

@@ -56,14 +56,14 @@ def test_answers_are_right_and_score(task: ArithmeticTask) -> None:
             assert answer == f"#### {x + y}"
 
 
-def test_held_out_pairs_occur_nowhere_else(task: ArithmeticTask) -> None:
+def test_validation_pairs_do_not_occur_in_other_files(task: ArithmeticTask) -> None:
     held_out = {_pair(row["question"]) for row in _rows(task.val)}
     known = {_pair(row["question"]) for row in _rows(task.train) + _rows(task.demonstrations)}
     assert not held_out & known
     assert len(held_out) + len(known) == 50 * 51 // 2
 
 
-def test_styles_of_demonstrations(task: ArithmeticTask) -> None:
+def test_shares_of_demonstration_styles(task: ArithmeticTask) -> None:
     rows = _rows(task.demonstrations)
     shown = [row for row in rows if "\n" in row["answer"]]
     jumps = [row for row in rows if "\n" not in row["answer"]]
@@ -99,7 +99,7 @@ def test_texts_round_trip(task: ArithmeticTask, model_folder: Path) -> None:
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "#### 72"
 
 
-def test_calculator_demonstrations_mask_what_the_tool_wrote(tmp_path: Path, model_folder: Path) -> None:
+def test_calculator_demonstrations_mask_the_tool_output(tmp_path: Path, model_folder: Path) -> None:
     task = write_task(tmp_path, kind="calculator", num_train=50, num_val=20, num_demonstrations=200, seed=3)
     assert check_files([task.train, task.val]) == 70
     assert check_demonstrations([task.demonstrations]) == 200
@@ -131,7 +131,7 @@ def test_every_id_decodes_and_encodes_back(model_folder: Path) -> None:
     assert tokenizer("Zebra").input_ids == [tokenizer.unk_token_id]
 
 
-def test_tiny_model_loads_and_repeats(model_folder: Path, tmp_path: Path) -> None:
+def test_tiny_model_loads_and_depends_only_on_the_seed(model_folder: Path, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 

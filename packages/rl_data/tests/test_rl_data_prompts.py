@@ -79,11 +79,11 @@ def test_verl_schema(tmp_path: Path, tokenizer: Any) -> None:
     ]
     file = _verl(tmp_path / "v.parquet", rows)
     with pytest.raises(DataError, match=r"row 1 .*'other'"):
-        check_files([file])  # nothing is registered that could reward it
+        check_files([file])  # no scoring function is registered for it
     first, second = load_prompts([file], tokenizer, DataConfig(system_prompt="all", question_template="{question} now"))
-    assert first.text == f"all\n{QUESTION}\n", "the question template is for GSM8K rows"
+    assert first.text == f"all\n{QUESTION}\n", "the question template applies to GSM8K rows only"
     assert (first.ground_truth, first.data_source) == ("7", "openai/gsm8k")
-    assert second.text == "in\nbox\n", "a row's own system message stays"
+    assert second.text == "in\nbox\n", "a system message in the row is kept"
     assert second.data_source == "other"
 
 

@@ -54,7 +54,7 @@ def test_gsm8k_cases(text: str, truth: str, strict: float, flexible: float) -> N
     st.booleans(),
     st.text(alphabet="abc 0123456789.,#\n", max_size=400),
 )
-def test_a_final_answer_always_counts(number: int, other: int, commas: bool, dollar: bool, before: str) -> None:
+def test_an_answer_at_the_end_is_always_found(number: int, other: int, commas: bool, dollar: bool, before: str) -> None:
     written = f"{abs(number):,}" if commas else str(abs(number))
     written = ("-" if number < 0 else "") + ("$" if dollar else "") + written
     text = f"{before} #### {written}"
@@ -65,7 +65,7 @@ def test_a_final_answer_always_counts(number: int, other: int, commas: bool, dol
 
 @settings(deadline=None, derandomize=True)
 @given(st.text(max_size=400))
-def test_any_text_gets_one_of_three_scores(text: str) -> None:
+def test_every_text_gets_one_of_three_scores(text: str) -> None:
     for config in (STRICT, FLEXIBLE):
         answer = extract_answer(text, config.method)
         assert gsm8k_score(text, "72", config) in (0.0, 0.1, 1.0)
@@ -84,7 +84,7 @@ def test_registry() -> None:
     register_reward("test/always-one", always_one)
     register_reward("test/always-one", always_one)
     assert reward_for("test/always-one") is always_one
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ValueError, match="already has a scoring function"):
         register_reward("test/always-one", gsm8k_score)
 
 
