@@ -100,19 +100,9 @@ LOADS: dict[int, list[tuple[str, EngineConfig, str]]] = {
 
 
 def write_model(folder: Path, *, hidden: int = 24) -> None:
-    torch.manual_seed(0)
-    sizes = transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=40,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=12,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    transformers.Qwen3ForCausalLM(sizes).save_pretrained(folder)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12}
+    sizes = {"hidden_size": hidden, "intermediate_size": 40, "num_hidden_layers": 1, **heads}
+    write_tiny_model(folder, vocab_size=VOCABULARY, **sizes)
 
 
 def build(model: Path, settings: EngineConfig) -> ZeroEngine:

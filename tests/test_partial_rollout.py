@@ -1,47 +1,19 @@
-"""Generation that outlives a weight update: paused, given new weights by a real push, and gone on with."""
+"""Generation across weight updates: requests are paused, the server gets new weights, and responses are resumed."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from plinth_testing import random_model, tiny_config, write_word_tokenizer
+
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 def tiny_model(seed: int) -> Any:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.mul_(4.0)  # far from uniform: another policy's log-probs show
-    return model
-
-
-def save_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w2"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w0").save_pretrained(folder)
+    ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.08}
+    return random_model(tiny_config(**sizes, **ids), seed=seed)
 
 
 def log_probs(model: Any, prompt: list[int], response: list[int]) -> list[float]:
@@ -62,7 +34,7 @@ def test_every_token_has_the_version_and_log_prob_it_was_drawn_with(tmp_path: Pa
 
     models = [tiny_model(seed) for seed in range(3)]
     models[0].save_pretrained(tmp_path / "model")
-    save_tokenizer(tmp_path / "model")
+    write_word_tokenizer(tmp_path / "model", eos_token="w1", pad_token="w0", unk_token="w2")
     config = RolloutConfig(max_model_len=512, kv_cache_gib=0.1, dtype="float32", cpu_threads=1, startup_timeout_s=400.0)
     sync = SyncConfig()
     sampling = SamplingConfig(n=4, max_tokens=400, ignore_eos=True)

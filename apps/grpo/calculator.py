@@ -1,6 +1,6 @@
-"""A rollout of several turns, as a user writes one: the model may call a calculator before it answers.
+"""An example of a multi-turn rollout: the model can call a calculator before it answers.
 
-`episode.function=apps.grpo.calculator:with_calculator`; the preset `calculator` trains with it.
+Use it with `episode.function=apps.grpo.calculator:with_calculator`; the preset `calculator` does.
 """
 
 import re
@@ -14,9 +14,9 @@ MAX_CALLS = 4
 
 
 async def with_calculator(episode: "Episode", prompt: "PromptLike", tokenizer: Any) -> None:
-    """Samples a turn, answers the call that it ends with, and so on until a turn ends without one.
+    """Samples turns until one ends without a call; answers each call.
 
-    The tool's answer is context: the policy reads it and is not trained on it.
+    The result of a call is context: the policy reads it and is not trained on it.
     """
     end_of_call = tokenizer.convert_tokens_to_ids("<result>")
     for _ in range(MAX_CALLS):
@@ -30,6 +30,6 @@ async def with_calculator(episode: "Episode", prompt: "PromptLike", tokenizer: A
 
 
 def calculate(turn: str) -> str:
-    """What the calculator says to a turn that ends in `<call> x + y <result>`; `?` where it finds no sum."""
+    """The calculator's result for a turn that ends in `<call> x + y <result>`; `?` if there is no sum."""
     call = re.search(r"<call> (\d+) \+ (\d+) <result>$", turn)
     return f"{int(call[1]) + int(call[2])}\n" if call else "?\n"

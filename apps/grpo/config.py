@@ -1,4 +1,4 @@
-"""Everything `apps.grpo.main` can be told, section by section."""
+"""Configuration of the GRPO app."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from rl_runtime import JobConfig, PolicyConfig, TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(PolicyConfig):
-    """GRPO: group-normalised advantages and a clipped policy loss (DeepSeekMath, arXiv:2402.03300)."""
+    """GRPO: group-normalized advantages and a clipped policy loss (DeepSeekMath, arXiv:2402.03300)."""
 
     normalize_by_std: bool = True
     """Divide advantages by the group's standard deviation (GRPO) or not (Dr.GRPO)."""
@@ -23,4 +23,4 @@ class GrpoConfig(JobConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sampling.n < 2:
-            raise ValueError(f"sampling.n is {self.sampling.n}; allowed: 2 or more, samples are compared in groups")
+            raise ValueError(f"sampling.n is {self.sampling.n}; allowed: 2 or more, to compare samples in groups")

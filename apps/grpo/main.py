@@ -1,9 +1,9 @@
-"""GRPO, top to bottom: `python -m apps.grpo.main [preset=NAME] [section.key=value ...]`, `--help` lists every key.
+"""GRPO: `python -m apps.grpo.main [preset=NAME] [section.key=value ...]`, `--help` lists every key.
 
-Without a model or data it runs the built-in demo: a tiny Qwen3 model learns to add, after a short supervised start.
+Without a model and data it runs the built-in demo: a tiny Qwen3 model learns to add, after a supervised warm start.
 
-A step is: ask the servers for n answers to each prompt, score them, compare each with its group, raise the likelihood
-of the better ones within the clip range, and push the new weights into the servers.
+A step samples n responses to each prompt, scores them, computes each advantage relative to the group, updates the
+policy with the clipped loss, and pushes the new weights to the servers.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def learn(
     actor: "rl_runtime.ModelHandle",
     ref: "rl_runtime.ModelHandle | None",
 ) -> dict[str, float]:
-    """One GRPO step on scored samples; the metrics of its updates."""
+    """One GRPO update on scored samples; returns its metrics."""
     algorithm = config.algorithm
     advantages_N = rl_core.group_advantages(
         batch.scores_N, batch.group_ids_N, normalize_by_std=algorithm.normalize_by_std
@@ -61,19 +61,19 @@ def num_updates(config: GrpoConfig) -> int:
 
 
 def check(config: GrpoConfig) -> "rl_runtime.JobPlan":
-    """Refuses what cannot work before any process starts; which process runs on which device."""
+    """Refuses settings that cannot work before any process starts; plans devices and resume."""
     return rl_runtime.check_job(config, {"actor": (config.actor, num_updates(config))})
 
 
 def compose(job: "rl_runtime.Job", config: GrpoConfig) -> "rl_runtime.Algorithm":
-    """The engines GRPO trains and reads, and its step."""
+    """Builds the actor and, with a KL term, the reference model; returns the update of a step."""
     actor = job.trained("actor", config.actor, num_updates=num_updates(config))
     ref = job.frozen("ref", config.actor) if config.algorithm.kl_coef else None
     return rl_runtime.Algorithm(roles={"actor": actor}, learn=partial(learn, config=config, actor=actor, ref=ref))
 
 
 def main(config: GrpoConfig) -> None:
-    """Runs the job and prints what it reached."""
+    """Runs the job and prints its summary."""
     rl_runtime.run_job(config, check(config), partial(compose, config=config))
 
 

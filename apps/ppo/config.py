@@ -1,4 +1,4 @@
-"""Everything `apps.ppo.main` can be told, section by section."""
+"""Configuration of the PPO app."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,24 +9,24 @@ from rl_runtime import JobConfig, PolicyConfig, TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(PolicyConfig):
-    """PPO with a critic: generalised advantage estimation, clipped policy and value losses (arXiv:1707.06347)."""
+    """PPO with a critic: generalized advantage estimation, clipped policy and value losses (arXiv:1707.06347)."""
 
     gamma: float = 1.0
     """Discount per token."""
     lam: float = 1.0
-    """GAE's lambda (arXiv:1506.02438): 1 gives returns minus values, 0 the one-token error."""
+    """Lambda of GAE (arXiv:1506.02438): 1 gives returns minus values, 0 the one-token TD error."""
     whiten_advantages: bool = True
-    """Give the advantages of a train batch zero mean and unit variance."""
+    """Normalize the advantages of a train batch to zero mean and unit variance."""
     value_clip: float | None = 0.2
-    """A value may move so far from the one at rollout time before its loss is clipped; null for no bound."""
+    """Clip range of a value around its value before the update; null: no clipping."""
     critic_warmup_steps: int = 0
-    """First steps that train the critic alone, so that the actor starts with values that mean something."""
+    """Number of first steps that train the critic alone, so that the actor starts with useful values."""
     kl_in: Literal["reward", "loss"] = "reward"
-    """Where the KL term of `kl_coef` goes: off every token's reward (InstructGPT), or into the loss (GRPO)."""
+    """Where the KL term is applied: subtracted from the token rewards (InstructGPT), or added to the loss (GRPO)."""
     kl_target: float | None = None
-    """Adapt `kl_coef` so that the mean KL per token stays near this (arXiv:1909.08593); null keeps it fixed."""
+    """Target of the mean KL per token, to which `kl_coef` adapts (arXiv:1909.08593); null: fixed `kl_coef`."""
     kl_horizon: float = 10_000.0
-    """Sequences over which the adaptation acts."""
+    """Horizon of the adaptation, in sequences."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,7 +42,7 @@ class AlgorithmConfig(PolicyConfig):
                 raise ValueError(f"kl_target is {self.kl_target}; allowed: above 0, or null")
             if not self.kl_coef:
                 raise ValueError(
-                    "kl_target is given, but kl_coef is 0, which no factor changes; give kl_coef a start value"
+                    "kl_target is given, but kl_coef is 0 and cannot adapt; give kl_coef a positive start value"
                 )
         if self.kl_horizon <= 0:
             raise ValueError(f"kl_horizon is {self.kl_horizon}; allowed: above 0")
@@ -50,13 +50,13 @@ class AlgorithmConfig(PolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PpoTrainerConfig(TrainerConfig):
-    """The loop, with a place for the critic."""
+    """The training loop, with ranks for the critic."""
 
     experiment: str = "ppo"
-    """Name of the run; its folder is `<output_dir>/<experiment>_<timestamp>`."""
+    """Name of the run; the run folder is `<output_dir>/<experiment>_<timestamp>`."""
     num_critic_ranks: int = 0
-    """Ranks of the critic alone, on CUDA one GPU each after the actor's: both then compute at the same time. 0: the
-    critic lives on the actor's ranks."""
+    """Number of ranks for the critic alone, on CUDA one GPU each after the actor's; actor and critic then compute at
+    the same time. 0: the critic shares the actor's ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

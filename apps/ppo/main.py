@@ -1,9 +1,9 @@
 """PPO with a critic: `python -m apps.ppo.main [preset=NAME] [section.key=value ...]`, `--help` lists every key.
 
-Without a model or data it runs the built-in demo: a tiny Qwen3 model learns to add, after a short supervised start.
+Without a model and data it runs the built-in demo: a tiny Qwen3 model learns to add, after a supervised warm start.
 
-A step is: ask the servers for answers, score them, let the critic say what every prefix was worth, estimate advantages,
-raise the likelihood of tokens that did better than expected, teach the critic the returns, push the new weights.
+A step samples responses, scores them, estimates values and advantages (GAE), updates the policy with the clipped loss
+and the critic with the returns, and pushes the new weights to the servers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def critic_loss(
     outputs: "ds_engine.ValueOutputs", batch: "ds_engine.TokenBatch", *, value_clip: float | None
 ) -> "ds_engine.LossOutput":
-    """This micro batch's share of the value loss: the token mean of 1/2 max((V - R)^2, (V_clipped - R)^2)."""
+    """The micro batch's share of the value loss, the token mean of 1/2 max((V - R)^2, (V_clipped - R)^2)."""
     columns = batch.columns
     loss_K, clipped_K = rl_core.value_loss(outputs.values_K, columns["returns"], columns["values"], clip=value_clip)
     loss = (columns["mean_weights"] * loss_K).sum()
@@ -50,7 +50,7 @@ def advantages(
     metrics |= {
         "critic/values/mean": float(values_K.mean()),
         "critic/returns/mean": float(returns_K.mean()),
-        # Equal returns have nothing to explain; what spread they have then is rounding.
+        # Equal returns have no variance to explain, except for rounding.
         "critic/explained_variance": 1 - float((returns_K - values_K).var(correction=0)) / spread
         if spread > 1e-12
         else 0.0,
@@ -62,7 +62,7 @@ def advantages(
 
 
 class KlCoefficient:
-    """The weight of the KL term over the run, saved and resumed with it."""
+    """The coefficient of the KL term, fixed or adaptive; saved and resumed with the run."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self._controller: rl_core.FixedKL | rl_core.AdaptiveKL = rl_core.FixedKL(coefficient=algorithm.kl_coef)
@@ -73,11 +73,11 @@ class KlCoefficient:
 
     @property
     def value(self) -> float:
-        """Now."""
+        """Current KL coefficient."""
         return self._controller.coefficient
 
     def update(self, kl: float, num_samples: int) -> None:
-        """After a step with this mean KL per token."""
+        """Adapts the coefficient after a step with the mean KL per token `kl`."""
         self._controller = self._controller.updated(kl, num_samples)
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class KlCoefficient:
         return {"coefficient": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """Restores the result of `state_dict`."""
         self._controller = replace(self._controller, coefficient=state["coefficient"])
 
 
@@ -100,7 +100,7 @@ def learn(
     ref: "rl_runtime.ModelHandle | None",
     kl: KlCoefficient,
 ) -> dict[str, float]:
-    """One PPO step on scored samples; the metrics of its updates."""
+    """One PPO update on scored samples; returns its metrics."""
     algorithm, kl_coef = config.algorithm, kl.value
     actor_loss = partial(
         rl_runtime.policy_loss, config=algorithm, kl_coef=kl_coef if algorithm.kl_in == "loss" else 0.0
@@ -149,7 +149,7 @@ def num_updates(config: PpoConfig) -> tuple[int, int]:
 
 
 def check(config: PpoConfig) -> "rl_runtime.JobPlan":
-    """Refuses what cannot work before any process starts; which process runs on which device."""
+    """Refuses settings that cannot work before any process starts; plans devices and resume."""
     of_actor, of_critic = num_updates(config)
     own = {"critic": config.trainer.num_critic_ranks} if config.trainer.num_critic_ranks else {}
     engines = {"actor": (config.actor, of_actor), "critic": (config.critic, of_critic)}
@@ -157,7 +157,7 @@ def check(config: PpoConfig) -> "rl_runtime.JobPlan":
 
 
 def compose(job: "rl_runtime.Job", config: PpoConfig) -> "rl_runtime.Algorithm":
-    """The engines PPO trains and reads, and its step."""
+    """Builds the actor, the critic and, with a KL term, the reference model; returns the update of a step."""
     of_actor, of_critic = num_updates(config)
     actor = job.trained("actor", config.actor, num_updates=of_actor)
     critic = job.trained("critic", config.critic, num_updates=of_critic, head="value")
@@ -168,7 +168,7 @@ def compose(job: "rl_runtime.Job", config: PpoConfig) -> "rl_runtime.Algorithm":
 
 
 def main(config: PpoConfig) -> None:
-    """Runs the job and prints what it reached."""
+    """Runs the job and prints its summary."""
     rl_runtime.run_job(config, check(config), partial(compose, config=config))
 
 

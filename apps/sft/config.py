@@ -1,4 +1,4 @@
-"""Everything `apps.sft.main` can be told, section by section."""
+"""Configuration of the SFT app."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ class SftConfig:
     task: TaskSize = field(default_factory=TaskSize)
     supervised: SupervisedConfig = field(default_factory=lambda: SupervisedConfig(steps=300))
     token_budget: int = 16384
-    """Most packed tokens (prompt + response) per micro batch; a single longer sequence gets its own."""
+    """Maximum packed tokens (prompt + response) per micro batch; a longer sequence gets a micro batch of its own."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     trainer: RanksConfig = field(default_factory=lambda: RanksConfig(experiment="sft"))
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

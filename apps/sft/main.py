@@ -1,7 +1,7 @@
 """Supervised fine-tuning: `python -m apps.sft.main [section.key=value ...]`, `--help` lists every key.
 
-Demonstrations are parquet files with `question` and `answer` (`supervised.files`); without them the built-in task's.
-The trained model ends in `<run folder>/model` as a Hugging Face folder.
+Demonstrations are parquet files with `question` and `answer` (`supervised.files`), or those of the built-in task. The
+trained model is written to `<run folder>/model` as a Hugging Face folder.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from run_kit import run_cli
 
 
 def check(config: SftConfig) -> "rl_runtime.Placement":
-    """Refuses what cannot work before any process starts; which rank runs on which device."""
+    """Refuses settings that cannot work before any process starts; plans the devices."""
     rl_runtime.prepare_driver(config.trainer.device)
     run_kit.check_tracking(config.tracking)
     rl_runtime.check_sequence_parallel(config.engine, section="engine", num_ranks=config.trainer.num_ranks)

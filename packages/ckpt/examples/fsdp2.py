@@ -1,10 +1,10 @@
-"""An FSDP2 model saved in whole by rank 0 and resumed by any number of ranks.
+"""An FSDP2 model that rank 0 saves whole and any number of ranks resumes.
 
     python packages/ckpt/examples/fsdp2.py RUN_FOLDER --ranks 2 --steps 4
-    python packages/ckpt/examples/fsdp2.py RUN_FOLDER --ranks 1 --steps 8      # another number of ranks goes on
+    python packages/ckpt/examples/fsdp2.py RUN_FOLDER --ranks 1 --steps 8      # resumes with another number of ranks
 
 Runs on the CPU over gloo; on GPUs change the device type and the backend. Rank 0's host memory holds the whole state
-for as long as it is written; the step is held up by the gathering and one copy, the disk works in the background.
+while it is written. The step pays for the gathering and one copy; writing runs in the background.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""A plain PyTorch loop that can be killed at any instant and started again: it ends with the same weights, bit for bit.
+"""A plain PyTorch loop that resumes bit-exactly after it was killed at any instant.
 
     python packages/ckpt/examples/plain_torch.py RUN_FOLDER [--steps 200] [--save-every 20]
 
-Start it, kill it, start it again with the same folder. The last line is a checksum of the weights.
+Start it, kill it, and start it again with the same folder. The last line is a checksum of the weights.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> None:
     keep = Retention(keep_last=2, keep_best=1, metric="loss", mode="min")
     manager = CheckpointManager(options.run_folder / "checkpoints", retention=keep)
     first = 1
-    newest = manager.newest_good()  # the newest that verifies; None on a first start
+    newest = manager.newest_good()  # the newest that verifies; None on the first start
     if newest is not None:
         model.load_state_dict(load_state_dict(newest.path / "model.safetensors"))
         optimizer.load_state_dict(load_state_dict(newest.path / "optimizer.safetensors"))
@@ -56,7 +56,7 @@ def main() -> None:
                     metrics={"loss": loss.item()},
                 )
                 print(
-                    f"step {step}: loss {loss.item():.4f}, the save held the loop up for {1000 * stall_s:.1f} ms",
+                    f"step {step}: loss {loss.item():.4f}, the save blocked the loop for {1000 * stall_s:.1f} ms",
                     flush=True,
                 )
 

@@ -1,10 +1,10 @@
-"""Run by test_ckpt_async_deepspeed: DeepSpeed's checkpoint written beside training, by two ranks.
+"""Run by test_ckpt_async_deepspeed: two ranks write DeepSpeed's checkpoint in the background.
 
     ckpt_async_saver.py OUT STAGE...
 
-For each stage saves step 2 in the background while training goes on to step 4, and the same step 2 with DeepSpeed's own
-save_checkpoint; compares the files; goes back to step 2 with loading_without_pickle, trains again, and compares. Writes
-what it measured to OUT/rank<r>.json.
+For each stage saves step 2 in the background while it trains to step 4, and the same step 2 with DeepSpeed's own
+save_checkpoint; compares the files; resumes from step 2 with loading_without_pickle, trains again, and compares. Writes
+its measurements to OUT/rank<r>.json.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""Run by test_ckpt_killed_training: a training of two ranks, killed again and again, against one left alone.
+"""Run by test_ckpt_killed_training: compares a training of two ranks, killed repeatedly, with an uninterrupted one.
 
     ckpt_killed_training.py OUT STAGE NUM_KILLS
 
 Two ranks train a small model with dropout and noise under DeepSpeed: shuffled epochs, two micro batches a step, and a
 save in the background after every step. A SIGKILL ends them at a random instant, NUM_KILLS times in sequence; each
-next pair goes on from the newest good checkpoint. Then as many steps are trained without a kill, and everything is
-compared: the losses and gradient norms of every step in every life, and all that the last checkpoint holds. Prints a
-report as JSON.
+time the next pair resumes from the newest good checkpoint. Then as many steps are trained without a kill, and all
+results are compared: losses and gradient norms of every step in every run, and the contents of the last checkpoint.
+Prints a report as JSON.
 """
 
 import json
@@ -41,7 +41,7 @@ NUM_SAMPLES, NUM_MICRO = 11, 2  # 2 ranks take 4 samples a step: an epoch ends w
 
 
 class Samples:
-    """Indices in an order shuffled anew every epoch: the position that a resumed run goes on from."""
+    """Sample indices, reshuffled every epoch; a resumed run continues at the saved position."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(5)
@@ -55,7 +55,7 @@ class Samples:
 
 
 class Training:
-    """One rank's part of the run in `root`, from its newest good checkpoint on."""
+    """One rank of the run in `root`, resumed from its newest good checkpoint."""
 
     def __init__(self, root: Path, stage: int, rank: int) -> None:
         self.rank = rank
@@ -67,15 +67,15 @@ class Training:
             gradient_accumulation_steps=NUM_MICRO,
             scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 40, "warmup_max_lr": 0.01}},
         )
-        torch.manual_seed(1 + rank)  # and another dropout, and other noise
-        random.seed(2 + rank)  # Python's own generator is seeded anew by every fork
-        np.random.seed(3 + rank)  # the global one, for it is saved
+        torch.manual_seed(1 + rank)  # different dropout and noise on each rank
+        random.seed(2 + rank)  # a fork reseeds Python's own generator
+        np.random.seed(3 + rank)  # the global generator, since it is saved
         self.inputs = torch.randn(NUM_SAMPLES, 9, generator=torch.Generator().manual_seed(2))
         self.samples = Samples()
         self.first = 1
         self.manager = CheckpointManager(root / "checkpoints", keep_last=2)
         found: list[int | None] = [None]
-        if rank == 0:  # one says which, for the other might look when the next is there
+        if rank == 0:  # rank 0 decides: rank 1 might look after the next one is published
             newest = self.manager.newest_good()
             found = [newest.step if newest is not None else None]
         torch.distributed.broadcast_object_list(found)
@@ -92,7 +92,7 @@ class Training:
         self.first = checkpoint.step + 1
 
     def step(self, saver: AsyncSaver) -> str:
-        """One optimizer step; its loss and gradient norm, every bit of them."""
+        """One optimizer step. Returns its loss and gradient norm as exact hexadecimal."""
         mine = self.samples.next(2 * NUM_MICRO)[self.rank :: 2]
         total = torch.zeros(1)
         for index in mine:
@@ -107,7 +107,7 @@ class Training:
         return f"{total.item().hex()} {float(self.engine.get_global_grad_norm()).hex()}"
 
     def run(self, run_id: str, num_steps: int | None, log: Path, pipe: int) -> None:
-        """Train to `num_steps`, or until somebody kills us. Rank 0 logs every step and tells when its save is begun."""
+        """Train `num_steps`, or until killed. Rank 0 logs every step and writes to `pipe` when its save has begun."""
         actor = DeepSpeedState(self.engine, lambda folder: self.engine.save_checkpoint(folder, tag="actor"))
         ranks = SaverRanks(num_ranks=2, rank=self.rank, run_id=run_id)
         with AsyncSaver(self.manager, ranks=ranks) as saver, log.open("a", buffering=1) as file:
@@ -129,7 +129,7 @@ def live(root: Path, stage: int, run_id: str, num_steps: int | None, pipe: int, 
 
 
 class Killer:
-    """Starts the run and kills it; knows by now how long things take here."""
+    """Starts the run and kills it; measures how long the start and a step take."""
 
     def __init__(self, root: Path, stage: int) -> None:
         self.root, self.stage = root, stage
@@ -155,12 +155,12 @@ class Killer:
         else:
             time.sleep(self.dice.uniform(0.0, 1.1 * self.start_s))
         self.dice.shuffle(ranks)
-        for process in ranks:  # one rank dies, the other goes on for a moment
+        for process in ranks:  # the other rank runs on for a moment
             os.kill(process.pid, signal.SIGKILL)
             time.sleep(self.dice.uniform(0.0, 0.01))
         for process in ranks:
             process.join()
-        # The other one may have found out by itself that its peer is gone.
+        # The other rank may have failed by itself because its peer is gone.
         assert ranks[0].exitcode == -signal.SIGKILL, ranks[0].exitcode
         assert ranks[1].exitcode in (-signal.SIGKILL, 1), ranks[1].exitcode
         while more := os.read(reader, 4096):
@@ -169,7 +169,7 @@ class Killer:
         self.look(list(map(int, said.split())))
 
     def look(self, begun: list[int]) -> None:
-        """What was published stays, and at most the step in flight and the one being written are lost."""
+        """Published checkpoints stay; at most the step in flight and the one being written are lost."""
         folder = self.root / "checkpoints"
         self.counts["before the first step"] += not begun
         self.counts["inside a save"] += any(path.name.startswith(".partial") for path in folder.glob(".*"))
@@ -210,10 +210,10 @@ def check_equal(killed: Path, whole: Path, num_steps: int) -> None:
         one, other = (folder / name for folder in folders)
         if name.suffix == ".pt":
             trees: list[Any] = [torch.load(path, weights_only=False) for path in (one, other)]
-            for tree in trees:  # at stage 3 they are padded with what was in memory; compared below without that
+            for tree in trees:  # at stage 3 their padding is uninitialized memory; compared below without it
                 tree.get("optimizer_state_dict", {}).pop("fp32_flat_groups", None)
             compare(*trees, str(name))
-        elif name.name != "manifest.json":  # it holds the hour
+        elif name.name != "manifest.json":  # it holds the time
             assert one.read_bytes() == other.read_bytes(), name
     found, expected_state = (ZeroCheckpoint(folder / "actor") for folder in folders)
     for name in found.shapes:

@@ -1,4 +1,4 @@
-"""Tests start groups of ranks through ckpt_ranks.py, which the scripts they run import as well."""
+"""Makes ckpt_ranks.py importable, which the tests and the scripts that they run share."""
 
 import sys
 from pathlib import Path

@@ -1,17 +1,15 @@
-"""DeepSpeed's checkpoint, written beside training by two gloo ranks: the same files, and a resume bit for bit."""
+"""DeepSpeed's checkpoint, written in the background by two gloo ranks: equal files and a bit-exact resume."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ckpt_ranks import CPU_ENVIRONMENT, run_script
+from ckpt_ranks import run_script
 
+import plinth_testing
 from ckpt import ArchitectureMismatchError, CheckpointDamagedError, CheckpointManager, ZeroCheckpoint, check_model
 from ckpt.tools.deepspeed_export import iterate_deepspeed_weights
 
@@ -20,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`zero<stage>/`, folders of checkpoints of the three stages; each rank has compared and resumed already."""
+    """`zero<stage>/`, checkpoint folders of the three stages; each rank has already compared and resumed."""
     root = tmp_path_factory.mktemp("async")
     run_script("ckpt_async_saver.py", root, 1, 2, 3)
     return root
@@ -40,20 +38,19 @@ def test_background_checkpoints_are_deepspeeds_own(saved: Path, stage: int) -> N
     )
     assert ours.keys() == plain.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert all(torch.equal(ours[name], plain[name]) for name in ours)
-    # Recorded from the live engine, partitioned at stage 3 or not.
+    # Recorded from the live engine, whose parameters stage 3 partitions.
     there = [torch.nn.Linear(33, 65), torch.nn.Tanh(), torch.nn.Linear(65, 7)]
     assert check_model(checkpoint, "actor", torch.nn.Sequential(*there))
     with pytest.raises(ArchitectureMismatchError, match="another shape"):
         check_model(checkpoint, "actor", torch.nn.Sequential(*there[:2], torch.nn.Linear(65, 8)))
 
 
-def test_the_script_that_deepspeed_puts_beside_them_reads_them(saved: Path, tmp_path: Path) -> None:
-    """Run as a user does, from the checkpoint's own folder; for the other stages its function, which is the same."""
+def test_zero_to_fp32_reads_them(saved: Path, tmp_path: Path) -> None:
+    """Stage 2 runs the script in the checkpoint folder, as users do; the other stages call its function."""
     for stage in (1, 2, 3):
         folder = CheckpointManager(saved / f"zero{stage}").load(2).path / "actor"
         if stage == 2:
-            command = [sys.executable, str(folder / "zero_to_fp32.py"), str(folder), str(tmp_path / "out")]
-            subprocess.run(command, check=True, timeout=300, capture_output=True, env={**os.environ, **CPU_ENVIRONMENT})
+            plinth_testing.run_script(folder / "zero_to_fp32.py", folder, tmp_path / "out")
             found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
         else:
             from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -86,7 +83,7 @@ def test_a_missing_rank_file_is_named(saved: Path, tmp_path: Path) -> None:
 
 
 class Payload:
-    """Executes something when it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = str(marker)
@@ -96,7 +93,7 @@ class Payload:
 
 
 class FakeEngine:
-    """As much of a DeepSpeed engine as loading_without_pickle asks."""
+    """The part of a DeepSpeed engine that loading_without_pickle uses."""
 
     def __init__(self) -> None:
         from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
@@ -108,7 +105,7 @@ class FakeEngine:
         return False
 
 
-def test_deepspeeds_own_loading_executes_nothing(saved: Path, tmp_path: Path) -> None:
+def test_loading_without_pickle_executes_nothing(saved: Path, tmp_path: Path) -> None:
     from ckpt import CheckpointUsageError, UntrustedFileError, loading_without_pickle
 
     engine = FakeEngine()

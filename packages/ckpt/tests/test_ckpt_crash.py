@@ -1,4 +1,4 @@
-"""Killed at any instant: what is published is whole, and the next save works."""
+"""A save killed at any instant leaves whole checkpoints, and the next save works."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from ckpt import CheckpointManager
 
 
 class Killed(BaseException):
-    """Stands for the instant the process dies: nothing after it runs but this test."""
+    """Simulates the death of the process."""
 
 
 def _save(manager: CheckpointManager, step: int, **options: Any) -> None:
@@ -25,7 +25,7 @@ def _save(manager: CheckpointManager, step: int, **options: Any) -> None:
 
 
 def _check_root(root: Path, *, at_least: int | None) -> None:
-    """Every checkpoint in sight verifies, `latest` names one of them, and nothing that was published is lost."""
+    """All visible checkpoints verify, `latest` names one of them, and no published checkpoint is lost."""
     manager = CheckpointManager(root)
     for step in manager.steps():
         checkpoint = manager.load(step)
@@ -45,7 +45,7 @@ _CALLS = [(os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"), (os, "r
 
 
 def _kill_at(monkeypatch: pytest.MonkeyPatch, instant: int, after_call: bool) -> None:
-    """Die before or after the given call, counted over all of _CALLS; from then on no call has any effect."""
+    """Raise Killed before or after the given call, counted over all of _CALLS; later calls have no effect."""
     state = {"count": 0, "dead": False}
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +85,7 @@ def test_killed_at_every_call(tmp_path: Path, case: str, after_call: bool) -> No
                 died = False
             except Killed:
                 died = True
-        # Overwriting takes the old one away first; the save before it is what is safe.
+        # Overwriting deletes the old checkpoint first; the one before it is safe.
         _check_root(root, at_least=1 if overwrite else 2)
         _save(CheckpointManager(root, keep_last=keep_last), 4)
         _check_root(root, at_least=4)
@@ -105,7 +105,7 @@ from ckpt import CheckpointManager
 
 root, num_kills = Path(sys.argv[1]), int(sys.argv[2])
 
-def save_for_ever(pipe):
+def save_forever(pipe):
     manager = CheckpointManager(root, keep_last=3)
     newest = manager.newest_good()
     step = 0 if newest is None else newest.step
@@ -124,12 +124,12 @@ for kill in range(num_kills):
     child = os.fork()
     if child == 0:
         try:
-            save_for_ever(writer)
+            save_forever(writer)
         finally:
             os._exit(1)
     os.close(writer)
     said = os.read(reader, 4096)
-    if dice.random() < 0.5:  # one whole save, and how long one takes here and now
+    if dice.random() < 0.5:  # wait for a whole save and measure it
         started = time.perf_counter()
         said += os.read(reader, 4096)
         save_s = time.perf_counter() - started
@@ -158,7 +158,7 @@ print(step, inside)
 
 
 def test_killed_a_hundred_times(tmp_path: Path) -> None:
-    """SIGKILL at random instants of saving; each next process goes on from the newest good checkpoint."""
+    """SIGKILL at random instants; each process resumes from the newest good checkpoint."""
     command = [sys.executable, "-c", _KILLER, str(tmp_path), "100"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, result.stderr
@@ -212,13 +212,13 @@ for kill in range(num_kills):
         children.append(child)
     os.close(writer)
     said = b""
-    if kill % 2:  # one whole save, and how long one takes here and now
+    if kill % 2:  # wait for a whole save and measure it
         started = time.perf_counter()
         said = os.read(reader, 4096)
         save_s = time.perf_counter() - started
     time.sleep(dice.uniform(0.0, 1.5 * save_s))
     dice.shuffle(children)
-    for child in children:  # one rank dies, the other goes on for a moment
+    for child in children:  # the other rank runs on for a moment
         os.kill(child, signal.SIGKILL)
         time.sleep(dice.uniform(0.0, 0.01))
     for child in children:
@@ -237,13 +237,13 @@ for kill in range(num_kills):
         assert newest.state == {"step": step}
         for rank in range(2):
             assert (newest.path / f"part.{rank}").read_bytes() == bytes([step % 256]) * 30_000
-    assert len(list(root.glob(".async_*"))) <= 2, "notes of dead runs go"
+    assert len(list(root.glob(".async_*"))) <= 2, "files of dead runs are deleted"
 print(step)
 """
 
 
 def test_ranks_killed_while_they_save_in_the_background(tmp_path: Path) -> None:
-    """SIGKILL two ranks one after the other at random instants: never half a checkpoint, and the next run goes on."""
+    """SIGKILL two ranks one after the other at random instants: checkpoints stay whole, and the next run resumes."""
     command = [sys.executable, "-c", _RANKS_KILLER, str(tmp_path), "30"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, result.stderr

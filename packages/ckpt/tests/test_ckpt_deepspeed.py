@@ -1,4 +1,4 @@
-"""Real checkpoints of DeepSpeed on two gloo ranks, exported offline and loaded by transformers."""
+"""DeepSpeed checkpoints of two gloo ranks, exported offline and loaded by transformers."""
 
 import os
 import shutil
@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from ckpt import ShardError, ZeroCheckpoint, export_deepspeed
 from ckpt.tools.command_line import main
+from plinth_testing import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -18,21 +19,16 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`model/` and `zero<stage>/actor/` for the three stages, from one pair of processes."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     root = tmp_path_factory.mktemp("deepspeed")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=67,  # with two ranks, sizes that do not divide
+    # 67 tokens: with two ranks, sizes that do not divide
+    write_tiny_model(
+        root / "model",
+        vocab_size=67,
         hidden_size=24,
         intermediate_size=40,
-        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=12,
-        tie_word_embeddings=True,
     )
-    Qwen3ForCausalLM(config).save_pretrained(root / "model")
     run_script("ckpt_deepspeed_saver.py", root / "model", root, 1, 2, 3)
     return root
 

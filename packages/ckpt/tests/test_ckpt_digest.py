@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +81,17 @@ def test_an_unreadable_file_does_not_hide_the_others(tmp_path: Path) -> None:
     found = hash_files([(tmp_path / "none", 1), (tmp_path / "a", 1)])
     assert isinstance(found[0], FileNotFoundError)
     assert found[1] == blake3(b"a").hexdigest()
+
+
+def test_a_forked_child_can_hash(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 20_000
+    (tmp_path / "file").write_bytes(content)
+    expected = [blake3(content).hexdigest()]
+    assert hash_files([(tmp_path / "file", len(content))]) == expected
+    child = os.fork()
+    if child == 0:  # without the parent's threads
+        os._exit(0 if hash_files([(tmp_path / "file", len(content))]) == expected else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_failed_write_raises(tmp_path: Path) -> None:

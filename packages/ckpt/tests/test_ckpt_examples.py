@@ -1,4 +1,4 @@
-"""The examples do what they say: killed and resumed, they end as an uninterrupted run does."""
+"""The examples, killed and resumed, end like an uninterrupted run."""
 
 import os
 import re

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from ckpt import ExportError, save_hf_folder
 from ckpt import hf_export as module
+from plinth_testing import random_model, tiny_config
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
@@ -127,7 +128,7 @@ def test_one_tensor_is_held_at_a_time(tmp_path: Path, source: Path) -> None:
     save_hf_folder(tmp_path / "out", stream(), model_files_from=source, dtype=torch.bfloat16)
 
 
-def test_files_beside_the_weights(tmp_path: Path, source: Path) -> None:
+def test_files_other_than_weights(tmp_path: Path, source: Path) -> None:
     out = tmp_path / "deep" / "out"
     save_hf_folder(out, [("w", torch.ones(2))], model_files_from=source, dtype=torch.bfloat16)
     assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()) == [
@@ -185,18 +186,9 @@ def test_existing_folder(tmp_path: Path, source: Path) -> None:
 
 @pytest.mark.parametrize(("tied", "max_shard_bytes"), [(True, 10**9), (False, 10**9), (True, 20_000)])
 def test_transformers_loads_it(tmp_path: Path, tied: bool, max_shard_bytes: int) -> None:
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        tie_word_embeddings=tied,
-    )
-    model = LlamaForCausalLM(config)
+    model = random_model(tiny_config("llama", tie_word_embeddings=tied))
     model.save_pretrained(tmp_path / "source")
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""SIGKILL at random instants of training under DeepSpeed: resumed, it ends with the bits of one that was left alone."""
+"""DeepSpeed training killed at random instants and resumed ends with the bits of an uninterrupted run."""
 
 import json
 from pathlib import Path

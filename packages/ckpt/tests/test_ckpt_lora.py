@@ -1,4 +1,4 @@
-"""Adapters as PEFT reads them, and merges that equal PEFT's own."""
+"""PEFT reads the written adapters, and merges equal PEFT's own."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ckpt import (
     ExportError,
@@ -21,6 +21,7 @@ from ckpt import (
     save_hf_folder,
 )
 from ckpt.tools.lora_export import read_adapter
+from plinth_testing import write_tiny_model
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -28,21 +29,9 @@ IDS = torch.arange(12).reshape(2, 6)
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny real model on the disk."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=67,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=12,
-        attention_bias=True,
-        tie_word_embeddings=True,
-    )
     folder = tmp_path_factory.mktemp("lora") / "base"
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    sizes = {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2}
+    return write_tiny_model(folder, num_key_value_heads=1, attention_bias=True, initializer_range=0.02, **sizes)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -60,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def adapted(base: Path, options: dict[str, Any]) -> Any:
-    """A PEFT model whose adapters have been trained, as far as chance goes."""
+    """A PEFT model with random adapter weights."""
     torch.manual_seed(1)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**options))
     with torch.no_grad():
@@ -75,7 +64,7 @@ def trained(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_peft_reads_adapters_and_merges_are_its_own(base: Path, tmp_path: Path, case: str) -> None:
+def test_peft_reads_adapters_and_merges_equal_its_own(base: Path, tmp_path: Path, case: str) -> None:
     model = adapted(base, CASES[case])
     config = model.peft_config["default"].to_dict()
     with torch.no_grad():
@@ -116,7 +105,7 @@ def test_a_merge_is_computed_in_fp32_and_cast_once(base: Path, tmp_path: Path) -
     export_merged(tmp_path / "adapter", tmp_path / "bf16", base=base, dtype=torch.bfloat16)
     exact, cast = (load_file(tmp_path / name / "model.safetensors") for name in ("fp32", "bf16"))
     assert all(torch.equal(cast[name], exact[name].bfloat16()) for name in exact)
-    # A base in bf16 stays in bf16 without being told, merged weights too.
+    # By default the export of a bf16 base is bf16, including merged weights.
     export_merged(tmp_path / "adapter", tmp_path / "again", base=tmp_path / "bf16")
     assert {tensor.dtype for tensor in load_file(tmp_path / "again" / "model.safetensors").values()} == {torch.bfloat16}
 
@@ -136,10 +125,10 @@ def test_a_bf16_base_under_a_live_engine_is_merged_in_fp32(base: Path) -> None:
         assert found["model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_from_a_deepspeed_checkpoint_of_adapters_offline(base: Path, tmp_path: Path) -> None:
+def test_adapters_from_a_deepspeed_checkpoint(base: Path, tmp_path: Path) -> None:
     model = adapted(base, CASES["plain"])
     config = model.peft_config["default"].to_dict()
-    # As ds_engine has it: PEFT's layers in a model that keeps its names.
+    # PEFT's layers injected into a model that keeps its own names.
     weights = {name.removeprefix("base_model.model."): tensor.detach() for name, tensor in trained(model)}
     flat = torch.cat([tensor.reshape(-1) for tensor in weights.values()])
     states = {
@@ -162,7 +151,7 @@ def test_from_a_deepspeed_checkpoint_of_adapters_offline(base: Path, tmp_path: P
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_what_is_refused(base: Path, tmp_path: Path) -> None:
+def test_refused_tensors_and_settings(base: Path, tmp_path: Path) -> None:
     model = adapted(base, CASES["plain"])
     config = model.peft_config["default"].to_dict()
     tensors = dict(trained(model))

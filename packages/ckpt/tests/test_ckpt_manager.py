@@ -127,19 +127,19 @@ def test_any_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     manifest = save(manager, 1) / MANIFEST_NAME
     original = manifest.read_bytes()
-    # The last byte is the line break that ends the file; it carries nothing.
+    # The last byte is the final line break, which has no meaning.
     for position in range(len(original) - 1):
         content = bytearray(original)
         content[position] ^= 1 << position % 8
         manifest.write_bytes(content)
-        # A flipped digit of the format version can read as a newer format.
+        # A flipped bit in the format version can make it a newer format.
         with pytest.raises((CheckpointDamagedError, UnsupportedFormatError)):
             manager.load(1)
     manifest.write_bytes(original)
     manager.load(1)
 
 
-def test_nothing_good_is_left(tmp_path: Path) -> None:
+def test_no_good_checkpoint_is_left(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     folder = save(manager, 1)
     (folder / MANIFEST_NAME).unlink()
@@ -166,9 +166,9 @@ def test_a_verified_checkpoint_is_not_hashed_again(tmp_path: Path, monkeypatch: 
     again = CheckpointManager(tmp_path).newest_good(verified=found)
     assert again is not None
     assert manager.load(1, verified=again).verified == found.verified
-    assert hashed == [], "handed through, it is trusted"
+    assert hashed == [], "not hashed when passed as verified"
     assert manager.newest_good() == found
-    assert len(hashed) == 3, "not handed through, it is verified again"
+    assert len(hashed) == 3, "hashed again otherwise"
     (folder / "ranks" / "1.bin").write_bytes(b"longer")
     with pytest.raises(CheckpointDamagedError, match=r"ranks/1\.bin: torn"):
         manager.load(1, verified=found)
@@ -176,7 +176,7 @@ def test_a_verified_checkpoint_is_not_hashed_again(tmp_path: Path, monkeypatch: 
     save(manager, 1, {"a": b"another"}, overwrite=True)
     hashed.clear()
     assert manager.load(1, verified=found).verified != found.verified
-    assert len(hashed) == 2, "another checkpoint of the same step is verified"
+    assert len(hashed) == 2, "a replaced checkpoint is verified"
 
 
 def test_latest_checks_the_state(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_keep_last(tmp_path: Path) -> None:
         CheckpointManager(tmp_path, keep_last=0)
 
 
-def test_going_back(tmp_path: Path) -> None:
+def test_resuming_from_an_older_step(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=2)
     for step in (10, 30, 40):
         save(manager, step)
@@ -246,7 +246,7 @@ def test_going_back(tmp_path: Path) -> None:
     assert not (tmp_path / "latest").exists()
 
 
-def test_a_step_published_already(tmp_path: Path) -> None:
+def test_a_step_that_is_already_published(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     save(manager, 1, {"a": b"old"})
     with pytest.raises(CheckpointExistsError, match="overwrite=True"):
@@ -257,7 +257,7 @@ def test_a_step_published_already(tmp_path: Path) -> None:
     assert visible(tmp_path) == ["latest", "step_00000001"]
 
 
-def test_leftovers_are_deleted_but_not_other_saves_under_way(tmp_path: Path) -> None:
+def test_leftovers_are_deleted_but_not_other_saves_in_progress(tmp_path: Path) -> None:
     CheckpointManager(tmp_path).prepare(5).joinpath("half").write_bytes(b"x")
     assert CheckpointManager(tmp_path).steps() == []
     manager = CheckpointManager(tmp_path)
@@ -309,7 +309,7 @@ def test_wrong_use(tmp_path: Path) -> None:
     assert manager.steps() == []
 
 
-def test_errors_pickle_and_are_told_apart() -> None:
+def test_errors_can_be_pickled_and_distinguished() -> None:
     error = CheckpointDamagedError("message", step=3, files=("a",), newest_good=2)
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.step, again.files, again.newest_good) == ("message", 3, ("a",), 2)

@@ -1,4 +1,4 @@
-"""A checkpoint of another model is refused before anything is loaded."""
+"""A checkpoint of another architecture is refused before anything is loaded."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Several ranks save one checkpoint in the background; here each rank is a thread with a saver of its own."""
+"""Several ranks save one checkpoint in the background; here each rank is a thread with its own saver."""
 
 import random
 import threading
@@ -28,12 +28,12 @@ from ckpt import (
 from ckpt.savers.coordination import COORDINATION_PREFIX, SaveCoordinator
 
 
-def notes(root: Path) -> list[str]:
+def coordination_folders(root: Path) -> list[str]:
     return [path.name for path in root.iterdir() if path.name.startswith(COORDINATION_PREFIX)]
 
 
 class Failing(Capture):
-    """Fails to be written."""
+    """A capture whose `write` fails."""
 
     def __init__(self, error: Exception | None, delay_s: float = 0.0) -> None:
         self._error, self._delay_s = error, delay_s
@@ -95,12 +95,14 @@ def test_any_number_of_ranks(num_ranks: int, has_driver: bool, num_saves: int, s
                 assert torch.equal(load_state_dict(path / file)["w"], torch.full((1000,), step + 100.0 * rank))
             assert manager.manifest(step).metrics == {"score": step}
             assert len(manager.manifest(step).files) == 2 * num_ranks + 1
-        # A run of one process leaves notes alone; else the publisher cleans up, and the last to close its own.
-        assert notes(root) == ([f"{COORDINATION_PREFIX}of-a-dead-run"] if num_ranks == 1 and not has_driver else [])
+        # A single process leaves the files alone; otherwise the publisher and the last process to close delete them.
+        assert coordination_folders(root) == (
+            [f"{COORDINATION_PREFIX}of-a-dead-run"] if num_ranks == 1 and not has_driver else []
+        )
 
 
 class FailingToCopy(Failing):
-    """Fails to be copied."""
+    """A capture whose `copy` fails."""
 
     def copy(self) -> None:
         self.write(Path(), "")
@@ -160,7 +162,7 @@ def test_a_rank_that_never_writes_is_named_and_nothing_is_published(tmp_path: Pa
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".partial")]
 
 
-def test_a_process_that_goes_down_does_not_wait_for_the_others(tmp_path: Path) -> None:
+def test_a_failing_process_does_not_wait_for_the_others(tmp_path: Path) -> None:
     started = time.monotonic()
     saver = AsyncSaver(CheckpointManager(tmp_path), ranks=SaverRanks(num_ranks=2, rank=1, run_id="run"))
     with pytest.raises(RuntimeError, match="training failed") as caught, saver:  # noqa: PT012 - the context is tested
@@ -190,7 +192,7 @@ def test_wrong_use(tmp_path: Path) -> None:
         driver.save(1, {"model": {}})
 
 
-def test_notes_of_earlier_saves_go_when_all_have_begun_the_next(tmp_path: Path) -> None:
+def test_files_of_earlier_saves_are_deleted_when_all_have_begun_the_next(tmp_path: Path) -> None:
     first = SaveCoordinator(tmp_path, SaverRanks(num_ranks=2, rank=0, run_id="run"), timeout_s=1)
     second = SaveCoordinator(tmp_path, SaverRanks(num_ranks=2, rank=1, run_id="run"), timeout_s=1)
     for save in (1, 2, 3):
@@ -207,4 +209,4 @@ def test_notes_of_earlier_saves_go_when_all_have_begun_the_next(tmp_path: Path) 
     assert {path.name.partition(".")[0] for path in (tmp_path / f"{COORDINATION_PREFIX}run").iterdir()} == {"00000003"}
     first.close()
     second.close()
-    assert notes(tmp_path) == []
+    assert coordination_folders(tmp_path) == []

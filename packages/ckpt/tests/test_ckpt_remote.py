@@ -1,4 +1,4 @@
-"""Remote storage: an upload that fails anywhere is never seen, and what comes back is what went up."""
+"""Remote storage: failed uploads are never visible, and a download equals its upload."""
 
 import socket
 import tempfile
@@ -22,7 +22,7 @@ from ckpt import (
 
 @pytest.fixture(scope="session")
 def bucket() -> Iterator[str]:
-    """A bucket that speaks S3's protocol, on a server in this process; needs `pip install s3fs 'moto[server]'`."""
+    """An S3 bucket on a server in this process; needs `pip install s3fs 'moto[server]'`."""
     pytest.importorskip("s3fs")
     server_class = pytest.importorskip("moto.server").ThreadedMotoServer
     boto3 = pytest.importorskip("boto3")
@@ -43,9 +43,9 @@ def bucket() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def google_bucket() -> Iterator[str]:
-    """The same with Google's protocol; needs `pip install gcsfs gcp-storage-emulator`."""
+    """A Google Cloud Storage bucket on an emulator; needs `pip install gcsfs gcp-storage-emulator`."""
     with pytest.MonkeyPatch.context() as patched:
-        # Else gcsfs asks over gRPC what kind of bucket it is, which the emulator does not answer.
+        # Otherwise gcsfs queries the bucket type over gRPC, which the emulator does not support.
         patched.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         pytest.importorskip("gcsfs")
         emulator: Any = pytest.importorskip("gcp_storage_emulator.server")
@@ -57,7 +57,7 @@ def google_bucket() -> Iterator[str]:
             objects.copy(request, response, storage)
             storage.delete_file(request.params["bucket_name"], request.params["object_id"])
 
-        # A route the emulator lacks; gcsfs would fall back on copy and delete, after half a minute of trying.
+        # The emulator lacks this route; gcsfs would retry for half a minute, then copy and delete.
         route = (r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>.+)/moveTo/o/(?P<dest_object_id>.+)$",)
         patched.setattr(emulator, "HANDLERS", ((*route, {"POST": move}), *emulator.HANDLERS))
         with socket.socket() as probe:
@@ -91,11 +91,11 @@ def publish(root: Path, step: int, content: bytes = b"weights") -> Checkpoint:
 
 
 class Died(BaseException):
-    """The process ends here."""
+    """Simulates the death of the process."""
 
 
 class Mortal:
-    """A file system whose process dies at the given call that changes anything, before or after it took effect."""
+    """A file system whose process dies before or after the given modifying call."""
 
     def __init__(self, fs: Any, instant: int, after_call: bool) -> None:
         self._fs, self._instant, self._after_call, self._count, self.dead = fs, instant, after_call, 0, False
@@ -119,7 +119,7 @@ class Mortal:
         return call
 
 
-def test_there_and_back(tmp_path: Path, url: str) -> None:
+def test_upload_and_download(tmp_path: Path, url: str) -> None:
     remote = RemoteCheckpoints(url)
     assert remote.steps() == []
     done: list[tuple[int, int]] = []
@@ -154,7 +154,7 @@ def test_a_step_is_replaced_only_when_asked(tmp_path: Path, url: str) -> None:
 
 
 @pytest.mark.parametrize("after_call", [False, True])
-def test_an_uploader_that_dies_anywhere_leaves_no_part_in_sight(tmp_path: Path, url: str, after_call: bool) -> None:
+def test_an_uploader_killed_at_any_call_leaves_no_visible_part(tmp_path: Path, url: str, after_call: bool) -> None:
     old, new = publish(tmp_path / "old", 1, b"old"), publish(tmp_path / "new", 1, b"new")
     for instant in range(1, 40):
         remote = RemoteCheckpoints(f"{url}/{instant}")
@@ -198,7 +198,7 @@ def test_an_upload_that_fails_cleans_up(tmp_path: Path, url: str, monkeypatch: p
     assert remote.steps() == [1]
 
 
-def test_damage_is_found_on_both_ways(tmp_path: Path, url: str) -> None:
+def test_damage_is_found_in_both_directions(tmp_path: Path, url: str) -> None:
     remote = RemoteCheckpoints(url)
     checkpoint = publish(tmp_path / "here", 1)
     path = remote.upload(checkpoint)
@@ -214,6 +214,6 @@ def test_damage_is_found_on_both_ways(tmp_path: Path, url: str) -> None:
         remote.upload(checkpoint, overwrite=True)
 
 
-def test_unknown_kinds_of_storage() -> None:
+def test_unknown_storage() -> None:
     with pytest.raises(CheckpointUsageError, match="nothing://x"):
         RemoteCheckpoints("nothing://x")

@@ -1,4 +1,4 @@
-"""What is kept, what a full disk does, and who may write."""
+"""Retention, full disks, and the writer's lock."""
 
 import math
 import os
@@ -23,7 +23,7 @@ tables = st.dictionaries(st.integers(0, 40), st.none() | st.sampled_from([0.0, 0
 
 @PROPERTY
 @given(tables, counts, counts, counts, st.sampled_from(["max", "min"]), st.none() | st.integers(0, 40))
-def test_a_step_stays_exactly_when_a_rule_keeps_it(
+def test_a_step_is_kept_exactly_when_a_rule_keeps_it(
     table: dict[int, float | None],
     keep_last: int | None,
     keep_every: int | None,
@@ -78,7 +78,7 @@ def test_the_manager_keeps_what_the_rules_say(tmp_path: Path) -> None:
     assert manager.manifest(2).metrics == {"score": 0.9}
     manager.load(2)
     manager.load(6)
-    # Its manifest is gone, so nothing says that step 2 was the best.
+    # Without its manifest, step 2 no longer counts as best.
     (tmp_path / "step_00000002" / "manifest.json").unlink()
     assert manager.prunable() == [2]
     with pytest.raises(CheckpointUsageError, match="keep_last=1"):
@@ -158,7 +158,7 @@ root = pathlib.Path(sys.argv[1])
 if sys.argv[2] == "tmpfs":
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(root)], check=True)
 
-class Engine:  # as much of DeepSpeed's as DeepSpeedState asks
+class Engine:  # the part of DeepSpeed's engine that DeepSpeedState uses
     checkpoint_engine = None
     weights = torch.ones(10_000)
     def zero_nvme_offload_optimizer(self):
@@ -215,7 +215,7 @@ time.sleep(120)
 """
 
 
-def test_a_second_writer_is_refused_by_name_and_a_dead_one_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path: Path) -> None:
     ours = CheckpointManager(tmp_path)
     (ours.prepare(1) / "weights").write_bytes(b"x")
     ours.publish(1, state={})
@@ -251,11 +251,11 @@ def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
     del first
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "writing\n", "managers that were collected hold nothing"
+        assert process.stdout.readline() == "writing\n", "collected managers hold no lock"
         process.kill()
 
 
-def test_a_folder_that_was_deleted_and_made_again_is_locked_again(tmp_path: Path) -> None:
+def test_a_recreated_folder_is_locked_again(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "checkpoints")
     manager.prepare(1)
     shutil.rmtree(manager.root)

@@ -1,4 +1,4 @@
-"""Nothing in a folder of checkpoints is ever executed, whatever its files hold."""
+"""No file in a checkpoint folder is ever executed, whatever it holds."""
 
 import ast
 import json
@@ -29,7 +29,7 @@ from ckpt.manifest import CheckpointManifest
 
 
 class Payload:
-    """Leaves a mark when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self._command = f"touch {mark}"
@@ -106,13 +106,13 @@ def test_a_pickle_in_place_of_any_file_is_refused(
         (path / "manifest.json").unlink()
         described = CheckpointManifest.describe(path, step=1, created_at="")
         (path / "manifest.json").write_text(described.to_json())
-    # Read as the package reads it, state.json first where it is not the victim.
+    # `read` also reads state.json.
     with pytest.raises(error, match=re.escape(Path(victim).name)):
         read(manager)
     assert not (tmp_path / "mark").exists(), "it was executed"
 
 
-def test_the_payload_would_work(tmp_path: Path) -> None:
+def test_the_payload_works_when_unpickled(tmp_path: Path) -> None:
     plain_pickle(tmp_path / "mark", tmp_path / "file")
     pickle.loads((tmp_path / "file").read_bytes())
     assert (tmp_path / "mark").exists()
@@ -128,7 +128,7 @@ def test_structures_and_generators_hold_plain_values_only(tmp_path: Path) -> Non
 
 
 def test_the_package_has_no_other_way_to_read_a_pickle() -> None:
-    """Every torch.load says weights_only=True; nothing else that unpickles is called at all."""
+    """Every torch.load passes weights_only=True; no other function that unpickles is called."""
     calls = 0
     for path in Path(ckpt.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

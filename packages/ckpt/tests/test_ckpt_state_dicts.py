@@ -1,4 +1,4 @@
-"""State dicts without pickle, saved in the background, and random generators that go on where they were."""
+"""State dicts without pickle, background saves, and captured random generators."""
 
 import json
 import math
@@ -72,7 +72,7 @@ def same(one: Any, other: Any) -> bool:
 
 @PROPERTY
 @given(trees)
-def test_any_tree_comes_back(tree: Any) -> None:
+def test_any_tree_round_trips(tree: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tree.safetensors"
         entry = save_state_dict(path, tree)
@@ -134,7 +134,7 @@ def test_files_of_others(tmp_path: Path) -> None:
         load_state_dict(tmp_path / "none.safetensors")
 
 
-def test_the_background_save_holds_what_was_there_at_the_call(tmp_path: Path) -> None:
+def test_a_background_save_holds_the_state_at_the_call(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=2)
     weights = torch.zeros(300_000)
     with AsyncSaver(manager) as saver:
@@ -156,7 +156,7 @@ def test_the_background_save_holds_what_was_there_at_the_call(tmp_path: Path) ->
 
 
 class Slow(Capture):
-    """A tensor that is copied only once `may_copy` is set."""
+    """A capture that copies only after `may_copy` is set."""
 
     def __init__(self, weights: torch.Tensor) -> None:
         self.may_copy = threading.Event()
@@ -177,7 +177,7 @@ class Slow(Capture):
         return {name: self._snapshot.write(folder / name)}
 
 
-def test_copied_beside_it_holds_what_is_there_until_the_copy_is_waited_for(tmp_path: Path) -> None:
+def test_a_background_copy_holds_the_state_until_wait_copied(tmp_path: Path) -> None:
     weights = torch.zeros(300_000)
     slow = Slow(weights)
     with AsyncSaver(CheckpointManager(tmp_path, keep_last=5)) as saver:
@@ -196,7 +196,7 @@ def test_copied_beside_it_holds_what_is_there_until_the_copy_is_waited_for(tmp_p
             assert torch.equal(load_state_dict(folder / name)["w"], torch.full((300_000,), float(step)))
 
 
-def test_a_copy_beside_that_fails_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_background_copy_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = AsyncSaver(CheckpointManager(tmp_path))
     with monkeypatch.context() as patched:
         patched.setattr(HostCopies, "finish", lambda self: (_ for _ in ()).throw(MemoryError("no host memory")))
@@ -211,7 +211,7 @@ def test_a_copy_beside_that_fails_holds_nobody_up(tmp_path: Path, monkeypatch: p
     assert CheckpointManager(tmp_path).steps() == [1]
 
 
-def test_errors_of_the_background_surface_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_errors_are_raised_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import shutil
 
     manager = CheckpointManager(tmp_path)
@@ -235,7 +235,7 @@ def test_errors_of_the_background_surface_at_the_next_call(tmp_path: Path, monke
         saver.close()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".partial")]
     assert manager.steps() == [1]
-    # What is wrong with the call itself is raised by it.
+    # Wrong arguments raise in the call itself.
     for name in ("", "a/b", ".hidden"):
         with pytest.raises(CheckpointUsageError, match="plain file name"):
             saver.save(5, {name: {}})
@@ -285,7 +285,7 @@ def test_killed_at_random_instants_while_saving_in_the_background(tmp_path: Path
     assert newest_step > 0
 
 
-def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
+def test_a_process_finishes_its_save_before_it_exits(tmp_path: Path) -> None:
     program = (
         "import sys, torch, pathlib, ckpt\n"
         "saver = ckpt.AsyncSaver(ckpt.CheckpointManager(pathlib.Path(sys.argv[1])))\n"
@@ -319,7 +319,7 @@ def _draw(generators: dict[str, Any]) -> list[Any]:
 
 @settings(deadline=None, derandomize=True, max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 5))
-def test_generators_go_on_where_they_were(seed: int, num_drawn: int) -> None:
+def test_restored_generators_draw_the_same_numbers(seed: int, num_drawn: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Shards cut as DeepSpeed documents them, and read back as whole parameters, for any sizes, ranks and groups."""
+"""Shards in DeepSpeed's layout are read back as whole parameters, for any sizes, ranks and groups."""
 
 import math
 
@@ -15,7 +15,7 @@ GROUPS = st.lists(SHAPES, min_size=1, max_size=3)
 
 
 def numbered(groups: list[list[tuple[int, ...]]]) -> list[dict[str, torch.Tensor]]:
-    """Parameters whose elements are all different, and none 0, which is padding."""
+    """Parameters with distinct nonzero elements; 0 is padding."""
     tensors, count = [], 1
     for group, shapes in enumerate(groups):
         tensors.append({})
@@ -106,8 +106,8 @@ def test_stage_3(groups, num_ranks: int, one_buffer: bool) -> None:
 
 @PROPERTY
 @given(GROUPS, st.integers(1, 9), st.integers(1, 9), st.sampled_from([(2, 3), (3, 2), (2, 2), (3, 3)]))
-def test_there_and_back_through_another_layout(groups, first: int, second: int, stages: tuple[int, int]) -> None:
-    """Cut, read whole, cut for other ranks and another stage, read whole: nothing has changed."""
+def test_round_trip_through_another_layout(groups, first: int, second: int, stages: tuple[int, int]) -> None:
+    """Shard, read, shard for other ranks and another stage, read: the parameters are equal."""
     tensors = numbered(groups)
     shapes = tuple({name: tuple(t.shape) for name, t in group.items()} for group in tensors)
     current = tensors

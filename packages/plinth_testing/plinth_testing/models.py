@@ -65,7 +65,7 @@ def write_tiny_model(folder: Path, family: str = "qwen3", *, seed: int = 0, **ch
 
 
 def write_word_tokenizer(folder: Path, vocab_size: int = 64, **special_tokens: str) -> None:
-    """Adds a tokenizer to a model folder: token i is the word "w<i>"; unknown words are "w1".
+    """Adds a tokenizer to a model folder: token i is the word "w<i>"; unknown words are `unk_token`, by default "w1".
 
     Args:
         special_tokens: of `PreTrainedTokenizerFast`, say `eos_token="w0"`; also `chat_template`.
@@ -74,6 +74,6 @@ def write_word_tokenizer(folder: Path, vocab_size: int = 64, **special_tokens: s
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{i}": i for i in range(vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=special_tokens.get("unk_token", "w1")))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special_tokens).save_pretrained(folder)

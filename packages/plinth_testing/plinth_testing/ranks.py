@@ -54,7 +54,7 @@ def launch_ranks(
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank_{rank}" for rank in range(num_ranks)]
         deadline = time.monotonic() + timeout_s
-        ranks = [start_process(command, log, shared | {"RANK": str(rank)}) for rank, log in enumerate(logs)]
+        ranks = [start_process(command, log, shared | of_rank(rank)) for rank, log in enumerate(logs)]
         codes: list[int | None] = []
         try:
             for process in ranks:
@@ -73,14 +73,18 @@ def launch_ranks(
 
 
 def rendezvous(num_ranks: int) -> dict[str, str]:
-    """torchrun's variables, but for the rank."""
+    """torchrun's variables that all ranks share."""
     return {
         "WORLD_SIZE": str(num_ranks),
-        "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
     }
+
+
+def of_rank(rank: int) -> dict[str, str]:
+    """torchrun's variables that each rank has its own of."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def fork_ranks(job: Callable[[int], None], *, num_ranks: int = 2) -> list[ForkProcess]:
@@ -113,7 +117,7 @@ def run_ranks(job: Callable[[int], None], *, num_ranks: int = 2) -> None:
 
 def _run_rank(job: Callable[[int], None], rank: int, variables: dict[str, str]) -> None:
     die_with_parent()
-    os.environ |= variables | {"RANK": str(rank)}
+    os.environ |= variables | of_rank(rank)
     try:
         if "torch" in sys.modules:  # imported later it reads OMP_NUM_THREADS
             sys.modules["torch"].set_num_threads(1)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
     from .config import ModelConfig, RanksConfig, SupervisedConfig, TaskSize, TrainerConfig
     from .errors import InputError, PlacementError, RankError, RlRuntimeError, RolloutFailed
-    from .experience import Experience, ExperienceBatch, PromptLike
+    from .experience import Experience, ExperienceBatch, Phase, PromptLike
     from .launch.placement import Placement, plan_placement
     from .launch.session import Session, open_ranks, open_session, plan_ranks, plan_session
     from .ranks.environment import prepare_driver
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .rollout.servers import RolloutServers
     from .rollout.step_rollouts import StepRollouts
     from .training.checkpoints import RunCheckpoints, Stateful
-    from .training.loop import LoopResult, Phase, TrainingLoop
+    from .training.loop import LoopResult, TrainingLoop
     from .training.metrics import mismatch, rollout_metrics, throughput, update_metrics
     from .training.policy import PolicyConfig, policy_loss, with_loss_weights
     from .training.record import RunRecord
@@ -144,6 +144,7 @@ _MODULES = {
     ".experience": (
         "Experience",
         "ExperienceBatch",
+        "Phase",
         "PromptLike",
     ),
     ".launch.placement": (
@@ -181,7 +182,6 @@ _MODULES = {
     ),
     ".training.loop": (
         "LoopResult",
-        "Phase",
         "TrainingLoop",
     ),
     ".training.metrics": (

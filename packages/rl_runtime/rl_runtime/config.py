@@ -1,4 +1,4 @@
-"""Configuration of the run itself: which model, how many ranks and steps, what to validate and save."""
+"""Configuration of a run: the model, ranks and steps, validation, checkpoints, scoring."""
 
 import re
 from dataclasses import dataclass, field
@@ -10,34 +10,34 @@ from rl_data import RewardConfig
 from run_kit import EXPERIMENT_PATTERN
 
 JUDGE_FIELDS = ("prompt", "response", "ground_truth", "data_source")
-"""What a judge's prompt may name."""
+"""Fields that a judge prompt can use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: str = "builtin:tiny"
-    """A Hugging Face causal LM folder, OWNER/NAME of one that `hf download` fetched, or `builtin:tiny` for the
+    """A Hugging Face causal LM folder, OWNER/NAME of a model fetched by `hf download`, or `builtin:tiny` for the
     0.4M-parameter Qwen3 that the project builds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
-    """The run's name and its trainer processes; what every app needs."""
+    """The name of the run and its trainer processes."""
 
     experiment: str = "run"
-    """Name of the run; its folder is `<output_dir>/<experiment>_<timestamp>`."""
+    """Name of the run; the run folder is `<output_dir>/<experiment>_<timestamp>`."""
     output_dir: str = "outputs"
-    """Where run folders are made."""
+    """Parent of the run folders."""
     num_ranks: int = 2
-    """Trainer processes, one DeepSpeed rank each; on CUDA one GPU each."""
+    """Number of trainer processes, one DeepSpeed rank each; on CUDA one GPU each."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the ranks train; `auto` takes CUDA when there is a GPU."""
+    """Device of the ranks; `auto` uses CUDA if there is a GPU."""
     cpu_threads_per_rank: int = 1
     """torch threads of each rank."""
     seed: int = 1
     """Seed of data order, sampling and initial weights."""
     step_timeout_s: float = 1800.0
-    """Seconds that one phase of one step may take on the ranks before the run is given up."""
+    """Seconds after which a call on the ranks (one phase of a step) fails and ends the run."""
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -49,7 +49,7 @@ class RanksConfig:
         if self.step_timeout_s <= 0:
             raise ValueError(f"step_timeout_s is {self.step_timeout_s}; allowed: above 0 seconds")
         if not self.output_dir:
-            raise ValueError("output_dir is empty; allowed: a folder, made if missing")
+            raise ValueError("output_dir is empty; allowed: a folder, created if missing")
         if not re.fullmatch(EXPERIMENT_PATTERN, self.experiment):
             raise ValueError(
                 f"experiment is {self.experiment!r}; allowed: letters, digits and . _ + = -, a letter or digit first"
@@ -58,47 +58,47 @@ class RanksConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(RanksConfig):
-    """The reinforcement-learning loop: how many steps, what to validate, save and keep."""
+    """The reinforcement-learning loop: steps, validation, checkpoints, restarts."""
 
     total_training_steps: int = 30
-    """Number of steps: rollout, score, advantage, update, sync."""
+    """Number of steps; a step is rollout, scoring, update and weight sync."""
     colocate: bool = True
-    """Rollout servers share the trainer's GPUs (true) or take the GPUs after them (false). No meaning on the CPU, nor
-    for servers on other hosts."""
+    """Rollout servers share the trainer's GPUs (true) or use the GPUs after them (false). Ignored on the CPU and for
+    servers on other hosts."""
     ray_address: str | None = None
-    """Ray cluster whose other nodes the rollout servers are put on: `auto` or `host:port`. This host must be one of its
-    nodes, on which the trainer ranks run; `model.path` must be the same folder on all of them (for the built-in model
-    that is in `output_dir`). null: everything on this host, with a Ray of the run's own."""
+    """Ray cluster (`auto` or `host:port`) whose other nodes run the rollout servers. This host must be a node; the
+    trainer ranks run here. `model.path` must be the same folder on all nodes (the built-in model is in
+    `output_dir`). null: everything runs on this host, in a local Ray."""
     val_before_train: bool = True
     """Validate once before the first step."""
     val_after_train: bool = True
     """Validate once after the last step."""
     max_server_restarts: int = 3
-    """How often each rollout server is started again when it died or hangs; it gets the current weights before it
-    serves. 0 ends the run then. Servers given by `rollout.urls` are never started again."""
+    """Restarts of each rollout server that died or hangs; it gets the current weights before it serves. With 0 a dead
+    server ends the run. Existing servers (`rollout.urls`) are never restarted."""
     test_freq: int = -1
-    """Validate every so many steps; -1 for never in between."""
+    """Validate every `test_freq` steps; -1: only before and after training."""
     save_freq: int = 0
-    """Write a checkpoint every so many steps; 0 for none."""
+    """Write a checkpoint every `save_freq` steps; 0: no checkpoints."""
     background_save: bool = True
-    """Write checkpoints beside training: a step pays for a copy to host memory. False waits for the disk."""
+    """Write checkpoints in the background: a step waits for a copy to host memory. False: it waits for the disk."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay."""
+    """Number of the newest checkpoints to keep."""
     keep_every: int = 0
-    """Checkpoints of steps that this divides stay for good; 0 for none."""
+    """Keep the checkpoints of all steps that are multiples of this; 0: none."""
     keep_best: int = 0
-    """How many checkpoints with the highest `best_metric` stay besides."""
+    """Number of checkpoints with the highest `best_metric` to keep as well."""
     best_metric: str = "critic/score/mean"
-    """Metric of the step that `keep_best` goes by."""
+    """Metric of the step that `keep_best` compares."""
     resume: Literal["never", "auto"] = "never"
-    """`auto` goes on from the newest good checkpoint of `resume_from`, or starts at step 1 when there is none. The
-    number of ranks, ZeRO stage and offload may differ from the checkpoint's."""
+    """`auto` resumes from the newest checkpoint that verifies, or starts at step 1 if there is none. The number of
+    ranks, the ZeRO stage and offload may differ from those of the checkpoint."""
     resume_from: str | None = None
-    """The run folder to go on from; null for the newest one of this experiment in `output_dir` with a checkpoint."""
+    """The run folder to resume from; null: the newest one of this experiment in `output_dir` that has a checkpoint."""
     export_model: bool = True
-    """Write the final policy as a Hugging Face folder `<run folder>/model`."""
+    """Write the final policy to `<run folder>/model` as a Hugging Face folder."""
     profile_steps: tuple[int, ...] = ()
-    """Steps whose trace (rank 0 and the loop's phases) is written to `<run folder>/profile/`, for Perfetto."""
+    """Steps to trace (rank 0 and the phases of the loop); the traces for Perfetto are in `<run folder>/profile/`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +114,7 @@ class TrainerConfig(RanksConfig):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 (none) or more")
         if self.resume_from is not None and self.resume == "never":
-            raise ValueError(f"resume_from is {self.resume_from} and resume is never; allowed: resume=auto with it")
+            raise ValueError(f"resume_from is {self.resume_from}, but resume is never; allowed: resume=auto")
         if any(not 1 <= step <= self.total_training_steps for step in self.profile_steps):
             raise ValueError(
                 f"profile_steps is {list(self.profile_steps)}; allowed: steps from 1 to total_training_steps "
@@ -124,13 +124,13 @@ class TrainerConfig(RanksConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeConfig:
-    """Responses of several turns, driven by a function of the user's (tools, environments)."""
+    """Multi-turn responses, driven by a function of yours (tools, environments)."""
 
     function: str | None = None
-    """`package.module:function`, a coroutine function called as `function(episode, prompt, tokenizer)` for each sample;
-    null: the model answers once. `sampling.max_tokens` bounds the whole response, context included."""
+    """`package.module:function`, a coroutine function that is called as `function(episode, prompt, tokenizer)` for each
+    sample; null: single-turn responses. `sampling.max_tokens` limits the whole response including context."""
     timeout_s: float | None = None
-    """Seconds after which an episode is given up and left out of the batch; null for no limit."""
+    """Seconds after which an episode fails and is left out of the batch; null: no limit."""
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and self.timeout_s <= 0:
@@ -144,11 +144,11 @@ class OversamplingConfig:
     RENAMED_KEYS: ClassVar[dict[str, str]] = {"keep_unfinished": "partial_rollouts"}
 
     extra_prompts: int = 0
-    """Prompts asked beyond `batch.train_batch_size`; a step goes on when so many groups as that are complete. 0: all
-    are waited for. Short responses come first, so keep the others."""
+    """Prompts requested in addition to `batch.train_batch_size`; a step proceeds once `train_batch_size` groups are
+    complete. 0: it waits for all. Short responses finish first, so dropping the others biases the batch."""
     partial_rollouts: bool = True
-    """The next step goes on with the others where they stopped; their tokens keep the policy version that drew them.
-    False gives them up."""
+    """Unfinished groups are resumed by the next step; their tokens keep the policy version that sampled them. False
+    drops them."""
 
     def __post_init__(self) -> None:
         if self.extra_prompts < 0:
@@ -157,32 +157,31 @@ class OversamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringConfig(RewardConfig):
-    """How responses are scored, in processes beside the rollout."""
+    """How responses are scored, in processes of their own during the rollout."""
 
     function: str | None = None
-    """`package.module:function`, called as `function(response_text, prompt) -> float` instead of the rule that the
-    prompt's data source has. A sample whose call raises, or gives no finite number, is left out of the batch."""
+    """`package.module:function`, called as `function(response_text, prompt) -> float` instead of the rule of the
+    prompt's data source. A sample whose call raises or returns no finite number is left out of the batch."""
     url: str | None = None
-    """A service that scores instead of a function: `http://host:port/path`, or a server's `http://host:port` for the
-    other kinds of `service`. A sample that it gives no number for is left out of the batch."""
+    """A service that scores instead of a function: `http://host:port/path`, or `http://host:port` of a vLLM server for
+    the other kinds of `service`. A sample without a score is left out of the batch."""
     service: Literal["http", "classification", "pooling", "judge"] = "http"
-    """What `url` is: a service of yours that is sent prompt, response, ground_truth and data_source as JSON and answers
-    `{"score": number}`; a classifier or reward model behind vLLM's /classify or /pooling, which reads prompt and
-    response; a chat model that judges."""
+    """Kind of `url`. `http`: a service that receives prompt, response, ground_truth and data_source as JSON and answers
+    `{"score": number}`. `classification`, `pooling`: a classifier or reward model behind vLLM's /classify or /pooling,
+    which reads prompt and response. `judge`: a chat model."""
     judge_prompt: str | None = None
-    """What a judge is asked, with `{prompt}`, `{response}`, `{ground_truth}` and `{data_source}`; `{{` is a brace. The
-    last number of its answer is the score."""
+    """The judge's prompt, with `{prompt}`, `{response}`, `{ground_truth}` and `{data_source}`; `{{` is a brace. The
+    last number of the answer is the score."""
     label: int = 0
-    """The class whose probability is the score, counted from 0, where `service` is classification."""
+    """Index of the class whose probability is the score, for `service=classification`."""
     api_key: str | None = None
     """Bearer token of the service."""
     num_workers: int = 1
-    """Processes that score, where no service does."""
+    """Scoring processes, if no service scores."""
     timeout_s: float = 30.0
-    """Seconds for one sample; one that takes longer is left out of the batch."""
+    """Seconds to score one sample; a slower one is left out of the batch."""
     start_timeout_s: float = 60.0
-    """Seconds for the start of a process that scores and the import of the function's module; not part of
-    `timeout_s`."""
+    """Seconds to start a scoring process and import the function's module; not part of `timeout_s`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,7 +193,7 @@ class ScoringConfig(RewardConfig):
                     f"url is {self.url!r}; allowed: null with a function ({self.function}), or no function"
                 )
         if self.service == "judge" and self.judge_prompt is None:
-            raise ValueError("judge_prompt is null; allowed with service=judge: what the judge is asked")
+            raise ValueError("judge_prompt is null; allowed with service=judge: the text of the judge's prompt")
         if self.judge_prompt is not None:
             self._check_judge_prompt(self.judge_prompt)
         if self.label < 0 or (self.label and self.service != "classification"):
@@ -224,22 +223,22 @@ def _names_a_host(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedConfig:
-    """Supervised steps on demonstrations: the SFT app, and the warm start before reinforcement learning."""
+    """Supervised training on demonstrations: the SFT app, and the warm start before reinforcement learning."""
 
     steps: int = 0
-    """Optimizer steps; 0 for no warm start."""
+    """Number of optimizer steps; 0: no warm start."""
     batch_size: int = 64
-    """Demonstrations a step, over all ranks."""
+    """Demonstrations per step, over all ranks."""
     files: tuple[str, ...] = ()
-    """Parquet files of demonstrations (`question`, `answer`); empty for those of the built-in task."""
+    """Parquet files of demonstrations (`question`, `answer`); empty: those of the built-in task."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=2e-3, schedule="cosine"))
-    """The optimizer of these steps; the schedule's length is `steps`."""
+    """The optimizer; the schedule is `steps` long."""
 
     def __post_init__(self) -> None:
         if self.steps < 0:
@@ -250,16 +249,16 @@ class SupervisedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSize:
-    """Which built-in task, and how many problems of it are written."""
+    """The built-in task and its numbers of problems."""
 
     kind: Literal["arithmetic", "calculator"] = "arithmetic"
-    """Additions whose working is shown, or larger ones with a calculator to call."""
+    """Additions with their working shown, or larger additions with a calculator tool."""
     num_train: int = 2000
-    """Training problems."""
+    """Number of training problems."""
     num_val: int = 256
-    """Held-out problems, of operand pairs that no training problem has."""
+    """Number of held-out problems; their operand pairs are in no training problem."""
     num_demonstrations: int = 4000
-    """Demonstrations for the warm start, four in ten of them with working shown or the calculator called."""
+    """Number of demonstrations for the warm start; four in ten show the working or call the calculator."""
 
     def __post_init__(self) -> None:
         for name in ("num_train", "num_val", "num_demonstrations"):

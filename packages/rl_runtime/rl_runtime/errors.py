@@ -1,31 +1,31 @@
 """Errors of this package.
 
 RlRuntimeError
-├── InputError (ValueError)     model, data and settings that do not fit together
-├── PlacementError (ValueError) more devices asked for than there are
+├── InputError (ValueError)     model, data and settings that do not match
+├── PlacementError (ValueError) more devices requested than available
 ├── RankError                   a trainer rank failed, died or did not answer
-└── RolloutFailed               a step without a single sample to train on
+└── RolloutFailed               a step without any sample to train on
 
 Errors that are also ValueErrors are a user's mistake: `run_cli` prints them as one `error: …` and exits with code 2.
 """
 
 
 class RlRuntimeError(Exception):
-    """Root of every error this package raises on purpose."""
+    """Base class of the errors of this package."""
 
 
 class InputError(RlRuntimeError, ValueError):
-    """Model, data and settings that do not fit together."""
+    """Model, data and settings that do not match."""
 
 
 class PlacementError(RlRuntimeError, ValueError):
-    """More devices asked for than there are."""
+    """More devices requested than available."""
 
 
 class RankError(RlRuntimeError):
-    """A trainer rank failed, died or did not answer in time; the message names the rank and what it was doing.
+    """A trainer rank failed, died or did not answer in time; the message names the rank and the method.
 
-    `cause` is what the rank raised, if it raised: a user's mistake found on a rank is reported as one.
+    `cause` is the exception of the rank, if it raised one: a user's mistake found on a rank is reported as such.
     """
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
@@ -37,4 +37,4 @@ class RankError(RlRuntimeError):
 
 
 class RolloutFailed(RlRuntimeError):
-    """A step without a single sample to train on."""
+    """A step without any sample to train on."""

@@ -1,12 +1,14 @@
-"""What one rollout step brought: sequences with their scores and per-token columns, ready to be packed for the ranks.
+"""The samples of one step: token ids, rollout log-probs, scores and per-token columns.
 
-Shapes: `N` samples; every column is a list of N arrays, one value a generated token. Generated tokens are those of the
-response that the policy wrote: all of them, but for what tools and other turns put between (`response_mask`).
+Shapes: `N` samples; a column is N float32 arrays with one value per generated token. Generated tokens are the response
+tokens that the policy sampled; `response_mask` excludes the others (tool results, text of other turns).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +18,12 @@ from rl_core import SequenceData
 
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+Phase = Callable[[str], AbstractContextManager[Any]]
+"""Times a named phase of a step: `with phase("reward"): ...`."""
 
 
 class PromptLike(Protocol):
-    """The prompt fields the runtime reads."""
+    """The fields of a prompt that the runtime reads."""
 
     @property
     def id(self) -> str: ...
@@ -35,7 +39,7 @@ class PromptLike(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
-    """One sample of a prompt, scored."""
+    """One scored sample of a prompt."""
 
     prompt: PromptLike
     group_id: int
@@ -43,34 +47,34 @@ class Experience:
     response_ids: tuple[int, ...]
     response_text: str
     response_mask: BoolArray | None = None
-    """False where a response token is context, given to the policy and masked out of the loss; None: nowhere."""
+    """[response tokens], False for context that the policy did not sample and is not trained on; None: all True."""
     rollout_log_probs: Float32Array
-    """One value a generated token."""
+    """One value per generated token."""
     finish_reason: str
     version_spans: tuple[tuple[int, int], ...]
-    """(policy version, how many generated tokens in a row it drew), in order."""
+    """(policy version, number of consecutive generated tokens that it sampled), in order."""
     num_turns: int = 1
     score: float
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens, context among them."""
+        """Prompt and response tokens, including context."""
         return len(self.prompt.token_ids) + len(self.response_ids)
 
     @property
     def num_generated(self) -> int:
-        """Response tokens that the policy wrote."""
+        """Response tokens that the policy sampled."""
         return len(self.response_ids) if self.response_mask is None else int(self.response_mask.sum())
 
     @property
     def policy_version(self) -> int:
-        """The oldest version that drew a token."""
+        """The oldest policy version that sampled a token."""
         return min(version for version, _ in self.version_spans)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperienceBatch:
-    """The samples of a train batch or mini batch. Immutable: `with_column` and `select` give new batches."""
+    """The samples of a train batch or mini batch. Immutable: `with_column` and `select` return new batches."""
 
     items: tuple[Experience, ...]
     columns: Mapping[str, tuple[Float32Array, ...]] = field(default_factory=dict)
@@ -82,37 +86,46 @@ class ExperienceBatch:
 
     @property
     def group_ids_N(self) -> torch.Tensor:
-        """[N] int64; samples of one prompt share a number."""
+        """[N] int64, the same for all samples of a prompt."""
         return torch.tensor([item.group_id for item in self.items], dtype=torch.int64)
 
     @property
     def response_lens_N(self) -> torch.Tensor:
-        """[N] int64, generated tokens."""
+        """[N] int64, number of generated tokens."""
         return torch.tensor([item.num_generated for item in self.items], dtype=torch.int64)
 
     @property
     def num_tokens(self) -> int:
-        """Unpadded prompt and response tokens."""
+        """Prompt and response tokens of all samples, without padding."""
         return sum(item.num_tokens for item in self.items)
 
     def with_column(self, name: str, values: Sequence[Float32Array]) -> "ExperienceBatch":
-        """Adds or replaces a per-token column: N arrays, one value a generated token."""
+        """Adds or replaces a column: N arrays, one value per generated token.
+
+        Raises:
+            ValueError: an array has another length.
+        """
         arrays = tuple(np.asarray(value, dtype=np.float32) for value in values)
         if [len(a) for a in arrays] != [item.num_generated for item in self.items]:
-            raise ValueError(f"column {name!r} does not have one value a generated token")
+            raise ValueError(f"column {name!r} does not have one value per generated token")
         return replace(self, columns={**self.columns, name: arrays})
 
     def with_per_sequence(self, name: str, values_N: torch.Tensor) -> "ExperienceBatch":
-        """Adds a column that repeats one value a sequence over its generated tokens (advantages, loss weights)."""
+        """Adds a column that repeats one value per sample, [N], over its generated tokens."""
         pairs = zip(values_N.tolist(), self.items, strict=True)
         return self.with_column(name, [np.full(item.num_generated, v, dtype=np.float32) for v, item in pairs])
 
+    def with_constant(self, name: str, values_N: torch.Tensor) -> "ExperienceBatch":
+        """Deprecated name of `with_per_sequence`."""
+        warnings.warn("with_constant is deprecated: use with_per_sequence", DeprecationWarning, stacklevel=2)
+        return self.with_per_sequence(name, values_N)
+
     def flat(self, name: str) -> torch.Tensor:
-        """Column `name` of all samples one after another: [K] float32, K the sum of `response_lens_N`."""
+        """Column `name` of all samples in order: float32 [K], K = sum of `response_lens_N`."""
         return torch.from_numpy(np.concatenate(self.columns[name]))
 
     def with_flat(self, name: str, values_K: torch.Tensor) -> "ExperienceBatch":
-        """Adds a per-token column given as `flat` gives one."""
+        """Adds a column in the layout of `flat`: float32 [K]."""
         borders = np.cumsum(self.response_lens_N.numpy())[:-1]
         return self.with_column(name, np.split(values_K.numpy(), borders))
 

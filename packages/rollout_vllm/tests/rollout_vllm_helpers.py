@@ -24,24 +24,14 @@ EOS_ID = 1
 
 _BUILD_MODEL = """
 import sys, torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-torch.manual_seed(0)
-config = Qwen3Config(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=32, tie_word_embeddings=True, max_position_embeddings=512, bos_token_id=None,
-    eos_token_id=1, pad_token_id=0)
-model = Qwen3ForCausalLM(config)
-with torch.no_grad():
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            parameter.mul_(4.0)  # far from uniform, so that wrong log-probs show
-model.save_pretrained(sys.argv[1])
-vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 64)}
-tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>",
-    chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}").save_pretrained(sys.argv[1])
+from pathlib import Path
 from peft import LoraConfig, get_peft_model
+from plinth_testing import random_model, tiny_config, write_word_tokenizer
+sizes = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.08)
+model = random_model(tiny_config(**sizes, bos_token_id=None, eos_token_id=1, pad_token_id=0))
+model.save_pretrained(sys.argv[1])
+template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+write_word_tokenizer(Path(sys.argv[1]), eos_token="w1", pad_token="w0", unk_token="w2", chat_template=template)
 adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 for name, parameter in adapted.named_parameters():
     if "lora_" in name:
@@ -87,7 +77,7 @@ def run_script(script: str, *arguments: object, stdin: str = "") -> str:
 
 
 def config_for_tests(**changes: Any) -> RolloutConfig:
-    settings = {"max_model_len": 256, "kv_cache_gib": 0.05, "dtype": "float32", "stop_grace_s": 3.0}
+    settings: dict[str, Any] = {"max_model_len": 256, "kv_cache_gib": 0.05, "dtype": "float32", "stop_grace_s": 3.0}
     return RolloutConfig(**(settings | {"cpu_threads": 1} | changes))
 
 
@@ -109,13 +99,6 @@ def assert_complete(requests: list[Request], groups: list[GroupResult], n: int) 
     for group in groups:
         indices = [s.sample_index for s in group.samples] + [f.sample_index for f in group.failures]
         assert sorted(indices) == list(range(n))
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 300.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.05)
 
 
 class AppThread:

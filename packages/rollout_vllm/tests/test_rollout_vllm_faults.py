@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rollout_vllm_helpers import FaultyProxy, assert_complete, config_for_tests, make_requests, wait_until
+from rollout_vllm_helpers import FaultyProxy, assert_complete, config_for_tests, make_requests
+from plinth_testing import wait_until
 
 import rollout_vllm.client.transport
 from rollout_vllm import Endpoint, GroupResult, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup, ServerWatch
@@ -221,7 +223,7 @@ def test_only_server_hangs_or_is_killed(pair: ServerGroup) -> None:
         client = RolloutClient(alone.endpoints, quick(max_samples_in_flight=64))
         fault = threading.Event()
         push = WeightPush(client, before=lambda: kill_tree_member(alone, 0, how), times=len(expected) - 1)
-        settings = {"health_every_s": 0.5, "hang_timeout_s": 10.0} if how == signal.SIGSTOP else {}
+        settings: dict[str, Any] = {"health_every_s": 0.5, "hang_timeout_s": 10.0} if how == signal.SIGSTOP else {}
         with client, ServerWatch(alone, client, on_restart=push, **settings) as watch:
             killer = when(fault, lambda: kill_tree_member(alone, 0, how))
             run_with_fault(client, fault, SamplingConfig(n=8, max_tokens=40, ignore_eos=True))

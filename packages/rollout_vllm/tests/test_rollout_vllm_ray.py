@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from rollout_vllm_helpers import assert_complete, config_for_tests, make_requests, wait_until
+from rollout_vllm_helpers import assert_complete, config_for_tests, make_requests
+from plinth_testing import wait_until
 
 from rollout_vllm import (
     Endpoint,
@@ -84,7 +85,7 @@ def test_server_on_a_ray_node(cluster: None, model_folder: Path, tmp_path: Path)
         launch_on_ray(model_folder, config_for_tests(num_servers=2), log_dir=tmp_path, resources_per_server=wanted)
     with pytest.raises(ModelFolderError, match=r"on Ray node .* is not a folder.*same path on every node"):
         launch_on_ray(tmp_path / "nowhere", config, log_dir=tmp_path)
-    nodes = {"node_ids": [here], "resources_per_server": wanted}
+    nodes: dict[str, Any] = {"node_ids": [here], "resources_per_server": wanted}
     with launch_on_ray(model_folder, config, log_dir=tmp_path, **nodes) as group:
         [server], [endpoint] = group.servers, group.endpoints
         assert ray.available_resources().get("rollout_node", 0) == 0  # the server holds its resources

@@ -24,8 +24,8 @@ from rollout_vllm_helpers import (
     config_for_tests,
     make_requests,
     reference_log_probs,
-    wait_until,
 )
+from plinth_testing import wait_until
 
 from rollout_vllm import (
     ControlError,

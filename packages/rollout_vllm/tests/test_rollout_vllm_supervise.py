@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rollout_vllm_helpers import wait_until
+from plinth_testing import wait_until
 
 import rollout_vllm
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import EngineConfigError, ModelError
-from .attention import ATTENTION_NAME, choose_kernel, register_packed_attention
+from .attention import ATTENTION_NAME, register_packed_attention
 from .compilation import compile_layers
 from .lora import add_adapters
 from .nf4 import quantize_base
@@ -102,7 +102,6 @@ def prepare_model(
     if config.gradient_checkpointing:
         enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
     if config.compile:
-        kernel = choose_kernel(config.attention, device_type=device.type, dtype=torch_dtype(config.dtype))
         compile_layers(module, device_type=device.type, kernel=kernel, stage=config.zero.stage)
     install_packed_forward(module, log_prob_fn if head == "lm" else None)
     if not trainable:

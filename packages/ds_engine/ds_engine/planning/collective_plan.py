@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from ..config import EngineConfig
 from .transfer_plan import Visit, planned_transfers
 
-__all__ = ["PlannedCollective", "planned_step", "planned_zero3_steps"]
+__all__ = ["FALLBACK_BUCKET_ELEMENTS", "PlannedCollective", "planned_step", "planned_zero3_steps", "shard_elements"]
 
-_FALLBACK_BUCKET_ELEMENTS = 500_000_000
+FALLBACK_BUCKET_ELEMENTS = 500_000_000
+"""Bucket of DeepSpeed's `buffered_allreduce_fallback`, which BF16_Optimizer uses. It cannot be configured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ def planned_step(
     groups = groups or [range(len(parameter_sizes))]
     plan = [_call("all_gather", "int64", 4 * world_size)]
     if config.uses_bf16_optimizer:
-        sizes = list(_cut_after(parameter_sizes, _FALLBACK_BUCKET_ELEMENTS))
+        sizes = list(_cut_after(parameter_sizes, FALLBACK_BUCKET_ELEMENTS))
     else:
         order = ready_order if zero.stage == 2 else [index for group in groups for index in group]
         # The engine's own gradient accumulation does not split a gradient larger than a bucket.
@@ -66,7 +67,7 @@ def planned_step(
     plan += [_call("all_reduce", config.reduce_dtype, size) for size in sizes] * num_reductions
     if not config.uses_bf16_optimizer:
         plan += _gradient_norm(config, len(groups))
-    shards = [_shard_size([parameter_sizes[index] for index in group], world_size) for group in groups]
+    shards = [shard_elements(sum(parameter_sizes[index] for index in group), world_size) for group in groups]
     plan += [_call("all_gather_into_tensor", config.dtype, shard) for shard in shards]
     return plan + _shared_metrics(world_size)
 
@@ -157,10 +158,10 @@ def _call(operation: str, dtype: str, num_elements: int | None) -> PlannedCollec
     return PlannedCollective(operation=operation, dtype=dtype, num_elements=num_elements)
 
 
-def _shard_size(parameter_sizes: Sequence[int], world_size: int) -> int:
-    """Elements of one rank's shard of a flattened parameter group, padded to equal shards (4-byte aligned in bf16)."""
+def shard_elements(num_elements: int, world_size: int) -> int:
+    """Elements of one rank's shard of a parameter group at stages 1 and 2, with padding (4-byte aligned in bf16)."""
     alignment = 2 * world_size
-    return -(-sum(parameter_sizes) // alignment) * alignment // world_size
+    return -(-num_elements // alignment) * alignment // world_size
 
 
 def _reduced_sizes(
@@ -182,7 +183,7 @@ def _reduced_sizes(
             (group,) = (list(g) for g in groups if index in g)
             laid_out = [parameter_sizes[i] for i in group]
             start = sum(laid_out[: group.index(index)])
-            yield from _cut_after(_parts(start, size, _shard_size(laid_out, cut_for)), bucket)
+            yield from _cut_after(_parts(start, size, shard_elements(sum(laid_out), cut_for)), bucket)
         else:
             filled += size
     if filled:

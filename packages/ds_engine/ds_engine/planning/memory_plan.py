@@ -44,11 +44,11 @@ from typing import Any, Literal
 
 from ..config import EngineConfig
 from ..dtypes import NF4_CHUNK, dtype_bytes, nf4_bytes
+from .collective_plan import FALLBACK_BUCKET_ELEMENTS, shard_elements
 from .model_shape import ModelShape, Weight
 
 __all__ = ["MemoryEstimate", "Place", "estimate_memory"]
 
-_FALLBACK_BUCKET = 500_000_000
 _LIVE_ELEMENTS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance."""
 _SUB_GROUP = 1_000_000_000
@@ -233,20 +233,19 @@ def _in_nf4(weight: Weight, e: int) -> Weight:
 
 def _stages_1_and_2(case: _Case) -> _States:
     zero, e, ranks = case.config.zero, case.e, case.ranks
-    padded = [-(-size // (2 * ranks)) * 2 * ranks for size in case.groups()]
-    whole, shard = sum(padded), sum(padded) // ranks
-    largest_shard = max(padded) // ranks
+    shards = [shard_elements(size, ranks) for size in case.groups()]
+    shard, whole = sum(shards), sum(shards) * ranks
     weights = Place(device=(whole + sum(w.size for w in case.frozen)) * e)
     offloaded = zero.offload.optimizer != "none"
     optimizer = Place(cpu=12 * shard) if offloaded else Place(device=12 * shard)
     if case.config.uses_bf16_optimizer:
-        travelling = 0 if ranks == 1 else min(whole, _FALLBACK_BUCKET) * (4 if zero.fp32_reduce else 4 + e)
+        reduced = 0 if ranks == 1 else min(whole, FALLBACK_BUCKET_ELEMENTS) * (4 if zero.fp32_reduce else 4 + e)
         return _States(
             weights=weights, gradients=Place(device=(4 + e) * whole), optimizer=optimizer, buffers=Place(),
-            late=e * whole, stepping=travelling, casting=0,
+            late=e * whole, stepping=reduced, casting=0,
         )  # fmt: skip
     separate = case.accumulate != e
-    stepping = largest_shard * (e + 4 if e < 4 else 4)
+    stepping = max(shards) * (e + 4 if e < 4 else 4)
     if zero.stage == 1:
         gradients = whole * case.accumulate
         stepping = 4 * shard if separate else stepping

@@ -1,1 +1,1 @@
-"""An app's run: job config, preflight checks, inputs, composition."""
+"""A reinforcement-learning job: configuration, preflight checks, inputs, and the run itself."""

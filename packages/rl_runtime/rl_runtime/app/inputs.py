@@ -1,4 +1,4 @@
-"""What a run reads, or writes first where the built-in model and task are used: `checks.py` has looked at it before."""
+"""Loads the inputs of a run: model folder, tokenizer, prompts, demonstrations. Writes the built-in ones first."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ BUILTIN_MODEL = "builtin:tiny"
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Everything read; prompts are empty for an app that has demonstrations only."""
+    """The loaded inputs; prompts are empty for an app with demonstrations only."""
 
     model_path: Path
     tokenizer: Any
@@ -43,7 +43,7 @@ def load_inputs(
     seed: int,
     with_prompts: bool = True,
 ) -> Inputs:
-    """Reads prompts and demonstrations; the built-in model and its task are written into `folder` first."""
+    """Loads prompts and demonstrations; writes the built-in model and its task to `folder` first."""
     model_path = find_model_folder(model.path)
     train, val, demonstrations = data.train, data.val, supervised.files
     if model.path == BUILTIN_MODEL:

@@ -1,4 +1,4 @@
-"""The sections that every reinforcement-learning app has; an app adds its algorithm's."""
+"""The configuration sections of every reinforcement-learning app; an app adds its algorithm."""
 
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -23,7 +23,7 @@ from ..config import (
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """Model, data, trained policy, rollout and the loop."""
+    """Model, data, trained policy, rollout and training loop."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -47,7 +47,7 @@ class JobConfig:
         if self.oversampling.extra_prompts and self.episode.function is not None:
             raise ValueError(
                 f"oversampling.extra_prompts is {self.oversampling.extra_prompts}; allowed: 0 with episode.function, "
-                "whose episodes are waited for"
+                "because a step waits for all its episodes"
             )
 
 
@@ -55,5 +55,5 @@ JobConfigT = TypeVar("JobConfigT", bound=JobConfig)
 
 
 def without_secrets(config: JobConfigT) -> JobConfigT:
-    """The configuration as it may be written down."""
+    """The configuration without API keys, for files and logs."""
     return replace(config, rollout=replace(config.rollout, api_key=None), reward=replace(config.reward, api_key=None))

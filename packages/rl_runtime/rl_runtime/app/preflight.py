@@ -1,6 +1,7 @@
-"""What can be found wrong before any process starts. Every check raises a user's mistake, with what to do.
+"""Checks of the configuration, the inputs and the hosts before any process starts.
 
-Apps call these from their own `check`: a run folder, a Ray cluster or a server exists only for a job that can run.
+Apps call them from their own `check`, so a run folder, a Ray cluster and servers only exist for a job that can run.
+Errors are a user's mistake and say how to fix it.
 """
 
 import re
@@ -36,10 +37,10 @@ from .inputs import BUILTIN_MODEL
 
 
 def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
-    """The user's own functions can be imported and called, and the service that scores is up.
+    """Checks that the user's functions can be imported and called, and that the scoring service answers.
 
     Raises:
-        InputError: one cannot, or is not.
+        InputError: a function cannot be used, or no service answers.
     """
     if episode.function is not None:
         load_rollout(episode.function)
@@ -53,10 +54,10 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
 
 
 def check_prompt_files(model: ModelConfig, data: DataConfig, *, any_source: bool = False) -> None:
-    """The model folder and every row of the prompt files; `any_source`: one reward serves every data source.
+    """Checks the model folder and every row of the prompt files; `any_source`: the reward takes every data source.
 
     Raises:
-        InputError, rl_data.DataError: with the file or folder and what to do.
+        InputError, rl_data.DataError: names the file or folder.
     """
     if model.path != BUILTIN_MODEL:
         check_model_folder(find_model_folder(model.path))
@@ -69,7 +70,7 @@ def check_prompt_files(model: ModelConfig, data: DataConfig, *, any_source: bool
 
 
 def check_supervised(model: ModelConfig, data: DataConfig, supervised: SupervisedConfig, *, section: str) -> None:
-    """Demonstrations and schedule of supervised steps; `section` is the app's name for them.
+    """Checks the demonstrations and the schedule of supervised steps; `section` is their configuration section.
 
     Raises:
         InputError, rl_data.DataError, ds_engine.EngineConfigError
@@ -90,15 +91,14 @@ def check_supervised(model: ModelConfig, data: DataConfig, supervised: Supervise
 
 
 def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_saved: bool = False) -> None:
-    """The engine's schedule over the run's `num_updates` optimizer steps, and that it can be saved if it is to be.
+    """Checks the engine's schedule over the run's `num_updates` optimizer steps, and that it can be saved if needed.
 
     Raises:
         InputError, ds_engine.EngineConfigError
     """
     if engine.optim.total_steps is not None:
         raise InputError(
-            f"{section}.optim.total_steps is {engine.optim.total_steps}, but the run decides it ({num_updates}); "
-            "leave it out"
+            f"{section}.optim.total_steps is {engine.optim.total_steps}, but the run sets it ({num_updates}); remove it"
         )
     if is_saved and engine.zero.offload.optimizer == "nvme":
         raise InputError(
@@ -109,7 +109,7 @@ def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_sav
 
 
 def check_sequence_parallel(engine: EngineConfig, *, section: str, num_ranks: int) -> None:
-    """The ranks divide into replicas.
+    """Checks that the number of ranks is a multiple of sequence_parallel.
 
     Raises:
         InputError
@@ -123,7 +123,7 @@ def check_sequence_parallel(engine: EngineConfig, *, section: str, num_ranks: in
 
 
 def check_lengths(rollout: RolloutConfig, data: DataConfig, samplings: Sequence[SamplingConfig]) -> None:
-    """The longest prompt and response fit the servers' context.
+    """Checks that the longest prompt and response fit the context of the servers.
 
     Raises:
         rollout_vllm.RequestTooLongError
@@ -132,7 +132,7 @@ def check_lengths(rollout: RolloutConfig, data: DataConfig, samplings: Sequence[
 
 
 def check_adapters(actor: EngineConfig, rollout: RolloutConfig, sync: SyncConfig) -> None:
-    """Servers that take adapters alone get some, that fit.
+    """Checks that servers for adapters alone get adapters that fit.
 
     Raises:
         InputError
@@ -156,14 +156,14 @@ def check_adapters(actor: EngineConfig, rollout: RolloutConfig, sync: SyncConfig
 def check_servers(
     model: ModelConfig, rollout: RolloutConfig, sync: SyncConfig, trainer: TrainerConfig, placement: Placement
 ) -> None:
-    """Server settings against the model, the devices and the hosts; servers that run already against the settings.
+    """Checks server settings against model, devices and hosts, and existing servers against the settings.
 
     Raises:
-        InputError: a transport or device that the placement does not have, or one that does not reach the servers; no
-            cluster at `trainer.ray_address`.
-        rollout_vllm.RolloutConfigError: a port in use, too little memory for the KV cache, a folder vLLM cannot serve,
-            a server that runs but cannot be used.
-        weight_sync.SyncConfigError: a server that runs but cannot be pushed to.
+        InputError: the placement lacks the device or transport, the transport does not reach the servers, or there is
+            no cluster at `trainer.ray_address`.
+        rollout_vllm.RolloutConfigError: a port is in use, the KV cache does not fit into memory, vLLM cannot serve the
+            folder, or an existing server cannot be used.
+        weight_sync.SyncConfigError: an existing server cannot receive weights.
     """
     device = "cuda" if placement.on_gpu else "cpu"
     if rollout.device not in ("auto", device):
@@ -174,7 +174,7 @@ def check_servers(
     if rollout.urls:
         if trainer.ray_address is not None:
             raise InputError(
-                "trainer.ray_address is given with rollout.urls, whose servers run already; give one of them"
+                "trainer.ray_address is given with rollout.urls, which names existing servers; give one of them"
             )
         check_running(replace(rollout, control_routes=True))
         for url in rollout.urls:
@@ -191,10 +191,10 @@ def check_servers(
 
 
 def find_checkpoint(trainer: TrainerConfig) -> Checkpoint | None:
-    """The newest good checkpoint that `resume=auto` goes on from; None to start at step 1.
+    """The checkpoint that `resume=auto` resumes from, with verified files; None to start at step 1.
 
     Raises:
-        InputError: not a run folder, no step left to run, or a run that was another's beginning.
+        InputError: `resume_from` is no run folder, no step is left to train, or the run had another seed.
     """
     if trainer.resume == "never":
         return None
@@ -210,7 +210,7 @@ def find_checkpoint(trainer: TrainerConfig) -> Checkpoint | None:
     if found.state["seed"] != trainer.seed:
         raise InputError(
             f"the run in {run} had trainer.seed={found.state['seed']}, not {trainer.seed}: its data order and samples "
-            "cannot be gone on with; use the same seed"
+            "cannot be continued; use the same seed"
         )
     return found
 
@@ -219,13 +219,13 @@ def _newest_of_folder(folder: str) -> Checkpoint | None:
     if not (Path(folder) / "config.yaml").is_file():
         raise InputError(
             f"trainer.resume_from is {folder}, which is no run folder (it has no config.yaml); "
-            "give the folder of the run to go on from, or trainer.resume_from=null"
+            "give the folder of the run to resume, or trainer.resume_from=null"
         )
     return CheckpointManager(Path(folder) / "checkpoints").newest_good()
 
 
 def _newest_of_experiment(trainer: TrainerConfig) -> Checkpoint | None:
-    """Of the runs of this experiment, the newest (by the time in its name) that has a good checkpoint."""
+    """The checkpoint of the newest run of this experiment (by the time in its name) that has a good one."""
     name = re.compile(re.escape(trainer.experiment) + r"_\d{8}_\d{6}(_\d+)?")
     runs = [path for path in Path(trainer.output_dir).glob("*") if name.fullmatch(path.name)]
     for run in sorted(runs, key=lambda path: path.name, reverse=True):

@@ -1,1 +1,1 @@
-"""Starting a run: placement on devices, Ray, ranks and rollout servers."""
+"""Starts a run: placement on devices, Ray, trainer ranks and rollout servers."""

@@ -1,4 +1,4 @@
-"""A Ray cluster of several hosts: the ranks stay on the driver's, rollout servers go to the others."""
+"""A Ray cluster of several hosts: the ranks run on the driver's host, rollout servers on the others."""
 
 import logging
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from .reachability import why_unreachable
 
 
 def check_address(address: str) -> None:
-    """Whether something listens at `host:port`; `auto` is looked up when the run joins.
+    """Checks that something listens at `host:port`; `auto` is resolved when the run joins the cluster.
 
     Raises:
-        InputError: no address, or nobody answers.
+        InputError: `address` is no address, or nothing listens there.
     """
     if address == "auto":
         return
@@ -27,22 +27,22 @@ def check_address(address: str) -> None:
     if not host or not port.isdigit():
         raise InputError(f"trainer.ray_address is {address!r}; allowed: auto, or host:port of the cluster's head")
     if why := why_unreachable(host.strip("[]"), int(port)):
-        raise InputError(_nobody(address, why))
+        raise InputError(_no_cluster(address, why))
 
 
 def join_cluster(address: str) -> None:
-    """Connects this process to the cluster that a node on this host belongs to.
+    """Connects this process to the cluster; this host must be one of its nodes.
 
     Raises:
-        InputError: there is none, or of another version of Ray or Python.
+        InputError: there is no cluster, or it has another version of Ray or Python.
     """
     try:
         ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise InputError(_nobody(address, " ".join(str(error).split()))) from None
+        raise InputError(_no_cluster(address, " ".join(str(error).split()))) from None
 
 
-def _nobody(address: str, why: str) -> str:
+def _no_cluster(address: str, why: str) -> str:
     return (
         f"trainer.ray_address is {address}: no Ray cluster can be joined there ({why}); start one "
         "with ray start --head on this host and ray start --address=<this host>:6379 on the others"
@@ -68,11 +68,11 @@ def launch_on_other_nodes(
     extra_args: list[str],
     env: Mapping[str, str],
 ) -> ServerGroup:
-    """Starts the servers on nodes of the joined cluster other than this host's; `num_ranks` run on this one.
+    """Starts the servers on the nodes of the cluster other than this host, which runs `num_ranks` ranks.
 
     Raises:
-        PlacementError: too little room.
-        rollout_vllm.RolloutConfigError: the model folder is not there, or cannot be served.
+        PlacementError: the nodes have too few free resources.
+        rollout_vllm.RolloutConfigError: a node lacks the model folder, or vLLM cannot serve it.
     """
     nodes = plan_server_nodes(
         cluster_nodes(),
@@ -85,5 +85,5 @@ def launch_on_other_nodes(
 
 
 def this_node() -> str:
-    """Ray's id of the node that this process is connected to."""
+    """Ray's node id of this host."""
     return str(ray.get_runtime_context().get_node_id())

@@ -1,4 +1,4 @@
-"""Which process runs on which device: a pure plan, made and refused before anything starts."""
+"""Plans which process runs on which device: pure functions, called before any process starts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,14 +8,14 @@ from ..errors import PlacementError
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """GPU ids of every trainer rank and every rollout server of this host; empty tuples mean the CPU."""
+    """GPU ids of every trainer rank and every rollout server on this host; an empty tuple is the CPU."""
 
     rank_gpus: tuple[tuple[int, ...], ...]
     server_gpus: tuple[tuple[int, ...], ...]
     own_rank_gpus: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    """Role -> the GPUs of ranks that compute for it alone."""
+    """Role -> GPU ids of the ranks that compute for it alone."""
     num_gpus_elsewhere: int = 0
-    """GPUs of servers on other hosts, which that host's Ray gives them."""
+    """Number of GPUs of servers on other hosts; Ray assigns them there."""
 
     @property
     def on_gpu(self) -> bool:
@@ -24,7 +24,7 @@ class Placement:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs in use, those that a rank and a server share counted once; 0 on the CPU."""
+        """Number of GPUs in use; a GPU shared by a rank and a server counts once. 0 on the CPU."""
         own = [gpus for ranks in self.own_rank_gpus.values() for gpus in ranks]
         here = {gpu for gpus in (*self.rank_gpus, *own, *self.server_gpus) for gpu in gpus}
         return len(here) + self.num_gpus_elsewhere
@@ -46,16 +46,16 @@ def plan_placement(
     own_ranks: Mapping[str, int] | None = None,
     servers_elsewhere: bool = False,
 ) -> Placement:
-    """One GPU a rank; `tensor_parallel_size` GPUs a server, shared with the ranks (colocate) or after them.
+    """One GPU per rank; `tensor_parallel_size` GPUs per server, shared with the ranks (colocate) or after theirs.
 
     Args:
-        gpu_ids: GPUs this job may use.
-        device: "auto", "cpu" or "cuda"; auto means CUDA when `gpu_ids` is not empty.
-        own_ranks: role -> how many ranks compute for it alone; their GPUs follow the first `num_ranks`.
-        servers_elsewhere: the servers run on other hosts and take nothing of `gpu_ids`.
+        gpu_ids: GPUs that this job can use.
+        device: "auto", "cpu" or "cuda"; auto is CUDA if `gpu_ids` is not empty.
+        own_ranks: role -> number of ranks that compute for it alone; their GPUs follow the first `num_ranks`.
+        servers_elsewhere: the servers run on other hosts and use none of `gpu_ids`.
 
     Raises:
-        PlacementError: not enough GPUs; says how many there are and how many would do.
+        PlacementError: not enough GPUs; gives the available and the required number.
     """
     own_ranks = own_ranks or {}
     num_elsewhere = num_servers if servers_elsewhere else 0
@@ -94,7 +94,7 @@ class ClusterNode:
     node_id: str
     address: str
     resources: Mapping[str, float]
-    """All that it has, in Ray's words ({"CPU": 8.0, "GPU": 2.0}), whether taken or not."""
+    """Its total resources in Ray's terms ({"CPU": 8.0, "GPU": 2.0}), free or not."""
 
 
 def plan_server_nodes(
@@ -105,14 +105,14 @@ def plan_server_nodes(
     num_servers: int,
     resources: Mapping[str, float],
 ) -> tuple[str, ...]:
-    """The node id of every server: the least loaded of the nodes that have room for it, never the driver's.
+    """The node id of every server: the node with the fewest servers and enough resources, never the driver's.
 
     Args:
-        driver: id of the driver's node, where the ranks run, on one CPU each as Ray counts.
-        resources: what a server takes of its node, in Ray's words.
+        driver: node id of the driver, where each rank takes one of Ray's CPUs.
+        resources: resources of a server in Ray's terms.
 
     Raises:
-        PlacementError: too little room; says what every node has.
+        PlacementError: not enough resources; lists those of every node.
     """
     known = {node.node_id: node for node in nodes}
     has = "; ".join(f"{node.address}{' (this host)' * (node.node_id == driver)}: {_words(node)}" for node in nodes)

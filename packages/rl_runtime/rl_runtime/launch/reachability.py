@@ -1,4 +1,4 @@
-"""What this host reaches: addresses that the configuration names, and rollout servers over which weight transport."""
+"""Checks which addresses this host reaches, and chooses a weight transport that reaches the rollout servers."""
 
 import socket
 from dataclasses import replace
@@ -14,7 +14,7 @@ _PROBE_TIMEOUT_S = 10.0
 
 
 def why_unreachable(host: str, port: int) -> str:
-    """Why nothing can be connected to there; empty when something listens."""
+    """Why a connection to the address fails; empty if something listens there."""
     try:
         socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S).close()
     except OSError as error:
@@ -25,13 +25,13 @@ def why_unreachable(host: str, port: int) -> str:
 def resolve_sync_transport(
     sync: SyncConfig, *, trainer: TrainerConfig, rollout: RolloutConfig, on_gpu: bool
 ) -> SyncConfig:
-    """The settings with `auto` made one that crosses hosts, where servers may be on other hosts than the ranks.
+    """Replaces transport `auto` by one that crosses hosts, if servers are or may be on other hosts than the ranks.
 
-    nccl on GPUs when all of them are, tcp otherwise: a server beside the ranks may share a GPU with one, which no
-    communicator can hold twice. With all servers here nothing is changed.
+    That is nccl if the ranks are on GPUs and all servers on other hosts, else tcp: a server on this host may share a
+    GPU with a rank, and an NCCL communicator holds a GPU once. With all servers on this host nothing changes.
 
     Raises:
-        InputError: shm or ipc, which end at this host, for servers elsewhere.
+        InputError: transport shm or ipc, which work on one host only, with servers on other hosts.
     """
     elsewhere = [url for url in rollout.urls if not _is_here(urlsplit(url).hostname or "")]
     if trainer.ray_address is not None:
@@ -52,7 +52,7 @@ def resolve_sync_transport(
 
 
 def _is_here(host: str) -> bool:
-    """Whether a name or address is one of this host's; one that cannot be resolved is not."""
+    """Whether a name or address belongs to this host; False if it cannot be resolved."""
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except OSError:

@@ -1,6 +1,6 @@
-"""Everything of a run that has a process: rollout servers, Ray, trainer ranks. Opened together, closed together.
+"""The processes of a run: Ray, trainer ranks and rollout servers, started and ended together.
 
-Closing happens on success, error and Ctrl-C alike, and leaves no process behind.
+They end on success, on errors and on Ctrl-C; no process is left.
 """
 
 import logging
@@ -29,7 +29,7 @@ NUM_RAY_ATTEMPTS = 3
 
 @contextmanager
 def open_ranks(trainer: RanksConfig, placement: Placement) -> Iterator[WorkerGroup]:
-    """Starts a local Ray and the trainer ranks, joined in one process group; ends them all on the way out.
+    """Starts a local Ray and the trainer ranks in one process group; ends them on exit.
 
     Raises:
         RankError: a rank could not start.
@@ -40,18 +40,18 @@ def open_ranks(trainer: RanksConfig, placement: Placement) -> Iterator[WorkerGro
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """The processes of a run: trainer ranks, rollout servers, and the client that asks them."""
+    """The processes of a run: trainer ranks, rollout servers and their client."""
 
     placement: Placement
     ranks: WorkerGroup
-    """Of the actor and of every role without ranks of its own."""
+    """The ranks of the actor and of every role without ranks of its own."""
     servers: ServerGroup
     client: RolloutClient
     own_ranks: Mapping[str, WorkerGroup] = field(default_factory=dict)
     """Role -> the ranks that compute for it alone."""
 
     def ranks_of(self, role: str) -> WorkerGroup:
-        """The ranks that the engine of `role` lives on."""
+        """The ranks of the engine of `role`."""
         return self.own_ranks.get(role, self.ranks)
 
     @property
@@ -61,7 +61,7 @@ class Session:
 
     @property
     def rank_groups(self) -> tuple[WorkerGroup, ...]:
-        """All of them, the actor's first."""
+        """All rank groups, the actor's first."""
         return (self.ranks, *self.own_ranks.values())
 
 
@@ -90,13 +90,13 @@ def open_session(
     log_dir: Path,
     sync: SyncConfig,
 ) -> Iterator[Session]:
-    """Starts servers and ranks and joins the ranks; the servers may still be loading when this yields.
+    """Starts servers and ranks; the servers may still be loading when this yields.
 
     Raises:
         RankError: a rank could not start.
     """
     with ExitStack() as stack:
-        # Before the servers: Ray gives its own processes half a minute to start, and vLLM's start takes every core.
+        # Before the servers: Ray's processes have half a minute to start, and the start of vLLM uses every core.
         stack.enter_context(_ray(trainer.ray_address, placement.num_ranks))
         servers = stack.enter_context(_servers(placement, trainer, rollout, model_path, log_dir, sync))
         ranks = stack.enter_context(_ranks(trainer, placement.rank_gpus))
@@ -112,10 +112,10 @@ def open_session(
 def plan_session(
     trainer: TrainerConfig, rollout: RolloutConfig, own_ranks: Mapping[str, int] | None = None
 ) -> Placement:
-    """The placement of a run's ranks and of its servers on this host; `own_ranks`: role -> ranks for it alone.
+    """The placement of the ranks and of the servers on this host; `own_ranks`: role -> number of ranks for it alone.
 
     Raises:
-        PlacementError: more GPUs asked for than there are.
+        PlacementError: more GPUs requested than available.
     """
     return plan_placement(
         gpu_ids=_gpus(trainer),
@@ -153,7 +153,7 @@ def _servers(
     log_dir: Path,
     sync: SyncConfig,
 ) -> ServerGroup:
-    """On this host, or on the others of the cluster; may still be loading."""
+    """Starts the servers on this host, or on the other nodes of the cluster; they may still be loading."""
     device: Literal["cpu", "cuda"] = "cuda" if placement.on_gpu else "cpu"
     rollout = replace(rollout, device=device)
     extra_args, env = server_args(sync, device), server_env(sync, device)
@@ -191,9 +191,9 @@ def _ranks(trainer: RanksConfig, rank_gpus: Sequence[tuple[int, ...]], *, name: 
 
 @contextmanager
 def _ray(address: str | None, num_ranks: int) -> Iterator[None]:
-    """The cluster at `address`, or a Ray of this job's own.
+    """Joins the cluster at `address`, or starts a local Ray.
 
-    Without an address, one in the environment does not count: it would join the ranks to somebody else's cluster.
+    Ignores RAY_ADDRESS: it would join the ranks to an unrelated cluster.
     """
     terminate = signal.getsignal(signal.SIGTERM)
     try:
@@ -202,7 +202,7 @@ def _ray(address: str | None, num_ranks: int) -> Iterator[None]:
         else:
             _start_own_ray(num_ranks)
         if threading.current_thread() is threading.main_thread():
-            # Ray put its own handler there, which ends the process without the app's cleanup on a second signal.
+            # Ray has installed its own handler, which ends the process without the app's cleanup on a second signal.
             signal.signal(signal.SIGTERM, terminate)
         yield
     finally:
@@ -214,7 +214,7 @@ def _start_own_ray(num_ranks: int) -> None:
         try:
             _start_ray(num_ranks)
             return
-        except Exception:  # Ray raises a bare Exception when its processes are not up in 30 s, as on a busy machine
+        except Exception:  # Ray raises a bare Exception if its processes do not start in 30 s, as on a busy machine
             ray.shutdown()
             if attempt == NUM_RAY_ATTEMPTS:
                 raise
@@ -228,6 +228,6 @@ def _start_ray(num_ranks: int) -> None:
         log_to_driver=True,
         logging_level=logging.ERROR,
         object_store_memory=256 * 1024 * 1024,
-        # Ray gives its workers a lower priority than everything else; the ranks are the job itself.
+        # Ray lowers the priority of its workers; the ranks need the normal one.
         _system_config={"worker_niceness": 0},
     )

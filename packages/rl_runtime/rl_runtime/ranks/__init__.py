@@ -1,1 +1,1 @@
-"""Trainer ranks: the worker process, the group of workers, a model as the algorithm sees it."""
+"""Trainer ranks: the worker process, the group of workers, a model on its ranks, the train batch on the ranks."""

@@ -1,4 +1,4 @@
-"""The one place where this package reads or sets environment variables."""
+"""Environment variables of the driver and the ranks. No other module of this package reads or sets any."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import PlacementError
 
-# Libraries that would otherwise write progress bars and warnings over the run's own lines.
+# Turns off progress bars, usage reports and warnings of libraries, which would disturb the output of the run.
 _QUIET = {
     "TQDM_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -18,31 +18,32 @@ _QUIET = {
 
 
 def prepare_driver(device: str) -> None:
-    """Sets, where the user has not, what the libraries in this process and the processes it starts should know.
+    """Sets the variables of libraries for this process and its children, unless the user has set them.
 
-    Comes before they are imported: several read their variables only then. `device`: "auto", "cpu" or "cuda".
+    Call it before the libraries are imported: several read their variables only then. `device`: "auto", "cpu" or
+    "cuda".
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    # transformers imports DeepSpeed, which would probe for an accelerator and warn that it found none.
+    # transformers imports DeepSpeed, which would search for an accelerator and warn if it finds none.
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if device == "cpu" or not visible_gpus() else "cuda")
 
 
 def visible_gpus() -> list[int]:
-    """Indices of the GPUs this process may use.
+    """Indices of the GPUs that this process can use.
 
     Raises:
-        PlacementError: CUDA_VISIBLE_DEVICES names GPUs by UUID (ranks and servers are told theirs by index), or none
-            of this host's, as it may in a job that was handed another node's list.
+        PlacementError: CUDA_VISIBLE_DEVICES names GPUs by UUID (ranks and servers get theirs by index), or no GPU of
+            this host, for example in a job with another node's list.
     """
-    import torch  # here, because importing it imports libraries that read what prepare_driver sets
+    import torch  # imports libraries that read the variables of prepare_driver
 
     count = torch.cuda.device_count()
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed and count == 0 and torch.version.cuda and any(entry.strip().isdigit() for entry in listed.split(",")):
         raise PlacementError(
-            f"CUDA_VISIBLE_DEVICES is {listed}, but no such GPU is here: unset it, name GPUs of this host, or leave it "
-            "empty to run on the CPU"
+            f"CUDA_VISIBLE_DEVICES is {listed}, but this host has no such GPU: unset it, name GPUs of this host, or "
+            "set it to an empty string to run on the CPU"
         )
     if listed is None or count == 0:
         return list(range(count))
@@ -60,7 +61,7 @@ def rank_env(gpus: Sequence[int], num_threads: int) -> dict[str, str]:
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
-        # Ray would hide the GPUs of an actor that reserved none; the placement decides instead.
+        # Ray hides the GPUs of actors that reserve none; here the placement decides.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
         "DS_ACCELERATOR": "cuda" if gpus else "cpu",
@@ -68,7 +69,7 @@ def rank_env(gpus: Sequence[int], num_threads: int) -> dict[str, str]:
 
 
 def python_path() -> str:
-    """This process's import path for the ranks: what imports here (an app, a pex) imports there."""
+    """This process's import path, so that the ranks can import the same modules (of an app or a pex)."""
     stdlib = os.path.dirname(os.__file__)
     entries = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
     return os.pathsep.join(e for e in dict.fromkeys(entries) if os.path.exists(e) and e != stdlib)

@@ -1,10 +1,9 @@
-"""A trained or frozen model as the algorithm sees it: batches in, log-probs or an optimizer step out."""
+"""A model on its ranks: log-probs, values and optimizer steps of a train batch."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from ds_engine import EngineConfig, Head, LossFn, OptimConfig, StepStats
 from rl_core import BatchConfig
 from weight_sync import Endpoint, SyncConfig, SyncReport
 
-from ..experience import ExperienceBatch, Float32Array
+from ..experience import ExperienceBatch, Float32Array, Phase
 from .loss_spec import LossSpec
 from .train_batch import MiniBatch, TrainBatch
 from .trainer_worker import ModelDescription, TrainerWorker
@@ -23,26 +22,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenColumns:
-    """Per-token results in the order of the batch: N arrays, one value a response token."""
+    """Per-token results in the order of the batch: N float32 arrays, one value per generated token."""
 
     log_probs: tuple[Float32Array, ...]
     entropy: tuple[Float32Array, ...]
 
 
 class ModelHandle:
-    """The engine called `name` ("actor", "ref", "critic") on all ranks, with the batch math between."""
+    """The engine of the role `name` ("actor", "ref", "critic") on all ranks of a group."""
 
     def __init__(self, ranks: WorkerGroup, name: str, batch: BatchConfig, *, temperature: float = 1.0) -> None:
         self.ranks, self.name, self._batch, self._temperature = ranks, name, batch, temperature
         self._sp = 1
 
     def build(self, model_path: str, config: EngineConfig, *, total_steps: int, head: Head = "lm") -> None:
-        """Makes the engine on every rank from a Hugging Face folder, with a fresh optimizer."""
+        """Builds the engine on every rank from a Hugging Face folder, with a new optimizer."""
         self._sp = config.sequence_parallel
         self.ranks.run(TrainerWorker.build, self.name, model_path, config, total_steps, head)
 
     def build_frozen(self, model_path: str, config: EngineConfig) -> None:
-        """Makes an engine that is never trained (a reference model): no gradients, no optimizer states."""
+        """Builds a frozen engine (a reference model), without gradients and optimizer states."""
         self._sp = config.sequence_parallel
         self.ranks.run(TrainerWorker.build, self.name, model_path, replace(config, optim=OptimConfig()), None)
 
@@ -99,7 +98,7 @@ class ModelHandle:
 
     @property
     def _layout(self) -> tuple[WorkerGroup, int, BatchConfig]:
-        """What decides how a train batch lies on the ranks; models with the same layout share the ranks' copy."""
+        """Models with equal layouts share the ranks' copy of a train batch."""
         return self.ranks, self._sp, self._batch
 
     def export(self, folder: str, model_files_from: str) -> None:
@@ -111,31 +110,33 @@ class ModelHandle:
         return self.ranks.run(TrainerWorker.describe, self.name)[0]
 
     def load(self, folder: str) -> None:
-        """Loads the engine's part of a checkpoint, whatever ranks, stage and offload wrote it."""
+        """Loads this engine from a checkpoint written by any number of ranks, ZeRO stage and offload."""
         self.ranks.run(TrainerWorker.load, self.name, folder)
 
     def connect_servers(self, endpoints: Sequence[Endpoint], config: SyncConfig, adapter: str | None = None) -> None:
-        """Prepares pushing this model's weights, or its adapters alone under that name, to the rollout servers."""
+        """Prepares to push the weights to the servers; with `adapter`, the LoRA adapters alone under that name."""
         self.ranks.run(TrainerWorker.connect_servers, self.name, tuple(endpoints), config, adapter)
 
     def push_weights(self, version: int) -> SyncReport:
-        """Sends the weights to every server; rank 0's report."""
+        """Sends the weights to every server as policy `version`; returns the report of rank 0."""
         return self.ranks.run(TrainerWorker.push_weights, version)[0]
 
 
-def run_concurrently(
-    phase: Callable[[str], AbstractContextManager[Any]], *calls: tuple[str, ModelHandle, Callable[[], T]]
-) -> list[T]:
-    """Each call under the phase named before it, in order; at the same time where no two roles share ranks.
+def run_concurrently(phase: Phase, *calls: tuple[str, ModelHandle, Callable[[], T]]) -> list[T]:
+    """Runs calls on the ranks of several models at the same time, if no two models share ranks; else one by one.
 
-    A phase's time is then what the loop waited for the call after the calls before it were done. Roles on the same
-    ranks must take turns: their collectives would meet in a different order on every rank.
+    Models on the same ranks take turns, because concurrent calls would run their collectives in a different order on
+    each rank. With concurrent calls the time of a phase is the wait for its call after the earlier calls have ended.
 
     Args:
-        calls: (phase, the role whose ranks compute, what to call).
+        phase: times each call.
+        calls: (phase name, the model whose ranks compute, function).
+
+    Returns:
+        The results in the order of `calls`.
     """
     results: list[T] = []
-    if len({id(role.ranks) for _, role, _ in calls}) < len(calls):
+    if len({id(model.ranks) for _, model, _ in calls}) < len(calls):
         for name, _, call in calls:
             with phase(name):
                 results.append(call())

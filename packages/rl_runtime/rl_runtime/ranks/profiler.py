@@ -1,23 +1,23 @@
-"""Starts and stops torch's profiler on one rank."""
+"""torch's profiler on one rank."""
 
 from typing import Any
 
 
 class RankProfiler:
-    """torch's profiler on one rank, from one call to another."""
+    """Starts and stops torch's profiler from separate calls."""
 
     def __init__(self) -> None:
         self._profile: Any = None
 
     def start(self) -> None:
-        """Begins; CUDA's kernels too where there is a GPU."""
+        """Starts to record operators and, with a GPU, CUDA kernels."""
         from torch.profiler import profile
 
         self._profile = profile()
         self._profile.start()
 
     def stop(self, path: str) -> None:
-        """Ends, and writes a compressed Chrome trace."""
+        """Stops, and writes a Chrome trace, gzipped if the name ends in .gz."""
         self._profile.stop()
         self._profile.export_chrome_trace(path)
         self._profile = None

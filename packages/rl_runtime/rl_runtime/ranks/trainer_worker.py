@@ -55,12 +55,12 @@ class Delivery:
 
 
 class TrainerWorker:
-    """Rank `rank` of `world_size`. Every method that trains, gathers or saves is collective: call it on all ranks."""
+    """Rank `rank` of `world_size`. Methods that train, gather or save are collective: call them on all ranks."""
 
     def __init__(self, rank: int, world_size: int, *, device: str, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         self.rank, self.world_size = rank, world_size
-        # A rank sees one GPU, its own.
+        # CUDA_VISIBLE_DEVICES shows a rank only its own GPU.
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self._engines: dict[str, ZeroEngine] = {}
         self._batches: dict[int, list[list[PackedBatch]]] = {}
@@ -71,7 +71,7 @@ class TrainerWorker:
         self._profiler = RankProfiler()
 
     def reserve_address(self) -> tuple[str, int]:
-        """A host name and free port for the ranks to meet at; asked of rank 0."""
+        """A host name and a free port for the process group; called on rank 0."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
@@ -86,7 +86,7 @@ class TrainerWorker:
     def build(
         self, role: str, model_path: str, config: EngineConfig, total_steps: int | None, head: Head = "lm"
     ) -> None:
-        """Makes (or makes anew) the engine of `role` from a Hugging Face folder; without steps it is frozen."""
+        """Builds the engine of `role` from a Hugging Face folder, or rebuilds it; `total_steps=None`: frozen."""
         self.drop(role)
         self._engines[role] = ZeroEngine.from_pretrained(
             model_path,
@@ -169,10 +169,10 @@ class TrainerWorker:
     def connect_servers(
         self, role: str, endpoints: Sequence[Endpoint], config: SyncConfig, adapter: str | None = None
     ) -> None:
-        """Prepares pushing the weights of `role` into the rollout servers.
+        """Prepares to push the weights of `role` to the rollout servers.
 
-        Its LoRA adapters are merged into the weights on their way, and servers know nothing of them. With a name in
-        `adapter` the frozen base goes there now, once, and then the adapters alone, to be asked for by that name.
+        LoRA adapters are merged into the pushed weights. With `adapter`, the frozen base is pushed once, now, and
+        `push_weights` then pushes the adapters alone; the servers serve them under that name.
         """
         if self._pusher is not None:
             self._pusher.close()
@@ -190,13 +190,13 @@ class TrainerWorker:
         self._pusher = pusher(ZeroSource(engine.adapter_tensors()), adapter=served_as)
 
     def push_weights(self, version: int) -> SyncReport:
-        """Sends the current weights to every server and publishes them as policy `version`."""
-        assert self._pusher is not None, "connect_servers comes first"
+        """Sends the current weights to every server as policy `version`."""
+        assert self._pusher is not None, "call connect_servers first"
         with record_function("push_weights"):
             return self._pusher.push(version)
 
     def export(self, role: str, folder: str, model_files_from: str) -> None:
-        """Writes the weights as a Hugging Face folder (by rank 0; all ranks gather)."""
+        """Writes the weights as a Hugging Face folder; rank 0 writes, all ranks gather."""
         parameters = self._engines[role].export_parameters()
         if self.rank == 0:
             save_hf_folder(Path(folder), parameters, model_files_from=Path(model_files_from))
@@ -205,19 +205,21 @@ class TrainerWorker:
                 pass
 
     def open_saver(self, folder: str, run_id: str, first: int, num_ranks: int) -> None:
-        """Prepares `save` into the checkpoints of `folder`, which the driver publishes; `run_id` is the run's.
+        """Prepares `save` into the checkpoints of `folder`, which the driver publishes.
 
-        `num_ranks` of all groups write there; those of this one are counted from `first`.
+        Args:
+            run_id: identifies this run among those that write to the folder.
+            first: number of this group's first rank among the `num_ranks` ranks of all groups.
         """
         ranks = SaverRanks(num_ranks=num_ranks, rank=first + self.rank, run_id=run_id, publisher=None)
         self._saver = AsyncSaver(CheckpointManager(Path(folder)), ranks=ranks)
 
     def save(self, step: int, roles: Sequence[str]) -> None:
-        """Copies and writes this rank's part of the engines' checkpoints and its random generators beside what follows.
+        """Copies and writes this rank's part of the engines and its random generators in the background.
 
-        The next `train` waits until everything is copied; what the loop does before it changes no weights.
+        The next `train` waits for the copies; the calls before it do not change the weights.
         """
-        assert self._saver is not None, "open_saver comes first"
+        assert self._saver is not None, "call open_saver first"
         for role in roles:
             if role not in self._captures:
                 engine = self._engines[role]
@@ -226,17 +228,17 @@ class TrainerWorker:
         self._saver.save(step, states, copy_beside=True)
 
     def close_saver(self) -> None:
-        """Waits for the save in flight."""
+        """Waits for the save in progress."""
         if self._saver is not None:
             self._saver.close()
             self._saver = None
 
     def describe(self, role: str) -> ModelDescription:
-        """Names, whole shapes and dtypes of the parameters of `role`, JSON-able; nothing is gathered."""
+        """Names, full shapes and dtypes of the parameters of `role`, without gathering them."""
         return describe_model(self._engines[role].module)
 
     def load(self, role: str, folder: str) -> None:
-        """Reads what `save` wrote, with any number of ranks, stage and offload; the engine of `role` has been built."""
+        """Loads a checkpoint written by any number of ranks, ZeRO stage and offload into the engine of `role`."""
         engine = self._engines[role]
         source = ZeroCheckpoint(Path(folder), tag=role)
         if engine.has_layout(source):
@@ -246,7 +248,7 @@ class TrainerWorker:
             engine.load_state(source)
 
     def load_rng(self, folder: str, first: int) -> None:
-        """Reads the state of this rank's random generators; a rank that was not there then starts with its own.
+        """Loads the states of this rank's random generators; a rank that the checkpoint lacks keeps its own.
 
         `first` is the number of this group's first rank in a checkpoint.
         """
@@ -257,12 +259,12 @@ class TrainerWorker:
                 restore_rng(load_state_dict(path))
 
     def start_profile(self) -> None:
-        """Begins to trace rank 0; the other ranks have nothing to do."""
+        """Starts to trace rank 0; does nothing on other ranks."""
         if self.rank == 0:
             self._profiler.start()
 
     def stop_profile(self, path: str) -> None:
-        """Ends that, and writes the trace."""
+        """Stops the trace of rank 0 and writes it."""
         if self.rank == 0:
             self._profiler.stop(path)
 

@@ -1,1 +1,1 @@
-"""The rollout phase: generation, scoring, partial rollouts, server recovery."""
+"""Rollouts: generation, scoring, partial rollouts, server recovery."""

@@ -1,4 +1,4 @@
-"""Groups that a step did not wait for: kept with all tokens so far, and gone on with by the next step."""
+"""Partial rollouts: unfinished groups of a step with their tokens so far, which the next step resumes."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -13,14 +13,14 @@ from ..experience import PromptLike
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRollout:
-    """A group that is not finished, and its prompt."""
+    """An unfinished group and its prompt."""
 
     prompt: PromptLike
     group: PartialGroup
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens so far, of all its samples."""
+        """Response tokens of all samples so far."""
         return sum(len(sample.response_ids) for sample in self.group.samples)
 
     def to_state(self) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class PartialRollout:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "PartialRollout":
-        """What `to_state` gave, also after JSON."""
+        """The inverse of `to_state`, also after JSON."""
         prompt = dict(state["prompt"]) | {"token_ids": tuple(state["prompt"]["token_ids"])}
         samples = [
             PartialSample(**dict(sample) | {"version_spans": tuple(VersionSpan(*s) for s in sample["version_spans"])})

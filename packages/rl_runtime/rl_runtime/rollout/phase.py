@@ -1,12 +1,12 @@
-"""From prompts to scored samples: asks the servers, rewards what comes while the rest is generated, keeps what counts.
+"""The rollout phase of a step: generates responses, scores them, and leaves failed samples out of the batch.
 
-Generation, the user's rollout function and scoring go on side by side in the client's event loop.
+Generation, the user's rollout function and scoring run concurrently in the client's event loop.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -30,12 +30,11 @@ from rollout_vllm import (
 
 from ..config import EpisodeConfig, OversamplingConfig
 from ..errors import RolloutFailed
-from ..experience import Experience, ExperienceBatch, PromptLike
+from ..experience import Experience, ExperienceBatch, Phase, PromptLike
 from .partial_rollouts import PartialRollout
 from .scoring import Scorer
 from .user_functions import load_function
 
-Phase = Callable[[str], AbstractContextManager[Any]]
 RolloutFunction = Callable[[Episode, PromptLike, Any], Awaitable[None]]
 
 _COUNTERS = {
@@ -46,14 +45,14 @@ _COUNTERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """The train batch of a step and what was left out of it."""
+    """The train batch of a step and the number of samples left out of it."""
 
     batch: ExperienceBatch
     num_failed: int
     reason: str = ""
-    """Why the first of those was left out."""
+    """Why the first of these samples was left out."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What servers and client did meanwhile."""
+    """Metrics of the servers and the client during the rollout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +67,17 @@ class Validation:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scored:
-    """A group's samples with their scores, and why the others have none."""
+    """The scored samples of a group, and the reasons why others have no score."""
 
     items: list[Experience]
     reasons: list[str]
 
 
 class RolloutMeter:
-    """Reads the counters after every rollout; what they gained since the last reading belongs to it.
+    """Metrics of a rollout from the counters of servers and client: their increase since the last reading.
 
-    A server that was started again begins at zero: what it lost is not subtracted from the others' gain. Metrics that
-    the servers do not serve are left out.
+    The counters of a restarted server start at zero; a decrease counts as zero. Metrics that the servers do not have
+    are left out.
     """
 
     def __init__(self, client: RolloutClient) -> None:
@@ -86,26 +85,26 @@ class RolloutMeter:
         self._last: dict[str, float] = {}
 
     async def read(self, gen_s: float) -> dict[str, float]:
-        """The metrics of the rollout that took `gen_s` seconds and has just ended."""
+        """The metrics of the rollout that has just ended and took `gen_s` seconds."""
         last, now = self._last, await self._client.fetch_metrics()
         self._last = now
 
-        def gained(name: str) -> float:
+        def increase(name: str) -> float:
             return max(0.0, now[name] - last.get(name, 0.0))
 
-        metrics = {"rollout/tokens_per_s": gained("client/response_tokens") / gen_s}
-        metrics |= {ours: gained(name) for ours, name in _COUNTERS.items() if name in now}
+        metrics = {"rollout/tokens_per_s": increase("client/response_tokens") / gen_s}
+        metrics |= {ours: increase(name) for ours, name in _COUNTERS.items() if name in now}
         metrics |= {f"rollout/{name}": now[name] for name in ("num_running", "num_waiting") if name in now}
-        if queries := gained("prefix_cache_queries") if "prefix_cache_queries" in now else 0.0:
-            metrics["rollout/prefix_cache_hit_rate"] = min(1.0, gained("prefix_cache_hits") / queries)
+        if queries := increase("prefix_cache_queries") if "prefix_cache_queries" in now else 0.0:
+            metrics["rollout/prefix_cache_hit_rate"] = min(1.0, increase("prefix_cache_hits") / queries)
         return metrics
 
 
 class RolloutPhase:
-    """Generation and scoring of one step. `seed`, the step and the prompt's place decide every request's seed.
+    """Generates and scores the samples of a step. The seed of a request depends on `seed`, the step and the prompt.
 
     Raises:
-        InputError: `episode.function` is no such function.
+        InputError: `episode.function` cannot be imported or called.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class RolloutPhase:
         self._partial: list[PartialRollout] = []
 
     def num_prompts(self, train_batch_size: int) -> int:
-        """How many prompts the next step wants, so that it can be done with the first `train_batch_size` groups."""
+        """Number of new prompts for the next step, so that `train_batch_size` groups can complete."""
         return train_batch_size + self._oversampling.extra_prompts - len(self._partial)
 
     def collect(
@@ -138,24 +137,24 @@ class RolloutPhase:
     ) -> Collected:
         """Generates and scores `sampling.n` samples of every prompt.
 
-        A sample that could not be generated or scored is left out, never scored as zero; a prompt left with fewer than
-        two samples (when more were asked for) is left out whole, since its group has nothing to compare.
+        A sample that cannot be generated or scored is left out, never scored as zero. A group left with fewer than two
+        samples (if `sampling.n` is larger) is left out as well, because it has nothing to compare.
 
-        With over-sampling, groups that earlier steps did not wait for come before `prompts`, and the last
-        `extra_prompts` groups of them all are not waited for.
+        With over-sampling, the partial rollouts of earlier steps are requested before `prompts`, and the step does not
+        wait for the last `extra_prompts` groups.
 
         Raises:
-            RolloutFailed: nothing was left to train on; gives the first reason.
+            RolloutFailed: no sample is left to train on; gives the first reason.
         """
         phase = phase or (lambda _: nullcontext())
         with phase("gen"):
             num_groups = max(1, len(prompts) + len(self._partial) - self._oversampling.extra_prompts)
             scoring, metrics = self._client.run(self._generate(prompts, sampling, step, num_groups))
-        with phase("reward"):  # what generation did not hide
+        with phase("reward"):  # the part of scoring that did not overlap with generation
             items, reasons = self._client.run(_finish(scoring, min_samples=min(2, sampling.n), at_most=num_groups))
         num_failed = len(scoring) * sampling.n - len(items)
         if not items:
-            raise RolloutFailed(f"step {step}: none of {num_failed} samples could be had: {reasons[0]}")
+            raise RolloutFailed(f"step {step}: none of {num_failed} samples was generated and scored: {reasons[0]}")
         reason = reasons[0] if reasons else ""
         return Collected(
             batch=ExperienceBatch(items=tuple(items)), num_failed=num_failed, reason=reason, metrics=metrics
@@ -166,7 +165,7 @@ class RolloutPhase:
         scoring, _ = self._client.run(self._generate(prompts, sampling, -1 - step, None))
         items, reasons = self._client.run(_finish(scoring, min_samples=1, at_most=len(prompts)))
         if not items:
-            raise RolloutFailed(f"validation after step {step}: no sample could be had: {reasons[0]}")
+            raise RolloutFailed(f"validation after step {step}: no sample was generated and scored: {reasons[0]}")
         scores = np.array([item.score for item in items])
         return Validation(
             accuracy=float(np.mean(scores >= self._scorer.full_score)),
@@ -176,30 +175,30 @@ class RolloutPhase:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups that the next step goes on with; JSON-able."""
+        """The partial rollouts; JSON-able."""
         return {"partial_rollouts": [partial.to_state() for partial in self._partial]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `state_dict` gave."""
-        groups = state["partial_rollouts" if "partial_rollouts" in state else "carried"]  # version 0.1
+        """Restores the result of `state_dict`."""
+        groups = state["partial_rollouts" if "partial_rollouts" in state else "carried"]  # "carried" in 0.1
         self._partial = [PartialRollout.from_state(group) for group in groups]
 
     async def _generate(
         self, prompts: Sequence[PromptLike], sampling: SamplingConfig, step: int, num_groups: int | None
     ) -> tuple[list[asyncio.Task[_Scored]], dict[str, float]]:
-        """The scoring of every group, begun when the group was complete, and the meter's reading.
+        """Generates all groups; returns the scoring tasks of complete groups and the metrics of the servers.
 
-        `num_groups`: how many complete groups a training step waits for; None for held-out prompts.
+        `num_groups`: number of complete groups that a training step waits for; None for held-out prompts.
         """
         started = time.perf_counter()
-        asked = self._ask(prompts, step, partial=self._partial if num_groups is not None else [])
-        prompt_of = {group.prompt_id: (place, prompt) for place, (prompt, group) in enumerate(asked)}
+        requested = self._requests(prompts, step, partial=self._partial if num_groups is not None else [])
+        prompt_of = {group.prompt_id: (place, prompt) for place, (prompt, group) in enumerate(requested)}
         scoring: dict[str, asyncio.Task[_Scored]] = {}
 
         def on_group(group: GroupResult | EpisodeGroup) -> None:
             scoring[group.prompt_id] = asyncio.create_task(self._score(*prompt_of[group.prompt_id], group))
 
-        requests = [group for _, group in asked]
+        requests = [group for _, group in requested]
         if self._function is not None:
             await self._run_episodes(requests, sampling, prompt_of, on_group)
         elif num_groups is not None and num_groups < len(requests):
@@ -216,19 +215,19 @@ class RolloutPhase:
             metrics["rollout/num_partial_tokens"] = float(sum(partial.num_tokens for partial in self._partial))
         return [scoring[prompt_id] for prompt_id in prompt_of if prompt_id in scoring], metrics
 
-    def _ask(
+    def _requests(
         self, prompts: Sequence[PromptLike], step: int, *, partial: Sequence[PartialRollout]
     ) -> list[tuple[PromptLike, Request | PartialGroup]]:
-        """What is asked for: unfinished groups first, so that none of them waits for ever."""
-        asked: list[tuple[PromptLike, Request | PartialGroup]] = [(item.prompt, item.group) for item in partial]
+        """The requests of a step: partial rollouts first, so that none of them waits indefinitely."""
+        requests: list[tuple[PromptLike, Request | PartialGroup]] = [(item.prompt, item.group) for item in partial]
         for place, prompt in enumerate(prompts):
             request = Request(
                 prompt_id=f"{step}/{place}:{prompt.id}",
                 prompt_ids=list(prompt.token_ids),
                 seed=request_seed(self._seed, step, f"{place}:{prompt.id}"),
             )
-            asked.append((prompt, request))
-        return asked
+            requests.append((prompt, request))
+        return requests
 
     async def _run_episodes(
         self,
@@ -261,7 +260,7 @@ class RolloutPhase:
         )
 
     def _draft(self, place: int, prompt: PromptLike, sample: Sample | EpisodeResult) -> Experience:
-        """The sample, not scored yet."""
+        """The sample without its score."""
         mask = np.array(sample.response_mask) if isinstance(sample, EpisodeResult) else None
         log_probs = np.asarray(sample.log_probs, dtype=np.float32)
         return Experience(
@@ -280,10 +279,10 @@ class RolloutPhase:
 
 
 def load_rollout(name: str) -> RolloutFunction:
-    """The coroutine function that `episode.function` names.
+    """Imports the coroutine function `episode.function`.
 
     Raises:
-        InputError: there is none that can be called so.
+        InputError: it cannot be imported or called.
     """
     return load_function(name, key="episode.function", arguments=("episode", "prompt", "tokenizer"), is_coroutine=True)
 
@@ -291,7 +290,7 @@ def load_rollout(name: str) -> RolloutFunction:
 async def _finish(
     scoring: Sequence[asyncio.Task[_Scored]], *, min_samples: int, at_most: int
 ) -> tuple[list[Experience], list[str]]:
-    """The scored samples of `at_most` groups that kept enough of them, the fullest, and why others are missing."""
+    """The samples of the `at_most` largest groups with at least `min_samples` scored samples, and the failures."""
     groups = await asyncio.gather(*scoring)
     reasons = [reason for group in groups for reason in group.reasons]
     enough = [group.items for group in groups if len(group.items) >= min_samples]
@@ -300,7 +299,7 @@ async def _finish(
 
 
 def _generated_spans(sample: Sample | EpisodeResult) -> tuple[tuple[int, int], ...]:
-    """(policy version, number of tokens) over the generated tokens."""
+    """(policy version, number of consecutive tokens) over the generated tokens."""
     versions = token_versions(sample.version_spans)
     if isinstance(sample, EpisodeResult):
         versions = [version for version, own in zip(versions, sample.response_mask, strict=True) if own]

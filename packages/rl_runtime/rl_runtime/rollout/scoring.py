@@ -1,4 +1,4 @@
-"""Scores beside the rollout: by the data source's rule, a function of the user's, or a service."""
+"""Scores responses during the rollout: by the rule of the data source, a function of the user, or a service."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from .user_functions import load_function
 
 
 class Scorer:
-    """Scores responses while others are still generated: functions in processes of their own, services over HTTP.
+    """Scores responses while others are generated: functions in processes of their own, services over HTTP.
 
-    One that raises, takes too long, ends its process or does not answer costs that sample its score and nothing else.
-    Close it, or use it as a context.
+    A call that raises, times out, ends its process or gets no answer affects only its own sample. Close the scorer, or
+    use it as a context.
 
     Raises:
-        InputError: `config.function` is no such function.
+        InputError: `config.function` cannot be imported or called.
     """
 
     def __init__(self, config: ScoringConfig) -> None:
@@ -44,11 +44,11 @@ class Scorer:
 
     @property
     def full_score(self) -> float:
-        """What a right answer gets."""
+        """The score of a correct answer."""
         return self._config.score
 
     async def score(self, text: str, prompt: PromptLike) -> RewardOutcome:
-        """The score of a response, or why there is none."""
+        """The score of a response, or the reason why it has none."""
         if self._pool is None:
             return await self._ask_service(text, prompt)
         if self._function is not None:
@@ -57,7 +57,7 @@ class Scorer:
         return await self._pool.score(rule, text, prompt.ground_truth, self._config)
 
     def close(self) -> None:
-        """Ends the processes, or the connections."""
+        """Ends the processes and connections."""
         if self._pool is not None:
             self._pool.close()
         if self._service is not None:
@@ -83,7 +83,7 @@ class Scorer:
 
 
 def connect_service(config: ScoringConfig, url: str) -> RemoteReward:
-    """The client of the service that the configuration names."""
+    """The client of the configured service."""
     if config.service == "http":
         return http_reward(url, api_key=config.api_key, timeout_s=config.timeout_s)
     endpoint = Endpoint(url.rstrip("/"), config.api_key)
@@ -96,9 +96,9 @@ def connect_service(config: ScoringConfig, url: str) -> RemoteReward:
 
 
 def load_reward(name: str) -> Callable[..., float]:
-    """The function that `reward.function` names.
+    """Imports the function `reward.function`.
 
     Raises:
-        InputError: there is none that can be called so.
+        InputError: it cannot be imported or called.
     """
     return load_function(name, key="reward.function", arguments=("response_text", "prompt"))

@@ -1,8 +1,8 @@
-"""The rollout servers as the loop sees them: all that serve hold the current weights, and one that dies comes back.
+"""Keeps the current weights on all rollout servers that serve, and restarts servers that die.
 
-Weights move under a lock. The loop holds it while they change (`changing_weights`: updates, sync, checkpoint); a server
-that was started again waits for it and is brought up to date while the loop generates, when all ranks are idle and the
-weights are those of the published version. So the ranks never see two pushes, or a push within an update.
+Pushes hold a lock. The loop holds it while the weights change (`changing_weights`: updates, sync, checkpoint). A
+restarted server waits for the lock and gets the weights while the loop generates: then all ranks are idle and the
+weights are those of the published version. So the ranks never run two pushes at once, or a push during an update.
 """
 
 import threading
@@ -17,16 +17,19 @@ from ..errors import RankError, RlRuntimeError
 from ..ranks.model_handle import ModelHandle
 
 _NOTICE_S = 20.0
-"""How long a server's supervisor may take to see that the server is gone."""
+"""Seconds that the supervisor of a server may take to notice that the server has died."""
 _ADAPTER = "policy-adapter"
-"""The model name of the actor's adapters on the servers, whose own name is the base model's."""
+"""The model name under which the servers serve the actor's adapters."""
 
 
 class RolloutServers:
-    """Pushes the weights of `actor` into the servers; starts each of them again up to `max_restarts` times.
+    """Pushes the weights of `actor` to the servers; restarts each server up to `max_restarts` times.
 
-    To be used as a context once the servers are ready. `report` gets a line for whatever happens to a server.
-    `adapters_alone`: servers keep the base model, and the actor's LoRA adapters are what is pushed and asked for.
+    A context, to be entered when the servers are ready.
+
+    Args:
+        report: receives a line for each event of a server.
+        adapters_alone: the servers keep the base model; pushes and requests use the actor's LoRA adapters.
     """
 
     def __init__(
@@ -46,10 +49,10 @@ class RolloutServers:
         self._report = report
         self._weights = threading.RLock()
         self._connected: list[int] = []
-        self._failures_mended = [0] * len(servers.endpoints)
+        self._failures_recovered = [0] * len(servers.endpoints)
         self._num_restarts = 0
         self._num_reported = 0
-        self._telling = threading.Lock()
+        self._reporting = threading.Lock()
         self._closing = threading.Event()
         self._watch: ServerWatch | None = None
         if servers.servers and max_restarts:
@@ -58,7 +61,7 @@ class RolloutServers:
     def __enter__(self) -> "RolloutServers":
         if self._watch is not None:
             self._watch.start()
-            threading.Thread(target=self._tell_until_closed, name="tell-of-servers", daemon=True).start()
+            threading.Thread(target=self._report_until_closed, name="report-server-events", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,14 +72,14 @@ class RolloutServers:
 
     @contextmanager
     def changing_weights(self) -> Iterator[None]:
-        """Inside, the weights are the caller's to change, and to push."""
+        """Inside this context the caller can change and push the weights."""
         with self._weights:
             yield
 
     def push(self, version: int) -> SyncReport | None:
-        """The actor's weights into every server that is up, as policy `version`; None when none is up.
+        """Pushes the actor's weights to every server that serves, as policy `version`; None if no server does.
 
-        The others get them before they serve again. Servers that the weights do not reach are started again.
+        The other servers get the weights before they serve again. Servers that a push does not reach are restarted.
         """
         with self._weights:
             report = self._push_to_serving(version)
@@ -84,26 +87,26 @@ class RolloutServers:
             return report
 
     def check(self) -> None:
-        """Raises rollout_vllm.ServerDiedError: no server is left, or one died that is not to be started again."""
+        """Raises rollout_vllm.ServerDiedError if no server is left, or a server died and restarts are off."""
         if self._watch is None:
             self._servers.check()
         else:
-            self._tell(self._watch)
+            self._report_events(self._watch)
             self._watch.check()
 
     @property
     def num_restarts(self) -> int:
-        """Restarts that brought a server back."""
+        """Number of successful restarts."""
         return self._num_restarts
 
-    def _tell_until_closed(self) -> None:
-        """While a server is started again the loop may wait for it: the user is told meanwhile."""
+    def _report_until_closed(self) -> None:
+        """Reports events while the loop waits for a restarting server."""
         assert self._watch is not None
         while not self._closing.wait(0.5):
-            self._tell(self._watch)
+            self._report_events(self._watch)
 
-    def _tell(self, watch: ServerWatch) -> None:
-        with self._telling:
+    def _report_events(self, watch: ServerWatch) -> None:
+        with self._reporting:
             events = list(watch.events)
             for event in events[self._num_reported :]:
                 self._report(f"rollout server {event.server} {event.what.replace('_', ' ')}: {event.detail}")
@@ -121,18 +124,18 @@ class RolloutServers:
                 self._connected = []
                 if self._watch is None:
                     raise
-                if self._changes(serving):
+                if self._has_died(serving):
                     continue
-                if not _a_fresh_server_may_help(error):
+                if not _restart_may_help(error):
                     raise
-                # Sent twice in vain: they stay paused. The watch starts them anew and brings them up to date.
-                self._report(f"rollout servers {serving} are started again, the weights did not arrive: {error}")
+                # Two attempts failed, and the servers are still paused. The watch restarts them and pushes the weights.
+                self._report(f"rollout servers {serving} are restarted, the weights did not arrive: {error}")
                 for index in serving:
                     self._watch.restart(index)
         return None
 
     def _bring_up_to_date(self, index: int, endpoint: Endpoint) -> int:
-        """The watch's hook: the current weights for a server that was started again."""
+        """Called by the watch: pushes the current weights to a restarted server."""
         with self._weights:
             if self._closing.is_set():
                 raise RlRuntimeError("the run is over")
@@ -141,7 +144,7 @@ class RolloutServers:
             failures = self._num_failures()[index]
             self._connect([endpoint])
             self._actor.push_weights(version)
-            self._failures_mended[index] = failures
+            self._failures_recovered[index] = failures
             self._num_restarts += 1
             return version
 
@@ -149,25 +152,25 @@ class RolloutServers:
         self._actor.connect_servers(endpoints, self._sync, self._adapter)
 
     def _serving(self) -> list[int]:
-        """The servers that run and have missed no push."""
+        """The servers that run and have the current weights."""
         if self._watch is None:
             return list(range(len(self._servers.endpoints)))
         failures = self._num_failures()
         return [
             index
             for index, server in enumerate(self._servers.servers)
-            if server.alive and failures[index] == self._failures_mended[index]
+            if server.alive and failures[index] == self._failures_recovered[index]
         ]
 
     def _num_failures(self) -> list[int]:
-        """How often each server died or hung."""
+        """How many times each server died or hung."""
         failures = [0] * len(self._servers.servers)
         for event in list(self._watch.events) if self._watch is not None else ():
             failures[event.server] += event.what in ("died", "hung")
         return failures
 
-    def _changes(self, serving: list[int]) -> bool:
-        """Whether one of these turns out to be gone: a moment passes before that is known."""
+    def _has_died(self, serving: list[int]) -> bool:
+        """Whether one of these servers has died; waits for the supervisor to notice it."""
         deadline = time.monotonic() + _NOTICE_S
         while self._serving() == serving:
             if time.monotonic() > deadline:
@@ -176,7 +179,7 @@ class RolloutServers:
         return True
 
 
-def _a_fresh_server_may_help(error: RankError) -> bool:
-    """Whether a sync failed on its way, and not for a plan that every server would refuse."""
+def _restart_may_help(error: RankError) -> bool:
+    """Whether a sync failed in transit, and not because of a plan that every server refuses."""
     cause = error.cause
     return isinstance(cause, WeightSyncError) and (not isinstance(cause, ReceiverError) or cause.retryable)

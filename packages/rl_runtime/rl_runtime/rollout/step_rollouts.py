@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from rl_data import PromptSampler
 from rollout_vllm import SamplingConfig
 
-from ..experience import PromptLike
-from .phase import Collected, Phase, RolloutPhase, Validation
+from ..experience import Phase, PromptLike
+from .phase import Collected, RolloutPhase, Validation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Functions that a configuration names: `package.module:function`."""
+"""Imports functions named in the configuration as `package.module:function`."""
 
 import importlib
 import inspect
@@ -9,10 +9,10 @@ from ..errors import InputError
 
 
 def load_function(name: str, *, key: str, arguments: tuple[str, ...], is_coroutine: bool = False) -> Callable[..., Any]:
-    """The function that the configuration's `key` names; it can be called with `arguments` by position.
+    """Imports the function of the configuration key `key` and checks that it takes `arguments` by position.
 
     Raises:
-        InputError: there is no such function, or it cannot be called so; says what can.
+        InputError: the function cannot be imported or called; says what is allowed.
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
@@ -21,8 +21,8 @@ def load_function(name: str, *, key: str, arguments: tuple[str, ...], is_corouti
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise InputError(
-            f"{key} is {name!r}, but {module_name} cannot be imported ({error}); run where the module is, or put its "
-            "folder on PYTHONPATH"
+            f"{key} is {name!r}, but {module_name} cannot be imported ({error}); run in the folder of the module, or "
+            "add it to PYTHONPATH"
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):

@@ -1,1 +1,1 @@
-"""The training loop, the policy loss, metrics and run checkpoints."""
+"""The training loop, the policy loss, metrics, the record of a run and checkpoints."""

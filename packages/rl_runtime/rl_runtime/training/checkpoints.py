@@ -1,4 +1,4 @@
-"""The run's checkpoints: ranks write them beside training, the driver publishes; loaded before the first step."""
+"""Checkpoints of a run: the ranks write them in the background, the driver publishes them; loads one on resume."""
 
 import math
 import uuid
@@ -18,16 +18,16 @@ from ..ranks.worker_group import WorkerGroup
 
 
 class Stateful(Protocol):
-    """What a checkpoint keeps besides the engines; states are JSON-able."""
+    """State of a run besides the engines that checkpoints keep; JSON-able."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class RunCheckpoints:
-    """Saves and loads engines, random generators and `parts` of a run together.
+    """Saves and loads the engines, random generators and `parts` of a run under one step number.
 
-    A save costs a step the copy to host memory. To be used as a context: leaving it waits for the save in flight.
+    A step waits for the copy to host memory only. A context: leaving it waits for the save in progress.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RunCheckpoints:
         parts: Mapping[str, Stateful],
         config: str,
     ) -> None:
-        """`config` is kept for whoever finds a checkpoint without its run folder: YAML, without secrets."""
+        """`config`: YAML without secrets, kept in each checkpoint for readers without the run folder."""
         self._folder, self._trainer, self._groups = folder, trainer, rank_groups
         self._roles, self._parts, self._config = roles, parts, config
         self._saver: AsyncSaver | None = None
@@ -72,16 +72,16 @@ class RunCheckpoints:
         self._saver.__exit__(kind, error, trace)
 
     def is_due(self, step: int) -> bool:
-        """Whether this step is to be saved."""
+        """Whether a checkpoint is written after this step."""
         return self._trainer.save_freq > 0 and step % self._trainer.save_freq == 0
 
     def save(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Everything as it is after `step`.
+        """Saves the state after `step`.
 
         Raises:
-            ckpt.CheckpointError: an earlier save failed, on whichever rank.
+            ckpt.CheckpointError: an earlier save failed on any rank.
         """
-        assert self._saver is not None, "a context to be entered"
+        assert self._saver is not None, "enter the context first"
         for group in self._groups:
             roles = [name for name, model in self._roles.items() if model.ranks is group]
             group.run(TrainerWorker.save, step, roles)
@@ -100,11 +100,11 @@ class RunCheckpoints:
             self._saver.wait()
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Brings everything back to where it was when `checkpoint` was saved.
+        """Restores the state of the run at `checkpoint`.
 
-        Raises, before anything is touched:
-            InputError: the run it is of trained other engines.
-            ckpt.ArchitectureMismatchError: or other models, or other adapters.
+        Raises, before it changes anything:
+            InputError: the checkpoint lacks an engine of this run.
+            ckpt.ArchitectureMismatchError: its models or adapters have other parameters.
         """
         for name, model in self._models.items():
             if not (checkpoint.path / name).is_dir():
@@ -126,7 +126,7 @@ class RunCheckpoints:
         return {name: role.describe() for name, role in self._roles.items()}
 
     def _numbered_groups(self) -> Iterator[tuple[WorkerGroup, int]]:
-        """Every group and the number that its first rank has in a checkpoint."""
+        """Every group and the number of its first rank in a checkpoint."""
         first = 0
         for group in self._groups:
             yield group, first

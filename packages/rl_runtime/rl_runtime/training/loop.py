@@ -4,22 +4,19 @@ The app passes in the policy update as `learn`, a function from the step's sampl
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from ckpt import Checkpoint
 
 from ..config import TrainerConfig
 from ..errors import RankError, RolloutFailed
-from ..experience import ExperienceBatch
+from ..experience import ExperienceBatch, Phase
 from ..rollout.servers import RolloutServers
 from ..rollout.step_rollouts import StepRollouts
 from .checkpoints import RunCheckpoints
 from .metrics import rollout_metrics
 from .record import RunRecord
 
-Phase = Callable[[str], AbstractContextManager[Any]]
 Learn = Callable[[int, ExperienceBatch, Phase], dict[str, float]]
 """(step, scored samples, phase timer) -> metrics."""
 

@@ -1,4 +1,4 @@
-"""The metrics of a step as pure functions of what it brought. Names and definitions are those of docs/metrics.md."""
+"""The metrics of a step as pure functions of its data; docs/metrics.md defines them."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,14 @@ import numpy as np
 import torch
 
 from ds_engine import StepStats
+from rl_core import mismatch_metrics
 
 from ..experience import ExperienceBatch
 from ..rollout.phase import Collected
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float]:
-    """Scores, lengths and failures of the samples of a step, and what the servers did for them."""
+    """Scores, lengths and failures of the samples of a step, and the metrics of the servers."""
     batch = collected.batch
     scores, response_lens = batch.scores_N.numpy(), batch.response_lens_N.numpy()
     prompt_lens = np.array([len(item.prompt.token_ids) for item in batch.items])
@@ -39,8 +40,6 @@ def mismatch(batch: ExperienceBatch, log_probs: tuple[np.ndarray, ...]) -> dict[
 
     Tokens that an older policy version sampled differ by the updates in between, and are reported separately.
     """
-    from rl_core import mismatch_metrics
-
     versions_K = torch.tensor(
         [version for item in batch.items for version, count in item.version_spans for _ in range(count)]
     )
@@ -63,7 +62,7 @@ def mismatch(batch: ExperienceBatch, log_probs: tuple[np.ndarray, ...]) -> dict[
 
 
 def update_metrics(prefix: str, stats: Sequence[StepStats]) -> dict[str, float]:
-    """The optimizer steps of one training step: means, and counts summed."""
+    """Metrics over the optimizer steps of one training step: means; sums for counts."""
     names = dict.fromkeys(name for s in stats for name in s.metrics)
     return {
         f"{prefix}/loss": float(np.mean([s.loss for s in stats])),
@@ -78,5 +77,5 @@ def update_metrics(prefix: str, stats: Sequence[StepStats]) -> dict[str, float]:
 
 
 def throughput(num_tokens: int, step_s: float, num_gpus: int) -> float:
-    """Unpadded prompt and response tokens per second and GPU; on the CPU per second of the whole machine."""
+    """Prompt and response tokens per second and GPU, without padding; on the CPU per second."""
     return num_tokens / (step_s * max(1, num_gpus))

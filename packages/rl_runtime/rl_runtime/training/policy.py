@@ -1,4 +1,4 @@
-"""The clipped policy update that GRPO and PPO share: its settings, its token weights, its loss."""
+"""The clipped policy loss that GRPO and PPO share: settings, token weights, loss function."""
 
 import math
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ class PolicyConfig:
     clip_high: float = 0.2
     """The ratio is clipped above 1 + clip_high (DAPO's clip-higher when larger than clip_low)."""
     dual_clip: float | None = None
-    """For negative advantages the loss is bounded by dual_clip times the advantage; above 1, null for no bound."""
+    """Bound of the loss for negative advantages, times the advantage (dual-clip PPO); above 1, null: no bound."""
     loss_aggregation: LossAggregation = "token_mean"
-    """How token losses make the mini-batch loss; `fixed_length` (Dr.GRPO) divides by sampling.max_tokens."""
+    """How per-token losses are aggregated; `fixed_length` (Dr. GRPO) divides by sampling.max_tokens."""
     kl_coef: float = 0.0
-    """Weight of the KL term to the reference model; 0 builds no reference model."""
+    """Coefficient of the KL term to the reference model; 0 builds no reference model."""
     kl_kind: KLKind = "k3"
     """KL estimator (Schulman, 'Approximating KL divergence')."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     num_epochs: int = 1
     """Passes over each train batch."""
 

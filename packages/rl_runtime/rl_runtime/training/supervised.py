@@ -1,4 +1,4 @@
-"""Supervised fine-tuning through the same engine and batch math as reinforcement learning."""
+"""Supervised fine-tuning with the same engine, packing and train batch as reinforcement learning."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,7 +15,7 @@ from ..ranks.train_batch import TrainBatch
 
 
 class DemonstrationLike(Protocol):
-    """A prompt and the response to imitate."""
+    """A prompt and the response to learn."""
 
     @property
     def prompt_ids(self) -> Sequence[int]: ...
@@ -26,7 +26,7 @@ class DemonstrationLike(Protocol):
 
 
 def nll_loss(outputs: TokenOutputs, batch: TokenBatch) -> LossOutput:
-    """Weighted negative log-likelihood, -sum_k w_k log p_k; with token-mean weights the usual cross-entropy."""
+    """Weighted negative log-likelihood, -sum_k w_k log p_k; with token-mean weights the cross-entropy."""
     loss = -(batch.columns["weights"] * outputs.log_probs_K).sum()
     return LossOutput(loss=loss, metrics={"nll": loss.detach()})
 
