@@ -70,9 +70,11 @@ class ZeroEngine:
         self.zero_stage: int = config.zero.stage
         self._total_steps = total_steps if total_steps is not None else config.optim.total_steps
         check_schedule(config.optim, self._total_steps)
-        self._kernel = choose_kernel(config.attention, device_type=device.type, dtype=torch_dtype(config.dtype))
+        kernel = choose_kernel(config.attention, device_type=device.type, dtype=torch_dtype(config.dtype))
         self._num_steps = 0
-        prepare_model(module, config, log_prob_fn=log_prob_fn, device=device, trainable=trainable, head=head)
+        prepare_model(
+            module, config, log_prob_fn=log_prob_fn, device=device, kernel=kernel, trainable=trainable, head=head
+        )
         self._optimizer = build_optimizer(module, config.optim) if trainable else None
         if deepspeed_settings is None:
             deepspeed_settings = deepspeed_config(config, device_type=device.type, trainable=trainable)
@@ -81,7 +83,7 @@ class ZeroEngine:
             self._deepspeed,
             head=head,
             device=device,
-            kernel=self._kernel,
+            kernel=kernel,
             sequence=self._sequence,
             step_each_micro=config.zero.step_each_micro,
         )

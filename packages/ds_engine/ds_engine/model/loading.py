@@ -87,10 +87,14 @@ def prepare_model(
     *,
     log_prob_fn: LogProbFn | None,
     device: torch.device,
+    kernel: str,
     trainable: bool,
     head: Head,
 ) -> None:
     """Prepare a loaded model in place: adapters, activation checkpointing, compilation and the packed forward.
+
+    Args:
+        kernel: attention kernel, see `choose_kernel`.
 
     Raises:
         ModelError: the architecture does not support one of these.
