@@ -8,13 +8,10 @@ that the libraries are imported once.
 """
 
 import copy
-import multiprocessing
 import os
-import socket
 import sys
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import ckpt.__main__
+import plinth_testing
 from ckpt import ZeroCheckpoint
 from ds_engine import (
     CheckpointError,
@@ -102,7 +100,7 @@ LOADS: dict[int, list[tuple[str, EngineConfig, str]]] = {
 def write_model(folder: Path, *, hidden: int = 24) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12}
     sizes = {"hidden_size": hidden, "intermediate_size": 40, "num_hidden_layers": 1, **heads}
-    write_tiny_model(folder, vocab_size=VOCABULARY, **sizes)
+    plinth_testing.write_tiny_model(folder, vocab_size=VOCABULARY, **sizes)
 
 
 def build(model: Path, settings: EngineConfig) -> ZeroEngine:
@@ -276,38 +274,16 @@ def consolidate_with_deepspeed(root: Path) -> None:
         check_equal({one: found[one].float() for one in trained}, trained, f"zero_to_fp32 of {name}, {settings.dtype}")
 
 
-def run_rank(rank: int, size: int, port: int, jobs: list[Callable[[Path], None]], root: Path) -> None:
-    torch.set_num_threads(1)
-    init_distributed(rank, size, "127.0.0.1", port, CPU, timeout_s=300.0)
-    try:
-        for job in jobs:
-            job(root)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # the others wait in collectives; the parent ends them
+def run_jobs(jobs: list[Callable[[Path], None]], root: Path, rank: int) -> None:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    init_distributed(rank, int(os.environ["WORLD_SIZE"]), address, port, CPU, timeout_s=300.0)
+    for job in jobs:
+        job(root)
     shutdown_distributed()
 
 
 def run_ranks(size: int, jobs: list[Callable[[Path], None]], root: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_rank, args=(rank, size, port, jobs, root)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    try:
-        pending = list(ranks)
-        while pending:
-            wait([process.sentinel for process in pending])
-            pending = [process for process in pending if process.is_alive()]
-            failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
-            if failed:
-                sys.exit(f"ranks {failed} of {size} failed")
-    finally:
-        for process in ranks:
-            process.kill()
+    plinth_testing.run_ranks(partial(run_jobs, jobs, root), num_ranks=size)
     print(f"{size} ranks: done", flush=True)
 
 

@@ -9,9 +9,8 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from rollout_vllm_helpers import FaultyProxy, assert_complete, config_for_tests, make_requests, reference_log_probs
-from plinth_testing import wait_until
 
+from plinth_testing import wait_until
 from rollout_vllm import (
     ControlError,
     GroupResult,

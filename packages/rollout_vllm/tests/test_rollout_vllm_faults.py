@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from rollout_vllm_helpers import FaultyProxy, assert_complete, config_for_tests, make_requests
-from plinth_testing import wait_until
 
 import rollout_vllm.client.transport
+from plinth_testing import wait_until
 from rollout_vllm import Endpoint, GroupResult, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup, ServerWatch
 
 pytestmark = pytest.mark.slow

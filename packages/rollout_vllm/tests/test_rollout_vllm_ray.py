@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from rollout_vllm_helpers import assert_complete, config_for_tests, make_requests
-from plinth_testing import wait_until
 
+from plinth_testing import wait_until
 from rollout_vllm import (
     Endpoint,
     ModelFolderError,

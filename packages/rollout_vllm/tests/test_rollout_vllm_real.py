@@ -25,8 +25,8 @@ from rollout_vllm_helpers import (
     make_requests,
     reference_log_probs,
 )
-from plinth_testing import wait_until
 
+from plinth_testing import wait_until
 from rollout_vllm import (
     ControlError,
     Endpoint,

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from plinth_testing import wait_until
 
 import rollout_vllm
+from plinth_testing import wait_until
 
 SUPERVISE = str(Path(rollout_vllm.__file__).with_name("servers") / "_supervise.py")
 

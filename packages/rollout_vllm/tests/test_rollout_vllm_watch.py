@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from rollout_vllm_helpers import AppThread, config_for_tests, make_requests
-from plinth_testing import wait_until
 
+from plinth_testing import wait_until
 from rollout_vllm import (
     Endpoint,
     RolloutClient,
