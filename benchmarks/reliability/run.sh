@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# PPO at ZeRO-1, 2 and 3, twenty steps each, two ranks and two vLLM servers on two GPUs, every collective guarded.
+# PPO at ZeRO-1, 2 and 3, twenty steps each, two ranks and two vLLM servers on two GPUs, with the collective guard.
 #   usage: run.sh WORK_DIR [MODEL] [bench key=value ...]
 #   e.g.   run.sh /tmp/work qwen3-0.6b 'cases=["zero3_no_offload"]'
 #          OVERRIDES='"trainer.device=cpu","actor.dtype=float32"' run.sh /tmp/work qwen3-tiny steps=2
-# MODEL as in benchmarks/random_model.py; OVERRIDES reach every case after those below, as JSON strings with commas.
-# Needs what benchmarks/grpo_step/run.sh needs.
+# MODEL as in benchmarks/random_model.py. OVERRIDES are JSON strings with commas, appended to the overrides below.
+# Same requirements as benchmarks/grpo_step/run.sh.
 set -euo pipefail
 work=${1:?usage: run.sh WORK_DIR [MODEL] [bench key=value ...]}; shift
 model=${1:-qwen3-0.6b}; [ $# = 0 ] || shift
 source "$(dirname "$0")/../random_work.sh" "$work" "$model"
-# The presets' values but for: a model, data and reward of our own; 64 requests at a time on a server instead of 8.
+# Differences from the presets: model, data and reward; 64 concurrent requests per server instead of 8.
 overrides="\"model.path=$work/model\",\"data.train=$work/train.parquet\",\"data.val=[]\""
 overrides+=',"reward.method=flexible","reward.format_score=0.5","rollout.max_num_seqs=64"'
 overrides+=',"actor.collective_guard=auto","critic.collective_guard=auto"'

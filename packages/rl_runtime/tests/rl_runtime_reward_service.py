@@ -1,4 +1,4 @@
-"""A reward service that speaks what `reward.service` can be: ours, and vLLM's /classify, /pooling and chat completions.
+"""A reward service with the protocols of `reward.service`: ours, and vLLM's /classify, /pooling and chat completions.
 
 It scores a text by its length, so that a test can tell from a score which text was read.
 """

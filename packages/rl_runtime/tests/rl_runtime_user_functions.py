@@ -1,4 +1,4 @@
-"""Functions as a user writes them, named by tests as `rl_runtime_user_functions:…`."""
+"""User functions for tests, named as `rl_runtime_user_functions:…`."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What a run refuses to go on from, before any engine is touched. Real saves and loads are in the tests of the apps."""
+"""Which checkpoints a run refuses to resume from before it changes an engine. The tests of the apps save and load."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ MODEL = {"w": {"shape": [2, 3], "dtype": "bfloat16"}}
 
 
 class Loads:
-    """A role and a part of the run that note what is asked of them."""
+    """A model and a part of the run that record what they load."""
 
     def __init__(self, model: dict[str, Any]) -> None:
         self.model, self.loaded = model, []

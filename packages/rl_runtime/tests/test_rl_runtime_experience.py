@@ -1,4 +1,4 @@
-"""The train batch: columns stay with their samples through selection, mini batches, packing and back."""
+"""Columns stay aligned with their samples and tokens through selection, mini batches and packing."""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -94,7 +94,7 @@ def test_a_column_of_the_wrong_length_is_refused() -> None:
         batch.with_column("bad", [np.zeros(3), np.zeros(3)])
 
 
-def test_a_constant_is_repeated_over_its_response() -> None:
+def test_a_value_per_sample_is_repeated_over_its_tokens() -> None:
     batch = make_batch([[3, 2]])
     (first, second) = batch.with_per_sequence("c", batch.scores_N + 5).columns["c"]
     assert first.tolist() == [5, 5, 5]
@@ -131,7 +131,7 @@ def test_context_is_read_and_never_predicted(groups: list[list[int]], data: st.D
     assert sorted(seen) == sorted(generated)
 
 
-def test_advantages_step_over_context() -> None:
+def test_advantages_skip_context() -> None:
     """A tool's result earns nothing: the value after a call is that of the first token written after it."""
     batch = with_context(make_batch([[4]]), [[True, False, False, True]])
     rewards_K = token_rewards(torch.tensor([1.0]), batch.response_lens_N)

@@ -109,7 +109,7 @@ def any_loss(*_: Any) -> None: ...
 
 @pytest.mark.parametrize(("world_size", "sp"), [(4, 1), (4, 2), (4, 4), (2, 2)])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_a_replica_gets_the_same_and_answers_once(world_size: int, sp: int, micro_batch_size: int | None) -> None:
+def test_ranks_of_a_replica_get_the_same_micro_batches(world_size: int, sp: int, micro_batch_size: int | None) -> None:
     ranks = InProcessRanks(world_size, "actor")
     actor = handle(ranks, "actor", sp=sp, batch=BatchConfig(token_budget=16, micro_batch_size=micro_batch_size))
     batch = make_batch([3, 9, 1, 5, 7, 2, 8, 4])
@@ -206,7 +206,7 @@ def test_the_batch_has_to_divide_by_dp_and_sp() -> None:
         job_layout(config(64, 8, 4))
 
 
-def test_roles_on_ranks_of_their_own_compute_at_the_same_time() -> None:
+def test_models_on_different_ranks_run_at_the_same_time() -> None:
     meeting = threading.Barrier(2, timeout=30)
     actor, critic = (ModelHandle(object(), name, BatchConfig()) for name in ("actor", "critic"))  # type: ignore[arg-type]
     phases: list[str] = []
@@ -223,7 +223,7 @@ def test_roles_on_ranks_of_their_own_compute_at_the_same_time() -> None:
     assert phases == ["a", "b"]
 
 
-def test_roles_on_the_same_ranks_take_turns() -> None:
+def test_models_on_the_same_ranks_run_in_turn() -> None:
     ranks = object()
     actor, critic = (ModelHandle(ranks, name, BatchConfig()) for name in ("actor", "critic"))  # type: ignore[arg-type]
     order: list[str] = []
@@ -238,7 +238,7 @@ def test_roles_on_the_same_ranks_take_turns() -> None:
     assert order == ["a begins", "a", "a ends", "b begins", "b", "b ends"]
 
 
-def test_a_failure_on_one_roles_ranks_is_raised_when_the_others_are_done() -> None:
+def test_a_failure_on_some_ranks_is_raised_after_the_others_have_finished() -> None:
     actor, critic = (ModelHandle(object(), name, BatchConfig()) for name in ("actor", "critic"))  # type: ignore[arg-type]
     finished: list[str] = []
 

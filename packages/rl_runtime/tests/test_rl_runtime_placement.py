@@ -142,7 +142,7 @@ def test_the_gpus_of_cuda_visible_devices(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-    if isinstance(expected, str):  # rather than a run on the CPU that nobody asked for
+    if isinstance(expected, str):  # an error instead of a silent run on the CPU
         with pytest.raises(PlacementError, match=expected):
             visible_gpus()
     else:

@@ -41,7 +41,7 @@ def test_a_trace_holds_the_rank_and_the_phases_on_one_clock(tmp_path: Path) -> N
     (train,) = (event for event in events if event["name"] == "actor: train")
     operators = [event for event in events if event["name"] == "aten::matmul"]
     assert operators
-    # One clock: the rank's work lies within the phase that asked for it, phases within the step. A millisecond aside.
+    # One clock: the rank's work lies within its phase, phases within the step, up to a millisecond.
     for inner, outer in (
         (train, phases["update_actor"]),
         (operators[0], phases["update_actor"]),
@@ -53,7 +53,7 @@ def test_a_trace_holds_the_rank_and_the_phases_on_one_clock(tmp_path: Path) -> N
     assert "phases of the step" in names
 
 
-def test_steps_not_asked_for_leave_nothing(tmp_path: Path) -> None:
+def test_other_steps_write_no_trace(tmp_path: Path) -> None:
     run_steps(tmp_path / "profile", steps=[])
     assert not (tmp_path / "profile").exists()
 
@@ -65,6 +65,6 @@ def test_phase_events_keep_nanoseconds() -> None:
 
 
 @pytest.mark.parametrize("steps", [(0,), (4,)])
-def test_steps_that_the_run_does_not_have(steps: tuple[int, ...]) -> None:
+def test_profile_steps_outside_the_run_are_refused(steps: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="profile_steps"):
         TrainerConfig(total_training_steps=3, profile_steps=steps)

@@ -21,7 +21,7 @@ THERE = ["http://198.51.100.7:1", "https://[2001:db8::1]:2", "http://no-such-hos
     transport=st.sampled_from(["auto", "shm", "ipc", "nccl", "tcp"]),
     on_gpu=st.booleans(),
 )
-def test_what_stays_on_a_host_is_used_on_one_host_only(urls: list[str], transport: str, on_gpu: bool) -> None:
+def test_single_host_transports_are_refused_across_hosts(urls: list[str], transport: str, on_gpu: bool) -> None:
     rollout, sync = RolloutConfig(urls=tuple(urls)), SyncConfig(transport=transport, bucket_mib=3)  # type: ignore[arg-type]
 
     def chosen() -> SyncConfig:

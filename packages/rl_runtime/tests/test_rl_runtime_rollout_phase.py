@@ -1,4 +1,4 @@
-"""What becomes of answers: scored beside generation, left out and never scored as zero when something failed."""
+"""The rollout phase: scoring, samples that fail (left out, never scored as zero), partial rollouts, services, metrics."""
 
 import asyncio
 import inspect
@@ -193,7 +193,7 @@ def test_a_users_reward_that_fails_leaves_the_sample_out() -> None:
     assert "no idea" in collected.reason
 
 
-def test_groups_not_waited_for_come_first_in_the_next_step(scorer: Scorer) -> None:
+def test_partial_rollouts_come_first_in_the_next_step(scorer: Scorer) -> None:
     client = ScriptedClient([], n=2)
     rollout = phase(client, scorer, oversampling=OversamplingConfig(extra_prompts=1))
     sampling = SamplingConfig(n=2)
@@ -222,7 +222,7 @@ def test_groups_not_waited_for_come_first_in_the_next_step(scorer: Scorer) -> No
     assert resumed.num_prompts(2) == validated, "held-out prompts have nothing to do with it"
 
 
-def test_groups_that_are_given_up_are_gone(scorer: Scorer) -> None:
+def test_without_partial_rollouts_unfinished_groups_are_dropped(scorer: Scorer) -> None:
     oversampling = OversamplingConfig(extra_prompts=1, partial_rollouts=False)
     rollout = phase(ScriptedClient([], n=2), scorer, oversampling=oversampling)
     collected = rollout.collect([Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=2), step=1)
@@ -230,7 +230,7 @@ def test_groups_that_are_given_up_are_gone(scorer: Scorer) -> None:
     assert rollout.num_prompts(2) == 3
 
 
-def test_tokens_of_an_older_version_are_no_mismatch(scorer: Scorer) -> None:
+def test_mismatch_of_tokens_of_older_versions_is_separate(scorer: Scorer) -> None:
     batch = (
         phase(ScriptedClient([[2], [3]], n=1), scorer)
         .collect([Prompt("a"), Prompt("b")], SamplingConfig(n=1), step=1)
@@ -290,7 +290,7 @@ def _read_by(path: str, body: dict[str, Any]) -> Any:
     return body if path == "/score" else body["input"]
 
 
-def test_samples_that_a_service_gives_no_number_for_are_left_out() -> None:
+def test_samples_without_a_score_from_the_service_are_left_out() -> None:
     with reward_service() as service:
         config = ScoringConfig(url=f"{service.url}/score", api_key="secret", timeout_s=20)
         with Scorer(config) as scorer:
@@ -302,7 +302,7 @@ def test_samples_that_a_service_gives_no_number_for_are_left_out() -> None:
     assert "no reward" in collected.reason
 
 
-def test_keys_are_not_written_down() -> None:
+def test_api_keys_are_removed_from_written_configurations() -> None:
     config = JobConfig(
         rollout=RolloutConfig(urls=("http://a:1",), api_key="first"),
         reward=ScoringConfig(url="http://b:2", api_key="second"),
@@ -372,7 +372,7 @@ async def read_all(readings: list[dict[str, float]]) -> list[dict[str, float]]:
     return [await meter.read(2.0) for _ in readings]
 
 
-def test_metrics_are_what_a_rollout_gained() -> None:
+def test_metrics_are_the_increase_of_counters_during_a_rollout() -> None:
     base = {"client/num_retries": 1.0, "num_running": 0.0, "num_waiting": 0.0}
     first, second, third = asyncio.run(
         read_all(

@@ -1,4 +1,4 @@
-"""Who is pushed to when servers die, with servers and ranks that are scripted; tests/ has the real ones."""
+"""Which servers are pushed to when servers die, with scripted servers and ranks; tests/ uses real ones."""
 
 import threading
 import time
@@ -117,7 +117,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
 BOTH, FIRST, SECOND = ("http://0", "http://1"), ("http://0",), ("http://1",)
 
 
-def test_all_are_pushed_to_over_one_connection(setting: Setting) -> None:
+def test_all_servers_are_pushed_to_over_one_connection(setting: Setting) -> None:
     for version in (0, 1, 2):
         assert setting.fleet.push(version) == "report"
     assert setting.actor.pushes == [(BOTH, 0), (BOTH, 1), (BOTH, 2)]
@@ -125,7 +125,7 @@ def test_all_are_pushed_to_over_one_connection(setting: Setting) -> None:
     assert setting.client.policy_version == 2
 
 
-def test_a_dead_server_misses_pushes_until_it_was_brought_up_to_date(setting: Setting) -> None:
+def test_a_dead_server_gets_no_pushes_until_it_has_the_current_weights(setting: Setting) -> None:
     setting.fleet.push(0)
     setting.servers[1].alive = False  # not noticed by the watch yet
     setting.fleet.push(1)
@@ -138,7 +138,7 @@ def test_a_dead_server_misses_pushes_until_it_was_brought_up_to_date(setting: Se
     assert setting.fleet.num_restarts == 1
 
 
-def test_with_no_server_up_the_version_moves_on(setting: Setting) -> None:
+def test_without_servers_the_policy_version_still_advances(setting: Setting) -> None:
     for server in setting.servers:
         server.alive = False
     assert setting.fleet.push(1) is None
@@ -160,7 +160,7 @@ def test_a_server_that_dies_in_a_push_is_left_out_of_the_next_attempt(setting: S
 @pytest.mark.parametrize(
     "cause", [WeightSyncError("no answer"), ReceiverError("checksum", "lm_head.weight", "altered on its way")]
 )
-def test_servers_that_stay_paused_after_a_push_are_started_again(setting: Setting, cause: WeightSyncError) -> None:
+def test_servers_that_stay_paused_after_a_push_are_restarted(setting: Setting, cause: WeightSyncError) -> None:
     def fail() -> None:
         setting.actor.on_push = None
         raise RankError("sent twice", cause)
@@ -179,7 +179,7 @@ def test_servers_that_stay_paused_after_a_push_are_started_again(setting: Settin
 
 
 @pytest.mark.parametrize("cause", [None, ValueError("a rank's own"), ReceiverError("plan", "lm_head.weight", "shape")])
-def test_a_push_that_no_fresh_server_would_take_is_an_error(setting: Setting, cause: Exception | None) -> None:
+def test_a_push_that_a_restart_cannot_fix_is_an_error(setting: Setting, cause: Exception | None) -> None:
     def fail() -> None:
         raise RankError("it failed", cause)
 
@@ -203,7 +203,7 @@ def test_a_restarted_server_waits_while_weights_change(setting: Setting) -> None
     assert setting.actor.pushes == [(BOTH, 0), (SECOND, 1), (FIRST, 1)]
 
 
-def test_no_server_is_brought_back_once_the_run_is_over(setting: Setting) -> None:
+def test_a_server_gets_no_weights_after_the_end_of_the_run(setting: Setting) -> None:
     with setting.fleet:
         setting.fleet.push(0)
     with pytest.raises(RlRuntimeError, match="over"):
@@ -216,7 +216,7 @@ def test_the_end_of_a_run_does_not_wait_for_a_restart(setting: Setting) -> None:
     assert setting.watch.aborted_restarts
 
 
-def test_what_happens_is_told_once(setting: Setting) -> None:
+def test_events_are_reported_once(setting: Setting) -> None:
     setting.note(1, "died")
     setting.fleet.check()
     setting.note(1, "given_up")
@@ -225,7 +225,7 @@ def test_what_happens_is_told_once(setting: Setting) -> None:
     assert setting.lines == ["rollout server 1 died: it was killed", "rollout server 1 given up: it was killed"]
 
 
-def test_the_user_is_told_while_the_loop_waits(setting: Setting) -> None:
+def test_events_are_reported_while_the_loop_waits(setting: Setting) -> None:
     with setting.fleet:
         setting.note(0, "died")
         deadline = time.monotonic() + 5
