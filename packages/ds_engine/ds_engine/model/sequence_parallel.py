@@ -5,8 +5,8 @@ attention exchange the split dimension: before it, T / sp tokens of all heads be
 it, the reverse (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509). Each rank computes the outputs (log-probs or
 values) of the targets in its slice. An all-gather gives all outputs to every rank, which calls the loss function.
 
-Gradient: the backward pass of a rank starts from its own outputs only. Each rank thus holds the part of the gradient that
-flows through its slice, and the sum over the sp ranks is the gradient of the loss, counted once.
+Gradient: the backward pass of a rank starts from its own outputs only. Each rank thus holds the part of the gradient
+that flows through its slice, and the sum over the sp ranks is the gradient of the loss, counted once.
 
 Shapes: T tokens of the row, padded to a multiple of sp; K targets; R rows of head outputs; h heads; d head size.
 """
