@@ -143,6 +143,7 @@ class ZeroEngine:
         """Log-prob and entropy of each target, without gradients.
 
         Args:
+            temperature: divisor of the logits.
             adapters: False disables the LoRA adapters, so the base model serves as the reference model.
 
         Returns:
@@ -186,6 +187,7 @@ class ZeroEngine:
 
         Args:
             loss_fn: called with the outputs and the batch, both on the device, of each micro batch with targets.
+            temperature: divisor of the logits.
 
         Raises:
             PlanMismatchError: ranks have different numbers of micro batches.
