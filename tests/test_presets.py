@@ -130,7 +130,7 @@ def test_a_preset_has_the_documents_values(app: str, preset: str) -> None:
 def test_with_the_tiny_overlay_the_same_case_starts_on_two_cores(app: str, preset: str) -> None:
     config = load(app, preset)
     tiny = load(app, preset, APPS / app / "presets" / "overlays" / "tiny.yaml")
-    assert len(CHECKS[app](tiny).rank_gpus) == config.trainer.num_ranks
+    assert len(CHECKS[app](tiny).placement.rank_gpus) == config.trainer.num_ranks
     assert tiny.model.path == "builtin:tiny"
     assert tiny.actor.dtype == "float32"
     # What makes it the same case.

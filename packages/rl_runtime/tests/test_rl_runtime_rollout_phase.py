@@ -1,4 +1,4 @@
-"""The rollout phase: scoring, samples that fail (left out, never scored as zero), partial rollouts, services, metrics."""
+"""The rollout phase: scoring, failed samples (left out, never scored as zero), partial rollouts, services, metrics."""
 
 import asyncio
 import inspect
