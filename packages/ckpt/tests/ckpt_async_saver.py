@@ -87,7 +87,7 @@ def run(rank: int, stage: int, out: Path) -> dict[str, float]:
     assert state["num_steps"] == 2
     train(engine, 3)
     train(engine, 4)
-    assert all(map(torch.equal, weights(engine), expected)), "goes on bit for bit"
+    assert all(map(torch.equal, weights(engine), expected)), "resumes bit for bit"
     return {"stall_s": stall_s, "plain_s": plain_s}
 
 

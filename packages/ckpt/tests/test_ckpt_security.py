@@ -102,7 +102,7 @@ def test_a_pickle_in_place_of_any_file_is_refused(
     torch.save(model, folder / "ds" / "mp_rank_00_model_states.pt")
     path = manager.publish(1, state={}, models={"m": {"w": {"shape": [1], "dtype": "float32"}}}).path
     kind(tmp_path / "mark", path / victim)
-    if victim != "manifest.json":  # whoever can write one file can write a manifest that fits it
+    if victim != "manifest.json":  # an attacker can write a matching manifest too
         (path / "manifest.json").unlink()
         described = CheckpointManifest.describe(path, step=1, created_at="")
         (path / "manifest.json").write_text(described.to_json())

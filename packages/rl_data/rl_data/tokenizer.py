@@ -11,7 +11,7 @@ from .errors import ModelFolderError
 __all__ = ["TokenizerLike", "check_model_folder", "find_model_folder", "load_tokenizer"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 
 
 class TokenizerLike(Protocol):

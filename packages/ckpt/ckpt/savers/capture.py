@@ -12,7 +12,7 @@ from ..digest import FileEntry
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Capture", "HostCopies"]
+__all__ = ["Capture", "HostCopies", "tensor_identity"]
 
 
 class Capture(ABC):
@@ -42,6 +42,11 @@ class Capture(ABC):
         Returns the entries of the files by their path relative to `folder`. Raises CheckpointSpaceError when the disk
         is full.
         """
+
+
+def tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that share all their memory, such as tied weights; they are stored once."""
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 class HostCopies:

@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 from ..digest import FileEntry, HashedFile
 from ..errors import CheckpointSpaceError, CheckpointUsageError
 from ..files import is_disk_full
-from .capture import Capture, HostCopies
+from .capture import Capture, HostCopies, tensor_identity
 
 __all__ = ["DeepSpeedState"]
 
@@ -214,7 +214,7 @@ class _HostCopy:
     def _copy_tensor(self, tensor: Any) -> Any:
         import torch
 
-        identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        identity = tensor_identity(tensor)
         if tensor.numel() and identity in self._seen:
             return self._seen[identity]
         index, self._num_used = self._num_used, self._num_used + 1

@@ -18,7 +18,7 @@ from ..digest import FileEntry, HashedFile
 from ..errors import CheckpointNotFoundError, CheckpointSpaceError, CheckpointStateError
 from ..files import is_disk_full
 from ..hf_export import DTYPE_NAMES
-from .capture import HostCopies
+from .capture import HostCopies, tensor_identity
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class _Flat:
             )
         if dtype not in DTYPE_NAMES:
             raise CheckpointStateError(f"{path}: {tensor.dtype} cannot be stored; use one of {', '.join(DTYPE_NAMES)}")
-        identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        identity = tensor_identity(tensor)
         if tensor.numel() and identity in self._seen:
             return self._seen[identity]
         name, number = path or "tensor", 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,16 +36,14 @@ class Progress:
         self._is_terminal = self._stream.isatty()
         self._started = self._shown = time.monotonic()
         self._num_bytes = 0
-        self._guard = threading.Lock()
 
     def add(self, num_bytes: int, total_bytes: int | None = None) -> None:
         """Count `num_bytes` more, of `total_bytes` if known, and update the display."""
-        with self._guard:
-            self._num_bytes += num_bytes
-            now = time.monotonic()
-            if now - self._shown >= (0.1 if self._is_terminal else 10.0) or self._num_bytes == total_bytes:
-                self._shown = now
-                self._show(now - self._started, total_bytes)
+        self._num_bytes += num_bytes
+        now = time.monotonic()
+        if now - self._shown >= (0.1 if self._is_terminal else 10.0) or self._num_bytes == total_bytes:
+            self._shown = now
+            self._show(now - self._started, total_bytes)
 
     def close(self) -> None:
         """Clear the progress line."""

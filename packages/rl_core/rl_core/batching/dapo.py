@@ -25,7 +25,7 @@ class DynamicSelection:
     num_missing: int
     """Informative groups still missing to reach the requested number; 0 when the batch is full."""
     num_dropped: int
-    """Groups dropped because all their scores are equal."""
+    """Groups dropped because their scores are equal, or their spread is not above `min_spread`."""
     num_surplus: int
     """Informative groups beyond the requested number; keep them for the next step or drop them."""
 

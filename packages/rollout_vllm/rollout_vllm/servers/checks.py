@@ -13,7 +13,7 @@ from ..errors import KVCacheTooSmallError, ModelFolderError, PortInUseError, Req
 from .command import Device, kv_cache_bytes_of
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "vocab.txt")
-_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 _CPU_BLOCK_TOKENS = 128  # tokens per KV cache block of vLLM on the CPU; a sequence uses whole blocks
 _GPU_BLOCK_TOKENS = 16
 

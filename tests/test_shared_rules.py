@@ -1,0 +1,146 @@
+"""Rules that packages hold copies of, since leaves import no other package: the copies agree with each other.
+
+PEFT's names and scale (ds_engine, ckpt, weight_sync; PEFT itself is the reference), what a model folder has to hold
+(rl_data, rollout_vllm), and the names and sizes of dtypes (ds_engine, weight_sync; torch is the reference).
+"""
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import peft
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import ds_engine.dtypes
+import ds_engine.model.loading
+import rl_data
+import rollout_vllm
+import weight_sync.manifest
+import weight_sync.tensors
+from ckpt import merge_lora, save_adapter
+from ckpt.tools.lora_export import read_adapter
+from ds_engine import EngineConfig, LoraConfig
+from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
+from plinth_testing import random_model, tiny_config
+from rollout_vllm.servers.checks import check_model_folder
+from weight_sync import peft_name
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA = st.builds(
+    LoraConfig,
+    rank=st.integers(1, 4),
+    alpha=st.integers(1, 9),
+    rslora=st.booleans(),
+    target_modules=st.just("all-linear") | st.lists(st.sampled_from(LINEAR), min_size=1, unique=True).map(tuple),
+)
+FEW = settings(deadline=None, derandomize=True, max_examples=8)
+
+
+def adapted(lora: LoraConfig) -> Any:
+    """A model with adapters by ds_engine, B drawn at random: zero would hide a wrong scale."""
+    model = random_model(tiny_config(num_hidden_layers=2, hidden_size=16, tie_word_embeddings=False))
+    add_adapters(model, lora, head="lm", seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_()
+    return model
+
+
+@given(lora=LORA)
+@FEW
+def test_adapters_have_pefts_names_in_three_packages(lora: LoraConfig) -> None:
+    model = adapted(lora)
+    expected = {f"base_model.model.{name}" for name in peft.get_peft_model_state_dict(model)}
+    parameters = dict(model.named_parameters())
+    assert {tensor.name for tensor in adapter_tensors(model)} == expected
+    assert {peft_name(f"base_model.model.{name}") for name in parameters} - {None} == expected
+    with tempfile.TemporaryDirectory() as folder:
+        trained = ((name, tensor) for name, tensor in parameters.items() if tensor.requires_grad)
+        save_adapter(Path(folder) / "adapter", trained, adapter_settings(model))
+        tensors, _ = read_adapter(Path(folder) / "adapter")
+    assert {name for name, _ in tensors} == expected
+
+
+@given(lora=LORA)
+@example(lora=LoraConfig(rank=3, alpha=8, rslora=True))
+@FEW
+def test_adapters_are_merged_as_by_peft_in_two_packages(lora: LoraConfig) -> None:
+    model = adapted(lora)
+    parameters = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    by_ckpt = dict(merge_lora(parameters, adapter_settings(model)))
+    by_ds_engine = {tensor.name: tensor.value() for tensor in whole_tensors(model)}
+    by_peft = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            layer.merge()
+            by_peft[f"{name}.weight"] = layer.get_base_layer().weight.detach()
+    assert by_ckpt.keys() == by_ds_engine.keys()
+    for name, tensor in by_ds_engine.items():
+        torch.testing.assert_close(by_ckpt[name], tensor, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(by_peft.get(name, tensor), tensor, rtol=1e-6, atol=1e-6)
+
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+WEIGHTS = ("model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin", "a.pt", "a.pth", "a.gguf")
+OTHERS = ("tokenizer_config.json", "generation_config.json", "README.md", "model.safetensors.index.json")
+
+
+def refuses(error: type[Exception], check: Callable[..., Any], *args: Any, **options: Any) -> bool:
+    try:
+        check(*args, **options)
+    except error:
+        return True
+    return False
+
+
+def verdicts(folder: Path) -> list[tuple[bool, bool]]:
+    """Whether rl_data and rollout_vllm refuse the folder: with the weights they need, and for a start without."""
+    return [
+        (
+            refuses(rl_data.ModelFolderError, rl_data.check_model_folder, folder, need_weights=need_weights),
+            refuses(
+                rollout_vllm.ModelFolderError,
+                check_model_folder,
+                str(folder),
+                load_format="auto" if need_weights else "dummy",
+            ),
+        )
+        for need_weights in (True, False)
+    ]
+
+
+@given(files=st.sets(st.sampled_from(["config.json", *TOKENIZERS, *WEIGHTS, *OTHERS]), max_size=5))
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_a_model_folder_gets_the_same_verdict_in_two_packages(files: set[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file in files:
+            (folder / file).write_text(json.dumps({"model_type": "qwen3"}))
+        assert all(ours == theirs for ours, theirs in verdicts(folder)), verdicts(folder)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_a_whole_model_folder_is_accepted_and_what_is_no_folder_refused(tmp_path: Path, tokenizer: str) -> None:
+    for file in ("config.json", tokenizer, "model.safetensors"):
+        (tmp_path / file).write_text("{}")
+    assert verdicts(tmp_path) == [(False, False)] * 2
+    assert verdicts(tmp_path / "config.json") == verdicts(tmp_path / "nowhere") == [(True, True)] * 2
+
+
+def test_dtypes_have_torchs_names_and_sizes_in_two_packages() -> None:
+    names = get_args(ds_engine.dtypes.Dtype)
+    assert set(names) <= set(weight_sync.manifest.DTYPE_BYTES)
+    for name, num_bytes in weight_sync.manifest.DTYPE_BYTES.items():
+        dtype = getattr(torch, name)
+        assert weight_sync.tensors.torch_dtype(name) == dtype
+        assert num_bytes == dtype.itemsize
+        if name in names:
+            assert EngineConfig(dtype=name).dtype == name
+            assert ds_engine.model.loading.torch_dtype(name) == dtype
+            assert ds_engine.dtypes.dtype_bytes(name) == num_bytes
