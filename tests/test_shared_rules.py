@@ -82,8 +82,8 @@ def test_adapters_are_merged_as_by_peft_in_two_packages(lora: LoraConfig) -> Non
             by_peft[f"{name}.weight"] = layer.get_base_layer().weight.detach()
     assert by_ckpt.keys() == by_ds_engine.keys()
     for name, tensor in by_ds_engine.items():
-        torch.testing.assert_close(by_ckpt[name], tensor, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(by_peft.get(name, tensor), tensor, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(by_ckpt[name], tensor, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(by_peft.get(name, tensor), tensor, rtol=1e-5, atol=1e-5)
 
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
