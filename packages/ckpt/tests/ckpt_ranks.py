@@ -1,8 +1,8 @@
 """Groups of gloo ranks under DeepSpeed, for tests.
 
-A test calls `run_script` with one of the scripts beside this file. The script imports the libraries once and forks its
-ranks: `run_ranks(job, folder)` calls `job(rank)` in each, joined and ready for `deepspeed.initialize`. `build` and
-`compare` are what several scripts need.
+A test calls `run_script` with one of the scripts in this folder. The script imports the libraries once and forks its
+ranks: `run_ranks(job, folder)` calls `job(rank)` in each, joined and ready for `deepspeed.initialize`. Several scripts use
+`build` and `compare`.
 """
 
 import tempfile
@@ -15,12 +15,12 @@ from typing import Any
 import plinth_testing
 
 
-def run_script(name: str, *arguments: object) -> str:
+def run_script(name: str, *arguments: object, timeout_s: float = 400.0) -> str:
     """Run the script `name` and return its output. Raises AssertionError with the end of its output when it fails."""
-    return plinth_testing.run_script(Path(__file__).with_name(name), *arguments)
+    return plinth_testing.run_script(Path(__file__).with_name(name), *arguments, timeout_s=timeout_s)
 
 
-# In the scripts
+# For the scripts
 
 
 def fork_ranks(job: Callable[[int], None], folder: Path) -> list[ForkProcess]:
