@@ -44,7 +44,7 @@ def test_every_tensor_once_in_order_within_bounds(manifest: WeightManifest, boun
     assert [(s.name, s.shape, s.dtype, s.nbytes) for s in slots] == [
         (e.name, e.shape, e.dtype, e.num_bytes) for e in manifest.entries
     ]
-    assert plan.num_bytes == manifest.num_bytes
+    assert plan.num_bytes == sum(entry.num_bytes for entry in manifest.entries)
     assert plan.num_tensors == len(manifest.entries)
     for index, bucket in enumerate(plan.buckets):
         assert bucket.index == index

@@ -72,8 +72,3 @@ class WeightManifest:
     def of(cls, entries: Iterable[TensorEntry]) -> "WeightManifest":
         """Build a manifest from an iterable of entries. Raises WeightManifestError for a name that appears twice."""
         return cls(tuple(entries))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors, without padding."""
-        return sum(entry.num_bytes for entry in self.entries)
