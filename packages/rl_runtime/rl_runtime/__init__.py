@@ -4,6 +4,8 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import run_kit
+
 if TYPE_CHECKING:
     from .app.inputs import Inputs, load_inputs
     from .app.job import Algorithm, Job, JobPlan, check_job, job_layout, run_job
@@ -105,18 +107,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    ".app.inputs": (
-        "Inputs",
-        "load_inputs",
-    ),
-    ".app.job": (
-        "Algorithm",
-        "Job",
-        "JobPlan",
-        "check_job",
-        "job_layout",
-        "run_job",
-    ),
+    ".app.inputs": ("Inputs", "load_inputs"),
+    ".app.job": ("Algorithm", "Job", "JobPlan", "check_job", "job_layout", "run_job"),
     ".app.job_config": ("JobConfig",),
     ".app.preflight": (
         "check_engine",
@@ -127,117 +119,41 @@ _MODULES = {
         "check_supervised",
         "find_checkpoint",
     ),
-    ".config": (
-        "ModelConfig",
-        "RanksConfig",
-        "SupervisedConfig",
-        "TaskSize",
-        "TrainerConfig",
-    ),
-    ".errors": (
-        "InputError",
-        "PlacementError",
-        "RankError",
-        "RlRuntimeError",
-        "RolloutFailed",
-    ),
-    ".experience": (
-        "Experience",
-        "ExperienceBatch",
-        "Phase",
-        "PromptLike",
-    ),
-    ".launch.placement": (
-        "Placement",
-        "plan_placement",
-    ),
-    ".launch.session": (
-        "Session",
-        "open_ranks",
-        "open_session",
-        "plan_ranks",
-        "plan_session",
-    ),
+    ".config": ("ModelConfig", "RanksConfig", "SupervisedConfig", "TaskSize", "TrainerConfig"),
+    ".errors": ("InputError", "PlacementError", "RankError", "RlRuntimeError", "RolloutFailed"),
+    ".experience": ("Experience", "ExperienceBatch", "Phase", "PromptLike"),
+    ".launch.placement": ("Placement", "plan_placement"),
+    ".launch.session": ("Session", "open_ranks", "open_session", "plan_ranks", "plan_session"),
     ".ranks.environment": ("prepare_driver",),
     ".ranks.loss_spec": ("LossSpec",),
-    ".ranks.model_handle": (
-        "ModelHandle",
-        "run_concurrently",
-    ),
-    ".ranks.train_batch": (
-        "MiniBatch",
-        "TrainBatch",
-    ),
+    ".ranks.model_handle": ("ModelHandle", "run_concurrently"),
+    ".ranks.train_batch": ("MiniBatch", "TrainBatch"),
     ".ranks.worker_group": ("WorkerGroup",),
-    ".rollout.phase": (
-        "RolloutPhase",
-        "Validation",
-    ),
+    ".rollout.phase": ("RolloutPhase", "Validation"),
     ".rollout.scoring": ("Scorer",),
     ".rollout.servers": ("RolloutServers",),
     ".rollout.step_rollouts": ("StepRollouts",),
-    ".training.checkpoints": (
-        "RunCheckpoints",
-        "Stateful",
-    ),
-    ".training.loop": (
-        "LoopResult",
-        "TrainingLoop",
-    ),
-    ".training.metrics": (
-        "mismatch",
-        "rollout_metrics",
-        "throughput",
-        "update_metrics",
-    ),
-    ".training.policy": (
-        "PolicyConfig",
-        "policy_loss",
-        "with_loss_weights",
-    ),
+    ".training.checkpoints": ("RunCheckpoints", "Stateful"),
+    ".training.loop": ("LoopResult", "TrainingLoop"),
+    ".training.metrics": ("mismatch", "rollout_metrics", "throughput", "update_metrics"),
+    ".training.policy": ("PolicyConfig", "policy_loss", "with_loss_weights"),
     ".training.record": ("RunRecord",),
-    ".training.supervised": (
-        "supervised_step",
-        "train_supervised",
-    ),
+    ".training.supervised": ("supervised_step", "train_supervised"),
 }
 _EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
 
-# Deprecated since 0.2.0: old name -> new name, here or in run_kit.
+# Deprecated since 0.2.0: old name -> new name.
 _RENAMED = {
     "RankGroup": "WorkerGroup",
     "Role": "ModelHandle",
     "together": "run_concurrently",
 }
-_MOVED_TO_RUN_KIT = frozenset(
-    (
-        "ConfigError",
-        "MemorySampler",
-        "PhaseTimer",
-        "Progress",
-        "ReportError",
-        "RunFolder",
-        "Tracker",
-        "TrackingConfig",
-        "TrackingError",
-        "TreeMemory",
-        "check_tracking",
-        "help_text",
-        "is_user_error",
-        "load_config",
-        "process_tree_memory",
-        "run_cli",
-        "to_yaml",
-        "write_comparison",
-        "write_report",
-    )
-)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MOVED_TO_RUN_KIT:
+    if name in run_kit.__all__:  # until 0.2.0 these were here
         warnings.warn(f"rl_runtime.{name} is deprecated: import run_kit.{name}", DeprecationWarning, stacklevel=2)
-        return getattr(import_module("run_kit"), name)
+        return getattr(run_kit, name)
     if name in _RENAMED:
         new = _RENAMED[name]
         warnings.warn(f"rl_runtime.{name} is deprecated: use rl_runtime.{new}", DeprecationWarning, stacklevel=2)
