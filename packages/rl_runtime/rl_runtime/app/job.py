@@ -50,7 +50,7 @@ from .preflight import (
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """What an app adds to the training loop."""
+    """The models and the update of an app."""
 
     roles: Mapping[str, ModelHandle]
     """The trained models by role, "actor" among them; saved and resumed."""
@@ -62,7 +62,7 @@ class Algorithm:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """What `check_job` found out before any process starts."""
+    """The result of `check_job`: devices and the checkpoint to resume from."""
 
     placement: Placement
     resume_from: Checkpoint | None

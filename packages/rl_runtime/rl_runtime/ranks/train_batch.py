@@ -89,7 +89,7 @@ class TrainBatch:
             self._columns[name] = column_K.to(torch.float32)
 
     def deliveries(self, ranks: WorkerGroup, sp: int, config: BatchConfig, *, with_columns: bool) -> list[Delivery]:
-        """What a call has to bring to each rank of `ranks`: the batch at the first call, then missing columns."""
+        """One delivery per rank of `ranks`: the batch in the first call, missing columns in later calls."""
         key = (id(ranks), sp, config)
         if key not in self._on_ranks:
             self._on_ranks[key] = _BatchOnRanks(self._sequences, self._lens, self._minis, ranks, sp, config)
