@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.random_model import write_random_model
+from ckpt import CheckpointManager
+from plinth_testing import wait_until
 
 StartApp = Callable[..., Any]
 SHORT = (
@@ -83,18 +85,8 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, start_app: StartApp) -> None:
     assert not app.survivors()
 
 
-def test_a_dead_rank_ends_the_run_and_is_named(tmp_path: Path, start_app: StartApp) -> None:
-    app = start_app(tmp_path, *SHORT, "trainer.total_training_steps=500")
-    app.wait_for("s/step")
-    rank = app.children("ray::TrainerWorker")[0]
-    rank.kill()
-    assert app.finish() == 1, app.output
-    assert "rank" in app.output.splitlines()[-1] or "RankError" in app.output
-    assert not app.survivors()
-
-
 def write_verl_rows(path: Path, num_rows: int, words: int) -> None:
-    """Rows as verl's users have them: a chat, the ground truth beside it, the source that picks the reward."""
+    """Rows in verl's format: a chat, the ground truth, and the source that selects the reward."""
     rows = [
         {
             "data_source": "openai/gsm8k",
@@ -106,10 +98,11 @@ def write_verl_rows(path: Path, num_rows: int, words: int) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def test_a_users_model_and_data_with_reference_model_zero_3_and_resume(tmp_path: Path, start_app: StartApp) -> None:
+def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, start_app: StartApp) -> None:
+    """With a user's model and data, a reference model, ZeRO-3 and partial rollouts."""
     model = write_random_model("qwen3-tiny", tmp_path / "model")
     write_verl_rows(tmp_path / "a.parquet", 6, words=0)
-    write_verl_rows(tmp_path / "b.parquet", 3, words=40)  # longer than max_prompt_length: left out
+    write_verl_rows(tmp_path / "b.parquet", 3, words=40)  # longer than max_prompt_length: skipped
     arguments = [
         f"model.path={model}",
         f"data.train=[{tmp_path / 'a.parquet'},{tmp_path / 'b.parquet'}]",
@@ -130,15 +123,23 @@ def test_a_users_model_and_data_with_reference_model_zero_3_and_resume(tmp_path:
         "trainer.save_freq=1",
         "trainer.val_before_train=false",
     ]
-    app = start_app(tmp_path / "outputs", *arguments, "trainer.total_training_steps=1")
-    assert app.finish() == 0, app.output
-    assert "3 of 9 prompts are longer" in app.output
+    app = start_app(tmp_path / "outputs", *arguments, "trainer.total_training_steps=500")
+    app.wait_for("s/step")
     (first,) = (tmp_path / "outputs").iterdir()
+    checkpoints = CheckpointManager(first / "checkpoints")
+    wait_until(checkpoints.newest_good, 60)
+    app.children("ray::TrainerWorker")[0].kill()
+    assert app.finish() == 1, app.output
+    assert "3 of 9 prompts are longer" in app.output
+    assert "rank" in app.output.splitlines()[-1] or "RankError" in app.output
+    assert not app.survivors()
+    newest = checkpoints.newest_good()
+    assert newest is not None
 
     app = start_app(
         tmp_path / "resumed",
         *arguments,
-        "trainer.total_training_steps=2",
+        f"trainer.total_training_steps={newest.step + 1}",
         "trainer.resume=auto",
         f"trainer.resume_from={first}",
     )
@@ -147,9 +148,9 @@ def test_a_users_model_and_data_with_reference_model_zero_3_and_resume(tmp_path:
     (second,) = (tmp_path / "resumed").iterdir()
     with (second / "metrics.tsv").open() as file:
         (row,) = csv.DictReader(file, delimiter="\t")
-    assert row["step"] == "2"
+    assert int(row["step"]) == newest.step + 1
     assert float(row["rollout/log_prob_mismatch"]) < 1e-4
-    # The groups that the first run did not wait for came with its checkpoint, drawn by the version before.
+    # The checkpoint holds the groups that the first run did not wait for; the previous policy version drew them.
     assert float(row["rollout/num_samples"]) == 8
     assert float(row["rollout/stale_token_share"]) > 0
     assert float(row["rollout/log_prob_mismatch_stale"]) > 0

@@ -1,8 +1,8 @@
 """Groups of gloo ranks under DeepSpeed, for tests.
 
-A test calls `run_script` with one of the scripts in this folder. The script imports the libraries once and forks its
-ranks: `run_ranks(job, folder)` calls `job(rank)` in each, joined and ready for `deepspeed.initialize`. Several scripts use
-`build` and `compare`.
+A test calls `run_script` with one of the scripts in this folder. The script imports the libraries once and forks
+its ranks: `run_ranks(job, folder)` calls `job(rank)` in each, joined and ready for `deepspeed.initialize`. Several
+scripts use `build` and `compare`.
 """
 
 import tempfile

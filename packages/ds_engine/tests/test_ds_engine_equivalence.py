@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from ds_engine_testkit import Sample, make_samples, reference_training
+from ds_engine_testkit import Sample, distance, make_samples, reference_training
 
 from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
-from plinth_testing import RankPool, write_tiny_model
+from plinth_testing import RankPool, covering_table, write_tiny_model
 
 pytestmark = pytest.mark.slow
 LR = 3e-3
 EPS = 1e-4  # Adam divides by |g| + eps: a small eps would turn rounding of near-zero gradients into whole steps
 STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
+SETUPS = {
+    "stage": (1, 2, 3),
+    "offload": ("none", "cpu"),
+    "micro_batches": ((1, False), (4, False), (4, True)),  # how many, step_each_micro
+}
+"""Every pair of values occurs in a test (plinth_testing.covering)."""
 
 
 def config(stage: int, *, offload: str = "none", step_each_micro: bool = False, dtype: str = "float32") -> EngineConfig:
@@ -38,10 +44,6 @@ def split(samples: list[Sample], rank: int, num_micro: int) -> list[list[Sample]
     return [mine[m::num_micro] for m in range(num_micro)]
 
 
-def close(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
-
-
 Reference = tuple[dict[str, torch.Tensor], list[float], list[float]]
 
 
@@ -50,24 +52,17 @@ def reference(tiny_model: Path) -> Reference:
     return reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
 
 
-@pytest.mark.parametrize(("num_micro", "step_each_micro"), [(1, False), (4, False), (4, True)])
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("case", covering_table(SETUPS), ids=lambda case: "-".join(map(str, case.values())))
 def test_three_steps_equal_one_fp32_process(
-    two_ranks: RankPool,
-    tiny_model: Path,
-    reference: Reference,
-    stage: int,
-    offload: str,
-    num_micro: int,
-    step_each_micro: bool,
+    two_ranks: RankPool, tiny_model: Path, reference: Reference, case: dict[str, Any]
 ) -> None:
+    num_micro, step_each_micro = case["micro_batches"]
     per_rank = [{"steps": [split(s, rank, num_micro) for s in STEPS]} for rank in range(2)]
     results = two_ranks.run(
         "train",
         per_rank,
         model_path=str(tiny_model),
-        config=config(stage, offload=offload, step_each_micro=step_each_micro),
+        config=config(case["stage"], offload=case["offload"], step_each_micro=step_each_micro),
     )
     assert_equal(results, reference)
     stats = results[0]["stats"]
@@ -85,7 +80,7 @@ def assert_equal(results: list[dict[str, Any]], reference: Reference) -> None:
     assert list(results[0]["weights"]) == list(expected)
     assert results[1]["weights"] == {}
     for name, weight in results[0]["weights"].items():
-        assert close(weight, expected[name]) < 1e-5, name
+        assert distance(weight, expected[name]) < 1e-5, name
 
 
 def has_asynchronous_io() -> bool:

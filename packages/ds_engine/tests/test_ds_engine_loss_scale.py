@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,12 +17,22 @@ from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, EngineConfigError, OffloadConfig, OptimConfig, ZeroConfig
 from ds_engine.zero.optimizer_step import LossScale, check_fp16
-from plinth_testing import RankPool
+from plinth_testing import RankPool, covering_table
 
 # Small losses: at the scale fp16 starts with, ordinary ones overflow by themselves.
 STEPS = [[replace(s, weight=s.weight / 32) for s in make_samples(4, seed=n)] for n in range(5)]
 LR, EPS = 3e-3, 1e-4
 START = 2.0**16
+SETUPS = {
+    "dtype": ("float16", "bfloat16"),
+    "stage": (1, 2, 3),
+    "optimizer": ("none", "cpu"),
+    "fp32_grad_accum": (True, False),
+    "step_each_micro": (False, True),
+    "grad_clip": (1.0, None),
+    "weight_decay": (0.0, 0.1),
+}
+"""Every pair of values occurs in a test (plinth_testing.covering)."""
 
 
 def config(stage: int, dtype: str, optimizer: str = "none") -> EngineConfig:
@@ -38,46 +49,15 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "stage", "optimizer"),
-    [
-        ("float16", 1, "none"),
-        ("float16", 1, "cpu"),
-        ("float16", 2, "none"),
-        ("float16", 2, "cpu"),
-        ("float16", 3, "none"),
-        ("float16", 3, "cpu"),
-        ("bfloat16", 1, "none"),
-        ("bfloat16", 2, "none"),
-        ("bfloat16", 2, "cpu"),
-        ("bfloat16", 3, "none"),
-    ],
-)
-def test_overflow_on_one_rank(two_ranks: RankPool, tiny_model: Path, dtype: str, stage: int, optimizer: str) -> None:
-    """Rank 1's second loss is beyond fp16's range (or beyond any): nothing moves, on either rank."""
-    check_overflow(
-        two_ranks, tiny_model, config(stage, dtype, optimizer), tolerance=5e-3 if dtype == "float16" else 5e-2
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "zero", "optim"),
-    [
-        (1, {"fp32_grad_accum": False}, {}),
-        (2, {"fp32_grad_accum": False}, {"grad_clip": None}),
-        (2, {"step_each_micro": True}, {"weight_decay": 0.1}),
-        (3, {"fp32_grad_accum": False}, {"weight_decay": 0.1}),
-        (3, {"step_each_micro": True}, {"grad_clip": None}),
-    ],
-)
-def test_overflow_in_fp16_otherwise_set_up(
-    two_ranks: RankPool, tiny_model: Path, stage: int, zero: dict, optim: dict
-) -> None:
-    """Gradients in fp16, no clipping, two parameter groups, DeepSpeed's own count of micro batches."""
-    start = config(stage, "float16")
-    setup = replace(start, zero=replace(start.zero, **zero), optim=replace(start.optim, **optim))
-    check_overflow(two_ranks, tiny_model, setup, tolerance=2e-2)
+@pytest.mark.parametrize("case", covering_table(SETUPS), ids=lambda case: "-".join(map(str, case.values())))
+def test_overflow_on_one_rank(two_ranks: RankPool, tiny_model: Path, case: dict[str, Any]) -> None:
+    """Rank 1's second loss exceeds fp16's range (or is infinite): the step is skipped on both ranks."""
+    start = config(case["stage"], case["dtype"], case["optimizer"])
+    zero = replace(start.zero, fp32_grad_accum=case["fp32_grad_accum"], step_each_micro=case["step_each_micro"])
+    optim = replace(start.optim, grad_clip=case["grad_clip"], weight_decay=case["weight_decay"])
+    half = 5e-3 if case["fp32_grad_accum"] and not case["step_each_micro"] else 2e-2
+    setup = replace(start, zero=zero, optim=optim)
+    check_overflow(two_ranks, tiny_model, setup, tolerance=half if case["dtype"] == "float16" else 5e-2)
 
 
 def check_overflow(two_ranks: RankPool, tiny_model: Path, config: EngineConfig, *, tolerance: float) -> None:

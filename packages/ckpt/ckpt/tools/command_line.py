@@ -197,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ckpt", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     lister = commands.add_parser("list", help="list the checkpoints in a folder")
-    lister.add_argument("dir", type=Path)
+    lister.add_argument("dir", type=Path, help="folder of checkpoints")
     verifier = commands.add_parser("verify", help="read every file and compare it with its checksum")
     verifier.add_argument("dir", type=Path, help="folder of checkpoints, or one checkpoint")
     verifier.add_argument("--step", type=int, help="verify only this step")
@@ -221,13 +221,13 @@ def _parser() -> argparse.ArgumentParser:
         help="write a DeepSpeed universal checkpoint, which loads with any number of ranks at any ZeRO stage",
     )
     pruner = commands.add_parser("prune", help="delete checkpoints that no rule keeps; a dry run without --yes")
-    pruner.add_argument("dir", type=Path)
+    pruner.add_argument("dir", type=Path, help="folder of checkpoints")
     pruner.add_argument("--keep-last", type=int, metavar="K", help="keep the newest K")
     pruner.add_argument("--keep-every", type=int, metavar="N", help="keep every step that is a multiple of N")
     pruner.add_argument("--keep-best", type=int, metavar="K", help="keep the best K by --metric")
     pruner.add_argument("--metric", help="a metric that was passed to publish")
     pruner.add_argument("--mode", choices=("max", "min"), default="max", help="the largest or the smallest is best")
-    pruner.add_argument("--yes", action="store_true", help="delete")
+    pruner.add_argument("--yes", action="store_true", help="delete them")
     return parser
 
 
