@@ -21,7 +21,7 @@ def usual_log_probs(model: torch.nn.Module, input_ids_BL: Tensor, temperature: f
 
 
 def fused_log_probs(model: torch.nn.Module, input_ids_BL: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """`usual_log_probs` from hidden states; only the weight of the head and its gradient have a vocabulary dimension."""
+    """`usual_log_probs` from hidden states; only the weight of the head has a vocabulary dimension."""
     hidden_BLH = model.get_decoder()(input_ids=input_ids_BL).last_hidden_state[:, :-1]
     log_probs, entropy = linear_log_prob(
         hidden_BLH.flatten(0, 1),
