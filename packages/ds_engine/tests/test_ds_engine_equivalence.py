@@ -11,7 +11,7 @@ import torch
 from ds_engine_testkit import Sample, distance, make_samples, reference_training
 
 from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
-from plinth_testing import RankPool, covering_table, write_tiny_model
+from plinth_testing import RankPool, covering_table, uncovered_pairs, write_tiny_model
 
 pytestmark = pytest.mark.slow
 LR = 3e-3
@@ -50,6 +50,10 @@ Reference = tuple[dict[str, torch.Tensor], list[float], list[float]]
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path) -> Reference:
     return reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
+
+
+def test_setups_cover_every_pair_of_values() -> None:
+    assert not uncovered_pairs(covering_table(SETUPS), SETUPS)
 
 
 @pytest.mark.parametrize("case", covering_table(SETUPS), ids=lambda case: "-".join(map(str, case.values())))
