@@ -153,6 +153,4 @@ def test_checkpoints_of_torchs_are_continued(
 @pytest.mark.slow
 def test_deepspeed_does_not_warn_of_it(two_ranks: RankPool, tiny_model: Path) -> None:
     two_ranks.run("train", model_path=str(tiny_model), config=EngineConfig(dtype="float32"), steps=[])
-    log = two_ranks.logs[0].read_text()
-    assert "[WARNING]" in log
-    assert "untested optimizer" not in log
+    assert "untested optimizer" not in two_ranks.logs[0].read_text()
