@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plinth_testing import launch_ranks, record_calls
+from plinth_testing import record_calls, run_ranks, run_script
 from rl_core import (
     aggregate_loss,
     broadcast_to_tokens,
@@ -67,9 +67,9 @@ def _log_probs(rows: slice, group: dist.ProcessGroup | None) -> list[Tensor]:
     return [*(x.detach() for x in out), *torch.autograd.grad(loss, leaves)]
 
 
-def _rank_main(folder: str) -> None:
+def _rank_main(rank: int) -> None:
     dist.init_process_group("gloo")
-    rank, group, data, results = dist.get_rank(), dist.group.WORLD, _data(), {}
+    group, data, results = dist.group.WORLD, _data(), {}
     # uneven shards, then a rank without values: exactly one collective in both cases
     for name, cut in (("uneven", 4), ("one_empty", 11)):
         shard = data["values"][:cut] if rank == 0 else data["values"][cut:]
@@ -98,12 +98,12 @@ def _rank_main(folder: str) -> None:
     dist.all_reduce(theta.grad)
     results["grad"] = theta.grad / WORLD_SIZE
     results["log_probs"] = _log_probs(slice(rank * VOCAB // 2, (rank + 1) * VOCAB // 2), group)
-    torch.save(results, Path(folder) / f"rank{rank}.pt")
+    torch.save(results, Path(sys.argv[1]) / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
-    launch_ranks(os.path.abspath(__file__), tmp_path, num_ranks=WORLD_SIZE)
+    run_script(Path(__file__), tmp_path, env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(WORLD_SIZE)]
     data, lens = _data(), torch.tensor(LENS)
     whole = masked_whiten(data["values"])
@@ -128,4 +128,4 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    _rank_main(sys.argv[1])
+    run_ranks(_rank_main, num_ranks=WORLD_SIZE)
