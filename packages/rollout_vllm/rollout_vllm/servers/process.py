@@ -87,14 +87,8 @@ class ServerProcess:
     def start(self) -> None:
         """Start the server in the background, or start it again after `stop`, with the same port and log file."""
         assert not self.alive, "already running"
-        supervisor = [
-            sys.executable,
-            "-S",
-            "-E",
-            str(_HERE / "_supervise.py"),
-            str(os.getpid()),
-            str(self._stop_grace_s),
-        ]
+        script = str(_HERE / "_supervise.py")
+        supervisor = [sys.executable, "-S", "-E", script, str(os.getpid()), str(self._stop_grace_s)]
         server = [sys.executable, "-P", str(_HERE / "_serve.py"), *self._arguments]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
