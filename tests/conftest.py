@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parents[1]
 
 
 class App:
-    """The app as a user starts it, marked through the environment so that every process it leaves can be found."""
+    """An app started from its command line; an environment variable marks its processes, to find survivors."""
 
     def __init__(self, output_dir: Path, *overrides: str, app: str = "grpo") -> None:
         self.mark = f"PLINTH_TEST_MARK={uuid.uuid4().hex}"
@@ -48,7 +48,7 @@ class App:
         return self.process.returncode
 
     def survivors(self, grace_s: float = 30) -> list[str]:
-        """Processes of this run still alive, after a moment's grace for the kernel to reap them."""
+        """Processes of this run that are still alive after `grace_s`."""
         deadline = time.monotonic() + grace_s
         while found := [" ".join(p.cmdline())[:200] for p in psutil.process_iter() if self._is_ours(p)]:
             if time.monotonic() > deadline:
@@ -67,7 +67,7 @@ class App:
         return [p for p in psutil.process_iter() if self._is_ours(p) and name in " ".join(p.cmdline())]
 
     def stop(self) -> None:
-        """Whatever a failed test left running."""
+        """Ends an app that a failed test left running."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.finish()
@@ -75,7 +75,7 @@ class App:
 
 @pytest.fixture
 def start_app() -> Iterator[Callable[..., App]]:
-    """`start_app(output_dir, *overrides, app="grpo")` starts an app as a process of its own."""
+    """`start_app(output_dir, *overrides, app="grpo")` starts an app in its own process."""
     started: list[App] = []
 
     def start(output_dir: Path, *overrides: str, app: str = "grpo") -> App:

@@ -140,7 +140,7 @@ def check_equal(found: State, expected: State, where: str) -> None:
 
 
 def train_and_save(root: Path) -> None:
-    """4 ranks: every layout trains and saves, goes on, and the same from its files through another engine."""
+    """4 ranks: every layout trains, saves and continues; a second engine continues from the files."""
     for name, settings in SAVED.items():
         engine = build(root / "model", settings)
         if settings.dtype == "float16":
@@ -168,7 +168,7 @@ def train_and_save(root: Path) -> None:
 
 
 def load(root: Path) -> None:
-    """Other numbers of ranks: each state into another layout."""
+    """Other numbers of ranks: each state is loaded into another layout."""
     for name, settings, again in LOADS[dist.get_world_size()]:
         source = ZeroCheckpoint(root / name, "actor")
         expected = torch.load(root / f"{name}.expected.pt")
@@ -220,7 +220,7 @@ def refuse_and_start(root: Path) -> None:
 
 
 def load_as_a_run_does(root: Path) -> None:
-    """rl_runtime's rank finds out by itself how to read what 4 ranks, and then what these ranks, have saved."""
+    """rl_runtime's worker detects how to read checkpoints of 4 ranks and of its own number of ranks."""
     worker = TrainerWorker(dist.get_rank(), dist.get_world_size(), device="cpu", num_threads=1)
     expected = torch.load(root / "zero2.expected.pt")
     for folder in (root / "zero2", root / "as_a_run"):
@@ -265,7 +265,7 @@ def write_universal(root: Path) -> None:
 
 
 def consolidate_with_deepspeed(root: Path) -> None:
-    """DeepSpeed's zero_to_fp32.py, which lies beside every checkpoint, still reads what our engine saved."""
+    """DeepSpeed's zero_to_fp32.py, which is in every checkpoint folder, reads our checkpoints."""
     for name, settings in SAVED.items():
         found = get_fp32_state_dict_from_zero_checkpoint(str(root / name))
         expected = torch.load(root / f"{name}.expected.pt")

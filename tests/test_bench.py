@@ -36,7 +36,7 @@ CASE = Case(name="one", app="ppo", stage=1, offload="none", step_each_micro=Fals
 
 
 def resolved(case: Case) -> Any:
-    """The case's configuration as its app would read it."""
+    """The case's configuration as its app reads it."""
     config, folder = PRESETS[case.app]
     named = [argument.partition("=") for argument in case.arguments]
     files = [folder / f"{value}.yaml" for key, _, value in named if key == "preset"]
@@ -45,7 +45,7 @@ def resolved(case: Case) -> Any:
     return load_config(config, presets=files, overrides=overrides)
 
 
-def test_the_six_cases_are_the_documents() -> None:
+def test_the_six_cases_have_the_documented_settings() -> None:
     cases = plan_six(SixCaseConfig(step_each_micro=True, steps=7, overlays=("tiny",), overrides=("sampling.n=2",)))
     assert [case.name for case in cases] == list(SIX_CASES)
     for case in cases:
@@ -126,7 +126,7 @@ def test_verdicts(differences: list[float], threshold: float, shift: float) -> N
     assert judge(differences, everything, confidence=0.95).verdict == "pass"
 
 
-def test_nothing_measured_is_no_verdict() -> None:
+def test_without_measurements_there_is_no_verdict() -> None:
     assert judge([math.nan], Interval(low=0, high=1), confidence=0.9).verdict == "not measured"
 
 
@@ -226,7 +226,7 @@ def go(folder: Path, case: Case = CASE, *, retries: int = 1, timeout_s: float = 
     )
 
 
-def test_a_failed_case_is_tried_again_and_a_finished_one_is_known(tmp_path: Path) -> None:
+def test_a_failed_case_is_retried_and_a_finished_one_is_skipped(tmp_path: Path) -> None:
     assert finished(CASE, tmp_path) is None
     done = go(tmp_path, failures=1)
     assert (done.status, done.attempts, done.last_step) == ("completed", 2, 3)
@@ -239,7 +239,7 @@ def test_a_failed_case_is_tried_again_and_a_finished_one_is_known(tmp_path: Path
     assert [path.name for path in (tmp_path / "attempts").iterdir()] == ["one_1"], "what failed is kept"
 
 
-def test_a_case_that_keeps_failing_is_kept_with_what_it_reached(tmp_path: Path) -> None:
+def test_a_case_that_keeps_failing_keeps_its_results(tmp_path: Path) -> None:
     done = go(tmp_path, failures=9)
     assert (done.status, done.attempts, done.last_step) == ("failed", 2, 1)
     assert (tmp_path / "one" / "metrics.tsv").exists()
@@ -248,7 +248,7 @@ def test_a_case_that_keeps_failing_is_kept_with_what_it_reached(tmp_path: Path) 
     assert finished(CASE, tmp_path) is not None
 
 
-def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_users_mistake_is_not_retried(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"case one was refused: a\.b is 3"):
         go(tmp_path, mistake=1)
     assert (tmp_path / "one.tries").read_text() == "x"
@@ -287,12 +287,12 @@ def test_the_documented_commands_are_right() -> None:
         assert plan(load_config(cls, presets=overlays, overrides=values))
 
 
-def test_a_folder_without_a_run(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_has_reached_nothing(tmp_path: Path) -> None:
     assert read_result(tmp_path, status="running").last_step == 0
     assert isinstance(SixCaseConfig(), BenchConfig)
 
 
-def test_interrupted_it_ends_the_case(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_case(tmp_path: Path) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -53,7 +53,7 @@ ARGUMENTS = [
 
 
 def exact_metrics(run: Path) -> dict[str, dict[str, str]]:
-    """Step -> its metrics, less those that are measured and those it lacks (an empty cell, or no column yet)."""
+    """Metrics by step, without measured ones (times, memory) and empty cells."""
     with (run / "metrics.tsv").open() as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     return {

@@ -96,7 +96,7 @@ def loads(config: type, *arguments: str, app: str = "") -> None:
 
 
 @pytest.mark.parametrize("text", sorted({text for text in ours() if text.startswith("python -m")}))
-def test_its_commands_are_right(text: str) -> None:
+def test_commands_load(text: str) -> None:
     module, *arguments = text.removeprefix("python -m ").split()
     app = module.split(".")[1]
     if app == "bench":
@@ -105,14 +105,14 @@ def test_its_commands_are_right(text: str) -> None:
         loads(APPS[app], *arguments, app=app)
 
 
-def test_its_keys_exist_and_take_the_values_shown() -> None:
+def test_named_keys_exist_and_accept_the_values_shown() -> None:
     keys = [text for text in ours() if not text.startswith("python -m")]
     known = set(all_paths(PpoConfig))
     assert [text for text in keys if text.partition("=")[0] not in known] == []
     loads(PpoConfig, *dict.fromkeys(text for text in keys if "=" in text))
 
 
-def test_the_keys_it_mentions_in_passing_exist() -> None:
+def test_keys_mentioned_in_passing_exist() -> None:
     known = set(all_paths(PpoConfig))
     sections = {path.partition(".")[0] for path in known if "." in path}
     passing = [text.partition("=")[0] for _, _, words in rows() for text in code(words)]

@@ -26,7 +26,7 @@ def log_probs(model: Any, prompt: list[int], response: list[int]) -> list[float]
 
 
 def test_every_token_has_the_version_and_log_prob_it_was_drawn_with(tmp_path: Path) -> None:
-    """Two pushes into a server with generation under way: three versions in one response."""
+    """Two pushes during generation: one response holds tokens of three policy versions."""
     import time
 
     from rollout_vllm import Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup, token_versions

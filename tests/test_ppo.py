@@ -47,7 +47,7 @@ def test_the_actor_makes_no_updates_while_the_critic_warms_up() -> None:
     assert num_updates(config) == (2 * 2 * 35, 2 * 2 * 40)
 
 
-def test_an_adaptive_coefficient_goes_on_after_a_resume() -> None:
+def test_an_adaptive_coefficient_resumes() -> None:
     algorithm = load("algorithm.kl_coef=0.1", "algorithm.kl_target=0.01", "algorithm.kl_horizon=100").algorithm
     kl = KlCoefficient(algorithm)
     kl.update(1.0, 10)  # far above the target: the coefficient rises
@@ -60,7 +60,7 @@ def test_an_adaptive_coefficient_goes_on_after_a_resume() -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_three_steps_train_adapters_served_alone_and_critic(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+def test_three_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callable[..., Any]) -> None:
     app = start_app(
         tmp_path,
         "trainer.total_training_steps=3",
@@ -113,7 +113,7 @@ def test_three_steps_train_adapters_served_alone_and_critic(tmp_path: Path, star
 def test_a_critic_on_ranks_of_its_own_computes_the_same_and_resumes(
     tmp_path: Path, start_app: Callable[..., Any]
 ) -> None:
-    """The same three steps: the critic beside the actor, on ranks of its own, and there with a resume in between."""
+    """Three steps: the critic on the actor's ranks, on its own ranks, and on its own ranks with a resume."""
 
     def run(name: str, *overrides: str) -> list[dict[str, str]]:
         app = start_app(

@@ -44,7 +44,7 @@ def samples_of(run: Path, step: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_at_stage_2_then_one_at_stage_3(case: str, tmp_path: Path, start_app: Callable[..., Any]) -> None:
-    """The third step is taken by both, from the checkpoint of the second: it samples the same and learns the same."""
+    """Both take the third step, from the checkpoint of the second: same samples, same update."""
     arguments = [*ARGUMENTS, *CASES[case]]
     app = start_app(tmp_path / "two", *arguments, "trainer.num_ranks=2", "actor.zero.stage=2")
     assert app.finish() == 0, app.output

@@ -30,7 +30,7 @@ SMALL = (
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 
-def test_tools_and_a_users_reward_through_a_killed_server_until_sigterm(
+def test_tools_and_a_users_reward_survive_a_killed_server(
     tmp_path: Path, start_app: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPO / "packages" / "rl_runtime" / "tests"))
@@ -94,8 +94,8 @@ JUDGE = "Is {response} what {prompt} asks for? It should be {ground_truth}."
 
 
 @pytest.mark.thorough
-def test_servers_and_a_judge_that_somebody_else_runs(tmp_path: Path, start_app: Callable[..., Any]) -> None:
-    """The user's server is pushed to, also when an earlier run left it paused, and runs on with the last policy."""
+def test_existing_servers_and_an_existing_judge(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+    """The user's server gets the weights even if an earlier run left it paused, and keeps the last policy."""
     from rl_data import build_tiny_model
     from rollout_vllm import RolloutConfig, ServerGroup
     from rollout_vllm.servers.blocking_http import call
@@ -156,7 +156,7 @@ def test_servers_and_a_judge_that_somebody_else_runs(tmp_path: Path, start_app: 
 
 
 def log_probs(folder: Path, prompt: list[int], response: list[int]) -> list[float]:
-    """Of the response's tokens under the model of a Hugging Face folder."""
+    """Log-probs of the response's tokens under the model of a Hugging Face folder."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -191,7 +191,7 @@ def below(node: Any, name: str) -> list[psutil.Process]:
 def test_servers_on_another_node_of_a_ray_cluster(
     tmp_path: Path, start_app: Callable[..., Any], two_nodes: Any
 ) -> None:
-    """Two steps and a restart in its place; the reward model is a service too."""
+    """Three steps and a restart on the same node; the reward model is a service."""
     first, second = two_nodes.head_node, two_nodes.worker_nodes.copy().pop()
     with reward_service() as service:
         app = start_app(

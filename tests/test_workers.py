@@ -20,7 +20,7 @@ def test_real(i): pass
 
 
 def test_a_folders_real_processes_stay_on_one_worker(tmp_path: Path) -> None:
-    """pytest-xdist has stopped doing so without a word before, with another version of pytest."""
+    """pytest-xdist has silently stopped doing so with another version of pytest."""
     pytest.importorskip("xdist")
     shutil.copy(ROOT / "conftest.py", tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n")

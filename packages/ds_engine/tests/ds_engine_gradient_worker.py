@@ -21,13 +21,13 @@ from ds_engine.model.parts import transformer_layers
 
 
 def backward(engine: ZeroEngine, samples: list[Sample]) -> None:
-    """One micro batch without the step."""
+    """The backward pass of one micro batch, without the step."""
     passes = engine._micro_batches
     passes.backward(passes.to_device(make_batch(samples)), weighted_loss, 1.0, {})
 
 
 def gradient_distance(model_path: str, config: EngineConfig, micro_batches: list[list[Sample]]) -> dict[str, float]:
-    """Of each parameter, relative distance of the engine's gradient from that of plain autograd in one process."""
+    """By parameter: the relative distance between the engine's gradient and that of plain autograd in one process."""
     truth = _true_gradient(model_path, config.dtype, micro_batches)
     engine = build(model_path, config)
     for index, samples in enumerate(micro_batches):
@@ -62,7 +62,7 @@ def gradient_error(model_path: str, micro_batches: list[list[Sample]], stage: in
 
 
 def naive_and_exact_norms(model_path: str, micro_batches: list[list[Sample]]) -> dict[int, dict[str, float]]:
-    """Per stage: DeepSpeed's norm when borders are not marked, the engine's, the true one, the last batch's alone."""
+    """By stage: DeepSpeed's norm without accumulation boundaries, the engine's, the true one, and the last batch's."""
     truth = _true_gradient(model_path, "float32", micro_batches)
     last = _true_gradient(model_path, "float32", micro_batches[-1:])
     norms = {}
@@ -183,7 +183,7 @@ def held_bytes(model_path: str, config: EngineConfig, micro_batches: list[list[S
 
 
 def _tensors(root: Any, depth: int) -> Iterator[torch.Tensor]:
-    """Everything of a kilobyte or more within `depth` containers; flags and step counters are smaller."""
+    """Tensors of at least a kilobyte within `depth` containers; flags and step counters are smaller."""
     if isinstance(root, torch.Tensor):
         for tensor in (root.data, root.grad if root.is_leaf else None):
             if tensor is not None and tensor.untyped_storage().nbytes() >= 1024:

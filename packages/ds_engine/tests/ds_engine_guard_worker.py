@@ -36,7 +36,7 @@ def gradient_all_reduce() -> None:
 
 
 def uneven_ranks(rank: int) -> None:
-    """Document 5: one rank asks for its norm while the other still reduces gradients."""
+    """One rank reduces its gradient norm while the other still reduces gradients."""
     for step in range(3):
         mark(f"step {step}")
         gradient_all_reduce()
@@ -70,14 +70,14 @@ def dead_rank(rank: int) -> None:
 
 
 def never_began(rank: int) -> None:
-    """One rank is stuck before its first collective of all."""
+    """One rank is stuck before its first collective."""
     if rank == 1:
         time.sleep(6)
     dist.all_reduce(torch.ones(4))
 
 
 def destroyed_group(rank: int) -> None:
-    """A subgroup is used and destroyed, as an engine does that is closed; the others go on."""
+    """A subgroup is used and destroyed, as when an engine is closed; other groups continue."""
     both = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(4), group=both)
     dist.destroy_process_group(both)
@@ -86,14 +86,14 @@ def destroyed_group(rank: int) -> None:
 
 
 def one_leaves_first(rank: int) -> None:
-    """The rank with the store leaves and ends; the other has seconds of work left, without collectives."""
+    """The rank that hosts the store ends; the other works on for seconds, without collectives."""
     dist.all_reduce(torch.ones(4))
     if rank == 1:
         time.sleep(4)
 
 
 def agreeing(rank: int) -> None:
-    """Everything legitimate: all operations, a subgroup of one, roots with code of their own, uneven all-to-all."""
+    """Legitimate programs: all operations, a subgroup of one rank, separate code for roots, uneven all-to-all."""
     alone = [dist.new_group([r]) for r in range(2)]
     for _ in range(100):
         dist.all_reduce(torch.ones(8))

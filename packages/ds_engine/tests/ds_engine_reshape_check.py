@@ -56,7 +56,7 @@ def state_of(engine: ZeroEngine) -> dict[str, dict[str, Tensor]]:
 def hand_over(
     first: Callable[[], ZeroEngine], second: Callable[[], ZeroEngine], train: Callable[[ZeroEngine, range], Any]
 ) -> dict[str, Any]:
-    """Two steps by the first engine; then a third by it, and by the second engine from where the first was."""
+    """The first engine takes two steps; both engines take a third one from the same state."""
     engine = first()
     train(engine, range(2))
     before = state_of(engine)

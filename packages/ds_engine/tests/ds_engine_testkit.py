@@ -19,7 +19,7 @@ VOCAB = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Token ids of which the first `num_prompt` are given, and the weight of each predicted token."""
+    """Token ids, the first `num_prompt` of which are the prompt, and the loss weight of each response token."""
 
     ids: list[int]
     num_prompt: int
@@ -48,7 +48,7 @@ def make_batch(samples: Sequence[Sample]) -> SimpleBatch:
 
 
 def token_loss(log_probs_K: Tensor, entropy_K: Tensor, weights_K: Tensor) -> Tensor:
-    """Non-linear in both outputs, so wrong gradients of either show."""
+    """Nonlinear in both outputs, so that a wrong gradient of either changes the result."""
     return (weights_K * (log_probs_K + 0.1 * log_probs_K.square() + 0.3 * entropy_K)).sum()
 
 
@@ -108,7 +108,7 @@ def reference_training(
 
 
 def write_adapters(folder: Path, settings: Mapping[str, Any], tensors: dict[str, Tensor]) -> Path:
-    """A folder as PEFT writes them."""
+    """Writes an adapter folder in PEFT's format."""
     from safetensors.torch import save_file
 
     folder.mkdir()
@@ -128,7 +128,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 def assert_trained(
     rank: Mapping[str, Any], expected: Mapping[str, Tensor], losses: Sequence[float], norms: Sequence[float]
 ) -> None:
-    """What a rank reports of training adapters is what one process computed: losses and norms to 1e-5.
+    """A rank's adapter training equals that of one process: losses and norms to 1e-5.
 
     Adapters to 2e-5: B begins at zero, so all of it is change, in which AdamW magnifies the rounding of small gradients
     (up to 1.2e-5 on one CPU, 4e-6 for all other tensors there).

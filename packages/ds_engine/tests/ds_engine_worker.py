@@ -185,7 +185,7 @@ def train_adapters(
     save_to: str | None = None,
     load_from: str | None = None,
 ) -> dict[str, Any]:
-    """With LoRA: log-probs with and without adapters between steps, what is exported, what a checkpoint holds."""
+    """With LoRA: log-probs with and without adapters between steps, the exports, and the content of a checkpoint."""
     engine = build(model_path, config)
     batch = [make_batch(samples)]
     try:
@@ -248,7 +248,7 @@ def train_with_overflow(
 
 
 def squared_error(outputs: Any, batch: Any) -> LossOutput:
-    """Pulls each value towards the weight of its token."""
+    """Squared error between each value and the weight of its token."""
     loss = (outputs.values_K - batch.columns["weights"]).square().sum()
     return LossOutput(loss=loss, metrics={"values_sum": outputs.values_K.detach().sum()})
 
@@ -256,7 +256,7 @@ def squared_error(outputs: Any, batch: Any) -> LossOutput:
 def train_values(
     model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], value_samples: list[list[Sample]]
 ) -> dict[str, Any]:
-    """The same for a value head: values before and after training, and what does not work."""
+    """`train` for a value head: values before and after training, and the errors of unsupported calls."""
     engine = build(model_path, config, head="value")
     batches = [make_batch(m) for m in value_samples]
     before = engine.values(batches)
@@ -275,7 +275,7 @@ def train_values(
 def frozen_log_probs(
     model_path: str, config: EngineConfig, samples: list[Sample]
 ) -> tuple[TokenOutputs, list[str], int]:
-    """(outputs, what refuses to work, number of exported tensors) of a reference model."""
+    """(outputs, error messages of unsupported calls, number of exported tensors) of a reference model."""
     engine = build(model_path, config, trainable=False)
     batch = make_batch(samples)
     outputs = engine.log_probs([batch])[0]

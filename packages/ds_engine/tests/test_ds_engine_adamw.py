@@ -106,7 +106,7 @@ for first, then in ((ours, theirs), (theirs, ours), (ours, ours)):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_interpreted_kernel_equals_torch(tmp_path: Path) -> None:
-    """The kernel alone; the class, continued from what it or torch's saved."""
+    """The kernel alone, and the optimizer resumed from its own and from torch's state."""
     script = tmp_path / "cases.py"
     script.write_text(CASES + CONTINUED)
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -115,8 +115,8 @@ def test_interpreted_kernel_equals_torch(tmp_path: Path) -> None:
     assert done.stdout.count("case") == 12 + 3 + 3
 
 
-def test_on_the_cpu_it_is_torchs() -> None:
-    """Steps, names of states and options: what was saved by either can be continued by the other."""
+def test_cpu_steps_and_states_equal_torchs_fused_adamw() -> None:
+    """Same steps, state names and options, so that either resumes from the state of the other."""
     pairs = []
     for kind in (AdamW, lambda params, **options: torch.optim.AdamW(params, fused=True, **options)):
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 50))
@@ -135,10 +135,10 @@ def test_on_the_cpu_it_is_torchs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype"), [(2, "float32"), (3, "bfloat16")])
-def test_checkpoints_of_torchs_are_continued(
+def test_checkpoints_of_torchs_adamw_resume(
     two_ranks: RankPool, tiny_model: Path, tmp_path: Path, stage: int, dtype: str
 ) -> None:
-    """As versions before this class wrote them."""
+    """Such as earlier versions of the engine wrote."""
     optim = OptimConfig(lr=3e-3, eps=1e-4, weight_decay=0.1)
     zero = ZeroConfig(stage=stage, param_persistence_elements=0)
     common = {"model_path": str(tiny_model), "config": EngineConfig(zero=zero, optim=optim, dtype=dtype)}
@@ -151,6 +151,6 @@ def test_checkpoints_of_torchs_are_continued(
 
 
 @pytest.mark.slow
-def test_deepspeed_does_not_warn_of_it(two_ranks: RankPool, tiny_model: Path) -> None:
+def test_deepspeed_does_not_warn_about_the_optimizer(two_ranks: RankPool, tiny_model: Path) -> None:
     two_ranks.run("train", model_path=str(tiny_model), config=EngineConfig(dtype="float32"), steps=[])
     assert "untested optimizer" not in two_ranks.logs[0].read_text()

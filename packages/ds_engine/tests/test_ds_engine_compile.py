@@ -60,7 +60,7 @@ def run(folder: Path, *, compiled: bool) -> tuple[list[torch.Tensor], int]:
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_compiled_graphs_compute_the_same(tmp_path: Path) -> None:
+def test_compiled_graphs_compute_the_same_results(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, num_hidden_layers=3)
     plain, _ = run(folder, compiled=False)
     compiled, num_graphs = run(folder, compiled=True)
@@ -89,7 +89,7 @@ def test_compiled_engine_takes_the_same_steps(two_ranks: RankPool, tiny_model: P
         assert float((compiled["weights"][name] - weight).norm() / weight.norm()) < 1e-5, name
 
 
-def test_compiled_layers_keep_less(tmp_path: Path) -> None:
+def test_compiled_layers_save_fewer_activations(tmp_path: Path) -> None:
     """Of what a layer's graph hands to its backward pass, cut as inductor has it cut; gradients are as ever."""
     model = load_model(str(write_tiny_model(tmp_path)), EngineConfig(dtype="float32"), device=CPU, ds_config={})
     tokens, hidden, inner = 24, model.config.hidden_size, model.config.intermediate_size
@@ -121,8 +121,8 @@ def test_compiled_layers_keep_less(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_compiled_layers_see_torchs_own_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
-    """Whatever DeepSpeed has put in its place, and that is back in its place afterwards."""
+def test_compiled_layers_use_torchs_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """DeepSpeed's replacement of it is restored afterwards."""
     model = load_model(str(write_tiny_model(tmp_path)), EngineConfig(dtype="float32"), device=CPU, ds_config={})
     seen = []
 
@@ -142,7 +142,7 @@ def test_compiled_layers_see_torchs_own_linear(tmp_path: Path, monkeypatch: pyte
     assert torch.nn.functional.linear is linear
 
 
-def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_be_compiled_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_nvme = OffloadConfig(optimizer="nvme", param="nvme", nvme_path="/tmp")
     with pytest.raises(ValueError, match="compile=True is not allowed: weights on NVMe"):
         EngineConfig(zero=ZeroConfig(stage=3, offload=on_nvme), compile=True)

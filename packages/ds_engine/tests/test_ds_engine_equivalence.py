@@ -75,7 +75,7 @@ def test_three_steps_equal_one_fp32_process(
 
 
 def assert_equal(results: list[dict[str, Any]], reference: Reference) -> None:
-    """Losses, norms and weights of both ranks are those of the one process."""
+    """Losses, norms and weights of both ranks equal those of one process."""
     expected, losses, norms = reference
     stats = results[0]["stats"]
     assert results[1]["stats"] == stats

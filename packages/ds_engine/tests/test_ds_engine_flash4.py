@@ -19,7 +19,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
 def segments(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, scale: float, left: int | None) -> Any:
-    """Of each sequence: its slice, queries, keys and values by query head, and probabilities."""
+    """For each sequence: its slice, queries, keys and values per query head, and probabilities."""
     groups = q.shape[1] // k.shape[1]
     for a, b in zip(borders.tolist(), borders.tolist()[1:], strict=False):
         seen_LL = torch.ones(b - a, b - a, dtype=torch.bool).tril().triu(-(b - a) if left is None else -left)
@@ -71,7 +71,7 @@ def stand_in() -> Any:
 
 
 def attend(lengths: list[int], window: int | None, kernel: str, *, compiled: bool = False) -> list[Tensor]:
-    """Output and gradients of what goes in, which is used once more on its way."""
+    """Output and gradients of the inputs, which are used a second time."""
     total = sum(lengths)
     generator = torch.Generator().manual_seed(total)
     q, k, v = (

@@ -71,7 +71,7 @@ def test_hash_of_a_prefix_is_that_of_the_shorter_log(calls, keep, at) -> None:
     assert long.hash_at(len(calls) + 1) is None
 
 
-def test_roots_may_call_from_lines_of_their_own() -> None:
+def test_rooted_operations_are_compared_without_call_sites() -> None:
     one = CollectiveRecord(0, "broadcast", "float32", 3, "a.py:1 in f")
     assert one.signature == replace(one, site="b.py:9 in g").signature
     one = replace(one, operation="all_reduce")
@@ -95,7 +95,7 @@ def test_dumps_survive_json() -> None:
     assert RankDump.from_json(json.loads(json.dumps(original.to_json()))) == original
 
 
-def test_sizes_compared_are_those_all_ranks_share() -> None:
+def test_only_sizes_that_all_ranks_share_are_compared() -> None:
     pair = [torch.empty(2), torch.empty(3)]
     assert describe_call("allreduce", ([torch.empty(4, dtype=torch.bfloat16)],)) == ("all_reduce", "bfloat16", 4)
     assert describe_call("allgather", ([pair], [torch.empty(2)])) == ("all_gather", "float32", 5)

@@ -17,7 +17,7 @@ FLAT = [(1, "float32", False), (2, "bfloat16", False), (2, "bfloat16", True)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype", "round_robin"), [*FLAT, (3, "bfloat16", False)])
-def test_weights_are_pointed_anew_when_they_have_moved(
+def test_parameters_follow_flat_weights_that_moved(
     two_ranks: RankPool, tiny_model: Path, stage: int, dtype: str, round_robin: bool
 ) -> None:
     """Three steps; the flat weights moved as DeepSpeed's offload and reload do; a step; moved again; a step."""

@@ -55,7 +55,7 @@ Reference = tuple[dict[str, torch.Tensor], list[float], list[float]]
 
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """PEFT itself, starting from the adapters the engine starts with."""
+    """PEFT's own training, from the adapters that the engine starts with."""
     model = adapted(tiny_model)
     tensors = {t.name: t.value() for t in adapter_tensors(model)}
     folder = write_adapters(tmp_path_factory.mktemp("lora") / "start", adapter_settings(model), tensors)
@@ -111,7 +111,7 @@ def test_three_steps_equal_one_process_of_peft(
 
 @pytest.mark.slow
 def test_stages_agree_in_bf16(two_ranks: RankPool, untied_model: Path) -> None:
-    """Stage 1 runs through another optimizer of DeepSpeed there. Losses of the first step: before anything moved."""
+    """Stage 1 uses a different DeepSpeed optimizer in bf16. The losses of the first step precede any update."""
     per_rank = [{"steps": [[samples[rank::2]] for samples in STEPS]} for rank in range(2)]
     runs = [
         two_ranks.run(
@@ -160,7 +160,7 @@ def test_checkpoint_holds_adapters_only(two_ranks: RankPool, tiny_model: Path, t
 
 
 @pytest.mark.slow
-def test_value_head_is_trained_beside_adapters(two_ranks: RankPool, tiny_model: Path) -> None:
+def test_value_head_trains_together_with_adapters(two_ranks: RankPool, tiny_model: Path) -> None:
     per_rank = [{"steps": [[samples[rank::2]] for samples in STEPS], "value_samples": [STEPS[0]]} for rank in range(2)]
     runs = [
         two_ranks.run("train_values", per_rank, model_path=str(tiny_model), config=config(stage, optimizer=optimizer))[
@@ -177,7 +177,7 @@ def test_value_head_is_trained_beside_adapters(two_ranks: RankPool, tiny_model: 
 
 
 @pytest.mark.slow
-def test_without_adapters(two_ranks: RankPool, tiny_model: Path) -> None:
+def test_log_probs_without_adapters_are_the_base_models(two_ranks: RankPool, tiny_model: Path) -> None:
     for error in two_ranks.run(
         "train_adapters",
         model_path=str(tiny_model),
@@ -190,8 +190,8 @@ def test_without_adapters(two_ranks: RankPool, tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_folder_and_merged_weights_are_pefts(tiny_model: Path, tmp_path: Path, head: str) -> None:
-    """Everything trained at random: PEFT reads the folder, value head included, and merges to the same weights."""
+def test_peft_reads_the_folder_and_merges_to_the_same_weights(tiny_model: Path, tmp_path: Path, head: str) -> None:
+    """With random trained tensors, including the value head."""
     plain = load_model(str(tiny_model), EngineConfig(dtype="float32"), device=CPU, ds_config={}, head=head)
     model = adapted(tiny_model, replace(LORA, rslora=True), head)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -221,13 +221,13 @@ def test_folder_and_merged_weights_are_pefts(tiny_model: Path, tmp_path: Path, h
         assert tensor.value(torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_names_of_no_layer_are_refused(tiny_model: Path) -> None:
+def test_target_modules_without_a_layer_are_refused(tiny_model: Path) -> None:
     for names in (("lm_head",), ("q_proj", "query"), ("embed_tokens",)):
         with pytest.raises(ModelError, match=r"match no linear layer .* has \['down_proj', .*'v_proj'\]"):
             adapted(tiny_model, replace(LORA, target_modules=names))
 
 
-def test_adapters_start_alike(tiny_model: Path) -> None:
+def test_adapters_start_the_same_on_every_rank(tiny_model: Path) -> None:
     first = adapted(tiny_model)
     torch.rand(7)
     second = adapted(tiny_model)

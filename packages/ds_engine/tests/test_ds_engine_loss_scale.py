@@ -96,7 +96,7 @@ def check_overflow(two_ranks: RankPool, tiny_model: Path, config: EngineConfig, 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_upstream_halves_a_gradient_when_it_raises_the_scale(two_ranks: RankPool, tiny_model: Path, stage: int) -> None:
-    """DeepSpeed doubles its scale inside the third and fifth step: taken with half their gradients. Ours are whole.
+    """DeepSpeed doubles its scale inside the third and fifth step, which then use half their gradients. Ours do not.
 
     With optimizer offload, where clipping and unscaling are DeepSpeed's own."""
     expected, _, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
@@ -114,8 +114,8 @@ def test_upstream_halves_a_gradient_when_it_raises_the_scale(two_ranks: RankPool
 
 @given(overflows=st.lists(st.booleans(), max_size=40), window=st.integers(1, 5))
 @settings(deadline=None, derandomize=True)
-def test_scale_by_the_book(overflows: list[bool], window: int) -> None:
-    """Against DeepSpeed's own scaler, told never to raise: halved by each overflow, doubled by `window` good steps."""
+def test_loss_scale_follows_deepspeeds_scaler(overflows: list[bool], window: int) -> None:
+    """DeepSpeed's scaler only lowers the scale here: halved by each overflow, doubled after `window` good steps."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     from ds_engine.zero.ds_config import deepspeed_config

@@ -64,7 +64,7 @@ def config(
     ],
     ids=["1-bf16", "1-fp32", "2-bf16", "2-grads", "2-cpu", "2-lora", "2-nf4", "3-nf4", "3-bf16", "3-fp32", "3-cpu"],
 )
-def test_states_are_those_that_ranks_hold(two_ranks: RankPool, tmp_path_factory: Any, case: EngineConfig) -> None:
+def test_planned_states_equal_what_ranks_hold(two_ranks: RankPool, tmp_path_factory: Any, case: EngineConfig) -> None:
     # In four bits a shard of the smaller model's matrices would be less than the kilobyte that counts.
     is_packed = case.lora is not None and case.lora.base_format == "nf4"
     folder = write_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=128 if is_packed else 64)
@@ -140,7 +140,7 @@ def test_more_ranks_and_higher_stages_hold_no_more(stage: int, dtype: str, offlo
 
 @settings(deadline=None, derandomize=True)
 @given(stage=STAGES, tokens=st.integers(2, 100_000), more=st.integers(1, 50_000), every=st.integers(1, 8))
-def test_tokens_cost_and_recomputation_saves(stage: int, tokens: int, more: int, every: int) -> None:
+def test_more_tokens_need_more_and_recomputation_needs_less(stage: int, tokens: int, more: int, every: int) -> None:
     def peak(settings_: EngineConfig, tokens: int = tokens) -> int:
         return plan(settings_, tokens_per_micro_batch=tokens).device_bytes
 
@@ -155,7 +155,7 @@ def test_tokens_cost_and_recomputation_saves(stage: int, tokens: int, more: int,
     assert plan(shared, dp=1, tokens_per_micro_batch=tokens + 1).device_bytes <= peak(whole, tokens + 1)
 
 
-def test_what_the_planner_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_unknown_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model_type='gpt2'.*llama, mistral, qwen2, qwen3"):
         estimate_memory({"model_type": "gpt2"}, config(2), tokens_per_micro_batch=1)
     with pytest.raises(ValueError, match="lacks 'vocab_size'"):

@@ -87,8 +87,8 @@ def test_every_weight_becomes_the_nearest_value_of_its_block(
 
 @settings(deadline=None, max_examples=40)
 @given(rows=st.integers(1, 40), columns=st.integers(1, 6), at_once=st.integers(1, 8), offset=st.integers(0, 5))
-def test_pieces_and_places_do_not_matter(rows: int, columns: int, at_once: int, offset: int) -> None:
-    """Worked on in pieces of any size, and unpacked out of any place of a buffer."""
+def test_chunk_size_and_buffer_offset_do_not_matter(rows: int, columns: int, at_once: int, offset: int) -> None:
+    """Quantized in chunks of any size, and dequantized from any offset of a buffer."""
     weight = torch.randn(rows, 64 * columns, generator=torch.Generator().manual_seed(rows)).bfloat16()
     packed = packing(weight).pack(weight)
     whole = packing(weight).unpack(packed)
@@ -132,7 +132,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("dtype", list(BITSANDBYTES))
-def test_bits_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
+def test_bits_equal_recorded_bitsandbytes(dtype: torch.dtype) -> None:
     weight = ramp(dtype)
     packed = packing(weight).pack(weight)
     back = packing(weight).unpack(packed)
@@ -140,7 +140,7 @@ def test_bits_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(BITSANDBYTES))
-def test_bits_are_those_of_the_bitsandbytes_installed(dtype: torch.dtype) -> None:
+def test_bits_equal_the_installed_bitsandbytes(dtype: torch.dtype) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     weight = ramp(dtype)
     packed = packing(weight).pack(weight)
@@ -177,7 +177,7 @@ def test_a_layer_multiplies_by_the_unpacked_weight_and_keeps_nothing(bias: bool)
     assert layer.weight.untyped_storage().nbytes() == 128 * 96 * 9 // 16
 
 
-def test_layers_are_packed_one_after_another(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_quantized_one_at_a_time(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(str(tiny_model), EngineConfig(dtype="bfloat16"), device=CPU, ds_config={})
     before = [weakref.ref(m.weight) for m in model.model.modules() if type(m) is nn.Linear]
     alive: list[int] = []
@@ -194,8 +194,8 @@ def test_layers_are_packed_one_after_another(tiny_model: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "mlp.up_proj")])
-def test_what_is_handed_out_is_what_is_computed_with(tiny_model: Path, targets: Any) -> None:
-    """The merged tensors under their own names, in a plain model: the same log-probs."""
+def test_exported_weights_are_those_of_the_forward_pass(tiny_model: Path, targets: Any) -> None:
+    """A plain model with the exported tensors gives the same log-probs."""
     settings_ = EngineConfig(dtype="float32", lora=replace(LORA, target_modules=targets))
     model = load_model(str(tiny_model), settings_, device=CPU, ds_config={})
     add_adapters(model, settings_.lora, head="lm", seed=5)
@@ -218,7 +218,7 @@ def test_what_is_handed_out_is_what_is_computed_with(tiny_model: Path, targets: 
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-5, atol=1e-5)
 
 
-def test_weights_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
+def test_weights_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:
     odd = write_tiny_model(tmp_path / "odd", hidden_size=40)
     message = r"base_format='nf4' cannot pack model\.layers\.0\.self_attn\.k_proj\.weight: NF4 quantizes blocks of 64"
     with pytest.raises(ModelError, match=message):
@@ -301,7 +301,7 @@ def test_three_steps_equal_one_process_on_the_unpacked_base(
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_resumes_bit_for_bit(two_ranks: RankPool, tiny_model: Path, tmp_path: Path, stage: int) -> None:
-    """In bf16, recomputing activations: adapters from the checkpoint, the base packed anew from the model folder."""
+    """In bf16 with recomputation: adapters come from the checkpoint, the base from the model folder, quantized again."""
     steps = [[make_samples(2, seed=s)] for s in range(4)]
     common = {
         "model_path": str(tiny_model),
@@ -321,7 +321,7 @@ def test_resumes_bit_for_bit(two_ranks: RankPool, tiny_model: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_critic_trains_on_it(two_ranks: RankPool, tiny_model: Path) -> None:
+def test_a_critic_trains_on_a_quantized_base(two_ranks: RankPool, tiny_model: Path) -> None:
     per_rank = [{"steps": [[samples[rank::2]] for samples in STEPS], "value_samples": [STEPS[0]]} for rank in range(2)]
     runs = [
         two_ranks.run("train_values", per_rank, model_path=str(tiny_model), config=config(stage))[0] for stage in (2, 3)

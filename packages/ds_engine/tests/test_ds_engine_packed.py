@@ -29,7 +29,7 @@ def load(folder: Path, dtype: str = "float32", log_prob_fn=dense_log_prob):
 
 
 def padded_log_probs(folder: Path, samples, *, temperature: float, dtype: torch.dtype = torch.float32):
-    """The usual way: right padding, an attention mask, full logits."""
+    """The reference: right padding, an attention mask, full logits."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
@@ -93,8 +93,8 @@ def test_sequences_do_not_see_each_other(tiny_model: Path) -> None:
     torch.testing.assert_close(behind[-alone.numel() :], alone, rtol=1e-6, atol=1e-6)
 
 
-def test_logits_are_never_made(tiny_model: Path) -> None:
-    """The head runs the injected function only: hidden states in, K log-probs out."""
+def test_logits_are_never_computed(tiny_model: Path) -> None:
+    """The head calls only the injected function: hidden states in, K log-probs out."""
     seen = []
 
     def spy(hidden_KH, weight_VH, targets_K, temperature):
@@ -138,7 +138,7 @@ def test_attention_per_sequence(seed: int) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_missing_borders_and_unknown_scores_are_refused() -> None:
+def test_missing_sequence_lengths_and_unknown_scores_are_refused() -> None:
     q = torch.randn(1, 2, 3, 4)
     packing = PackedLayout(cu_seqlens_S1=torch.tensor([0, 3]), lengths=(3,), max_seqlen=3, kernel="sdpa")
     with pytest.raises(ModelError, match="does not pass keyword"):
@@ -156,7 +156,7 @@ def test_kernel_choice() -> None:
 
 
 def test_kernel_choice_by_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn-4 alone brings a folder flash_attn that is no flash-attn; both share it."""
+    """flash-attn-4 alone also installs a folder flash_attn, which is not flash-attn."""
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -195,7 +195,7 @@ def test_bad_model_folders(tmp_path: Path) -> None:
         install_packed_forward(torch.nn.Linear(2, 2), dense_log_prob)
 
 
-def test_bad_borders_are_refused() -> None:
+def test_bad_sequence_lengths_are_refused() -> None:
     batch = make_batch(make_samples(2, seed=1))
     broken = type(batch)(**{**vars(batch), "cu_seqlens_S1": batch.cu_seqlens_S1 + 1})
     broken.cu_seqlens_S1[0] = 0

@@ -89,7 +89,7 @@ def test_plan_equals_record(
 
 
 def check_plan(two_ranks: RankPool, model: Path, config: EngineConfig, ranks: list[dict]) -> None:
-    """Of stages 1 and 2, all steps of as many micro batches."""
+    """Stages 1 and 2, with the same number of micro batches in every step."""
     num_micro = len(ranks[0]["steps"][0])
     results = two_ranks.run("recorded_steps", ranks, model_path=str(model), config=config)
     _, sizes, ready, groups = results[0]
@@ -128,7 +128,7 @@ def test_stage_3_plan_equals_record(
     num_micro,
     seed,
 ) -> None:
-    """From the first step of a run on, with as many micro batches a step as it pleases, on both ranks."""
+    """From the first step of a run, with any number of micro batches per step, on both ranks."""
     zero = ZeroConfig(
         stage=3,
         offload=OffloadConfig(optimizer=offload[0], param=offload[1]),
@@ -163,7 +163,7 @@ def check_stage_3_plan(two_ranks: RankPool, model: Path, config: EngineConfig, r
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_plan_in_fp16_equals_record(two_ranks: RankPool, tiny_model: Path, stage: int, offload: str) -> None:
-    """Of steps that are applied: losses are so small that nothing overflows at the scale fp16 begins with."""
+    """Losses are small enough that nothing overflows at fp16's initial scale, so every step is applied."""
     ranks = [
         {"steps": [[[replace(s, weight=s.weight / 32) for s in m] for m in step] for step in rank["steps"]]}
         for rank in per_rank_steps(2, 0)
@@ -173,7 +173,7 @@ def test_plan_in_fp16_equals_record(two_ranks: RankPool, tiny_model: Path, stage
     (check_stage_3_plan if stage == 3 else check_plan)(two_ranks, tiny_model, config, ranks)
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_unplannable_configurations_are_refused() -> None:
     with pytest.raises(ValueError, match="planned_zero3_steps"):
         planned_step(
             EngineConfig(zero=ZeroConfig(stage=3)),
@@ -210,7 +210,7 @@ def test_every_gradient_is_reduced_once_a_micro_batch(sizes, bucket, world) -> N
 )
 @settings(deadline=None, derandomize=True)
 def test_stage_3_gathers_what_is_needed_once_and_reduces_all(layers, bucket, reach, threshold, num_micro) -> None:
-    """Layers forward and then backward: nothing runs without its parameters, nothing is gathered that is there."""
+    """Layers run forward, then backward: each finds its parameters, and nothing gathered is gathered again."""
     sizes = [size for layer in layers for size in layer]
     starts = [sum(map(len, layers[:number])) for number in range(len(layers))]
     own = [tuple(range(start, start + len(layer))) for start, layer in zip(starts, layers, strict=True)]

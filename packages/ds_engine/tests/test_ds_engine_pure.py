@@ -119,7 +119,7 @@ def test_old_dtype_names_warn_and_become_torchs(old: Any, new: str) -> None:
     schedule=st.sampled_from(["constant", "linear", "cosine"]),
 )
 @settings(deadline=None, derandomize=True)
-def test_learning_rate_bounds_and_borders(step, warmup, length, floor, schedule) -> None:
+def test_learning_rate_stays_within_its_bounds(step, warmup, length, floor, schedule) -> None:
     total = warmup + length
     config = OptimConfig(lr=1e-3, schedule=schedule, warmup_steps=warmup, total_steps=total, min_lr_ratio=floor)
     rate = learning_rate(step, config, total)

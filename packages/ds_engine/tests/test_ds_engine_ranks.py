@@ -36,7 +36,7 @@ def config(
 
 
 def test_upstream_loses_gradients_and_we_do_not(two_ranks: RankPool, tiny_model: Path) -> None:
-    """Several backward() and one step() without marked borders: stages 1 and 2 keep the last micro batch only."""
+    """Several backward() and one step() without boundaries: DeepSpeed's stages 1 and 2 keep only the last micro batch."""
     micro_batches = [[s] for s in make_samples(3, seed=1)]
     norms = two_ranks.run("naive_and_exact_norms", model_path=str(tiny_model), micro_batches=micro_batches)[0]
     for stage in (1, 2):
@@ -56,7 +56,7 @@ def test_unequal_micro_batch_counts_fail_at_once_on_all_ranks(two_ranks: RankPoo
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_failed_mini_batch_is_not_added_to_the_next(one_rank: RankPool, tiny_model: Path, stage: int) -> None:
-    """Before any gradient there is nothing to add; once there is one, nothing but an error may follow."""
+    """A failure before the first gradient leaves nothing behind; after it every further step fails."""
     samples = make_samples(5, seed=3)
     common = {"model_path": str(tiny_model), "config": config(stage)}
     early, good, late, *after = one_rank.run("train_with_bad_losses", samples=samples, **common)[0]
@@ -69,7 +69,7 @@ def test_a_failed_mini_batch_is_not_added_to_the_next(one_rank: RankPool, tiny_m
         assert "failed before its optimizer step" in str(error)
 
 
-def test_unequal_methods_fail_at_once(two_ranks: RankPool, tiny_model: Path) -> None:
+def test_ranks_that_call_different_methods_fail_at_once(two_ranks: RankPool, tiny_model: Path) -> None:
     samples = make_samples(3, seed=2)
     per_rank = [{"steps": [[samples]]}, {"steps": [], "log_prob_samples": [samples]}]
     for error in two_ranks.run("train", per_rank, model_path=str(tiny_model), config=config(2)):
@@ -78,8 +78,8 @@ def test_unequal_methods_fail_at_once(two_ranks: RankPool, tiny_model: Path) -> 
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_losses_that_use_less_on_one_rank(two_ranks: RankPool, tiny_model: Path, stage: int) -> None:
-    """Rank 0 ignores the entropy, rank 1 the model altogether: same collectives, and only rank 0's gradient."""
+def test_losses_may_use_fewer_outputs_on_one_rank(two_ranks: RankPool, tiny_model: Path, stage: int) -> None:
+    """Rank 0 ignores the entropy, rank 1 the whole output: same collectives, and only rank 0 adds a gradient."""
     samples = make_samples(4, seed=3)
     per_rank = [{"kind": "log_prob_only"}, {"kind": "constant"}]
     results = two_ranks.run(
@@ -259,7 +259,7 @@ def test_stage_3_keeps_rotary_frequencies_in_fp32(two_ranks: RankPool, tiny_mode
     ],
 )
 def test_guard_changes_nothing(two_ranks: RankPool, tiny_model: Path, stage: int, dtype: str, mode: str) -> None:
-    """Nor with collectives under way while others are issued, as stage 2 has them in bf16."""
+    """Also with overlapping collectives, which stage 2 has in bf16."""
     samples = make_samples(4, seed=4)
     per_rank = [{"steps": [[samples[:1], samples[1:2]]] * 2}, {"steps": [[samples[2:3], []]] * 2}]
     unguarded = config(stage, dtype=dtype)

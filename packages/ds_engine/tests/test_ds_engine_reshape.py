@@ -20,7 +20,7 @@ def config(stage: int, *, optimizer: str = "none", weight_decay: float = 0.01) -
     )
 
 
-def test_state_goes_from_layout_to_layout(two_ranks: RankPool, tiny_model: Path) -> None:
+def test_state_moves_between_layouts(two_ranks: RankPool, tiny_model: Path) -> None:
     pairs = [(config(1), config(3)), (config(3, optimizer="cpu"), config(2)), (config(2, weight_decay=0), config(1))]
     for first, second in pairs:
         results = two_ranks.run("hand_over_state", model_path=str(tiny_model), first=first, second=second)
@@ -31,8 +31,8 @@ def test_state_goes_from_layout_to_layout(two_ranks: RankPool, tiny_model: Path)
             assert found == pytest.approx(expected, rel=1e-4)
 
 
-def test_what_cannot_be_read_is_refused_on_every_rank(two_ranks: RankPool, tiny_model: Path) -> None:
-    """Rank 1 alone fails to read: rank 0 hears of it instead of waiting, and nothing is changed."""
+def test_unreadable_state_is_refused_on_every_rank(two_ranks: RankPool, tiny_model: Path) -> None:
+    """Only rank 1 fails to read: rank 0 raises too instead of waiting, and nothing is changed."""
     for result in two_ranks.run("refuse_state", model_path=str(tiny_model), config=config(2)):
         assert isinstance(result["error"], CheckpointError)
         assert "rank 1 of 2): OSError: the disk is gone. Nothing was changed" in str(result["error"])

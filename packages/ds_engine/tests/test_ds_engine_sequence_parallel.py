@@ -82,7 +82,7 @@ def test_recomputation_and_the_guard_see_the_same_collectives(
 def test_four_ranks_equal_one_process(
     four_ranks: RankPool, tiny_model: Path, reference: Reference, stage: int, sp: int
 ) -> None:
-    """sp=4 with two key/value heads: each is on two ranks."""
+    """With sp=4 and two key/value heads each head is on two ranks."""
     check_training(four_ranks, tiny_model, reference, config(stage, sp), 3)
 
 
@@ -151,7 +151,7 @@ def test_value_heads_and_adapters_train_the_same(two_ranks: RankPool, tiny_model
 
 
 @pytest.mark.slow
-def test_what_cannot_work_is_refused_on_every_rank(two_ranks: RankPool, tiny_model: Path) -> None:
+def test_unsupported_settings_are_refused_on_every_rank(two_ranks: RankPool, tiny_model: Path) -> None:
     different = [{"steps": [[STEPS[rank]]]} for rank in range(2)]
     for error in two_ranks.run("train", different, model_path=str(tiny_model), config=config(2, 2)):
         assert isinstance(error, PlanMismatchError)
@@ -164,7 +164,7 @@ def test_what_cannot_work_is_refused_on_every_rank(two_ranks: RankPool, tiny_mod
 # ---------------------------------------------------------------- pure parts
 
 
-def test_heads_have_to_divide() -> None:
+def test_head_counts_must_divide() -> None:
     check_heads(SimpleNamespace(num_attention_heads=12), 6)
     with pytest.raises(
         EngineConfigError, match=r"does not divide the 12 attention heads: use one of \[1, 2, 3, 4, 6, 12\]"
@@ -172,14 +172,14 @@ def test_heads_have_to_divide() -> None:
         check_heads(SimpleNamespace(num_attention_heads=12), 8)
 
 
-def test_a_plan_of_collectives_says_what_it_leaves_out() -> None:
+def test_collective_plans_refuse_sequence_parallelism() -> None:
     with pytest.raises(ValueError, match="sequence_parallel=1"):
         planned_step(config(2, 2), parameter_sizes=[4], ready_order=[0], world_size=2, num_micro_batches=1)
 
 
 @settings(deadline=None, derandomize=True)
 @given(kv=st.integers(1, 12), sharing=st.integers(1, 12), sp=st.integers(1, 16))
-def test_query_heads_find_their_key_heads_on_their_rank(kv: int, sharing: int, sp: int) -> None:
+def test_query_heads_are_on_the_rank_of_their_key_heads(kv: int, sharing: int, sp: int) -> None:
     heads = kv * sharing
     if heads % sp:
         return
@@ -194,7 +194,7 @@ def test_query_heads_find_their_key_heads_on_their_rank(kv: int, sharing: int, s
 
 @settings(deadline=None, derandomize=True)
 @given(data=st.data(), sp=st.integers(1, 5), part=st.integers(1, 9))
-def test_every_target_is_answered_once_and_found_again(data: st.DataObject, sp: int, part: int) -> None:
+def test_every_target_is_computed_once_and_returned_in_order(data: st.DataObject, sp: int, part: int) -> None:
     index = data.draw(st.lists(st.integers(0, sp * part - 1), min_size=1, max_size=30))
     index_K = torch.tensor(index)
     shares = [share_targets(index_K, tokens_per_rank=part, sequence_rank=r, sp=sp) for r in range(sp)]

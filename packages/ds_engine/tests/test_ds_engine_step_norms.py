@@ -15,7 +15,7 @@ from plinth_testing import RankPool
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_norms_are_not_rounded_to_the_gradients_dtype(dtype: torch.dtype) -> None:
-    """Elements are near the largest of fp16, where the loss scale puts them: their norm is far beyond."""
+    """Elements are near fp16's maximum, where the loss scale puts them; their norm exceeds it."""
     generator = torch.Generator().manual_seed(0)
     gradients = [(6e4 * torch.rand(n, generator=generator)).to(dtype) for n in (1000, 1, 37)]
     expected = sum(gradient.double().square().sum() for gradient in gradients)

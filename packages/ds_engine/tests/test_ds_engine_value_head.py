@@ -23,7 +23,7 @@ def config(stage: int, offload: str = "none", dtype: str = "float32") -> EngineC
 
 
 def plain_values(model: transformers.PreTrainedModel, sample: Sample) -> torch.Tensor:
-    """Of the states that predict the sample's response, by transformers' own forward."""
+    """Values at the positions that predict the sample's response, by transformers' own forward pass."""
     hidden = model.model(input_ids=torch.tensor([sample.ids])).last_hidden_state[0]
     return model.score(hidden)[sample.num_prompt - 1 : -1, 0]
 
@@ -100,7 +100,7 @@ def test_a_trained_head_is_read_from_the_folder(tmp_path: Path) -> None:
     assert torch.equal(again.score.weight, torch.full_like(again.score.weight, 0.25))
 
 
-def test_an_lm_head_needs_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_lm_head_needs_a_log_prob_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(EngineError, match="needs log_prob_fn"):
         ZeroEngine(torch.nn.Linear(1, 1), config(1), device=torch.device("cpu"))

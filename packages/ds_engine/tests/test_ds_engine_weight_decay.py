@@ -20,7 +20,7 @@ STEPS = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2), (6, 3))]
 
 @pytest.fixture(scope="module")
 def biased_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Norms, and biases that are not zero."""
+    """A model with norms and nonzero biases."""
     folder = write_tiny_model(tmp_path_factory.mktemp("biased_model"), "qwen2")
     model = load_model(str(folder), EngineConfig(dtype="float32"), device=torch.device("cpu"), ds_config={})
     with torch.no_grad():
@@ -42,7 +42,7 @@ def config(stage: int, optimizer: str = "none") -> EngineConfig:
 def test_three_steps_with_a_resume_equal_one_process(
     two_ranks: RankPool, biased_model: Path, tmp_path: Path, stage: int, optimizer: str
 ) -> None:
-    """Without clipping, which other tests have on."""
+    """Without clipping; other tests clip."""
     options = {"lr": LR, "eps": EPS, "grad_clip": None}
     expected, losses, norms = reference_training(biased_model, STEPS, weight_decay=DECAY, **options)
     ranks = [[[samples[rank::4], samples[rank + 2 :: 4]] for samples in STEPS] for rank in range(2)]
@@ -60,7 +60,7 @@ def test_three_steps_with_a_resume_equal_one_process(
     assert float(moved.norm() / plain["model.layers.0.mlp.up_proj.weight"].norm()) > 1e-3
 
 
-def test_groups(biased_model: Path) -> None:
+def test_norms_and_biases_do_not_decay(biased_model: Path) -> None:
     def sizes(**optim: object) -> list[tuple[float, int, set[int]]]:
         groups = parameter_groups(model, OptimConfig(**optim))
         return [(g["weight_decay"], len(g["params"]), {p.dim() for p in g["params"]}) for g in groups]

@@ -44,7 +44,7 @@ GATHERED = st.lists(st.tuples(SHAPES, st.sampled_from([None, 0, 1]), st.booleans
 
 @given(gathered=GATHERED, dtype=DTYPES)
 @EXAMPLES
-def test_many_parameters_are_put_together_at_once(
+def test_batched_gathers_rebuild_every_parameter(
     two_ranks: RankPool, gathered: list[tuple[list[int], int | None, bool]], dtype: torch.dtype
 ) -> None:
     """Whatever their sizes, odd ones and single numbers too: by DeepSpeed's own collective. Only those share memory
@@ -80,8 +80,8 @@ def test_shares_of_gradients_are_deepspeeds_to_the_last_bit(
     [None, pytest.param(LoraConfig(rank=2, target_modules=("q_proj",)), marks=pytest.mark.thorough)],
     ids=["whole", "adapters"],
 )
-def test_somebodys_hook_of_a_layer_is_called(two_ranks: RankPool, tiny_model: Path, lora: LoraConfig | None) -> None:
-    """And changes nothing: with it the layer keeps DeepSpeed's hooks, which here are the longer way."""
+def test_a_users_backward_hook_of_a_layer_runs(two_ranks: RankPool, tiny_model: Path, lora: LoraConfig | None) -> None:
+    """And changes no result: a layer with such a hook keeps DeepSpeed's own hooks."""
     samples = make_samples(4, seed=7)
     per_rank = [{"micro_batches": [samples[rank : rank + 1], samples[rank + 2 : rank + 3]]} for rank in range(2)]
     config = replace(CONFIG, compile=False, lora=lora)
@@ -95,8 +95,8 @@ def test_somebodys_hook_of_a_layer_is_called(two_ranks: RankPool, tiny_model: Pa
 
 
 @pytest.mark.parametrize("persistent", [0, 600])
-def test_visits_to_weights_that_are_there_are_short(two_ranks: RankPool, tiny_model: Path, persistent: int) -> None:
-    """Two micro batches a step and log-probs after it: numbers, collectives and counts are those of the long way."""
+def test_fast_path_of_gathered_layers_changes_nothing(two_ranks: RankPool, tiny_model: Path, persistent: int) -> None:
+    """Two micro batches per step, then log-probs: results, collectives and counts equal those of DeepSpeed's hooks."""
     zero = replace(CONFIG.zero, param_persistence_elements=persistent)
     per_rank = [{"steps": [[s[rank::4], s[rank + 2 :: 4]] for s in [*STEPS, *STEPS]]} for rank in range(2)]
     common = {"model_path": str(tiny_model), "config": replace(CONFIG, zero=zero, compile=False)}
@@ -111,7 +111,7 @@ def test_visits_to_weights_that_are_there_are_short(two_ranks: RankPool, tiny_mo
 
 
 def test_one_rank_gathers_nothing(one_rank: RankPool, tiny_model: Path, tmp_path: Path) -> None:
-    """And resumes: three steps, the last of them by an engine that loads what the first saved after two."""
+    """Three steps; the last is by a second engine, which loads the checkpoint of the first."""
     expected, losses, norms = reference_training(tiny_model, STEPS, lr=LR, eps=EPS)
     zero = replace(CONFIG.zero, param_persistence_elements=600)
     options = {"model_path": str(tiny_model), "config": replace(CONFIG, zero=zero, compile=False)}
@@ -165,7 +165,7 @@ def test_compiled_layers_train_as_one_fp32_process(two_ranks: RankPool, tiny_mod
 
 @pytest.mark.thorough
 def test_adapters_of_the_first_layer_are_trained(two_ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
-    """Its input comes from frozen embeddings: only by asking for its gradient is the end of the layer's pass seen."""
+    """Its input comes from frozen embeddings, so the layer must request its gradient for its backward hook to run."""
     config = replace(CONFIG, lora=LoraConfig(rank=4))
     per_rank = [{"steps": [[s[rank::2]] for s in STEPS]} for rank in range(2)]
     options = {"model_path": str(tiny_model), "config": config, "samples": STEPS[0][:2]}
