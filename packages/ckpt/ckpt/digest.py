@@ -28,7 +28,7 @@ Algorithm = Literal["blake3", "sha256"]
 _BLOCK_BYTES = 4 << 20
 #: Below this, handing work to threads costs more than the work.
 _INLINE_BYTES = 1 << 20
-#: Written between two requests to flush. Left alone, Linux begins to write when a tenth of the memory is dirty.
+#: Written between two requests to flush. By default Linux begins to write when a tenth of the memory is dirty.
 _FLUSH_BYTES = 256 << 20
 #: Blocks that wait to be hashed and written.
 _MAX_PENDING = 8

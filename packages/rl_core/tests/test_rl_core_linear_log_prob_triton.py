@@ -136,13 +136,13 @@ def test_interpreter_equals_float64(tmp_path: Path) -> None:
 def test_planned_blocks_keep_their_limits(num_rows: int, num_columns: int, hidden_size: int, itemsize: int) -> None:
     group_rows = plan_groups(num_rows, hidden_size)
     assert 1 <= -(-num_rows // group_rows) <= MAX_GROUPS
-    beside = sum_bytes(num_rows, group_rows, hidden_size, itemsize)
-    rows, columns = plan_blocks(group_rows, num_columns, itemsize, beside)
+    other_bytes = sum_bytes(num_rows, group_rows, hidden_size, itemsize)
+    rows, columns = plan_blocks(group_rows, num_columns, itemsize, other_bytes)
     assert 1 <= rows <= min(group_rows, MAX_BLOCK_ROWS)
     assert 1 <= columns <= num_columns
     assert rows * columns * itemsize <= BLOCK_BYTES
-    if beside <= EXTRA_BYTES - 2**23 - BLOCK_BYTES // 2:
-        assert rows * columns * itemsize + beside <= EXTRA_BYTES
+    if other_bytes <= EXTRA_BYTES - 2**23 - BLOCK_BYTES // 2:
+        assert rows * columns * itemsize + other_bytes <= EXTRA_BYTES
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)

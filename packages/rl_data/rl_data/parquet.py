@@ -72,7 +72,7 @@ def open_parquet(file: str | Path) -> Any:
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{name}: cannot be read as parquet ({str(error).splitlines()[0]}). Convert it to parquet, or copy it "
-            "again if it was cut off.",
+            "again if it is incomplete.",
             file=name,
         ) from error
     if parquet.metadata.num_rows == 0:

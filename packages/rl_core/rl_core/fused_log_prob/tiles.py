@@ -73,16 +73,16 @@ def sum_bytes(num_rows: int, group_rows: int, hidden_size: int, itemsize: int) -
     return group_rows * hidden_size * (4 if group_rows < num_rows else 4 - itemsize)
 
 
-def plan_blocks(num_rows: int, num_columns: int, itemsize: int, beside: int) -> tuple[int, int]:
-    """Rows and columns of one block of da in the backward pass, given ``beside`` bytes of other working memory.
+def plan_blocks(num_rows: int, num_columns: int, itemsize: int, other_bytes: int) -> tuple[int, int]:
+    """Rows and columns of one block of da in the backward pass, given ``other_bytes`` of other working memory.
 
     Rows: all up to MAX_BLOCK_ROWS, otherwise equal parts of at most that. Columns: what fits the budget, in multiples
-    of COLUMN_STEPS. The budget is EXTRA_BYTES minus ``beside``, at most BLOCK_BYTES. If that is less than half of
+    of COLUMN_STEPS. The budget is EXTRA_BYTES minus ``other_bytes``, at most BLOCK_BYTES. If that is less than half of
     BLOCK_BYTES, the budget is BLOCK_BYTES: exceeding EXTRA_BYTES is better than narrow blocks.
     """
     parts = -(-num_rows // MAX_BLOCK_ROWS)
     rows = min(num_rows, -(-num_rows // (128 * parts)) * 128)
-    left = EXTRA_BYTES - 2**23 - beside
+    left = EXTRA_BYTES - 2**23 - other_bytes
     budget = min(BLOCK_BYTES, left) if left >= BLOCK_BYTES // 2 else BLOCK_BYTES
     fitting = budget // (rows * itemsize)
     for step in COLUMN_STEPS:

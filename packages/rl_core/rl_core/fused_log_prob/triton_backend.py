@@ -66,9 +66,9 @@ class TritonBackend:
         self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: LogitSpec, rows: RowGrads, needs: Needs
     ) -> TileConfig:
         group_rows = plan_groups(*hidden_NH.shape)
-        beside = sum_bytes(hidden_NH.shape[0], group_rows, hidden_NH.shape[1], hidden_NH.dtype.itemsize)
+        other_bytes = sum_bytes(hidden_NH.shape[0], group_rows, hidden_NH.shape[1], hidden_NH.dtype.itemsize)
         num_rows, num_columns = plan_blocks(
-            group_rows, weight_VH.shape[0], hidden_NH.dtype.itemsize, beside if needs.hidden else 0
+            group_rows, weight_VH.shape[0], hidden_NH.dtype.itemsize, other_bytes if needs.hidden else 0
         )
 
         def launch(config: TileConfig) -> None:

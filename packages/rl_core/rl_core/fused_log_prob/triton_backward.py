@@ -234,9 +234,9 @@ def backward_blocks(
         if kept is not None:
             first, scale = _take_kept(sums, kept, hidden_NH, weight_VH, targets_N, spec, some)
         if first < weight_VH.shape[0]:
-            beside = sum_bytes(num_rows, group_rows, hidden_size, hidden_NH.dtype.itemsize) if needs.hidden else 0
+            other_bytes = sum_bytes(num_rows, group_rows, hidden_size, hidden_NH.dtype.itemsize) if needs.hidden else 0
             recompute_columns(
-                sums, first, hidden_NH[group], weight_VH, bias_V, targets_N[group], spec, some, config, beside
+                sums, first, hidden_NH[group], weight_VH, bias_V, targets_N[group], spec, some, config, other_bytes
             )
         if sum_NH is not None:
             if reduce_hidden is not None:
@@ -277,14 +277,14 @@ def _take_kept(
 
 def recompute_columns(
     sums: _Sums, first_column: int, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor,
-    spec: LogitSpec, factors: RowFactors, config: TileConfig | None, beside: int,
+    spec: LogitSpec, factors: RowFactors, config: TileConfig | None, other_bytes: int,
 ) -> None:  # fmt: skip
     """Add the contributions of all columns from `first_column` on, recomputed block by block.
 
     Rows are the inner loop, so that the group's contribution to the weight's gradient is added only once.
     """
     num_rows, vocab, dtype = hidden_NH.shape[0], weight_VH.shape[0], hidden_NH.dtype
-    block_rows, block_columns = plan_blocks(num_rows, vocab - first_column, dtype.itemsize, beside)
+    block_rows, block_columns = plan_blocks(num_rows, vocab - first_column, dtype.itemsize, other_bytes)
     # TMA and the matrix products need a row stride of a multiple of 16 bytes, for any vocabulary.
     block = torch.empty(block_rows, -(-block_columns // 8) * 8, dtype=dtype, device=hidden_NH.device)
     in_parts = block_rows < num_rows or factors.loss_scale is not None
