@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from ckpt import ExportError, save_hf_folder
 from ckpt import hf_export as module
 from plinth_testing import random_model, tiny_config
+from plinth_testing.strategies import shapes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
@@ -44,8 +45,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-entries = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=12)
+entries = st.lists(st.tuples(shapes(), st.sampled_from(DTYPES)), min_size=1, max_size=12)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)

@@ -27,6 +27,7 @@ from ckpt import (
 )
 from ckpt.manifest import FORMAT_VERSION, MANIFEST_NAME
 from ckpt.tools.command_line import Progress, main
+from plinth_testing.strategies import json_values
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
 
@@ -35,11 +36,6 @@ paths = st.lists(names, min_size=1, max_size=3).map(
     lambda parts: "d/" + "/".join(f"{part}_{len(parts)}" for part in parts)
 )
 trees = st.dictionaries(paths, st.binary(min_size=1, max_size=200), min_size=1, max_size=5)
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=8,
-)
 
 
 def save(manager: CheckpointManager, step: int, tree: dict[str, bytes] | None = None, **options: Any) -> Path:
@@ -77,7 +73,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 
 @PROPERTY
-@given(trees, json_values)
+@given(trees, json_values())
 def test_any_files_and_state_round_trip(tree: dict[str, bytes], value: Any) -> None:
     with tempfile.TemporaryDirectory() as root:
         manager = CheckpointManager(Path(root))

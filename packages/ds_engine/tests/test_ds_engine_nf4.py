@@ -301,7 +301,7 @@ def test_three_steps_equal_one_process_on_the_unpacked_base(
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_resumes_bit_for_bit(two_ranks: RankPool, tiny_model: Path, tmp_path: Path, stage: int) -> None:
-    """In bf16 with recomputation: adapters come from the checkpoint, the base from the model folder, quantized again."""
+    """In bf16 with recomputation: adapters come from the checkpoint, and the base is quantized again."""
     steps = [[make_samples(2, seed=s)] for s in range(4)]
     common = {
         "model_path": str(tiny_model),

@@ -36,7 +36,7 @@ def config(
 
 
 def test_upstream_loses_gradients_and_we_do_not(two_ranks: RankPool, tiny_model: Path) -> None:
-    """Several backward() and one step() without boundaries: DeepSpeed's stages 1 and 2 keep only the last micro batch."""
+    """Several backward() and one step() without boundaries: stages 1 and 2 keep only the last micro batch."""
     micro_batches = [[s] for s in make_samples(3, seed=1)]
     norms = two_ranks.run("naive_and_exact_norms", model_path=str(tiny_model), micro_batches=micro_batches)[0]
     for stage in (1, 2):

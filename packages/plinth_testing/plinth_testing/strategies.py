@@ -14,14 +14,14 @@ def seeds() -> st.SearchStrategy[int]:
     return st.integers(0, 2**31)
 
 
-def shapes(*, min_side: int = 0, max_side: int = 5) -> st.SearchStrategy[tuple[int, ...]]:
+def shapes(*, max_side: int = 5) -> st.SearchStrategy[tuple[int, ...]]:
     """Shapes of tensors of up to three dimensions."""
-    return st.lists(st.integers(min_side, max_side), max_size=3).map(tuple)
+    return st.lists(st.integers(0, max_side), max_size=3).map(tuple)
 
 
-def lengths(*, shortest: int = 0, longest: int = 6, max_size: int = 8) -> st.SearchStrategy[list[int]]:
-    """Numbers of tokens of one to `max_size` sequences."""
-    return st.lists(st.integers(shortest, longest), min_size=1, max_size=max_size)
+def lengths(*, longest: int = 6, max_size: int = 8) -> st.SearchStrategy[list[int]]:
+    """Numbers of tokens of one to `max_size` sequences, some of them empty."""
+    return st.lists(st.integers(0, longest), min_size=1, max_size=max_size)
 
 
 def json_values(max_leaves: int = 8) -> st.SearchStrategy[Any]:

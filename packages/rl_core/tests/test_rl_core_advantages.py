@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from plinth_testing.strategies import seeds
 from rl_core import (
     broadcast_to_tokens,
     dr_grpo_advantages,
@@ -176,7 +177,7 @@ def test_grpo_hand_values() -> None:
 def rollouts(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float]:
     """rewards_K, values_K, lens_S, bootstrap_S, gamma, lam"""
     lens = torch.tensor(draw(st.lists(st.integers(0, 8), min_size=1, max_size=7)))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    generator = torch.Generator().manual_seed(draw(seeds()))
     total = int(lens.sum())
     rewards, values = torch.randn(2, total, generator=generator, dtype=torch.float64)
     bootstrap = torch.randn(len(lens), generator=generator, dtype=torch.float64)
@@ -248,7 +249,7 @@ def test_gae_through_padding_with_holes(
 
 
 @PROPERTY
-@given(st.integers(2, 200), st.integers(0, 2**31), st.floats(0.01, 100), st.floats(-1000, 1000))
+@given(st.integers(2, 200), seeds(), st.floats(0.01, 100), st.floats(-1000, 1000))
 def test_whiten_mean_zero_variance_one(count: int, seed: int, scale: float, shift: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = shift + scale * torch.randn(count, generator=generator, dtype=torch.float64)
@@ -261,7 +262,7 @@ def test_whiten_mean_zero_variance_one(count: int, seed: int, scale: float, shif
 
 
 @PROPERTY
-@given(st.integers(1, 60), st.integers(0, 2**31), st.integers(1, 6), st.floats(-1e6, 1e6))
+@given(st.integers(1, 60), seeds(), st.integers(1, 6), st.floats(-1e6, 1e6))
 def test_whiten_moments_merge_over_any_split(count: int, seed: int, num_parts: int, shift: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = shift + torch.randn(count, generator=generator, dtype=torch.float64)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from plinth_testing.strategies import lengths, seeds
 from rl_core import (
     aggregate_loss,
     broadcast_to_tokens,
@@ -170,9 +171,9 @@ def summed(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack([loss for loss, _ in parts]).sum(), torch.stack([grad for _, grad in parts]).sum(0)
 
 
-lens_strategy = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda lens: sum(lens) > 0)
+lens_strategy = lengths(longest=9, max_size=12).filter(lambda lens: sum(lens) > 0)
 dtype_strategy = st.sampled_from([torch.float64, torch.float32])
-batch_strategy = st.builds(make_batch, lens_strategy, st.integers(0, 2**31), dtype_strategy, st.sampled_from(MODES))
+batch_strategy = st.builds(make_batch, lens_strategy, seeds(), dtype_strategy, st.sampled_from(MODES))
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
 

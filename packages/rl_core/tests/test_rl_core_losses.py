@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from plinth_testing.strategies import seeds
 from rl_core import (
     aggregate_loss,
     broadcast_to_tokens,
@@ -26,7 +27,6 @@ from rl_core import (
 )
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=50)
-seeds = st.integers(0, 2**31)
 KINDS = ("k1", "k2", "k3", "abs")
 
 
@@ -44,7 +44,7 @@ def grad_of(loss_K: Tensor, leaf: Tensor) -> Tensor:
 
 
 @PROPERTY
-@given(seeds, st.integers(1, 30), st.floats(0, 1), st.floats(0, 2), st.one_of(st.none(), st.floats(1.01, 5)))
+@given(seeds(), st.integers(1, 30), st.floats(0, 1), st.floats(0, 2), st.one_of(st.none(), st.floats(1.01, 5)))
 def test_ppo_against_a_loop(seed: int, count: int, low: float, high: float, dual: float | None) -> None:
     log_probs, old, advantages = rows(seed, count, 3)
     leaf = log_probs.requires_grad_()
@@ -63,7 +63,7 @@ def test_ppo_against_a_loop(seed: int, count: int, low: float, high: float, dual
 
 
 @PROPERTY
-@given(seeds, st.integers(1, 30))
+@given(seeds(), st.integers(1, 30))
 def test_on_policy_gradients_are_those_of_reinforce(seed: int, count: int) -> None:
     """On policy (ratio 1) the gradient of PPO, GSPO and CISPO is -A; GSPO's with one advantage a sequence."""
     log_probs, advantages = rows(seed, count, 2)
@@ -77,7 +77,7 @@ def test_on_policy_gradients_are_those_of_reinforce(seed: int, count: int) -> No
 
 
 @PROPERTY
-@given(seeds, st.integers(1, 30), st.floats(1.01, 5))
+@given(seeds(), st.integers(1, 30), st.floats(1.01, 5))
 def test_dual_clip_bounds_the_loss_of_bad_tokens(seed: int, count: int, dual: float) -> None:
     log_probs, old, advantages = rows(seed, count, 3, scale=4.0)
     loss, _ = ppo_clip_loss(log_probs, old, advantages, dual_clip=dual)
@@ -87,7 +87,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens(seed: int, count: int, dual: fl
 
 
 @PROPERTY
-@given(seeds, st.integers(1, 30), st.floats(0, 0.5), st.floats(0, 0.5), st.floats(0, 1))
+@given(seeds(), st.integers(1, 30), st.floats(0, 0.5), st.floats(0, 0.5), st.floats(0, 1))
 def test_clip_higher_never_raises_the_loss(seed: int, count: int, low: float, high: float, more: float) -> None:
     log_probs, old, advantages = rows(seed, count, 3)
     narrow, _ = ppo_clip_loss(log_probs, old, advantages, clip_low=low, clip_high=high)
@@ -96,7 +96,7 @@ def test_clip_higher_never_raises_the_loss(seed: int, count: int, low: float, hi
 
 
 @PROPERTY
-@given(seeds, st.integers(1, 20))
+@given(seeds(), st.integers(1, 20))
 def test_losses_take_any_shape_and_lower_precision(seed: int, count: int) -> None:
     log_probs, old, advantages = rows(seed, 6 * count, 3)
     for loss_fn in (ppo_clip_loss, cispo_loss):
@@ -129,7 +129,7 @@ def test_far_ratios_stay_finite(distance: float, up: bool, good: bool) -> None:
 
 
 @PROPERTY
-@given(seeds, st.lists(st.integers(0, 6), min_size=1, max_size=6))
+@given(seeds(), st.lists(st.integers(0, 6), min_size=1, max_size=6))
 def test_gspo_equals_the_sequence_objective_and_its_gradient(seed: int, lens: list[int]) -> None:
     lens_S = torch.tensor(lens)
     count = sum(lens)
@@ -149,7 +149,7 @@ def test_gspo_equals_the_sequence_objective_and_its_gradient(seed: int, lens: li
 
 
 @PROPERTY
-@given(seeds, st.integers(1, 20))
+@given(seeds(), st.integers(1, 20))
 def test_gspo_of_single_tokens_is_ppo(seed: int, count: int) -> None:
     log_probs, old, advantages = rows(seed, count, 3)
     ones = torch.ones(count, dtype=torch.int64)
@@ -165,7 +165,7 @@ def test_gspo_of_single_tokens_is_ppo(seed: int, count: int) -> None:
 
 
 @PROPERTY
-@given(seeds, st.integers(1, 30), st.floats(0, 1), st.floats(0, 5))
+@given(seeds(), st.integers(1, 30), st.floats(0, 1), st.floats(0, 5))
 def test_cispo_keeps_every_gradient_with_a_clipped_weight(seed: int, count: int, low: float, high: float) -> None:
     log_probs, old, advantages = rows(seed, count, 3)
     leaf = log_probs.requires_grad_()
@@ -182,7 +182,7 @@ levels = st.sampled_from(["token", "sequence", "geometric"])
 
 
 @PROPERTY
-@given(seeds, st.lists(st.integers(0, 5), min_size=1, max_size=6), levels, st.floats(0, 1), st.floats(1, 3))
+@given(seeds(), st.lists(st.integers(0, 5), min_size=1, max_size=6), levels, st.floats(0, 1), st.floats(1, 3))
 def test_rollout_weights_against_a_loop(seed: int, lens: list[int], level: str, low: float, high: float) -> None:
     lens_S = torch.tensor(lens)
     old, rollout = rows(seed, sum(lens), 2, scale=0.5)
@@ -208,7 +208,7 @@ def test_rollout_weights_against_a_loop(seed: int, lens: list[int], level: str, 
 
 
 @PROPERTY
-@given(seeds, st.integers(1, 20), levels, st.sampled_from(["truncate", "mask"]))
+@given(seeds(), st.integers(1, 20), levels, st.sampled_from(["truncate", "mask"]))
 def test_without_mismatch_weights_are_one_and_have_no_gradient(seed: int, count: int, level: str, mode: str) -> None:
     (old,) = rows(seed, count, 1)
     leaf = old.requires_grad_()
@@ -219,7 +219,7 @@ def test_without_mismatch_weights_are_one_and_have_no_gradient(seed: int, count:
 
 
 @PROPERTY
-@given(seeds, st.integers(1, 20), st.sampled_from(["truncate", "mask"]))
+@given(seeds(), st.integers(1, 20), st.sampled_from(["truncate", "mask"]))
 def test_levels_agree_on_single_tokens(seed: int, count: int, mode: str) -> None:
     old, rollout = rows(seed, count, 2)
     ones = torch.ones(count, dtype=torch.int64)
@@ -232,7 +232,7 @@ def test_levels_agree_on_single_tokens(seed: int, count: int, mode: str) -> None
 
 
 @PROPERTY
-@given(seeds, st.integers(2, 8))
+@given(seeds(), st.integers(2, 8))
 def test_untruncated_token_weights_are_unbiased(seed: int, vocabulary: int) -> None:
     """E over the rollout's distribution of w f equals E over the trainer's of f."""
     trainer, rollout, values = rows(seed, vocabulary, 3)
@@ -246,7 +246,7 @@ def test_untruncated_token_weights_are_unbiased(seed: int, vocabulary: int) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 @PROPERTY
-@given(seed=seeds, vocabulary=st.integers(2, 9), off_policy=st.booleans())
+@given(seed=seeds(), vocabulary=st.integers(2, 9), off_policy=st.booleans())
 def test_kl_loss_has_the_gradient_of_what_it_estimates(kind: str, seed: int, vocabulary: int, off_policy: bool) -> None:
     """The exact expectation over every token of the vocabulary, on policy and from an older policy."""
     logits, ref_logits, old_logits = rows(seed, vocabulary, 3)
@@ -264,7 +264,7 @@ def test_kl_loss_has_the_gradient_of_what_it_estimates(kind: str, seed: int, voc
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 @PROPERTY
-@given(seed=seeds, vocabulary=st.integers(2, 9))
+@given(seed=seeds(), vocabulary=st.integers(2, 9))
 def test_kl_estimates_are_unbiased(kind: str, seed: int, vocabulary: int) -> None:
     policy, ref = (row.log_softmax(0) for row in rows(seed, vocabulary, 2))
     exact = (policy.exp() * (policy - ref)).sum()
@@ -273,7 +273,7 @@ def test_kl_estimates_are_unbiased(kind: str, seed: int, vocabulary: int) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @PROPERTY
-@given(seed=seeds, count=st.integers(1, 30))
+@given(seed=seeds(), count=st.integers(1, 30))
 def test_kl_loss_value_is_the_estimate(kind: str, seed: int, count: int) -> None:
     log_probs, ref = rows(seed, count, 2)
     estimate = kl_estimate(log_probs, ref, kind)
@@ -296,7 +296,7 @@ def test_small_k3_keeps_its_precision_in_fp32(difference: float) -> None:
 
 
 @PROPERTY
-@given(seeds, st.integers(1, 30), st.floats(0.01, 2))
+@given(seeds(), st.integers(1, 30), st.floats(0.01, 2))
 def test_value_loss_against_a_loop(seed: int, count: int, clip: float) -> None:
     values, returns, old = rows(seed, count, 3)
     leaf = values.requires_grad_()
@@ -312,7 +312,7 @@ def test_value_loss_against_a_loop(seed: int, count: int, clip: float) -> None:
 
 
 @PROPERTY
-@given(seeds, st.integers(1, 30))
+@given(seeds(), st.integers(1, 30))
 def test_value_loss_without_a_bound_is_the_squared_error(seed: int, count: int) -> None:
     values, returns, old = rows(seed, count, 3)
     plain = 0.5 * (values - returns).square()
@@ -322,7 +322,7 @@ def test_value_loss_without_a_bound_is_the_squared_error(seed: int, count: int) 
 
 
 @PROPERTY
-@given(seeds, st.integers(1, 5), st.integers(2, 9))
+@given(seeds(), st.integers(1, 5), st.integers(2, 9))
 def test_entropy_bounds_and_gradient(seed: int, count: int, vocabulary: int) -> None:
     logits = torch.stack(rows(seed, vocabulary, count, scale=3.0)).requires_grad_()
     entropy = entropy_from_logits(logits)
@@ -344,7 +344,7 @@ def test_entropy_ignores_banned_tokens() -> None:
 
 
 @PROPERTY
-@given(seeds, st.lists(st.integers(0, 6), max_size=8))
+@given(seeds(), st.lists(st.integers(0, 6), max_size=8))
 def test_segments_against_a_loop(seed: int, lens: list[int]) -> None:
     (values,) = rows(seed, sum(lens), 1)
     leaf = values.requires_grad_()
@@ -367,7 +367,7 @@ def test_gradcheck_of_the_smooth_losses() -> None:
 
 
 @PROPERTY
-@given(seeds, st.lists(st.integers(0, 5), min_size=1, max_size=6))
+@given(seeds(), st.lists(st.integers(0, 5), min_size=1, max_size=6))
 def test_metric_shares_add_up(seed: int, lens: list[int]) -> None:
     lens_S = torch.tensor(lens)
     log_probs, old, advantages = rows(seed, sum(lens), 3, scale=0.3)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from plinth_testing.strategies import lengths, seeds
 from rl_core import (
     AdaptiveKL,
     FixedKL,
@@ -24,8 +25,7 @@ from rl_core import (
 )
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
-seeds = st.integers(0, 2**31)
-lens_strategy = st.lists(st.integers(0, 6), min_size=1, max_size=8)
+lens_strategy = lengths()
 
 
 def rows(seed: int, count: int, num: int, scale: float = 1.0) -> list[Tensor]:
@@ -34,7 +34,7 @@ def rows(seed: int, count: int, num: int, scale: float = 1.0) -> list[Tensor]:
 
 
 @PROPERTY
-@given(seeds, st.integers(1, 50))
+@given(seeds(), st.integers(1, 50))
 def test_mismatch_against_numpy(seed: int, count: int) -> None:
     trainer, rollout = rows(seed, count, 2, scale=0.3)
     metrics = mismatch_metrics(trainer, rollout, percentiles=(0, 12.5, 50, 99, 100))
@@ -51,7 +51,7 @@ def test_mismatch_against_numpy(seed: int, count: int) -> None:
 
 
 @PROPERTY
-@given(seeds, lens_strategy, st.randoms(use_true_random=False))
+@given(seeds(), lens_strategy, st.randoms(use_true_random=False))
 def test_mismatch_does_not_depend_on_order(seed: int, lens: list[int], random: object) -> None:
     trainer, rollout = rows(seed, sum(lens), 2, scale=0.3)
     order = list(range(len(lens)))
@@ -63,7 +63,7 @@ def test_mismatch_does_not_depend_on_order(seed: int, lens: list[int], random: o
 
 
 @PROPERTY
-@given(seeds, lens_strategy)
+@given(seeds(), lens_strategy)
 def test_equal_log_probs_have_no_mismatch(seed: int, lens: list[int]) -> None:
     (log_probs,) = rows(seed, sum(lens), 1)
     metrics = mismatch_metrics(log_probs, log_probs, response_lens_S=torch.tensor(lens))
@@ -132,7 +132,7 @@ def test_adaptive_kl_hand_values() -> None:
 
 
 @PROPERTY
-@given(seeds, lens_strategy, st.floats(0, 2))
+@given(seeds(), lens_strategy, st.floats(0, 2))
 def test_token_rewards_sum_to_the_score_and_the_kl_penalty(seed: int, lens: list[int], coefficient: float) -> None:
     lens_S = torch.tensor(lens)
     (scores,), (kl,) = rows(seed, len(lens), 1), rows(seed + 1, sum(lens), 1)
@@ -148,7 +148,7 @@ def test_token_rewards_sum_to_the_score_and_the_kl_penalty(seed: int, lens: list
 
 
 @PROPERTY
-@given(seeds, lens_strategy, st.floats(0, 1))
+@given(seeds(), lens_strategy, st.floats(0, 1))
 def test_returns_to_go_against_a_loop(seed: int, lens: list[int], gamma: float) -> None:
     (rewards,) = rows(seed, sum(lens), 1)
     want = []

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weight_sync
+from plinth_testing.strategies import shapes
 from weight_sync import (
     ReceiverError,
     ServerError,
@@ -22,7 +23,6 @@ from weight_sync import (
 from weight_sync.manifest import DTYPE_BYTES
 from weight_sync.plan import ALIGN_BYTES, BucketPlan
 
-shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=12)
 dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 
@@ -31,7 +31,7 @@ dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 def manifests(draw: st.DrawFn) -> WeightManifest:
     unique = draw(st.lists(names, unique=True, max_size=30))
     return WeightManifest.of(
-        TensorEntry(name=name, shape=draw(shapes), dtype=draw(dtypes), padding=draw(st.integers(0, 7)))
+        TensorEntry(name=name, shape=draw(shapes(max_side=40)), dtype=draw(dtypes), padding=draw(st.integers(0, 7)))
         for name in unique
     )
 
