@@ -102,7 +102,7 @@ def test_missing_and_torn_and_foreign_files(saved: Path, tmp_path: Path) -> None
     shutil.copytree(saved / "zero3" / "actor", folder)
     victim = folder / "zero_pp_rank_1_mp_rank_00_model_states.pt"
     victim.unlink()
-    with pytest.raises(ShardError, match=r"saved by 2 ranks.*model_states\.pt are there of ranks \[0\]"):
+    with pytest.raises(ShardError, match=r"saved by 2 ranks.*found \*_model_states\.pt of ranks \[0\]"):
         ZeroCheckpoint(folder).check()
     victim.write_bytes((saved / "zero3" / "actor" / victim.name).read_bytes()[:2000])
     with pytest.raises(ShardError, match=r"rank_1_mp_rank_00_model_states\.pt: cannot be read safely"):

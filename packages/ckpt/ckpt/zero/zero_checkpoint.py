@@ -70,7 +70,7 @@ def find_deepspeed_folder(path: Path, tag: str | None = None) -> Path:
     if tag is not None:
         tagged = [folder for folder in (path / tag, path / tag / tag) if any(folder.glob("*_model_states.pt"))]
         if not tagged:
-            raise ShardError(f"{path / tag}: is not a DeepSpeed checkpoint (it has no *_model_states.pt)")
+            raise ShardError(f"{path / tag}: holds no DeepSpeed checkpoint (no *_model_states.pt)")
         return tagged[0]
     if any(path.glob("*_model_states.pt")):
         return path
