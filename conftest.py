@@ -11,21 +11,21 @@ settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True
 settings.register_profile("dev", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
-# Under `pants test` the heavy stack (torch, ...) comes from .venv, which .pants.bootstrap names. Pythons that a test
-# starts find it, and the sandbox's source roots, in the variable that Pex hands its sys.path additions on in.
+# Under `pants test` the heavy stack (torch, ...) comes from .venv, which .pants.bootstrap names. Python processes
+# that a test starts find it, and the sandbox's source roots, through the variable that holds Pex's sys.path entries.
 _heavy_stack = os.environ.get("PLINTH_SITE_PACKAGES")
-_handed_on = "__PEX_EXTRA_SYS_PATH__"
-if _heavy_stack and _handed_on in os.environ:
+_passed_on = "__PEX_EXTRA_SYS_PATH__"
+if _heavy_stack and _passed_on in os.environ:
     sys.path.append(_heavy_stack)
-    _roots = [os.path.abspath(root) for root in os.environ[_handed_on].split(os.pathsep)]
-    os.environ[_handed_on] = os.pathsep.join([*_roots, _heavy_stack])
+    _roots = [os.path.abspath(root) for root in os.environ[_passed_on].split(os.pathsep)]
+    os.environ[_passed_on] = os.pathsep.join([*_roots, _heavy_stack])
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With pytest-xdist, a folder's tests that start processes stay on one worker: they share servers and worlds.
+    """With pytest-xdist, a folder's tests that start processes run on one worker: they share servers and ranks.
 
-    They come first, whole applications before all others: no worker is left with a long group when the rest is done.
+    They run first, whole applications before all others, so that no worker ends with a long group.
     """
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:

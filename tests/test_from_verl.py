@@ -1,4 +1,4 @@
-"""docs/from-verl.md: every key and knob of the required documents is in it, and everything it names here exists."""
+"""docs/from-verl.md: it lists every key of the required documents, and everything that it names here exists."""
 
 import re
 from collections.abc import Iterator

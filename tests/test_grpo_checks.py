@@ -1,4 +1,4 @@
-"""What the GRPO app refuses before any process starts: its own check, in this process."""
+"""Configurations that the GRPO app refuses before any process starts; its check runs in this process."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The presets: each loads, alone and with every overlay, with the values of the runs they stand for."""
+"""Every preset loads, alone and with every overlay, and has the values of the run that it documents."""
 
 from dataclasses import replace
 from pathlib import Path

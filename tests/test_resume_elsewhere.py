@@ -1,4 +1,4 @@
-"""A run saved by two ranks at ZeRO-2 and gone on with by one rank at ZeRO-3; whole models and adapters alone."""
+"""A run saved by two ranks at ZeRO-2 resumes on one rank at ZeRO-3; with the whole model and with adapters."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""What a user plugs into rollout, and what happens to it, on the real stack: tools, rewards, a server that dies."""
+"""Tools, rewards, existing servers and server failures in training, on the real stack."""
 
 import csv
 import json

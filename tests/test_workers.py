@@ -1,4 +1,4 @@
-"""How the tests are spread over workers."""
+"""Distribution of the tests over pytest-xdist workers."""
 
 import shutil
 import subprocess
