@@ -1,8 +1,8 @@
-"""Command line: `python -m ds_engine plan MODEL --tokens N [--dp D] [section.key=value ...]` estimates memory per rank.
+"""Memory planner: `plinth plan MODEL --tokens N [--dp D] [section.key=value ...]` estimates the memory per rank.
 
-    $ python -m ds_engine plan path/to/model --dp 2 --tokens 16384 zero.stage=2 gradient_checkpointing=true
+    $ plinth plan path/to/model --dp 2 --tokens 16384 zero.stage=2 gradient_checkpointing=true
 
-Keys are those of EngineConfig; MODEL is a Hugging Face folder or a config.json.
+Keys are those of EngineConfig; MODEL is a Hugging Face folder or a config.json. `python -m ds_engine plan` is the same.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     print(estimate.table())
+
+
+def plan(argv: Sequence[str]) -> None:
+    """The command `plinth plan`."""
+    main(["plan", *argv])
 
 
 def _configured(config_class: Any, settings: Sequence[str], prefix: str = "") -> Any:
