@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
 """By name: the arguments, and what the message has to hold."""
 RUN_ALL = """
 import json, os, sys
-import pyarrow.parquet, ray, torch._dynamo, transformers  # once for all: every case is a fork of this process
+import pyarrow.parquet, ray, rl_runtime.launch.session, transformers  # once: every case is a fork of this process
 import apps.grpo.main
 
 codes = {}

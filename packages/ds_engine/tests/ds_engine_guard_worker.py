@@ -146,7 +146,7 @@ def play(out: Path, backend: str, scenario: str, mode: str, rank: int) -> None:
 
 def main() -> None:
     out, backend, worlds = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    at_once = 4 if backend == "gloo" else 1  # they mostly sleep
+    at_once = 2 if backend == "gloo" else 1  # they mostly sleep; more would look like stalls on a busy machine
     running: dict[str, list[ForkProcess]] = {}
     codes: dict[str, list[int | None]] = {}
     while worlds or running:
