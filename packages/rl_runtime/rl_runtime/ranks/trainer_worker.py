@@ -225,7 +225,7 @@ class TrainerWorker:
                 engine = self._engines[role]
                 self._captures[role] = DeepSpeedState(engine.deepspeed, partial(engine.save_checkpoint, tag=role))
         states = {**{role: self._captures[role] for role in roles}, _RNG: capture_rng()}
-        self._saver.save(step, states, copy_beside=True)
+        self._saver.save(step, states, copy_in_background=True)
 
     def close_saver(self) -> None:
         """Waits for the save in progress."""
