@@ -10,11 +10,10 @@ The first of these that exists:
 
 import ast
 import functools
-import importlib.util
+import inspect
 import io
 import sys
 import tokenize
-from pathlib import Path
 
 Docs = dict[tuple[str, str], str]
 
@@ -24,11 +23,8 @@ def field_doc(cls: type, name: str) -> str:
     metadata = cls.__dataclass_fields__[name].metadata  # type: ignore[attr-defined]
     if "doc" in metadata:
         return " ".join(str(metadata["doc"]).split())
-    for owner in cls.__mro__:
-        doc = _module_docs(owner.__module__).get((owner.__qualname__, name))
-        if doc:
-            return doc
-    return ""
+    docs = (_module_docs(owner.__module__).get((owner.__qualname__, name)) for owner in cls.__mro__)
+    return next((doc for doc in docs if doc), "")
 
 
 def class_doc(cls: type) -> str:
@@ -39,23 +35,10 @@ def class_doc(cls: type) -> str:
 
 @functools.cache
 def _module_docs(module: str) -> Docs:
-    source = _source_text(module)
-    return source_docs(source) if source else {}
-
-
-def _source_text(module: str) -> str:
-    loaded = sys.modules.get(module)
-    spec = getattr(loaded, "__spec__", None)
-    if spec is None and module != "__main__":
-        spec = importlib.util.find_spec(module)
-    loader = getattr(spec, "loader", None)
     try:
-        if loader is not None and hasattr(loader, "get_source"):
-            return loader.get_source(spec.name) or ""  # type: ignore[union-attr]
-        file = getattr(loaded, "__file__", None)
-        return Path(file).read_text(encoding="utf-8") if file else ""
-    except (OSError, ImportError, UnicodeDecodeError):
-        return ""
+        return source_docs(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError, KeyError):  # built in, typed at a prompt, or without its source
+        return {}
 
 
 def source_docs(source: str) -> Docs:

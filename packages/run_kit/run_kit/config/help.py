@@ -4,12 +4,13 @@ import dataclasses
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from .field_docs import class_doc, field_doc
 from .loader import plain_tree
-from .schema import MISSING, Key, Section, entries, field_default, nearest_paths, type_text
+from .schema import MISSING, Key, entries, nearest_paths, type_text
 
 _WIDTH = 110
 
@@ -89,34 +90,22 @@ def _preset_lines(title: str, files: Sequence[PresetFile]) -> list[str]:
 
 def _key_lines(cls: type, under: str) -> list[str]:
     """Keys grouped by section, under the section's heading."""
-    shown = [e for e in entries(cls) if isinstance(e, Key) and _matches(e.path, under)]
-    sections = {e.path: e for e in entries(cls) if isinstance(e, Section)}
-    by_section: dict[str, list[Key]] = {}
-    for key in shown:
-        by_section.setdefault(key.path.rpartition(".")[0], []).append(key)
-    order = ["", *sections]
-    lines: list[str] = []
-    for path in order:
-        keys = by_section.get(path, [])
-        if not keys:
-            continue
-        if path:
-            section = sections[path]
-            note = " (off unless given)" if _off_by_default(cls, path) else ""
-            doc = class_doc(section.cls)
-            lines += ["", f"{path}{note}" + (f"  -  {doc}" if doc else "")]
-        for key in keys:
-            lines += _entry_lines(key, _shown_default(cls, key))
-    return lines
+    headings: dict[str, list[str]] = {"": []}
+    keys: dict[str, list[str]] = {"": []}
+    for entry in entries(cls):
+        if isinstance(entry, Key):
+            keys[entry.path.rpartition(".")[0]] += _entry_lines(entry) if under in entry.path else []
+        else:
+            note = " (off unless given)" if entry.off else ""
+            doc = class_doc(entry.cls)
+            headings[entry.path] = ["", f"{entry.path}{note}" + (f"  -  {doc}" if doc else "")]
+            keys[entry.path] = []
+    return [line for path, lines in keys.items() if lines for line in (*headings[path], *lines)]
 
 
-def _matches(path: str, under: str) -> bool:
-    return under in path if under else True
-
-
-def _entry_lines(key: Key, default: Any) -> list[str]:
-    required = default is MISSING
-    head = f"  {key.path}: {type_text(key.hint)}" + (" (required)" if required else f" = {_default_text(default)}")
+def _entry_lines(key: Key) -> list[str]:
+    default = " (required)" if key.default is MISSING else f" = {_default_text(key.default)}"
+    head = f"  {key.path}: {type_text(key.hint)}{default}"
     lines = textwrap.wrap(head, _WIDTH, subsequent_indent=" " * 8, break_long_words=False)
     doc = field_doc(key.owner, key.name)
     return lines + textwrap.wrap(doc, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -132,32 +121,8 @@ def _default_text(value: Any) -> str:
     return '""' if value == "" else str(value)
 
 
-def _shown_default(cls: type, key: Key) -> Any:
-    """The effective default in `cls`: a section's default instance may differ from its class's own defaults."""
-    value: Any = cls
-    for word in key.path.split("."):
-        if value is MISSING or value is None:
-            return key.default
-        value = field_default(value, word) if isinstance(value, type) else getattr(value, word)
-    return value
-
-
-def _off_by_default(cls: type, path: str) -> bool:
-    value: Any = cls
-    for word in path.split("."):
-        if value is MISSING:
-            return False
-        value = field_default(value, word) if isinstance(value, type) else getattr(value, word)
-        if value is None:
-            return True
-    return False
-
-
 def _top_comment(path: Path) -> str:
-    words: list[str] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if not line.startswith("#"):
-            break
-        words.append(line.lstrip("#").strip())
-    text = " ".join(words)
-    return text.partition(". ")[0].rstrip(".") if text else ""
+    """First sentence of the comment at the top of a file."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    comment = takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.lstrip("#").strip() for line in comment).partition(". ")[0].rstrip(".")

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,11 +22,12 @@ from .schema import (
     accepts_text,
     allowed_words,
     alternatives,
+    choices,
     current_key,
     field_default,
     field_hints,
+    inner_hint,
     item_hint,
-    literals,
     nearest_paths,
     section_class,
     value_hint,
@@ -93,37 +94,31 @@ def plain_tree(value: Any) -> Any:
     return value
 
 
-def _file_layer(cls: type, path: Path, problems: list[ConfigProblem]) -> _Layer | None:
+def _file_layers(cls: type, path: Path, problems: list[ConfigProblem], below: tuple[Path, ...] = ()) -> list[_Layer]:
+    """A file's values, after those of its `base: other.yaml` (a path relative to its own folder)."""
+    source = str(path)
     try:
         tree = parse_typed(path.read_text(encoding="utf-8"), cls)
     except OSError as error:
         problems.append(ConfigProblem(path="", message=f"cannot read the file {path}: {error.strerror or error}"))
-        return None
+        return []
     except (YamlError, UnicodeDecodeError) as error:
-        problems.append(ConfigProblem(path="", message=str(error), source=str(path)))
-        return None
+        problems.append(ConfigProblem(path="", message=str(error), source=source))
+        return []
     if tree is None:
-        return None
+        return []
     if not isinstance(tree, dict):
         message = f"expected a mapping of keys at the top of the file, got {_short(tree)}"
-        problems.append(ConfigProblem(path="", message=message, source=str(path)))
-        return None
-    return _Layer(source=str(path), tree=tree)
-
-
-def _file_layers(cls: type, path: Path, problems: list[ConfigProblem], below: tuple[Path, ...] = ()) -> list[_Layer]:
-    """A file's values, after those of its `base: other.yaml` (a path relative to its own folder)."""
-    layer = _file_layer(cls, path, problems)
-    if layer is None:
+        problems.append(ConfigProblem(path="", message=message, source=source))
         return []
-    if _BASE not in layer.tree or _BASE in field_hints(cls):
-        return [layer]
-    base, below = layer.tree.pop(_BASE), (*below, path.resolve())
-    if not isinstance(base, str) or (file := (path.parent / base).resolve()) in below:
-        what = f"the path of another file, not of {path.name} itself or one that is based on it"
-        problems.append(ConfigProblem(path=_BASE, message=f"got {_short(base)}; allowed: {what}", source=str(path)))
-        return [layer]
-    return [*_file_layers(cls, file, problems, below), layer]
+    layers = [_Layer(source=source, tree=tree)]
+    if _BASE in tree and _BASE not in field_hints(cls):
+        base, below = tree.pop(_BASE), (*below, path.resolve())
+        if isinstance(base, str) and (file := (path.parent / base).resolve()) not in below:
+            return [*_file_layers(cls, file, problems, below), *layers]
+        allowed = f"the path of another file, not of {path.name} itself or one that is based on it"
+        problems.append(ConfigProblem(path=_BASE, message=f"got {_short(base)}; allowed: {allowed}", source=source))
+    return layers
 
 
 def _override_layer(cls: type, text: str, problems: list[ConfigProblem]) -> _Layer | None:
@@ -134,7 +129,7 @@ def _override_layer(cls: type, text: str, problems: list[ConfigProblem]) -> _Lay
         problems.append(ConfigProblem(path="", message=message, source="command line"))
         return None
     try:
-        value = "" if raw == "" else _parse_override(raw, _hint_at(cls, words))
+        value = "" if raw == "" else _parse_override(raw, functools.reduce(inner_hint, words, cast("Any", cls)))
     except YamlError as error:
         problems.append(ConfigProblem(path=path, message=str(error), source="command line"))
         return None
@@ -153,30 +148,18 @@ def _parse_override(raw: str, hint: Any) -> Any:
     return parse_typed(raw, hint)
 
 
-def _hint_at(cls: type, words: Sequence[str]) -> Any | None:
-    """Type at a dotted path; None where there is no such key."""
-    hint: Any = cls
-    for word in words:
-        nested = section_class(hint)
-        hint = field_hints(nested).get(current_key(nested, word)) if nested is not None else value_hint(hint)
-        if hint is None:
-            return None
-    return hint
-
-
 def _known_part(root: type, value: Any, hint: Any, path: str, source: str, problems: list[ConfigProblem]) -> Any:
     """The part of a layer with known keys; unknown keys become problems."""
     if isinstance(value, list):
-        item = item_hint(hint)
         return [
-            v if item is None else _known_part(root, v, item, f"{path}[{i}]", source, problems)
-            for i, v in enumerate(value)
+            _known_part(root, item, inner_hint(hint, i), f"{path}[{i}]", source, problems)
+            for i, item in enumerate(value)
         ]
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or hint is None:
         return value
     nested = section_class(hint)
     if nested is None:
-        if value_hint(hint) is None and not _is_any(hint):
+        if value_hint(hint) is None and Any not in alternatives(hint)[0]:
             inner = next(iter(value), "")
             message = f"unknown key; {path} is a value ({allowed_words(hint)}), not a section"
             problems.append(ConfigProblem(path=f"{path}.{inner}", message=message, source=source))
@@ -204,10 +187,6 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
         elif (known := _known_part(root, inner, field_hints(nested)[key], inner_path, source, problems)) is not MISSING:
             out[key] = known
     return out
-
-
-def _is_any(hint: Any) -> bool:
-    return Any in alternatives(hint)[0]
 
 
 def _merge(cls: type, layers: Sequence[_Layer], problems: list[ConfigProblem]) -> dict[str, Any] | None:
@@ -247,51 +226,33 @@ def _replace_text(tree: Any, old: str, new: str) -> Any:
     return new if tree == old else tree
 
 
-def _default_tree(cls: type, given: Any) -> dict[str, Any]:
-    """Defaults of a config class; a given key switches on the defaults of an optional section."""
+def _default_tree(cls: type, given: Any, instance: Any = None) -> dict[str, Any]:
+    """Defaults of a config class or of `instance`; a given key switches on the defaults of an optional section."""
     tree: dict[str, Any] = {}
     for name, hint in field_hints(cls).items():
-        default, nested = field_default(cls, name), section_class(hint)
-        user = given.get(name) if isinstance(given, dict) else None
-        if nested is not None and (default is MISSING or (default is None and isinstance(user, dict))):
-            if alternatives(hint)[1] and not isinstance(user, dict):
-                continue
+        default = field_default(cls, name) if instance is None else getattr(instance, name)
+        nested, user = section_class(hint), given.get(name) if isinstance(given, dict) else None
+        if nested is not None and default is not None and default is not MISSING:
+            tree[name] = _default_tree(type(default), user, default)
+        elif nested is not None and (isinstance(user, dict) or not alternatives(hint)[1]):
             tree[name] = _default_tree(nested, user)
-        elif nested is not None and default is not None:
-            tree[name] = _instance_tree(default, user)
         elif default is not MISSING:
             tree[name] = plain_tree(default)
     return tree
 
 
-def _instance_tree(instance: Any, given: Any) -> dict[str, Any]:
-    """Values of a default section instance, with the defaults of its switched-off sections that are given."""
-    cls: type = type(instance)
-    tree = {name: plain_tree(getattr(instance, name)) for name in field_hints(cls)}
-    for name, hint in field_hints(cls).items():
-        user, nested = (given.get(name) if isinstance(given, dict) else None), section_class(hint)
-        if nested is not None and isinstance(user, dict):
-            value = getattr(instance, name)
-            tree[name] = _default_tree(nested, user) if value is None else _instance_tree(value, user)
-    return tree
-
-
 def _normalize(value: Any, hint: Any) -> Any:
     """Convert resolved values to their types: one value to a list, `1e3` to an integer, a number to text."""
-    if (nested := section_class(hint)) is not None:
-        if not isinstance(value, dict):
-            return value
-        hints = field_hints(nested)
-        return {key: _normalize(item, hints[key]) for key, item in value.items()}
+    if isinstance(value, dict):
+        return {key: _normalize(item, inner_hint(hint, key)) for key, item in value.items()}
+    if hint is None or section_class(hint) is not None:
+        return value
     if (item := item_hint(hint)) is not None:
-        if isinstance(value, str) and value in literals(hint):  # a word for a whole list, such as "all"
+        if isinstance(value, str) and value in choices(hint):  # a word for a whole list, such as "all"
             return value
         if isinstance(value, list):
             return [_normalize(inner, item_hint(hint, index)) for index, inner in enumerate(value)]
-        return value if value is None or isinstance(value, dict) else [_normalize(value, item)]
-    if isinstance(value, dict):
-        inner_hint = value_hint(hint)
-        return value if inner_hint is None else {key: _normalize(item, inner_hint) for key, item in value.items()}
+        return None if value is None else [_normalize(value, item)]
     return _normalize_scalar(value, hint)
 
 
@@ -334,6 +295,10 @@ def _validate(cls: type[ConfigT], tree: Any, layers: Sequence[_Layer], problems:
     return config
 
 
+_CLEAR_FROM_THE_TYPE = ("_type", "_parsing", "_from_float", "literal_error", "enum", "none_required", "missing")
+"""Ends of pydantic's error types whose message adds nothing to the allowed values."""
+
+
 def _problem(cls: type, detail: Mapping[str, Any], tree: Any, layers: Sequence[_Layer]) -> ConfigProblem:
     missing = detail["type"] in ("missing", "missing_argument", "missing_keyword_only_argument")
     loc = detail["loc"]
@@ -347,13 +312,9 @@ def _problem(cls: type, detail: Mapping[str, Any], tree: Any, layers: Sequence[_
         return ConfigProblem(path=path, message=f"missing; it has no default; allowed: {allowed_words(hint)}")
     value = _at(tree, path)
     allowed = allowed_words(hint)
-    if not (detail["type"] == "missing" or _says_it_all(detail["type"])):
+    if not detail["type"].endswith(_CLEAR_FROM_THE_TYPE):
         allowed = f"{allowed} ({detail['msg']})"
     return ConfigProblem(path=path, message=f"got {_short(value)}; allowed: {allowed}", source=source)
-
-
-def _says_it_all(kind: str) -> bool:
-    return kind.endswith(("_type", "_parsing", "_from_float")) or kind in ("literal_error", "enum", "none_required")
 
 
 def _check_problem(path: str, hint: Any, message: str, layers: Sequence[_Layer]) -> ConfigProblem:
@@ -374,33 +335,21 @@ def _locate(cls: type, loc: Sequence[int | str]) -> tuple[str, Any]:
     hint: Any = cls
     path = ""
     for step in loc:
-        nested = section_class(hint)
-        if nested is not None and step in field_hints(nested):
-            hint = field_hints(nested)[str(step)]
-            path = f"{path}.{step}" if path else str(step)
-        elif nested is None and isinstance(step, int) and item_hint(hint, step) is not None:
-            hint, path = item_hint(hint, step), f"{path}[{step}]"
-        elif nested is None and value_hint(hint) is not None and not isinstance(step, int):
-            hint, path = value_hint(hint), f"{path}.{step}"
-        else:
+        if (inner := inner_hint(hint, step)) is None:
             break
+        hint, path = inner, f"{path}[{step}]" if isinstance(step, int) else f"{path}.{step}".removeprefix(".")
     return path, hint
-
-
-def _steps(path: str) -> Iterator[str | int]:
-    for word in re.findall(r"[^.\[\]]+|\[\d+\]", path):
-        yield int(word[1:-1]) if word.startswith("[") else word
 
 
 def _at(tree: Any, path: str) -> Any:
     """Value at a path, or MISSING."""
-    for step in _steps(path):
-        found = tree[step] if isinstance(tree, dict) and step in tree else MISSING
-        if isinstance(tree, list) and isinstance(step, int) and step < len(tree):
-            found = tree[step]
-        if found is MISSING:
+    for step in re.findall(r"[^.\[\]]+", path):
+        if isinstance(tree, dict) and step in tree:
+            tree = tree[step]
+        elif isinstance(tree, list) and step.isdecimal() and int(step) < len(tree):
+            tree = tree[int(step)]
+        else:
             return MISSING
-        tree = found
     return tree
 
 
@@ -413,6 +362,5 @@ def _source_of(layers: Sequence[_Layer], path: str) -> str:
 def _short(value: Any) -> str:
     if value is MISSING:
         return "nothing"
-    text = {None: "null", True: "true", False: "false"}.get(value, "") if isinstance(value, (bool, type(None))) else ""
-    text = text or repr(value)
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -32,7 +32,8 @@ class Section:
 
     path: str
     cls: type
-    optional: bool
+    off: bool
+    """Whether it is null, or inside a section that is null, unless a value is given."""
 
 
 @functools.cache
@@ -74,9 +75,15 @@ def section_class(hint: Any) -> type | None:
     return nested[0] if len(members) == len(nested) == 1 else None
 
 
-def literals(hint: Any) -> tuple[Any, ...]:
-    """The values that the Literal members of a type list."""
-    return tuple(value for m in alternatives(hint)[0] if get_origin(m) is Literal for value in get_args(m))
+def choices(hint: Any) -> tuple[Any, ...]:
+    """The values that the Literal and Enum members of a type list."""
+    found: list[Any] = []
+    for member in alternatives(hint)[0]:
+        if get_origin(member) is Literal:
+            found += get_args(member)
+        elif isinstance(member, type) and issubclass(member, Enum):
+            found += [value.value for value in member]
+    return tuple(found)
 
 
 def item_hint(hint: Any, index: int = 0) -> Any | None:
@@ -101,15 +108,21 @@ def value_hint(hint: Any) -> Any | None:
     return None
 
 
+def inner_hint(hint: Any, key: str | int) -> Any | None:
+    """Type of what a section, mapping or sequence holds under a key or index; None where it holds nothing."""
+    if hint is None:
+        return None
+    if isinstance(key, int):
+        return item_hint(hint, key)
+    nested = section_class(hint)
+    return value_hint(hint) if nested is None else field_hints(nested).get(current_key(nested, key))
+
+
 def wants_text(hint: Any) -> bool:
     """Whether a plain scalar is read as text, unchanged (`1.10` stays `1.10`)."""
     members, _ = alternatives(hint)
     return bool(members) and all(
-        m is str
-        or m is Path
-        or (get_origin(m) is Literal and all(isinstance(v, str) for v in get_args(m)))
-        or (isinstance(m, type) and issubclass(m, Enum) and all(isinstance(v.value, str) for v in m))
-        for m in members
+        m in (str, Path) or (choices(m) and all(isinstance(value, str) for value in choices(m))) for m in members
     )
 
 
@@ -119,16 +132,23 @@ def accepts_text(hint: Any) -> bool:
     return any(m is Any or wants_text(m) for m in members)
 
 
-def entries(cls: type, prefix: str = "") -> Iterator[Key | Section]:
-    """Every section and key of a config class, depth first, in the order of the source. Sections come before keys."""
+def entries(cls: type, prefix: str = "", instance: Any = MISSING) -> Iterator[Key | Section]:
+    """Every section and key of a config class, depth first, in the order of the source.
+
+    Args:
+        prefix: comes before each path.
+        instance: has the defaults, which may differ from those of its class; None for a section that is off.
+    """
     for name, hint in field_hints(cls).items():
         path = f"{prefix}{name}"
+        default = getattr(instance, name) if isinstance(instance, cls) else field_default(cls, name)
         nested = section_class(hint)
         if nested is None:
-            yield Key(path=path, hint=hint, default=field_default(cls, name), owner=cls, name=name)
+            yield Key(path=path, hint=hint, default=default, owner=cls, name=name)
         else:
-            yield Section(path=path, cls=nested, optional=alternatives(hint)[1])
-            yield from entries(nested, f"{path}.")
+            off = instance is None or default is None
+            yield Section(path=path, cls=nested, off=off)
+            yield from entries(nested, f"{path}.", None if off else default)
 
 
 def all_paths(cls: type) -> list[str]:
@@ -180,10 +200,8 @@ def allowed_words(hint: Any) -> str:
 
 
 def _member_words(member: Any) -> str:
-    if get_origin(member) is Literal:
-        return "one of " + ", ".join(str(value) for value in get_args(member))
-    if isinstance(member, type) and issubclass(member, Enum):
-        return "one of " + ", ".join(str(value.value) for value in member)
+    if values := choices(member):
+        return "one of " + ", ".join(map(str, values))
     if isinstance(member, type) and dataclasses.is_dataclass(member):
         return "a section with the keys " + ", ".join(field_hints(member))
     args = get_args(member)
@@ -204,10 +222,8 @@ def type_text(hint: Any) -> str:
 
 
 def _member_text(member: Any) -> str:
-    if get_origin(member) is Literal:
-        return "|".join(str(value) for value in get_args(member))
-    if isinstance(member, type) and issubclass(member, Enum):
-        return "|".join(str(value.value) for value in member)
+    if values := choices(member):
+        return "|".join(map(str, values))
     if args := get_args(member):
         name = getattr(get_origin(member), "__name__", str(get_origin(member)))
         return f"{name}[{', '.join('...' if arg is Ellipsis else type_text(arg) for arg in args)}]"

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from .schema import current_key, field_hints, item_hint, section_class, value_hint, wants_text
+from .schema import inner_hint, item_hint, wants_text
 
 _TAG = "tag:yaml.org,2002:"
 _RESOLVERS: list[tuple[str, str, str]] = [
@@ -79,13 +79,8 @@ def _construct(node: yaml.Node, hint: Any) -> Any:
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node, hint)
     if isinstance(node, yaml.SequenceNode):
-        return [
-            _construct(item, None if hint is None else item_hint(hint, index)) for index, item in enumerate(node.value)
-        ]
+        return [_construct(item, inner_hint(hint, index)) for index, item in enumerate(node.value)]
     assert isinstance(node, yaml.MappingNode)
-    nested = section_class(hint) if hint is not None else None
-    hints = field_hints(nested) if nested is not None else {}
-    other = None if hint is None or nested is not None else value_hint(hint)
     out: dict[str, Any] = {}
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
@@ -93,8 +88,7 @@ def _construct(node: yaml.Node, hint: Any) -> Any:
         key = str(key_node.value)
         if key in out:
             raise YamlError(f"the key {key!r} is given twice{_where(key_node)}")
-        hint_of_value = hints.get(current_key(nested, key), other) if nested is not None else other
-        out[key] = _construct(value_node, hint_of_value)
+        out[key] = _construct(value_node, inner_hint(hint, key))
     return out
 
 
