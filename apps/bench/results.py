@@ -9,7 +9,7 @@ from typing import Any
 from apps.bench.config import StageGateConfig
 from apps.bench.plan import Case, zero1_name, zero2_name
 from apps.bench.statistics import Interval, Judgement, judge
-from run_kit.tracking import MetricsTable, tail_mean
+from run_kit import MetricsTable, tail_mean
 
 TAIL = 5
 """Number of final steps in the tail averages."""

@@ -10,48 +10,37 @@ if TYPE_CHECKING:
     from .errors import ConfigError, ConfigProblem, ReportError, RunKitError, TrackingError
     from .memory import MemorySampler, TreeMemory, process_tree_memory
     from .profiling import StepProfiler
-    from .report import write_comparison, write_report
+    from .report.comparison import write_comparison
+    from .report.page import write_report
     from .timing import PhaseTimer
-    from .tracking import Progress, RunFolder, Tracker, TrackingConfig, check_tracking
-    from .tracking.run_folder import EXPERIMENT_PATTERN
+    from .tracker import Tracker, check_tracking
+    from .tracking.config import TrackingConfig
+    from .tracking.curves import write_compared_curves, write_curves
+    from .tracking.metrics_table import MetricsTable
+    from .tracking.progress import Progress
+    from .tracking.rollouts import read_rollouts, write_rollouts
+    from .tracking.run_folder import EXPERIMENT_PATTERN, RunFolder
+    from .tracking.summary import MetricSummary, first_mean, summarize, tail_mean
 
 # Module -> its public names; nothing is imported before a name is used.
 _MODULES = {
-    ".cli": (
-        "is_user_error",
-        "run_cli",
-    ),
+    ".cli": ("is_user_error", "run_cli"),
     ".config.help": ("help_text",),
-    ".config.loader": (
-        "load_config",
-        "to_yaml",
-    ),
-    ".errors": (
-        "ConfigError",
-        "ConfigProblem",
-        "ReportError",
-        "RunKitError",
-        "TrackingError",
-    ),
-    ".memory": (
-        "MemorySampler",
-        "TreeMemory",
-        "process_tree_memory",
-    ),
+    ".config.loader": ("load_config", "to_yaml"),
+    ".errors": ("ConfigError", "ConfigProblem", "ReportError", "RunKitError", "TrackingError"),
+    ".memory": ("MemorySampler", "TreeMemory", "process_tree_memory"),
     ".profiling": ("StepProfiler",),
-    ".report": (
-        "write_comparison",
-        "write_report",
-    ),
+    ".report.comparison": ("write_comparison",),
+    ".report.page": ("write_report",),
     ".timing": ("PhaseTimer",),
-    ".tracking": (
-        "Progress",
-        "RunFolder",
-        "Tracker",
-        "TrackingConfig",
-        "check_tracking",
-    ),
-    ".tracking.run_folder": ("EXPERIMENT_PATTERN",),
+    ".tracker": ("Tracker", "check_tracking"),
+    ".tracking.config": ("TrackingConfig",),
+    ".tracking.curves": ("write_compared_curves", "write_curves"),
+    ".tracking.metrics_table": ("MetricsTable",),
+    ".tracking.progress": ("Progress",),
+    ".tracking.rollouts": ("read_rollouts", "write_rollouts"),
+    ".tracking.run_folder": ("EXPERIMENT_PATTERN", "RunFolder"),
+    ".tracking.summary": ("MetricSummary", "first_mean", "summarize", "tail_mean"),
 }
 _EXPORTS = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -60,6 +49,8 @@ __all__ = [
     "ConfigError",
     "ConfigProblem",
     "MemorySampler",
+    "MetricSummary",
+    "MetricsTable",
     "PhaseTimer",
     "Progress",
     "ReportError",
@@ -71,14 +62,21 @@ __all__ = [
     "TrackingError",
     "TreeMemory",
     "check_tracking",
+    "first_mean",
     "help_text",
     "is_user_error",
     "load_config",
     "process_tree_memory",
+    "read_rollouts",
     "run_cli",
+    "summarize",
+    "tail_mean",
     "to_yaml",
+    "write_compared_curves",
     "write_comparison",
+    "write_curves",
     "write_report",
+    "write_rollouts",
 ]
 
 

@@ -161,16 +161,6 @@ class PhaseTimer:
         visit(self._root.children, "")
         return found
 
-    def tree_text(self) -> str:
-        """The step as an indented table: seconds, share of the step, phase."""
-        total = self._root.seconds or 1.0
-        lines = [f"{self._root.seconds:9.3f} s  100.0%  step"]
-        for path, node in self.walk():
-            depth = path.count("/") + 1
-            label = "  " * depth + node.name + (f" x{node.count}" if node.count > 1 else "")
-            lines.append(f"{node.seconds:9.3f} s  {100 * node.seconds / total:5.1f}%  {label}")
-        return "\n".join(lines)
-
     def _descend(self, parent: TimingNode | None, path: str) -> TimingNode:
         with self._lock:
             node = parent or self._root

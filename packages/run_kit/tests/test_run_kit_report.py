@@ -15,12 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from run_kit import RunFolder, Tracker, TrackingConfig, write_comparison, write_report
 from run_kit.errors import ReportError
-from run_kit.report import write_comparison, write_report
 from run_kit.report.__main__ import main as report_command
 from run_kit.report.data import MAX_ROLLOUTS, MAX_TEXT, read_run
 from run_kit.report.svg import Series, line_chart, nice_ticks, stack_chart, thin, tick_text, tick_texts
-from run_kit.tracking import RunFolder, Tracker, TrackingConfig
 
 BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
 NASTY = "</script><script>document.title='owned'</script> <img src=x onerror=\"document.title='owned'\"> &amp; \u2028"

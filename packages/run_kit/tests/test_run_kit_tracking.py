@@ -14,9 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from run_kit.config.loader import load_config
-from run_kit.errors import TrackingError
-from run_kit.tracking import (
+from run_kit import (
     MetricsTable,
     Progress,
     RunFolder,
@@ -30,6 +28,8 @@ from run_kit.tracking import (
     write_curves,
     write_rollouts,
 )
+from run_kit.config.loader import load_config
+from run_kit.errors import TrackingError
 from run_kit.tracking.panels import choose_panels
 from run_kit.tracking.progress import duration_text
 from run_kit.tracking.rollouts import choose_sample

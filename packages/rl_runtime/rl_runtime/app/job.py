@@ -15,10 +15,10 @@ from ds_engine import EngineConfig, Head
 from rl_core import BatchLayout, batch_layout
 from rl_data import PromptSampler
 from rollout_vllm import RolloutConfig
+from run_kit import RunFolder, Tracker, check_tracking
 from run_kit.config.loader import to_yaml
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
-from run_kit.tracking import RunFolder, Tracker, check_tracking
 
 from ..launch.placement import Placement
 from ..launch.reachability import resolve_sync_transport

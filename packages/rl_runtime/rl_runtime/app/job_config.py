@@ -7,7 +7,7 @@ from ds_engine import EngineConfig
 from rl_core import BatchConfig
 from rl_data import DataConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
-from run_kit.tracking import TrackingConfig
+from run_kit import TrackingConfig
 from weight_sync import SyncConfig
 
 from ..config import (

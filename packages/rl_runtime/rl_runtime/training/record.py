@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from run_kit import Tracker
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
 from run_kit.timing import PhaseTimer
-from run_kit.tracking import Tracker
 
 from ..experience import Experience
 from ..launch.session import Session

@@ -45,7 +45,9 @@ def read_run(folder: Path) -> RunData:
             name=run.name,
             table=MetricsTable(run.metrics_file),
             supervised=MetricsTable(run.supervised_file) if run.supervised_file.exists() else None,
-            rollouts=[_shortened(record) for record in spread(rollouts, MAX_ROLLOUTS)],
+            rollouts=[
+                {key: _fitting(value) for key, value in record.items()} for record in spread(rollouts, MAX_ROLLOUTS)
+            ],
             num_rollouts=len(rollouts),
             summary=json.loads(_text(run.summary_file) or "{}"),
             config_text=_text(run.config_file),
@@ -66,12 +68,8 @@ def spread(records: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
     return [records[index * len(records) // limit] for index in range(limit)]
 
 
-def _shortened(record: dict[str, Any]) -> dict[str, Any]:
-    """A record shortened for the page: long texts lose their middle (the answer is at the end); nan becomes null."""
-    return {key: _fitting(value) for key, value in record.items()}
-
-
 def _fitting(value: Any) -> Any:
+    """A value for the page: a long text loses its middle (the answer is at its end), nan becomes null."""
     half = MAX_TEXT // 2
     if isinstance(value, str) and len(value) > MAX_TEXT:
         return f"{value[:half]}\n[... {len(value) - 2 * half} characters left out ...]\n{value[-half:]}"

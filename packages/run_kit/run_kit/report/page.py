@@ -32,24 +32,20 @@ def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path
         ReportError: a missing folder, no metrics, or malformed files.
     """
     folder = Path(run_folder)
-    data = read_run(folder)
     path = folder / "report.html" if path is None else Path(path)
-    atomic_write(path, render(data))
-    return path
-
-
-def render(data: RunData) -> str:
-    """The page as HTML text."""
+    data = read_run(folder)
+    panels = choose_panels(data.table.columns, limit=24)
     sections = [
-        ("curves", "Curves", _curves(data)),
-        ("time", "Where the time goes", _time(data.table)),
-        ("memory", "Memory", _own_panel(data.table, "Memory")),
-        ("mismatch", "Rollout and trainer", _own_panel(data.table, "Rollout to trainer log-prob gap")),
+        ("curves", "Curves", _curves(data, panels)),
+        ("time", "Where the time goes", _time(data.table, panels)),
+        ("memory", "Memory", _own_panel(data.table, panels, "Memory")),
+        ("mismatch", "Rollout and trainer", _own_panel(data.table, panels, "Rollout to trainer log-prob gap")),
         ("rollouts", "Rollouts", rollouts_section(data.rollouts, data.num_rollouts)),
-        ("metrics", "All metrics", _metric_table(data.table)),
+        ("metrics", "All metrics", METRIC_FILTER + _summary_table(data.table, data.table.columns, "metric-rows")),
         ("config", "Configuration and log", _texts(data)),
     ]
-    return assemble(data.name, _tiles(data), sections, data.rollouts)
+    atomic_write(path, assemble(data.name, _tiles(data), sections, data.rollouts))
+    return path
 
 
 def assemble(name: str, top: str, sections: Sequence[tuple[str, str, str]], records: Sequence[dict[str, Any]]) -> str:
@@ -101,49 +97,44 @@ def _tiles(data: RunData) -> str:
 
 
 def _tile(value: str, words: str) -> str:
-    return f'<div class="tile"><b>{escape(value)}</b><span>{escape(words)}</span></div>'
+    return f'<div class="tile"><b>{value}</b><span>{escape(words)}</span></div>'
 
 
 def _change_tile(before: float, after: float, words: str) -> str:
     change = after - before
     kind = "up" if change > 0 else "down" if change < 0 else "soft"
-    return (
-        f'<div class="tile"><b>{before:.3f} &rarr; {after:.3f} <small class="{kind}">{change:+.3f}</small></b>'
-        f"<span>{escape(words)}</span></div>"
-    )
+    return _tile(f'{before:.3f} &rarr; {after:.3f} <small class="{kind}">{change:+.3f}</small>', words)
 
 
-def _curves(data: RunData) -> str:
-    panels = [panel for panel in choose_panels(data.table.columns, limit=24) if panel.title not in _OWN_SECTIONS]
-    figures = [_line_figure(data.table, panel) for panel in panels]
+def _curves(data: RunData, panels: Sequence[Panel]) -> str:
+    figures = [_line_figure(data.table, panel) for panel in panels if panel.title not in _OWN_SECTIONS]
     if data.supervised is not None:
         panel = Panel(title="Warm start loss", unit="nats a token", metrics=("sft/loss",))
         figures.append(_line_figure(data.supervised, panel))
-    body = "".join(figures)
-    return f'<div class="grid3">{body}</div>' if body else ""
+    return figure_grid(figures)
 
 
-def _own_panel(table: MetricsTable, title: str) -> str:
-    panels = [panel for panel in choose_panels(table.columns, limit=24) if panel.title == title]
-    figures = "".join(_line_figure(table, panel) for panel in panels)
-    if not figures:
-        return ""
-    return f'<div class="grid3">{figures}</div>{_summary_rows(table, panels[0].metrics)}'
+def _own_panel(table: MetricsTable, panels: Sequence[Panel], title: str) -> str:
+    panel = next((panel for panel in panels if panel.title == title), None)
+    chart = _line_figure(table, panel) if panel is not None else ""
+    return figure_grid([chart]) + _summary_table(table, panel.metrics) if panel is not None and chart else ""
 
 
 def _line_figure(table: MetricsTable, panel: Panel) -> str:
-    series = _series(table, panel)
+    found = {name: table.series(name) for name in panel.metrics}
+    series = [
+        Series(label=label_of(panel, name), steps=steps, values=values)
+        for name, (steps, values) in found.items()
+        if steps
+    ]
     chart = line_chart(series, title=panel.title)
     return figure(panel, series, chart) if chart else ""
 
 
-def _series(table: MetricsTable, panel: Panel) -> list[Series]:
-    found = []
-    for name in panel.metrics:
-        steps, values = table.series(name)
-        if steps:
-            found.append(Series(label=label_of(panel, name), steps=steps, values=values))
-    return found
+def figure_grid(figures: Sequence[str]) -> str:
+    """Figures in columns; empty if all of them are."""
+    body = "".join(figures)
+    return f'<div class="grid3">{body}</div>' if body else ""
 
 
 def figure(panel: Panel, series: Sequence[Series], chart: str) -> str:
@@ -154,19 +145,17 @@ def figure(panel: Panel, series: Sequence[Series], chart: str) -> str:
     return f'<figure>{caption}<div class="legend">{legend}</div>{chart}</figure>'
 
 
-def _time(table: MetricsTable) -> str:
-    panel = next((panel for panel in choose_panels(table.columns, limit=24) if panel.kind == "stack"), None)
+def _time(table: MetricsTable, panels: Sequence[Panel]) -> str:
+    panel = next((panel for panel in panels if panel.kind == "stack"), None)
     if panel is None:
         return ""
-    steps = sorted({step for name in panel.metrics for step in table.series(name)[0]})
-    series = []
-    for name in panel.metrics:
-        by_step = dict(zip(*table.series(name), strict=True))
-        if by_step:
-            values = [by_step.get(step, 0.0) for step in steps]
-            series.append(Series(label=label_of(panel, name), steps=steps, values=values))
-    chart = stack_chart(series, title=panel.title)
-    return figure(panel, series, chart) + _time_table(table, len(steps))
+    steps, heights = table.aligned(panel.metrics)
+    series = [
+        Series(label=label_of(panel, name), steps=steps, values=values)
+        for name, values in zip(panel.metrics, heights, strict=True)
+        if table.series(name)[0]
+    ]
+    return figure(panel, series, stack_chart(series, title=panel.title)) + _time_table(table, len(steps))
 
 
 def _time_table(table: MetricsTable, num_steps: int) -> str:
@@ -204,26 +193,28 @@ def phase_order(names: Sequence[str]) -> list[str]:
     return ordered
 
 
-def _summary_rows(table: MetricsTable, names: Sequence[str]) -> str:
+def _summary_table(table: MetricsTable, names: Sequence[str], body_id: str = "") -> str:
     rows = []
     for name in names:
         found = summarize(table.series(name)[1])
         if found.num_values:
             cells = (found.first_mean, found.last_mean, found.change, found.minimum, found.maximum, found.last)
-            numbers = "".join(f'<td class="num">{_cell(value)}</td>' for value in cells)
-            rows.append(f'<tr data-name="{escape(name.lower(), quote=True)}"><td>{escape(name)}</td>{numbers}</tr>')
-    titles = ("first five", "last five", "change", "lowest", "highest", "last")
-    head = "".join(f'<th class="num">{title}</th>' for title in titles)
-    return f"<p></p><table><thead><tr><th>metric</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+            rows.append((name, [f"{value:.5g}" for value in cells]))
+    titles = ("metric", "first five", "last five", "change", "lowest", "highest", "last")
+    return f"<p></p>{number_table(titles, rows, body_id)}"
 
 
-def _cell(value: float) -> str:
-    return f"{value:.5g}"
-
-
-def _metric_table(table: MetricsTable) -> str:
-    rows = _summary_rows(table, table.columns).replace("<tbody>", '<tbody id="metric-rows">')
-    return METRIC_FILTER + rows
+def number_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], body_id: str = "") -> str:
+    """A table whose rows are a name and cells aligned to the right; `body_id` lets the page filter the rows."""
+    titles = "".join(f"<th{' class=num' if i else ''}>{escape(text)}</th>" for i, text in enumerate(head))
+    lines = "".join(
+        f'<tr data-name="{escape(name.lower(), quote=True)}"><td>{escape(name)}</td>'
+        + "".join(f'<td class="num">{escape(cell)}</td>' for cell in cells)
+        + "</tr>"
+        for name, cells in rows
+    )
+    mark = f' id="{body_id}"' if body_id else ""
+    return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody{mark}>{lines}</tbody></table></div>'
 
 
 def rollouts_section(records: Sequence[dict[str, Any]], num_rollouts: int) -> str:

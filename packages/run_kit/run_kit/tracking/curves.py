@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .metrics_table import MetricsTable
+from .metrics_table import MetricsTable, columns_of
 from .panels import Panel, choose_panels, single_panels
 from .summary import smooth
 
@@ -26,12 +26,13 @@ def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | 
     it can run in any thread.
     """
     panels = [p for p in choose_panels(table.columns) if any(table.series(name)[0] for name in p.metrics)]
-    return _write_grid(panels, path, title, lambda axes, panel: _draw_panel(axes, table, panel))
+    draw = {"line": _draw_lines, "stack": _draw_stack}
+    return _write_grid(panels, path, title, lambda axes, panel: draw[panel.kind](axes, table, panel))
 
 
 def write_compared_curves(tables: Mapping[str, MetricsTable], path: Path, *, title: str = "") -> Path | None:
     """The same for several runs by their names: a plot for each main metric, a line for each run."""
-    columns = list(dict.fromkeys(name for table in tables.values() for name in table.columns))
+    columns = columns_of(tables.values())
 
     def measured(panel: Panel) -> bool:  # memory of GPUs is 0 on the CPU
         return any(value != 0 for table in tables.values() for value in table.series(panel.metrics[0])[1])
@@ -92,13 +93,6 @@ def _frame_panel(axes: Any, panel: Panel) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _draw_panel(axes: Any, table: MetricsTable, panel: Panel) -> None:
-    if panel.kind == "stack":
-        _draw_stack(axes, table, panel)
-    else:
-        _draw_lines(axes, table, panel)
-
-
 def _draw_runs(axes: Any, tables: Mapping[str, MetricsTable], panel: Panel, *, legend: bool) -> None:
     for (label, table), color in zip(tables.items(), itertools.cycle(COLORS), strict=False):
         steps, values = table.series(panel.metrics[0])
@@ -136,11 +130,7 @@ def _draw_lines(axes: Any, table: MetricsTable, panel: Panel) -> None:
 
 
 def _draw_stack(axes: Any, table: MetricsTable, panel: Panel) -> None:
-    steps = sorted({step for name in panel.metrics for step in table.series(name)[0]})
-    heights = []
-    for name in panel.metrics:
-        by_step = dict(zip(*table.series(name), strict=True))
-        heights.append([by_step.get(step, 0.0) for step in steps])
+    steps, heights = table.aligned(panel.metrics)
     labels = [label_of(panel, name) for name in panel.metrics]
     if len(steps) <= 3:
         bottoms = [0.0] * len(steps)

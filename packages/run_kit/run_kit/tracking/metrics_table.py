@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,12 @@ class MetricsTable:
         finite = [(step, value) for step, value in pairs if math.isfinite(value)]
         return [step for step, _ in finite], [value for _, value in finite]
 
+    def aligned(self, names: Sequence[str]) -> tuple[list[int], list[list[float]]]:
+        """Steps that have any of these metrics, and the values of each metric at them, 0 where it is missing."""
+        found = [dict(zip(*self.series(name), strict=True)) for name in names]
+        steps = sorted({step for by_step in found for step in by_step})
+        return steps, [[by_step.get(step, 0.0) for step in steps] for by_step in found]
+
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the row of a step and to the file.
 
@@ -137,6 +143,11 @@ class MetricsTable:
             self._rows[step] = {
                 name: value for name, value in zip(self._columns, values, strict=True) if value is not None
             }
+
+
+def columns_of(tables: Iterable[MetricsTable]) -> list[str]:
+    """Metric names of several tables, each once, in the order of their first appearance."""
+    return list(dict.fromkeys(name for table in tables for name in table.columns))
 
 
 def _parse_number(cell: str) -> float | int | None:

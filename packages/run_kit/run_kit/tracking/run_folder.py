@@ -32,6 +32,24 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).resolve()
+        self.config_file = self.path / "config.yaml"
+        """The resolved configuration."""
+        self.log_file = self.path / "train.log"
+        """The console output."""
+        self.metrics_file = self.path / "metrics.tsv"
+        """One row per step."""
+        self.supervised_file = self.path / "supervised.tsv"
+        """One row per step of a supervised warm start."""
+        self.summary_file = self.path / "summary.json"
+        """Scores, accuracies, wall time and memory of the run."""
+        self.curves_file = self.path / "curves.png"
+        """Plots of the main metrics."""
+        self.report_file = self.path / "report.html"
+        """The run as one HTML page."""
+        self.rollouts_dir = self.path / "rollouts"
+        """Samples of each step's rollouts."""
+        self.tensorboard_dir = self.path / "tensorboard"
+        """TensorBoard events."""
         self._capture: _Capture | None = None
 
     @classmethod
@@ -64,51 +82,6 @@ class RunFolder:
     def name(self) -> str:
         """Name of the folder: experiment and time."""
         return self.path.name
-
-    @property
-    def config_file(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def log_file(self) -> Path:
-        """What the user saw."""
-        return self.path / "train.log"
-
-    @property
-    def metrics_file(self) -> Path:
-        """One row a step."""
-        return self.path / "metrics.tsv"
-
-    @property
-    def supervised_file(self) -> Path:
-        """One row a step of a supervised warm start."""
-        return self.path / "supervised.tsv"
-
-    @property
-    def summary_file(self) -> Path:
-        """What the run reached, as JSON."""
-        return self.path / "summary.json"
-
-    @property
-    def curves_file(self) -> Path:
-        """The main metrics, drawn."""
-        return self.path / "curves.png"
-
-    @property
-    def report_file(self) -> Path:
-        """The run as one HTML page."""
-        return self.path / "report.html"
-
-    @property
-    def rollouts_dir(self) -> Path:
-        """Samples of each step."""
-        return self.path / "rollouts"
-
-    @property
-    def tensorboard_dir(self) -> Path:
-        """TensorBoard events."""
-        return self.path / "tensorboard"
 
     def subfolder(self, name: str) -> Path:
         """A subfolder for other components' files (`checkpoints`, `servers`, `data`), created if missing."""

@@ -15,8 +15,6 @@ class MetricWriter(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None: ...
 
-    def flush(self) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -41,17 +39,11 @@ class TensorBoardWriter:
         self._writer = EventFileWriter(str(folder))
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Add one event with all scalars of the step; values that are not finite are left out."""
-        values = [
-            self._summary.Value(tag=name, simple_value=float(value))
-            for name, value in metrics.items()
-            if math.isfinite(value)
-        ]
+        """Write one event with all finite scalars of the step."""
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
         event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
         self._writer.add_event(event)
-
-    def flush(self) -> None:
-        """Flush the events to the file."""
         self._writer.flush()
 
     def close(self) -> None:
@@ -84,11 +76,8 @@ class WandbWriter:
             ) from error
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Log the metrics of the step."""
+        """Log the metrics of the step; wandb sends them in the background."""
         self._run.log(dict(metrics), step=step)
-
-    def flush(self) -> None:
-        """Nothing to do: wandb sends in the background."""
 
     def close(self) -> None:
         """Finish the run; waits for pending uploads."""

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
-from ..config.loader import plain_tree
-from .config import TrackingConfig
-from .metrics_table import MetricsTable, atomic_write
-from .progress import Progress, duration_text
-from .rollouts import write_rollouts
-from .run_folder import RunFolder
-from .summary import summarize
-from .writers import MetricWriter, TensorBoardWriter, WandbWriter, import_wandb
+from .config.loader import plain_tree
+from .tracking.config import TrackingConfig
+from .tracking.metrics_table import MetricsTable, atomic_write
+from .tracking.progress import Progress, duration_text
+from .tracking.rollouts import write_rollouts
+from .tracking.run_folder import RunFolder
+from .tracking.summary import summarize
+from .tracking.writers import MetricWriter, TensorBoardWriter, WandbWriter, import_wandb
 
 SCORE = "critic/score/mean"
 
@@ -178,7 +178,7 @@ class Tracker:
 
     def draw_curves(self) -> None:
         """Draw `curves.png` now."""
-        from .curves import write_curves
+        from .tracking.curves import write_curves
 
         write_curves(self.table, self.run.curves_file, title=self.run.name)
         self._curves_time = self._clock()
@@ -193,7 +193,7 @@ class Tracker:
             if self._config.curves and self.table.steps:
                 self.draw_curves()
             if self._config.report and self.table.steps:
-                from ..report import write_report
+                from .report.page import write_report
 
                 write_report(self.run.path)
         finally:
@@ -205,7 +205,6 @@ class Tracker:
         row = table.row(step)
         for writer in self._writers:
             writer.write(step, {name: row[name] for name in metrics})
-            writer.flush()
 
     def __enter__(self) -> "Tracker":
         self.run.__enter__()
