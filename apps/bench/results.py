@@ -4,11 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from apps.bench.config import StageGateConfig
 from apps.bench.plan import Case, zero1_name, zero2_name
-from apps.bench.statistics import Interval, Judgement, judge
+from apps.bench.statistics import Interval, judge
 from run_kit import MetricsTable, tail_mean
 
 TAIL = 5
@@ -139,39 +140,29 @@ def overall_rows(config: StageGateConfig, reached: Mapping[str, CaseResult]) -> 
         for metric in _metrics(config):
             values = [(getattr(one, metric.field), getattr(two, metric.field)) for one, two in both]
             measured = [(z1, z2) for z1, z2 in values if math.isfinite(z1) and math.isfinite(z2)]
-            judgement = judge(
-                [_change(z1, z2, metric.relative) for z1, z2 in measured], metric.allowed, confidence=config.confidence
+            changes = [_change(z1, z2, metric.relative) for z1, z2 in measured]
+            judgement = judge(changes, metric.allowed, confidence=config.confidence)
+            z1, z2 = (fmean([pair[i] for pair in measured] or [math.nan]) for i in (0, 1))
+            interval = judgement.interval
+            rows.append(
+                {
+                    "step_each_micro": int(each),
+                    "metric": metric.name,
+                    "num_seeds": judgement.num_seeds,
+                    "z1_mean": z1,
+                    "z2_mean": z2,
+                    "delta_mean": z2 - z1,
+                    "change_mean": judgement.mean,
+                    "change_std": judgement.std,
+                    "confidence": config.confidence if interval else None,
+                    "change_low": interval.low if interval else None,
+                    "change_high": interval.high if interval else None,
+                    "allowed_low": metric.allowed.low,
+                    "allowed_high": metric.allowed.high,
+                    "verdict": judgement.verdict,
+                }
             )
-            rows.append(_overall_row(each, metric, measured, judgement, config))
     return rows
-
-
-def _overall_row(
-    each: bool,
-    metric: _Metric,
-    measured: Sequence[tuple[float, float]],
-    judgement: Judgement,
-    config: StageGateConfig,
-) -> Row:
-    count = len(measured) or math.nan
-    z1, z2 = (math.fsum(pair[i] for pair in measured) / count for i in (0, 1))
-    interval = judgement.interval
-    return {
-        "step_each_micro": int(each),
-        "metric": metric.name,
-        "num_seeds": judgement.num_seeds,
-        "z1_mean": z1,
-        "z2_mean": z2,
-        "delta_mean": z2 - z1,
-        "change_mean": judgement.mean,
-        "change_std": judgement.std,
-        "confidence": config.confidence if interval else None,
-        "change_low": interval.low if interval else None,
-        "change_high": interval.high if interval else None,
-        "allowed_low": metric.allowed.low,
-        "allowed_high": metric.allowed.high,
-        "verdict": judgement.verdict,
-    }
 
 
 def _pair(reached: Mapping[str, CaseResult], seed: int, each: bool) -> tuple[CaseResult, CaseResult]:

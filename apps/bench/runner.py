@@ -1,6 +1,7 @@
 """Runs a case in its own process, with retries, and keeps its run folder as `<folder>/<case>`."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +68,16 @@ def run_case(
 
         arguments = [*command(case), f"trainer.output_dir={work}", f"trainer.experiment={case.name}"]
         exit_code = _run(arguments, work / "output.log", timeout_s=timeout_s, watch=watch)
-        last = attempt == retries + 1
         if exit_code == USER_MISTAKE:
             lines = (work / "output.log").read_text(errors="replace").splitlines()
             raise InputError(f"case {case.name} was refused: " + "\n".join(lines[-5:]).removeprefix("error: "))
-        if exit_code == 0 or last:
+        if exit_code == 0:
             break
     wall_s = time.monotonic() - started
     record = {"arguments": list(case.arguments), "exit_code": exit_code, "attempts": attempt, "wall_s": wall_s}
     _keep(work, folder / case.name, record, failed=exit_code != 0)
     done = read_result(folder / case.name, status="completed", attempts=attempt, wall_s=wall_s)
-    if exit_code != 0 or done.last_step < case.steps:
-        return read_result(folder / case.name, status="failed", attempts=attempt, wall_s=wall_s)
-    return done
+    return replace(done, status="failed") if exit_code != 0 or done.last_step < case.steps else done
 
 
 def _run(arguments: Sequence[str], log: Path, *, timeout_s: float, watch: Callable[[], None]) -> int:
@@ -119,9 +118,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _new_attempt(folder: Path, name: str) -> Path:
-    number = 1
-    while (work := folder / "attempts" / f"{name}_{number}").exists():
-        number += 1
+    numbered = (folder / "attempts" / f"{name}_{number}" for number in itertools.count(1))
+    work = next(path for path in numbered if not path.exists())
     work.mkdir(parents=True)
     return work
 
