@@ -21,8 +21,8 @@ from rl_core.fused_log_prob.tiles import (
     TileConfig,
     Tuner,
     kept_columns,
-    lent_columns,
     plan_blocks,
+    plan_grad_blocks,
     plan_groups,
     plan_keeping,
     sum_bytes,
@@ -37,16 +37,16 @@ from rl_core.fused_log_prob import linear_log_prob, tiles, triton_backward, trit
 triton_forward.MAX_ROWS = 64  # several launches
 triton_backward.plan_blocks = lambda rows, columns, *_: (min(rows, 48), min(columns, 64))  # row and column blocks
 triton_backward.plan_groups = lambda rows, size: min(rows, 64)
-tiles.LENT_COLUMNS = (32,)
-real_plan, lent_blocks = tiles.plan_keeping, []
+tiles.GRAD_BLOCK_WIDTHS = (32,)
+real_plan, num_grad_blocks = tiles.plan_keeping, []
 
 def plan_keeping(rows, columns, size, itemsize, tile_columns, keeping):
     if keeping.own_bytes is not None:
         return real_plan(rows, columns, size, itemsize, tile_columns, keeping)
-    blocks, width = tiles.lent_columns(rows, columns, size)
-    lent_blocks.append(blocks)
+    blocks, width = tiles.plan_grad_blocks(rows, columns, size)
+    num_grad_blocks.append(blocks)
     rest = columns - blocks * width
-    return tiles.KeepPlan(lent_blocks=blocks, lent_width=width, own=min(32, rest), whole=rest <= 32)
+    return tiles.KeepPlan(num_grad_blocks=blocks, grad_block_width=width, own=min(32, rest), whole=rest <= 32)
 
 triton_forward.plan_keeping = plan_keeping
 
@@ -79,7 +79,7 @@ for dtype, (use_bias, soft_cap, entropy) in itertools.product(
     # The interpreter truncates fp32 to bf16 where GPUs round: twice the error. Kept shares are truncated twice.
     tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
     kept = (targets >= 0).sum().item()
-    for keep_bytes in (0, 2 * kept * (32 * dtype.itemsize + 4), 10**9, None):  # none, two tiles, all, lent memory
+    for keep_bytes in (0, 2 * kept * (32 * dtype.itemsize + 4), 10**9, None):  # none, two tiles, all, default
         mine = run(hidden, weight, targets, bias, up, backend="triton", keep_bytes=keep_bytes, **options)
         for i, (value, expected, base) in enumerate(zip(mine, truth, plain)):
             about = (dtype, use_bias, soft_cap, entropy, keep_bytes, i, error(value, expected), error(base, expected))
@@ -110,7 +110,7 @@ log_prob, _ = linear_log_prob(leaf, weight.float(), targets, ignore_index=-100, 
 first = torch.autograd.grad(log_prob.sum(), leaf, retain_graph=True)[0]
 second = torch.autograd.grad(log_prob.sum(), leaf)[0]  # the kept numbers are freed, so this recomputes
 assert error(second, first) < 1e-5
-assert set(lent_blocks) >= {1, 2}, lent_blocks
+assert set(num_grad_blocks) >= {1, 2}, num_grad_blocks
 print(count, "cases")
 """
 
@@ -169,15 +169,17 @@ SIZES = {
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
-@given(**SIZES, lend=st.booleans())
-def test_default_keep_plan_fits_the_memory_limit(num_rows: int, num_columns: int, hidden_size: int, lend: bool) -> None:
-    plan = plan_keeping(num_rows, num_columns, hidden_size, 2, 256, Keeping(own_bytes=None, lend=lend))
-    lent = plan.lent_blocks * plan.lent_width
-    assert lent + plan.own <= num_columns
-    assert lent + plan.own == num_columns or (lent + plan.own) % 256 == 0
-    assert lend or lent == 0
-    if lent + plan.own > 0:
-        own_bytes = 2 * num_rows * plan.own + 4 * num_rows * -(-(lent + plan.own) // 256)
+@given(**SIZES, use_memory=st.booleans())
+def test_default_keep_plan_fits_the_memory_limit(
+    num_rows: int, num_columns: int, hidden_size: int, use_memory: bool
+) -> None:
+    plan = plan_keeping(num_rows, num_columns, hidden_size, 2, 256, Keeping(own_bytes=None, use_grad_memory=use_memory))
+    in_gradient = plan.num_grad_blocks * plan.grad_block_width
+    assert in_gradient + plan.own <= num_columns
+    assert in_gradient + plan.own == num_columns or (in_gradient + plan.own) % 256 == 0
+    assert use_memory or in_gradient == 0
+    if in_gradient + plan.own > 0:
+        own_bytes = 2 * num_rows * plan.own + 4 * num_rows * -(-(in_gradient + plan.own) // 256)
         statistics = 8 * num_rows * -(-num_columns // 256)
         assert own_bytes + statistics <= EXTRA_BYTES + 2 * num_rows * hidden_size  # forward: no gradient of hidden yet
         copies = 2 if plan.whole else 1
@@ -186,8 +188,8 @@ def test_default_keep_plan_fits_the_memory_limit(num_rows: int, num_columns: int
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(**SIZES)
-def test_lent_blocks_are_not_overwritten_before_use(num_rows: int, num_columns: int, hidden_size: int) -> None:
-    blocks, width = lent_columns(num_rows, num_columns, hidden_size)
+def test_kept_blocks_are_not_overwritten_before_use(num_rows: int, num_columns: int, hidden_size: int) -> None:
+    blocks, width = plan_grad_blocks(num_rows, num_columns, hidden_size)
     assert blocks * width <= num_columns
     for block in range(blocks):
         start = num_columns * hidden_size - (blocks - block) * width * num_rows

@@ -6,7 +6,7 @@ Shapes: T packed tokens, S sequences (S1 = S + 1 borders), K predicted tokens (t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -71,16 +71,8 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """The same batch with every tensor on `device`."""
-        return PackedBatch(
-            input_ids_T=self.input_ids_T.to(device),
-            position_ids_T=self.position_ids_T.to(device),
-            cu_seqlens_S1=self.cu_seqlens_S1.to(device),
-            max_seqlen=self.max_seqlen,
-            target_index_K=self.target_index_K.to(device),
-            target_ids_K=self.target_ids_K.to(device),
-            response_lens_S=self.response_lens_S.to(device),
-            columns={name: column.to(device) for name, column in self.columns.items()},
-        )
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved, columns={name: column.to(device) for name, column in self.columns.items()})
 
     def with_columns(self, **columns: Tensor) -> "PackedBatch":
         """A copy with these [K] columns added or replaced. Raises `ShapeError` for another shape."""

@@ -7,7 +7,7 @@ import functools
 import math
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from .reference import reference_log_prob
 from .types import KEEP_NOTHING, Backend, Keeping, LogitSpec, Needs, RowGrads, RowStats
 
 BackendName = Literal["auto", "triton", "chunked", "reference"]
-_BACKENDS = ("auto", "triton", "chunked", "reference")
 
 
 def linear_log_prob(
@@ -119,7 +118,7 @@ def _compute(
     chosen = _choose_backend(options.backend, hidden_NH, deterministic)
     # Keep probabilities only if a backward pass can follow.
     keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_NH, weight_VH, bias_V))
-    keeping = Keeping(own_bytes=options.keep_bytes, lend=weight_VH.requires_grad) if keeps else KEEP_NOTHING
+    keeping = Keeping(own_bytes=options.keep_bytes, use_grad_memory=weight_VH.requires_grad) if keeps else KEEP_NOTHING
     log_prob_N, entropy_N = _LinearLogProb.apply(
         hidden_NH, weight_VH, bias_V, targets_N, spec, chosen, options.group, keeping
     )
@@ -156,8 +155,12 @@ class _LinearLogProb(torch.autograd.Function):
         keeping: Keeping,
     ) -> tuple[Tensor, Tensor]:
         rows_N = targets_N if group is None else local_targets(targets_N, weight_VH.shape[0], group)
-        with torch.autocast(hidden_NH.device.type, enabled=False):
-            stats = _forward_stats(backend, hidden_NH, weight_VH, bias_V, rows_N, spec, keeping)
+        if rows_N.numel() == 0:
+            blank_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH.dtype))
+            stats = RowStats(lse_N=blank_N, mean_z_N=blank_N, target_z_N=blank_N)
+        else:
+            with torch.autocast(hidden_NH.device.type, enabled=False):
+                stats = backend.forward(hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, rows_N, spec, keeping)
         if group is not None:
             stats = reduce_stats(stats, group)
         log_prob_N = (stats.target_z_N - stats.lse_N).clamp_max(0)  # rounding could make it positive
@@ -194,21 +197,6 @@ class _LinearLogProb(torch.autograd.Function):
         return grads.hidden_NH, grads.weight_VH, grads.bias_V, None, None, None, None, None
 
 
-def _forward_stats(
-    backend: Backend,
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    targets_N: Tensor,
-    spec: LogitSpec,
-    keeping: Keeping,
-) -> RowStats:
-    if targets_N.numel() == 0:
-        blank_N = hidden_NH.new_zeros(0, dtype=accumulation_dtype(hidden_NH.dtype))
-        return RowStats(lse_N=blank_N, mean_z_N=blank_N, target_z_N=blank_N)
-    return backend.forward(hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, targets_N, spec, keeping)
-
-
 def _check(
     hidden: Tensor,
     weight: Tensor,
@@ -239,5 +227,5 @@ def _check(
         raise ValueError(f"temperature: got {temperature}, allowed a positive number (greedy decoding has no log-prob)")
     if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
         raise ValueError(f"soft_cap: got {soft_cap}, allowed None or a positive number")
-    if backend not in _BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, allowed {', '.join(_BACKENDS)}")
+    if backend not in get_args(BackendName):
+        raise ValueError(f"backend: got {backend!r}, allowed {', '.join(get_args(BackendName))}")

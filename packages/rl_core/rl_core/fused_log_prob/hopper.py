@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from .types import LogitSpec, Share
+from .types import LogitSpec, ShareOutput
 
 GROUP_BYTES = 12 * 2**20  # of hidden, in the row blocks of one tile group, which must stay in the L2 cache
 TESTED_TRITON = ((3, 6), (3, 6))  # Gluon is experimental: other versions of Triton run the portable kernels
@@ -17,7 +17,7 @@ BLOCK_N = 256
 # zero, by a relative error that grows with the number of steps. Measured on an H200 for H from 256 to 8192 with dense
 # normal inputs: 0.93e-9 to 0.98e-9 per element; 1.1e-9 to 1.3e-9 with a few outlier dimensions, 0.1e-9 where 95% of
 # hidden are zeros (few nonzero products, whose sum is exact). docs/rl_core.md lists the remaining errors.
-CUT = 0.97e-9
+TRUNCATION_BIAS = 0.97e-9
 
 
 @functools.cache
@@ -30,7 +30,7 @@ def _gluon_usable() -> bool:
     return TESTED_TRITON[0] <= (major, minor) <= TESTED_TRITON[1]
 
 
-def fits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: LogitSpec) -> bool:
+def supports(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: LogitSpec) -> bool:
     """Whether the Hopper kernels support these inputs; otherwise the portable kernels run."""
     return (
         hidden_NH.is_cuda
@@ -70,12 +70,12 @@ def _descriptor(matrix: Tensor, block_rows: int) -> object:
 
 
 def corrected(spec: LogitSpec, hidden_size: int) -> LogitSpec:
-    """``spec`` with a temperature that corrects the bias of the tensor cores (CUT) in every logit."""
-    return replace(spec, temperature=spec.temperature / (1.0 + CUT * hidden_size))
+    """``spec`` with a temperature that corrects the bias of the tensor cores (TRUNCATION_BIAS) in every logit."""
+    return replace(spec, temperature=spec.temperature / (1.0 + TRUNCATION_BIAS * hidden_size))
 
 
 def tile_stats(
-    lse: Tensor, entropy: Tensor, hidden_NH: Tensor, weight_CH: Tensor, scale: float, share: Share | None
+    lse: Tensor, entropy: Tensor, hidden_NH: Tensor, weight_CH: Tensor, scale: float, share: ShareOutput | None
 ) -> None:
     """Fill ``[tiles, N]`` log2-sum-exp2 and entropy in bits of every 256-column tile, and ``share`` (types.Kept)."""
     from .hopper_kernels import stats_kernel

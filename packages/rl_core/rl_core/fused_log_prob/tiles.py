@@ -15,7 +15,7 @@ MAX_GROUPS = 4  # row groups of one backward pass, see plan_groups
 # 4224 = 33 * 128 columns: 128 x 256 tiles of both 16384 x C and C x 1024 then fill whole waves of 132 programs.
 COLUMN_STEPS = (4224, 256)
 # Candidate widths of the blocks kept in the memory of the weight's gradient, in whole tiles of 256; the first fits.
-LENT_COLUMNS = (8448, 4096, 2048)
+GRAD_BLOCK_WIDTHS = (8448, 4096, 2048)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +100,14 @@ def kept_columns(num_rows: int, num_columns: int, itemsize: int, keep_bytes: int
 
 @dataclass(frozen=True, kw_only=True)
 class KeepPlan:
-    """Columns whose probabilities are kept: ``lent_blocks`` of ``lent_width``, then ``own`` in separate memory.
+    """Columns whose probabilities are kept, by where they are kept.
 
-    ``whole``: all columns are kept, and the backward pass may allocate a copy of hidden.
+    First ``num_grad_blocks`` blocks of ``grad_block_width`` columns in the memory of the weight's gradient, then
+    ``own`` columns in separate memory. ``whole``: all are kept, and the backward pass may allocate a copy of hidden.
     """
 
-    lent_blocks: int = 0
-    lent_width: int = 0
+    num_grad_blocks: int = 0
+    grad_block_width: int = 0
     own: int = 0
     whole: bool = False
 
@@ -130,15 +131,15 @@ def plan_keeping(
         return KeepPlan(own=own, whole=True)
     if num_rows > MAX_BLOCK_ROWS or left < BLOCK_BYTES // 2:
         return KeepPlan()  # little to gain: the part that fits shrinks with the number of tokens
-    blocks, width = lent_columns(num_rows, num_columns, hidden_size) if keeping.lend else (0, 0)
+    blocks, width = plan_grad_blocks(num_rows, num_columns, hidden_size) if keeping.use_grad_memory else (0, 0)
     left -= 4 * num_rows * blocks * width // tile_columns  # the lse of their tiles
     rest = num_columns - blocks * width
     own = kept_columns(num_rows, rest, itemsize, left, tile_columns)
     whole = own == rest and own == kept_columns(num_rows, rest, itemsize, max(0, left - copy), tile_columns)
-    return KeepPlan(lent_blocks=blocks, lent_width=width, own=own, whole=whole)
+    return KeepPlan(num_grad_blocks=blocks, grad_block_width=width, own=own, whole=whole)
 
 
-def lent_columns(num_rows: int, num_columns: int, hidden_size: int) -> tuple[int, int]:
+def plan_grad_blocks(num_rows: int, num_columns: int, hidden_size: int) -> tuple[int, int]:
     """Number and width of the blocks that fit at the end of the memory of the weight's gradient.
 
     Writing the gradient must not overwrite a block that is still needed. With n blocks of w columns, in elements: block
@@ -146,7 +147,7 @@ def lent_columns(num_rows: int, num_columns: int, hidden_size: int) -> tuple[int
     therefore end before the block starts. Both sides are linear in i, so the first and the last block decide.
     """
     size = num_columns * hidden_size
-    for width in LENT_COLUMNS:
+    for width in GRAD_BLOCK_WIDTHS:
         first = (size - width * hidden_size) // (width * num_rows)
         last = (size - width * num_rows) // (width * hidden_size)
         if min(first, last) > 0:

@@ -1,7 +1,6 @@
 """Triton backend: chooses between the Hopper and the portable kernels, and the tile shapes of the portable ones."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import triton
@@ -33,9 +32,10 @@ class TritonBackend:
         spec: LogitSpec,
         keeping: Keeping = KEEP_NOTHING,
     ) -> RowStats:
-        with _on_device(hidden_NH):
+        # Triton launches on the current device, which may be another one (autograd uses its own threads).
+        with torch.cuda.device_of(hidden_NH):
             config = None
-            if not (self.allow_hopper and hopper.fits(hidden_NH, weight_VH, bias_V, spec)):
+            if not (self.allow_hopper and hopper.supports(hidden_NH, weight_VH, bias_V, spec)):
                 sample_NH = hidden_NH[:MAX_ROWS]
 
                 def launch(config: TileConfig) -> None:
@@ -56,9 +56,9 @@ class TritonBackend:
         needs: Needs,
         reduce_hidden: Reduce | None = None,
     ) -> Gradients:
-        with _on_device(hidden_NH):
+        with torch.cuda.device_of(hidden_NH):
             config = None
-            if not (self.allow_hopper and hopper.fits(hidden_NH, weight_VH, bias_V, spec)):
+            if not (self.allow_hopper and hopper.supports(hidden_NH, weight_VH, bias_V, spec)):
                 config = self._gradient_tile(hidden_NH, weight_VH, bias_V, spec, rows, needs)
             return backward_blocks(hidden_NH, weight_VH, bias_V, targets_N, spec, rows, needs, config, reduce_hidden)
 
@@ -96,13 +96,3 @@ class TritonBackend:
         size = triton.next_power_of_2(hidden_NH.shape[0]), weight_VH.shape[0], hidden_NH.shape[1]
         flags = hidden_NH.dtype, bias_V is not None, spec.soft_cap is not None
         return _TUNER.choose((name, hidden_NH.device, *size, *flags), candidates, launch)
-
-
-@contextlib.contextmanager
-def _on_device(tensor: Tensor) -> Iterator[None]:
-    """Make the tensor's device current: Triton launches on the current device, which differs in a worker thread."""
-    if tensor.is_cuda:
-        with torch.cuda.device(tensor.device):
-            yield
-    else:
-        yield

@@ -13,7 +13,7 @@ For each block of R rows x C columns:
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -101,10 +101,10 @@ def fill_block(
     _write_targets(out_NC, targets_N, first_column, factors.target_da_N)
 
 
-def fill_kept(
+def kept_gradient(
     share_NC: Tensor, first_column: int, kept: Kept, targets_N: Tensor, factors: RowFactors, spec: LogitSpec
 ) -> None:
-    """Turn one kept block of columns into da, in place."""
+    """Turn one kept block of columns into da, in place, including the targets."""
     num_columns = share_NC.shape[1]
     for rows, tile_lse in _kept_rows(kept, share_NC, first_column):
         part, share_RC = slice_rows(factors, rows), share_NC[rows]
@@ -124,11 +124,11 @@ def _kept_rows(kept: Kept, share_NC: Tensor, first_column: int) -> Iterator[tupl
         yield slice(first, first + tile_lse.shape[1]), tile_lse[first_tile:]
 
 
-def split_kept(kept: Kept, factors: RowFactors) -> tuple[Tensor, Tensor]:
-    """Factors ``[N]`` that turn kept numbers into da, and the da of the targets divided by them. See finish_kept.
+def kept_row_factors(kept: Kept, factors: RowFactors) -> tuple[Tensor, Tensor]:
+    """Factors ``[N]`` that turn the kept probabilities of a row into da, and the da of the targets divided by them.
 
-    The factor absorbs the rounding of the target's number (at most one part in 512 for bf16), so that the da of the
-    target is exact. The other numbers of the row have rounding errors of that size anyway.
+    The target's quotient is rounded to the input dtype (by at most one part in 512 for bf16). The factor compensates
+    this, so that the da of the target is exact; the rest of the row has rounding errors of that size anyway.
     """
     offset_N = kept.reference_N - factors.lse_bits_N
     scale_N = factors.alpha_N * torch.exp2(torch.where(offset_N < -MARGIN_BITS, 0.0, offset_N))
@@ -136,10 +136,10 @@ def split_kept(kept: Kept, factors: RowFactors) -> tuple[Tensor, Tensor]:
     return torch.where(share_N == 0, scale_N, factors.target_da_N / share_N), share_N
 
 
-def finish_kept(
+def rebase_kept(
     share_NC: Tensor, first_column: int, kept: Kept, targets_N: Tensor, factors: RowFactors, target_share_N: Tensor
 ) -> None:
-    """Prepare a kept block whose da is the factor of the row (split_kept) times the kept number."""
+    """Prepare a kept block, in place, so that da is the row's factor (kept_row_factors) times the block."""
     num_columns = share_NC.shape[1]
     num_tiles = triton.cdiv(num_columns, kept.tile_columns)
     for rows, tile_lse in _kept_rows(kept, share_NC, first_column):
@@ -159,13 +159,8 @@ def _write_targets(out_NC: Tensor, targets_N: Tensor, first_column: int, values_
 
 
 def slice_rows(factors: RowFactors, rows: slice) -> RowFactors:
-    return RowFactors(
-        lse_bits_N=factors.lse_bits_N[rows],
-        alpha_N=factors.alpha_N[rows],
-        beta_N=None if factors.beta_N is None else factors.beta_N[rows],
-        target_da_N=factors.target_da_N[rows],
-        loss_scale=factors.loss_scale,
-    )
+    parts = {name: x[rows] for name, x in vars(factors).items() if x is not None and name != "loss_scale"}
+    return replace(factors, **parts)
 
 
 def product_into(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
@@ -219,7 +214,8 @@ def backward_blocks(
     factors = row_factors(rows, spec, hidden_NH.dtype)
     d_weight_VH = None
     if needs.weight:
-        d_weight_VH = torch.empty_like(weight_VH) if kept is None or kept.lent_VH is None else kept.lent_VH
+        memory_VH = None if kept is None else kept.grad_memory_VH
+        d_weight_VH = torch.empty_like(weight_VH) if memory_VH is None else memory_VH
     d_bias_V = weight_VH.new_zeros(weight_VH.shape[0], dtype=torch.float32) if needs.bias else None
     group_rows = num_rows if kept is not None or not needs.hidden else plan_groups(num_rows, hidden_size)
     d_hidden_NH = torch.empty_like(hidden_NH) if needs.hidden and group_rows < num_rows else None
@@ -258,7 +254,7 @@ def _take_kept(
     """Add the contributions of kept columns; returns their number and the factor for hidden's sum."""
     scale, target_share_N, factor_NH = factors.lse_bits_N.new_ones(()), None, hidden_NH
     if kept.whole and factors.beta_N is None and spec.soft_cap is None and sums.bias_V is None:
-        scale_N, target_share_N = split_kept(kept, factors)
+        scale_N, target_share_N = kept_row_factors(kept, factors)
         scale = scale_N[:, None]
         if sums.weight_VH is not None:
             factor_NH = torch.mul(hidden_NH, scale, out=torch.empty_like(hidden_NH))
@@ -266,9 +262,9 @@ def _take_kept(
     while kept.shares:
         share_NC = kept.shares.pop(0)
         if target_share_N is None:
-            fill_kept(share_NC, first, kept, targets_N, factors, spec)
+            kept_gradient(share_NC, first, kept, targets_N, factors, spec)
         else:
-            finish_kept(share_NC, first, kept, targets_N, factors, target_share_N)
+            rebase_kept(share_NC, first, kept, targets_N, factors, target_share_N)
         sums.add_columns(share_NC, factor_NH, weight_VH[first : first + share_NC.shape[1]], first)
         first += share_NC.shape[1]
         del share_NC  # frees its memory for the recomputed blocks

@@ -9,7 +9,7 @@ from torch import Tensor
 from . import hopper
 from .tiles import KeepPlan, TileConfig, plan_keeping
 from .triton_kernels import combine_kernel, target_kernel, tile_stats_kernel
-from .types import Keeping, Kept, LogitSpec, RowStats, Share
+from .types import Keeping, Kept, LogitSpec, RowStats, ShareOutput
 
 LOG2_E = math.log2(math.e)
 MAX_ROWS = 16384  # rows of one launch; bounds the partial statistics, 78 MB at 151,936 columns
@@ -19,7 +19,7 @@ REFERENCE_COLUMNS = 64  # enough for the largest logit to be within MARGIN_BITS 
 
 def portable_tile_stats(
     lse: Tensor, entropy: Tensor, hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, spec: LogitSpec,
-    config: TileConfig, share: Share | None,
+    config: TileConfig, share: ShareOutput | None,
 ) -> None:  # fmt: skip
     """Fill ``[tiles, N]`` log2-sum-exp2 and entropy in bits per ``config.block_n`` columns, and ``share`` (Kept)."""
     (num_rows, hidden_size), num_columns = hidden_NH.shape, weight_CH.shape[0]
@@ -87,11 +87,6 @@ def row_references(hidden_NH: Tensor, weight_VH: Tensor, spec: LogitSpec) -> Ten
     return logits_NC.amax(1).float() * (LOG2_E / spec.temperature)
 
 
-def tile_bases(hidden_NH: Tensor) -> Tensor:
-    """Kept.reference_N so low that every tile has its own base."""
-    return hidden_NH.new_full((hidden_NH.shape[0],), -1.0e30, dtype=torch.float32)
-
-
 def forward_rows(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec,
     config: TileConfig | None, keeping: Keeping,
@@ -104,10 +99,13 @@ def forward_rows(
     plan = KeepPlan()
     if dtype != torch.float16:  # small shares would underflow in fp16
         plan = plan_keeping(num_rows, vocab, hidden_size, dtype.itemsize, tile_columns, keeping)
-    shares, lent_VH = _kept_blocks(plan, hidden_NH, weight_VH)
+    shares, grad_memory_VH = _kept_blocks(plan, hidden_NH, weight_VH)
     kept_tiles = triton.cdiv(sum(share_NC.shape[1] for share_NC in shares), tile_columns)
     whole = plan.whole and bias_V is None and spec.soft_cap is None
-    reference_N = row_references(hidden_NH, weight_VH, spec) if whole else tile_bases(hidden_NH)
+    if whole:
+        reference_N = row_references(hidden_NH, weight_VH, spec)
+    else:  # so low that every tile has its own base
+        reference_N = hidden_NH.new_full((num_rows,), -1.0e30, dtype=torch.float32)
     pieces: list[tuple[Tensor, Tensor]] = []
     tile_lse: list[Tensor] = []
     for start in range(0, num_rows, MAX_ROWS):
@@ -117,7 +115,7 @@ def forward_rows(
         for share_NC in (*shares, None):
             columns = slice(first, vocab if share_NC is None else first + share_NC.shape[1])
             if columns.stop > first:
-                share = None if share_NC is None else Share(out_NC=share_NC[rows], reference_N=reference_N[rows])
+                share = None if share_NC is None else ShareOutput(out_NC=share_NC[rows], reference_N=reference_N[rows])
                 _column_stats(tiles, hidden_NH[rows], weight_VH, bias_V, columns, spec, config, share)
             first = columns.stop
         pieces.append(row_stats(*tiles))
@@ -129,7 +127,7 @@ def forward_rows(
     if shares:
         kept = Kept(
             shares=shares, tile_lse=tuple(tile_lse), tile_columns=tile_columns, rows_per_block=MAX_ROWS,
-            reference_N=reference_N, whole=whole, lent_VH=lent_VH,
+            reference_N=reference_N, whole=whole, grad_memory_VH=grad_memory_VH,
         )  # fmt: skip
     return RowStats(lse_N=lse_N, mean_z_N=mean_z_N, target_z_N=target_z_N, kept=kept)
 
@@ -138,20 +136,20 @@ def _kept_blocks(plan: KeepPlan, hidden_NH: Tensor, weight_VH: Tensor) -> tuple[
     """Uninitialized blocks of types.Kept: first those in the memory of the weight's gradient, then the others."""
     num_rows = hidden_NH.shape[0]
     shares: list[Tensor] = []
-    lent_VH = None
-    if plan.lent_blocks:
-        lent_VH = torch.empty_like(weight_VH)
-        blocks = lent_VH.view(-1)[-plan.lent_blocks * num_rows * plan.lent_width :]
-        shares.extend(blocks.view(plan.lent_blocks, num_rows, plan.lent_width).unbind())
+    grad_memory_VH = None
+    if plan.num_grad_blocks:
+        grad_memory_VH = torch.empty_like(weight_VH)
+        blocks = grad_memory_VH.view(-1)[-plan.num_grad_blocks * num_rows * plan.grad_block_width :]
+        shares.extend(blocks.view(plan.num_grad_blocks, num_rows, plan.grad_block_width).unbind())
     if plan.own:
         # TMA and the matrix products need a row stride of a multiple of 16 bytes, for any vocabulary.
         shares.append(hidden_NH.new_empty(num_rows, -(-plan.own // 8) * 8)[:, : plan.own])
-    return shares, lent_VH
+    return shares, grad_memory_VH
 
 
 def _column_stats(
     tiles: tuple[Tensor, Tensor], hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, columns: slice,
-    spec: LogitSpec, config: TileConfig | None, share: Share | None,
+    spec: LogitSpec, config: TileConfig | None, share: ShareOutput | None,
 ) -> None:  # fmt: skip
     """Fill the part of ``tiles`` that belongs to ``columns``, which start at a tile."""
     tile_columns = hopper.BLOCK_N if config is None else config.block_n

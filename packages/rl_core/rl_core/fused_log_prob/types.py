@@ -38,18 +38,17 @@ class LogitSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Unnormalized probabilities that the forward pass keeps for the backward pass, for the first columns of ``V``.
+    """Unnormalized probabilities of the first columns of ``V``, kept from the forward to the backward pass.
 
-    ``shares`` are consecutive column blocks ``[N, C]`` of ``2^(t - base)`` with ``t = z log2(e)``, in the input dtype
-    (the relative precision of a floating-point number does not depend on its size). ``base`` is the row's
-    ``reference_N``; if the lse of the tile is more than MARGIN_BITS above it, ``base`` is that lse. ``tile_lse`` holds
-    the lse in bits of each row and tile of ``tile_columns`` columns, in one ``[tiles, rows]`` block for every
-    ``rows_per_block`` rows. The backward pass overwrites the blocks and frees each one after use.
-
-    With ``whole`` every column is kept, and the reference is the largest logit of some columns of the row, in bits; it
-    is nearly always the base of the whole row. Without ``whole`` references are so low that each tile has its own base.
-
-    ``lent_VH`` is the memory of the weight's gradient, which holds some of ``shares`` until the backward pass. Writing
+    ``shares``: consecutive column blocks ``[N, C]`` of ``2^(t - base)`` with ``t = z log2(e)``, in the input dtype. The
+    backward pass overwrites each block and frees it after use.
+    ``tile_lse``: lse in bits of each row and tile of ``tile_columns`` columns, in one ``[tiles, rows]`` block for every
+    ``rows_per_block`` rows.
+    ``reference_N``: the ``base`` of a row, in bits. In tiles whose lse is more than MARGIN_BITS above it, the base is
+    that lse.
+    ``whole``: all columns are kept. The reference is then the largest of some logits of the row, so that nearly always
+    all tiles of the row share one base. Otherwise references are so low that each tile has its own.
+    ``grad_memory_VH``: memory of the weight's gradient, which holds some of ``shares`` until the backward pass. Writing
     the gradient from row 0 on, in the order of the blocks, overwrites no block before it has been used.
     """
 
@@ -59,12 +58,12 @@ class Kept:
     rows_per_block: int
     reference_N: Tensor
     whole: bool
-    lent_VH: Tensor | None = None
+    grad_memory_VH: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """Output block of a forward kernel for `Kept.shares`, and the references of its rows."""
+class ShareOutput:
+    """Where a forward kernel writes a part of `Kept.shares`, and the references of its rows."""
 
     out_NC: Tensor
     reference_N: Tensor
@@ -72,13 +71,13 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """Limit on the memory that the forward pass may keep: ``own_bytes``, or (None) what EXTRA_BYTES allows.
+    """Limit on the probabilities that the forward pass keeps: ``own_bytes`` bytes; None: what EXTRA_BYTES allows.
 
-    With ``lend`` and ``own_bytes`` None it may also use the memory of the weight's gradient.
+    ``use_grad_memory``: with ``own_bytes`` None, it may also keep them in the memory of the weight's gradient.
     """
 
     own_bytes: int | None = 0
-    lend: bool = False
+    use_grad_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
