@@ -5,6 +5,7 @@ message, no traceback), 130 after Ctrl-C, 128 + n after signal n. Only the confi
 configuration is validated.
 """
 
+import difflib
 import os
 import signal
 import sys
@@ -12,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -69,42 +69,23 @@ def run_cli(
     try:
         if any(arg in _HELP for arg in args):
             under = next((arg for arg in args if arg not in _HELP and "=" not in arg), "")
-            _print_and_exit(_help(config_cls, app_name, preset_dir, doc=doc, examples=examples, under=under))
-        request = _parse(args, config_cls, preset_dir, default_preset, default_preset_unless)
-        config = _load(config_cls, request)
-        if request.print_config:
+            files = {"presets": list_presets(preset_dir), "overlays": list_presets(_overlay_dir(preset_dir))}
+            _print_and_exit(help_text(config_cls, app_name=app_name, doc=doc, examples=examples, under=under, **files))
+        settings = [arg for arg in args if arg != "--print-config"]
+        paths, overrides = _parse(settings, config_cls, preset_dir, default_preset, default_preset_unless)
+        config = _load(config_cls, paths, overrides)
+        if len(settings) < len(args):
             _print_and_exit(to_yaml(config))
     except ConfigError as error:
         _fail(error, app_name)
     _run(main, config, app_name, user_errors)
 
 
-def _help(cls: type, app_name: str, preset_dir: Path | None, *, doc: str, examples: Sequence[str], under: str) -> str:
-    return help_text(
-        cls,
-        app_name=app_name,
-        doc=doc,
-        presets=list_presets(preset_dir),
-        overlays=list_presets(_overlay_dir(preset_dir)),
-        examples=examples,
-        under=under,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """Parsed arguments."""
-
-    files: list[Path] = field(default_factory=list)
-    overrides: list[str] = field(default_factory=list)
-    print_config: bool = False
-
-
-def _load(cls: type[ConfigT], request: _Request) -> ConfigT:
+def _load(cls: type[ConfigT], files: Sequence[Path], overrides: Sequence[str]) -> ConfigT:
     """The configuration; deprecated keys are named on stderr, where Python itself would hide the warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeprecationWarning)
-        config = load_config(cls, presets=request.files, overrides=request.overrides)
+        config = load_config(cls, presets=files, overrides=overrides)
     for warning in caught:
         if issubclass(warning.category, DeprecationWarning):
             print(f"warning: {warning.message}", file=sys.stderr)
@@ -140,27 +121,22 @@ def _signals_as_exceptions() -> Iterator[None]:
     """
     count = 0
 
-    def is_ignored() -> bool:
+    def handle(signum: int, _frame: FrameType | None) -> None:
         nonlocal count
         count += 1
         if count == 2:
             os.write(2, b"\nstill cleaning up; once more leaves processes behind\n")
-        return count == 2
-
-    def interrupt(_signum: int, _frame: FrameType | None) -> None:
-        if not is_ignored():
+        elif signum == signal.SIGINT:
             raise KeyboardInterrupt
-
-    def leave(signum: int, _frame: FrameType | None) -> None:
-        if not is_ignored():
+        else:
             raise SystemExit(128 + signum)
 
     previous: dict[signal.Signals, Any] = {}
     try:
-        for number, handler in ((signal.SIGINT, interrupt), (signal.SIGTERM, leave), (signal.SIGHUP, leave)):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # A signal that was ignored at the start (nohup, a shell's background job) stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
-                previous[number] = signal.signal(number, handler)
+                previous[number] = signal.signal(number, handle)
     except ValueError:
         pass  # not the main thread: leave signal handlers alone
     try:
@@ -176,17 +152,15 @@ def _parse(
     preset_dir: Path | None,
     default_preset: str | None,
     default_preset_unless: Sequence[str],
-) -> _Request:
+) -> tuple[list[Path], list[str]]:
+    """The YAML files in the order of their merge, and the overrides."""
     problems: list[ConfigProblem] = []
     presets: list[Path] = []
     later: list[Path] = []
     overrides: list[str] = []
-    print_config = False
     for arg in args:
         key, equals, value = arg.partition("=")
-        if arg == "--print-config":
-            print_config = True
-        elif not equals or arg.startswith(("-", "+")):
+        if not equals or arg.startswith(("-", "+")):
             problems.append(ConfigProblem(path="", message=_not_an_override(arg, cls)))
         elif key not in _SOURCES:
             overrides.append(arg)
@@ -201,7 +175,7 @@ def _parse(
         presets.append(_named_file("preset", default_preset, preset_dir, problems))
     if problems:
         raise ConfigError(problems)
-    return _Request(files=[*presets, *later], overrides=overrides, print_config=print_config)
+    return [*presets, *later], overrides
 
 
 def _not_an_override(arg: str, cls: type) -> str:
@@ -226,8 +200,6 @@ def _named_file(kind: str, name: str, preset_dir: Path | None, problems: list[Co
     for file in files:
         if file.name == name:
             return file.path
-    import difflib
-
     names = [file.name for file in files]
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
     message = f"unknown {kind} {name!r}; "
