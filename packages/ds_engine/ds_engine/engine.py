@@ -53,9 +53,9 @@ class ZeroEngine:
         """Take over `module`, which is loaded with packed attention and its head. Usually call `from_pretrained`.
 
         Args:
-            deepspeed_settings: `deepspeed_config` of `config`; None builds it.
+            deepspeed_settings: result of `deepspeed_config`; computed from `config` if None.
 
-        Other arguments are those of `from_pretrained`.
+        The other arguments are those of `from_pretrained`.
         """
         _require_process_group()
         if head == "lm" and log_prob_fn is None:

@@ -1,14 +1,4 @@
-"""Exceptions of this package. All of them can be pickled, so they can be raised across processes.
-
-EngineError
-├── EngineConfigError   a setting that cannot work (also a ValueError)
-├── ModelError          a model folder or architecture the engine cannot train (also a ValueError)
-├── BatchError          a malformed batch or loss (also a ValueError)
-├── PlanMismatchError   ranks have different numbers or kinds of micro batches; raised before any gradient collective
-├── CheckpointError     a checkpoint that is missing or does not match (also a ValueError)
-├── CollectiveMismatchError   ranks called different collectives
-└── RankStalledError          a rank stopped issuing collectives
-"""
+"""Exceptions of this package. All of them can be pickled, so they can be raised across processes."""
 
 __all__ = [
     "BatchError",
@@ -39,7 +29,7 @@ class BatchError(EngineError, ValueError):
 
 
 class PlanMismatchError(EngineError):
-    """Ranks called different methods or have different micro batches, which would cause a hang."""
+    """Ranks called different methods or have different micro batches; raised before any gradient collective."""
 
 
 class CheckpointError(EngineError, ValueError):

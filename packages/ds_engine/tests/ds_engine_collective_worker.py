@@ -22,7 +22,7 @@ from ds_engine import EngineConfig, ZeroEngine
 from ds_engine.guard.collective_guard import record_collectives
 from ds_engine.guard.collective_log import CollectiveRecord
 from ds_engine.model.sequence_parallel import gather_heads, join_sequence_group, scatter_heads
-from ds_engine.planning.transfer_plan import Visit
+from ds_engine.planning.transfer_plan import HookCall
 from ds_engine.zero import zero3_gradients
 from ds_engine.zero.optimizer import parameter_groups
 from ds_engine.zero.zero3_gather import coalesce_gathers
@@ -155,8 +155,8 @@ def recorded_steps(
 def visited_both_ways(
     model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], *, short: bool
 ) -> tuple[list[Any], dict[str, torch.Tensor], list[tuple[Any, ...]], list[int], list[int]]:
-    """(stats, weights at the end, collectives of all steps; of each step: visits in which DeepSpeed looked for weights,
-    elements it counts as gathered at the end of the last backward pass)."""
+    """Train with the fast path (`short`) or without it: (stats, final weights, collectives of all steps; per step: the
+    number of DeepSpeed's own fetches, the elements it counts as gathered at the end of the last backward pass)."""
     shorten = ds_engine.zero.optimizer.add_fetch_fast_path if short else lambda _: None
     with patch.object(ds_engine.zero.optimizer, "add_fetch_fast_path", shorten):
         engine = build(model_path, config)
@@ -188,34 +188,34 @@ def visited_both_ways(
 
 def recorded_zero3_steps(
     model_path: str, config: EngineConfig, steps: list[list[list[Sample]]]
-) -> tuple[list[list[CollectiveRecord]], list[list[Visit]], list[int], list[list[int]]]:
+) -> tuple[list[list[CollectiveRecord]], list[list[HookCall]], list[int], list[list[int]]]:
     """(what each step issued, the hooks of each, sizes of the parameters, groups of the optimizer)."""
     engine = build(model_path, config)
     parameters = list(engine.module.parameters())
-    logs, visits = [], []
+    logs, hook_calls = [], []
     for micro_batches in steps:
-        with record_collectives() as records, noted_visits(engine) as noted:
+        with record_collectives() as records, recorded_hook_calls(engine) as noted:
             engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
         logs.append(list(records))
-        visits.append(list(noted))
+        hook_calls.append(list(noted))
     numbers = {id(p): i for i, p in enumerate(parameters)}
     groups = [[numbers[id(p)] for p in g["params"]] for g in parameter_groups(engine.module, config.optim)]
     engine.close()
-    return logs, visits, [p.ds_numel for p in parameters], groups
+    return logs, hook_calls, [p.ds_numel for p in parameters], groups
 
 
 @contextmanager
-def noted_visits(engine: ZeroEngine) -> Iterator[list[Visit]]:
+def recorded_hook_calls(engine: ZeroEngine) -> Iterator[list[HookCall]]:
     """What DeepSpeed's hooks of stage 3 are called for inside, in order."""
     numbers = {id(p): i for i, p in enumerate(engine.module.parameters())}
     optimizer = engine.deepspeed.optimizer
     coordinator = optimizer.parameter_offload.get_param_coordinator()
-    visits: list[Visit] = []
+    hook_calls: list[HookCall] = []
 
     def note(kind: str, original: Any) -> Any:
         def hook(submodule: Any, *args: Any, **options: Any) -> Any:
             own = sorted({numbers[id(p)] for p in iter_params(submodule, recurse=z3_leaf_module(submodule))})
-            visits.append(Visit(kind=kind, submodule=submodule.ds_id, parameters=tuple(own)))
+            hook_calls.append(HookCall(kind=kind, submodule=submodule.ds_id, parameters=tuple(own)))
             return original(submodule, *args, **options)
 
         return hook
@@ -223,14 +223,14 @@ def noted_visits(engine: ZeroEngine) -> Iterator[list[Visit]]:
     reduce = optimizer.reduce_ready_partitions_and_remove_grads
 
     def note_gradient(parameter: Any) -> None:
-        visits.append(Visit(kind="gradient", parameters=(numbers[id(parameter)],)))
+        hook_calls.append(HookCall(kind="gradient", parameters=(numbers[id(parameter)],)))
         reduce(parameter)
 
     optimizer.reduce_ready_partitions_and_remove_grads = note_gradient
     originals = {kind: getattr(coordinator, f"{kind}_sub_module") for kind in ("fetch", "release")}
     for kind, original in originals.items():
         setattr(coordinator, f"{kind}_sub_module", note(kind, original))
-    yield visits
+    yield hook_calls
     for kind, original in originals.items():  # the engine's own, not DeepSpeed's: those would come back by delattr
         setattr(coordinator, f"{kind}_sub_module", original)
     optimizer.reduce_ready_partitions_and_remove_grads = reduce

@@ -27,7 +27,7 @@ from ds_engine import (
     dense_log_prob,
 )
 from ds_engine.model.attention import PackedLayout
-from ds_engine.model.compilation import KEEP_LESS, compile_layers
+from ds_engine.model.compilation import FUNCTORCH_CONFIG, compile_layers
 from ds_engine.model.loading import load_model
 from ds_engine.model.lora import add_adapters
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs
@@ -114,7 +114,7 @@ def test_compiled_layers_save_fewer_activations(tmp_path: Path) -> None:
         out = layer(x, position_embeddings=rotary, packing=packing)
         return [out, *torch.autograd.grad(out.sin().sum(), [x, *model.model.layers[0].parameters()])], kept[0]
 
-    (usual, num_usual), (less, num_less) = results({}), results(KEEP_LESS)
+    (usual, num_usual), (less, num_less) = results({}), results(FUNCTORCH_CONFIG)
     assert num_usual - num_less == tokens * (inner + 2 * hidden)
     for ours, expected in zip(less, usual, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)

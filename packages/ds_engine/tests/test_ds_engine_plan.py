@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig
 from ds_engine.guard.collective_log import CollectiveRecord
 from ds_engine.planning.collective_plan import PlannedCollective, planned_step, planned_zero3_steps
-from ds_engine.planning.transfer_plan import Visit, planned_transfers
+from ds_engine.planning.transfer_plan import HookCall, planned_transfers
 from plinth_testing import RankPool
 
 SLOW = settings(
@@ -147,12 +147,12 @@ def test_stage_3_plan_equals_record(
 def check_stage_3_plan(two_ranks: RankPool, model: Path, config: EngineConfig, ranks: list[dict]) -> None:
     num_micro = [len(micro_batches) for micro_batches in ranks[0]["steps"]]
     results = two_ranks.run("recorded_zero3_steps", ranks, model_path=str(model), config=config)
-    _, visits, sizes, groups = results[0]
-    one = visits[0][: len(visits[0]) // num_micro[0]]
+    _, hook_calls, sizes, groups = results[0]
+    one = hook_calls[0][: len(hook_calls[0]) // num_micro[0]]
     for _, noted, *_ in results:
         assert noted == [one * count for count in num_micro], "what runs when is no matter of data"
     plans = planned_zero3_steps(
-        config, visits=one, parameter_sizes=sizes, world_size=2, num_micro_batches=num_micro, groups=groups
+        config, hook_calls=one, parameter_sizes=sizes, world_size=2, num_micro_batches=num_micro, groups=groups
     )
     for logs, *_ in results:
         for records, plan in zip(logs, plans, strict=True):
@@ -204,26 +204,33 @@ def test_every_gradient_is_reduced_once_a_micro_batch(sizes, bucket, world) -> N
 @given(
     layers=st.lists(st.lists(st.integers(1, 500), min_size=0, max_size=3), min_size=1, max_size=12),
     bucket=st.integers(1, 2000),
-    reach=st.sampled_from([0, 300, 10**9]),
+    max_reuse_distance=st.sampled_from([0, 300, 10**9]),
     threshold=st.integers(0, 300),
     num_micro=st.lists(st.integers(1, 3), min_size=1, max_size=3),
 )
 @settings(deadline=None, derandomize=True)
-def test_stage_3_gathers_what_is_needed_once_and_reduces_all(layers, bucket, reach, threshold, num_micro) -> None:
+def test_stage_3_gathers_what_is_needed_once_and_reduces_all(
+    layers, bucket, max_reuse_distance, threshold, num_micro
+) -> None:
     """Layers run forward, then backward: each finds its parameters, and nothing gathered is gathered again."""
     sizes = [size for layer in layers for size in layer]
     starts = [sum(map(len, layers[:number])) for number in range(len(layers))]
     own = [tuple(range(start, start + len(layer))) for start, layer in zip(starts, layers, strict=True)]
-    visits = []
+    hook_calls = []
     for number in range(len(layers)):
-        visits += [Visit(kind=kind, submodule=number, parameters=own[number]) for kind in ("fetch", "release")]
+        hook_calls += [HookCall(kind=kind, submodule=number, parameters=own[number]) for kind in ("fetch", "release")]
     for number in reversed(range(len(layers))):
-        visits.append(Visit(kind="fetch", submodule=number, parameters=own[number]))
-        visits += [Visit(kind="gradient", parameters=(index,)) for index in reversed(own[number])]
-        visits.append(Visit(kind="release", submodule=number, parameters=own[number]))
+        hook_calls.append(HookCall(kind="fetch", submodule=number, parameters=own[number]))
+        hook_calls += [HookCall(kind="gradient", parameters=(index,)) for index in reversed(own[number])]
+        hook_calls.append(HookCall(kind="release", submodule=number, parameters=own[number]))
     persistent = frozenset(index for index, size in enumerate(sizes) if size <= threshold)
     steps = planned_transfers(
-        visits, sizes, persistent=persistent, bucket=bucket, num_micro_batches=num_micro, reach=reach
+        hook_calls,
+        sizes,
+        persistent=persistent,
+        bucket=bucket,
+        num_micro_batches=num_micro,
+        max_reuse_distance=max_reuse_distance,
     )
     assert [len(step) for step in steps] == num_micro
     for transfers in (transfers for step in steps for transfers in step):

@@ -128,7 +128,7 @@ def test_learning_rate_stays_within_its_bounds(step, warmup, length, floor, sche
         assert rate < learning_rate(step + 1, config, total)
     elif step >= warmup:
         assert learning_rate(step + 1, config, total) <= rate
-        assert rate >= 1e-3 * floor * (1 - 1e-12)
+        assert rate >= 1e-3 * (floor - 1e-12)
     assert learning_rate(warmup, config, total) == pytest.approx(1e-3)
     expected_end = 1e-3 if schedule == "constant" else 1e-3 * floor
     assert learning_rate(total, config, total) == pytest.approx(expected_end, abs=1e-15)

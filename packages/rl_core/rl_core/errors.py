@@ -1,9 +1,4 @@
-"""Exceptions of this package.
-
-RLCoreError
-├── BatchError (also ValueError)   sizes that do not divide into ranks, micro batches or mini batches
-└── ShapeError (also ValueError)   tensors or sequences whose shapes, lengths or columns do not match
-"""
+"""Exceptions of this package."""
 
 __all__ = ["BatchError", "RLCoreError", "ShapeError"]
 
@@ -13,7 +8,7 @@ class RLCoreError(Exception):
 
 
 class BatchError(RLCoreError, ValueError):
-    """A batch cannot be divided as requested; the message names sizes that work."""
+    """A batch cannot be divided into mini batches, ranks and micro batches; the message names sizes that work."""
 
 
 class ShapeError(RLCoreError, ValueError):

@@ -15,10 +15,10 @@ KLKind = Literal["k1", "k2", "k3", "abs"]
 """KL estimators, see `rl_core.kl_estimate`."""
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]
-"""What one importance ratio covers, see `rl_core.rollout_weights`."""
+"""Scope of an importance ratio, see `rl_core.rollout_weights`."""
 
 ImportanceMode = Literal["truncate", "mask"]
-"""What happens to an importance ratio out of bounds, see `rl_core.rollout_weights`."""
+"""Treatment of importance ratios out of bounds, see `rl_core.rollout_weights`."""
 
 
 def check_clip(clip_low: float, clip_high: float, dual_clip: float | None = None) -> None:

@@ -161,8 +161,8 @@ class CollectiveGuard:
         self._left: set[int] = set()
         self._store_is_lost = False
         self._failure: Exception | None = None
-        self._judging = False
-        self._answered: list[int] = []
+        self._is_diagnosing = False
+        self._ranks_that_answered: list[int] = []
         self._raised = threading.Event()
         self._stop = threading.Event()
         self._stores = threading.local()
@@ -253,24 +253,24 @@ class CollectiveGuard:
             if self._failure is not None:
                 self._raise()
             if time.monotonic() > deadline:
-                self._sound_alarm(group)
-                self._await_verdict()
+                self._diagnose_failure(group)
+                self._await_diagnosis()
         if any(store.get(key).decode() != record.signature for key in keys):
-            self._sound_alarm(group)
-            self._await_verdict()
+            self._diagnose_failure(group)
+            self._await_diagnosis()
         if record.index > 0:  # all ranks are here, so all have read the previous round
             store.delete_key(f"next/{group}/{record.index - 1}/{self._rank}")
 
     # --------------------------------------------------------- watcher thread
 
     def _watch(self) -> None:
-        """Main function of the thread: answers alarms and, in watch mode, compares hashes."""
+        """Main function of the thread: answers requests for logs and, in watch mode, compares hashes."""
         try:
             while not self._stop.wait(_TICK_S):
                 store = self._store()
-                if store.check(["alarm"]):
-                    if not self._judging:
-                        self._answer_alarm(store)
+                if store.check(["request"]):
+                    if not self._is_diagnosing:
+                        self._answer_request(store)
                     return
                 if store.check(["left"]):
                     self._left = {rank for rank in range(self._world_size) if store.check([f"left/{rank}"])}
@@ -302,21 +302,19 @@ class CollectiveGuard:
             peer_count, peer_hash = map(int, published.split())
             counts.append(peer_count)
             mine = log.hash_at(peer_count)
-            if peer_count <= log.count and mine is not None and mine != peer_hash:
-                self._sound_alarm(name)
-                return
-            behind = peer_count < log.count
-            if behind and time.monotonic() - watched.last_call_s > self._stall_timeout_s:
-                self._sound_alarm(name)
+            diverged = peer_count <= log.count and mine is not None and mine != peer_hash
+            is_behind = peer_count < log.count
+            if diverged or (is_behind and time.monotonic() - watched.last_call_s > self._stall_timeout_s):
+                self._diagnose_failure(name)
                 return
         watched.peer_count = min(counts)
 
-    def _sound_alarm(self, group: str) -> None:
-        """Request the logs of all ranks and publish a verdict; only the first rank to call does this."""
+    def _diagnose_failure(self, group: str) -> None:
+        """Request the logs of all ranks and publish the diagnosis; only the first rank to call does this."""
         store = self._store()
-        if store.compare_set("alarm", "", f"{self._rank} {group}").decode() != f"{self._rank} {group}":
+        if store.compare_set("request", "", f"{self._rank} {group}").decode() != f"{self._rank} {group}":
             return
-        self._judging = True
+        self._is_diagnosing = True
         dumps: dict[int, RankDump] = {self._rank: self._dump(group)}
         deadline = time.monotonic() + _DUMP_WAIT_S
         ranks = self._groups[group].ranks
@@ -325,23 +323,23 @@ class CollectiveGuard:
             if rank != self._rank and _wait(store, [key], max(0.1, deadline - time.monotonic())):
                 dumps[rank] = RankDump.from_json(json.loads(store.get(key)))
         text, diverged = diagnose(group, ranks, dumps)
-        store.set("verdict", json.dumps([text, diverged, list(dumps)]))
+        store.set("diagnosis", json.dumps([text, diverged, list(dumps)]))
         self._fail(text, diverged=diverged, answered=list(dumps))
 
-    def _answer_alarm(self, store: Any) -> None:
-        group = store.get("alarm").decode().split(" ", 1)[1]
+    def _answer_request(self, store: Any) -> None:
+        group = store.get("request").decode().split(" ", 1)[1]
         store.set(f"dump/{self._rank}", json.dumps(self._dump(group).to_json()))
-        if _wait(store, ["verdict"], 2 * _DUMP_WAIT_S):
-            text, diverged, answered = json.loads(store.get("verdict"))
+        if _wait(store, ["diagnosis"], 2 * _DUMP_WAIT_S):
+            text, diverged, answered = json.loads(store.get("diagnosis"))
         else:
-            text, diverged, answered = "a rank raised the alarm and then ended", False, []
+            text, diverged, answered = "a rank found a failure and ended before it published the diagnosis", False, []
         self._fail(text, diverged=diverged, answered=answered)
 
     def _dump(self, group: str) -> RankDump:
         watched = self._groups.get(group)
         log = watched.log if watched is not None else GroupLog()
         frame = sys._current_frames().get(self._main_thread)
-        position = "an unknown place"
+        position = "an unknown line"
         if frame is not None:
             line = traceback.extract_stack(frame)[-1]
             position = f"{line.filename}:{line.lineno} in {line.name}"
@@ -360,7 +358,7 @@ class CollectiveGuard:
             return
         if answered:
             self._store().set(f"seen/{self._rank}", "")
-            self._answered = answered
+            self._ranks_that_answered = answered
         self._failure = (CollectiveMismatchError if diverged else RankStalledError)(text)
         print(f"collective guard, rank {self._rank}: {text}", file=sys.stderr, flush=True)
         waiting_in_kernels = [watched for watched in list(self._groups.values()) if not watched.lockstep]
@@ -372,7 +370,7 @@ class CollectiveGuard:
         if not self._raised.wait(self._exit_after_s) and not self._stop.is_set():
             os._exit(_EXIT_CODE)
 
-    def _await_verdict(self) -> None:
+    def _await_diagnosis(self) -> None:
         deadline = time.monotonic() + 3 * _DUMP_WAIT_S
         while self._failure is None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -382,8 +380,8 @@ class CollectiveGuard:
         self._raised.set()
         # The store is part of one rank's process: if it ended now, the other ranks could not read the reason.
         with suppress(Exception):
-            _wait(self._store(), [f"seen/{rank}" for rank in self._answered], _DUMP_WAIT_S)
-        raise self._failure or RankStalledError("a rank raised the alarm, but no verdict came")
+            _wait(self._store(), [f"seen/{rank}" for rank in self._ranks_that_answered], _DUMP_WAIT_S)
+        raise self._failure or RankStalledError("a rank found a failure, but no diagnosis came")
 
     def _store(self) -> Any:
         """This thread's connection: a blocking call would block other threads on a shared connection."""

@@ -210,13 +210,13 @@ def diagnose(group: str, ranks: Sequence[int], dumps: Mapping[int, RankDump]) ->
         )
     behind = min(dump.count for dump in dumps.values())
     ahead = [d for d in dumps.values() if d.count > behind]
+    if not ahead:
+        return f"no rank makes progress {where}, yet all issued the same {behind} collectives", False
     parts = []
     for dump in dumps.values():
-        if dump.count == behind and ahead:
+        if dump.count == behind:
             last = f"after collective {dump.count - 1} ({dump.records[-1]})" if dump.records else "before its first"
             parts.append(f"rank {dump.rank} has issued none for {dump.idle_s:.0f} s {last} and is at {dump.position}")
-    if not parts:
-        return f"no rank makes progress {where}, yet all issued the same {behind} collectives", False
     parts += [f"rank {d.rank} waits in collective {behind}: {_record(d, behind)}" for d in ahead]
     return f"{where[3:]} is stalled: {'; '.join(parts)}", False
 

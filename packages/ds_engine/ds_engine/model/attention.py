@@ -36,7 +36,7 @@ __all__ = ["ATTENTION_NAME", "PackedLayout", "choose_kernel", "packed_attention"
 ATTENTION_NAME = "plinth_packed"
 """Name of this implementation in transformers' attention registry."""
 
-_CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "cum_seq_lens")
+_SCORE_MODIFIERS = ("softcap", "s_aux", "position_bias", "cum_seq_lens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def choose_kernel(wanted: Attention, *, device_type: str, dtype: torch.dtype) ->
     for kernel, (module, package) in _MODULES.items():
         if wanted not in ("auto", kernel):
             continue
-        if _has(module) and (kernel != "flash4" or torch.cuda.get_device_capability()[0] in _FLASH4_RUNS_ON[wanted]):
+        if _is_installed(module) and (kernel != "flash4" or _runs_flash4(wanted)):
             return kernel
         if wanted == kernel:
             raise EngineConfigError(f"attention={wanted!r} needs {package}, which is not available here: use auto")
@@ -85,11 +85,13 @@ _MODULES = {
 }
 """Module and requirement of each kernel, fastest first."""
 
-_FLASH4_RUNS_ON = {"auto": (9,), "flash4": (9, 10)}
-"""Supported major compute capabilities. Blackwell is not measured, so "auto" does not select flash4 there."""
+
+def _runs_flash4(wanted: Attention) -> bool:
+    """Whether this GPU is Hopper or, unless `wanted` is "auto", Blackwell, which is not measured."""
+    return torch.cuda.get_device_capability()[0] in ((9,) if wanted == "auto" else (9, 10))
 
 
-def _has(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     """Whether `module` can be imported. A namespace package does not count: flash-attn-4 makes `flash_attn` one."""
     try:
         spec = importlib.util.find_spec(module)
@@ -138,7 +140,7 @@ def packed_attention(
             f"{type(module).__name__} did not receive the sequence boundaries: its forward does not pass keyword "
             "arguments on to attention, so sequences would attend to each other"
         )
-    unsupported = [name for name in _CHANGES_SCORES if kwargs.get(name) is not None]
+    unsupported = [name for name in _SCORE_MODIFIERS if kwargs.get(name) is not None]
     if unsupported:
         raise ModelError(
             f"{type(module).__name__} uses {', '.join(unsupported)}, which packed attention does not support"
@@ -167,10 +169,9 @@ def _flash(
     from flash_attn import flash_attn_varlen_func
 
     window = (sliding_window - 1, 0) if sliding_window is not None else (-1, -1)
-    borders, longest = packing.cu_seqlens_S1, packing.max_seqlen
-    out: Tensor = flash_attn_varlen_func(
-        q_Thd, k_Thd, v_Thd, borders, borders, longest, longest, softmax_scale=scale, causal=True, window_size=window
-    )
+    options: dict[str, Any] = {"softmax_scale": scale, "causal": True, "window_size": window}
+    cu_seqlens, max_seqlen = packing.cu_seqlens_S1, packing.max_seqlen
+    out: Tensor = flash_attn_varlen_func(q_Thd, k_Thd, v_Thd, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
     return out
 
 
@@ -190,8 +191,8 @@ def _varlen(
         raise ModelError("this torch's varlen attention has no sliding window: use attention=flash or sdpa")
     else:
         options["is_causal"] = True
-    borders, longest = packing.cu_seqlens_S1, packing.max_seqlen
-    out = varlen_attn(q_Thd, k_Thd, v_Thd, borders, borders, longest, longest, **options)
+    cu_seqlens, max_seqlen = packing.cu_seqlens_S1, packing.max_seqlen
+    out = varlen_attn(q_Thd, k_Thd, v_Thd, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
     assert isinstance(out, Tensor), "no auxiliary output was requested"
     return out
 
@@ -208,7 +209,7 @@ def _sdpa_per_sequence(
     q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, packing: PackedLayout, scale: float, sliding_window: int | None
 ) -> Tensor:
     lengths = list(packing.lengths)
-    share_kv = q_Thd.shape[1] != k_Thd.shape[1]
+    enable_gqa = q_Thd.shape[1] != k_Thd.shape[1]
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q_Thd, k_Thd, v_Thd))
     outs = []
     for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
@@ -216,9 +217,9 @@ def _sdpa_per_sequence(
         if sliding_window is not None and length > sliding_window:
             mask_LL = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
             mask_LL = mask_LL.triu(1 - sliding_window)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_LL, scale=scale, enable_gqa=share_kv)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_LL, scale=scale, enable_gqa=enable_gqa)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=share_kv)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
         outs.append(out)
     return torch.cat(outs, dim=2)[0].transpose(0, 1)
 

@@ -12,18 +12,18 @@ from ..errors import EngineConfigError, ModelError
 from .attention import ATTENTION_NAME, packed_attention
 from .parts import transformer_layers
 
-__all__ = ["KEEP_LESS", "compile_layers"]
+__all__ = ["FUNCTORCH_CONFIG", "compile_layers"]
 
-KEEP_LESS = {"ban_recompute_materialized_backward": False}
-"""torch._functorch.config for the layers' graphs: the backward pass recomputes normalized inputs and the MLP's product
-from tensors that are kept anyway, fused into the kernels that read them."""
+FUNCTORCH_CONFIG = {"ban_recompute_materialized_backward": False}
+"""Config for the layers' graphs: the backward pass recomputes normalized inputs and the MLP's product from tensors that
+are kept anyway, fused into the kernels that read them."""
 
 
 def _inductor(graph: Any, inputs: Any) -> Any:
     import torch._functorch.config
     from torch._inductor.compile_fx import compile_fx
 
-    with torch._functorch.config.patch(KEEP_LESS):
+    with torch._functorch.config.patch(FUNCTORCH_CONFIG):
         return compile_fx(graph, inputs)
 
 

@@ -16,24 +16,24 @@ __all__ = ["flash4_attention"]
 
 
 def flash4_attention(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, borders_S1: Tensor, longest: int, scale: float, window: int | None
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
 ) -> Tensor:
     """Compute causal attention within each sequence; returns [T, heads, head dim].
 
     Args:
-        borders_S1: int32 cumulative sequence lengths.
-        longest: number of tokens of the longest sequence.
+        cu_seqlens: [S + 1] int32 cumulative sequence lengths.
+        max_seqlen: number of tokens of the longest sequence.
         window: number of tokens a token attends to, itself included; None attends to all tokens before it.
     """
-    return torch.ops.ds_engine.flash4(q_Thd, k_Thd, v_Thd, borders_S1, longest, scale, window)[0]  # type: ignore[no-any-return]
+    return torch.ops.ds_engine.flash4(q_Thd, k_Thd, v_Thd, cu_seqlens, max_seqlen, scale, window)[0]  # type: ignore[no-any-return]
 
 
-def _kernel_options(borders_S1: Tensor, longest: int, scale: float, window: int | None) -> dict[str, Any]:
+def _kernel_options(cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": borders_S1,
-        "cu_seqlens_k": borders_S1,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
         "softmax_scale": scale,
         "causal": True,
         "window_size_left": None if window is None else window - 1,
@@ -42,45 +42,45 @@ def _kernel_options(borders_S1: Tensor, longest: int, scale: float, window: int 
 
 @torch.library.custom_op("ds_engine::flash4", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **_kernel_options(borders, longest, scale, window))
+    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **_kernel_options(cu_seqlens, max_seqlen, scale, window))
     return out, lse
 
 
 @_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 @torch.library.custom_op("ds_engine::flash4_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Tensor, longest: int,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, max_seqlen: int,
     scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from flash_attn.cute.interface import _flash_attn_bwd
 
     deterministic = torch.are_deterministic_algorithms_enabled()
-    options = _kernel_options(borders, longest, scale, window) | {"deterministic": deterministic}
+    options = _kernel_options(cu_seqlens, max_seqlen, scale, window) | {"deterministic": deterministic}
     dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad.contiguous(), lse, **options)
     return dq, dk, dv
 
 
 @_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Tensor, longest: int,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, max_seqlen: int,
     scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, borders, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, borders)
+    q, k, v, cu_seqlens, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
 
 
 def _autograd_backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:

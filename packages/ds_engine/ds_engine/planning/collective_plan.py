@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..config import EngineConfig
-from .transfer_plan import Visit, planned_transfers
+from .transfer_plan import HookCall, planned_transfers
 
 __all__ = ["FALLBACK_BUCKET_ELEMENTS", "PlannedCollective", "planned_step", "planned_zero3_steps", "shard_elements"]
 
@@ -57,12 +57,12 @@ def planned_step(
     groups = groups or [range(len(parameter_sizes))]
     plan = [_call("all_gather", "int64", 4 * world_size)]
     if config.uses_bf16_optimizer:
-        sizes = list(_cut_after(parameter_sizes, FALLBACK_BUCKET_ELEMENTS))
+        sizes = list(_sums_above(parameter_sizes, FALLBACK_BUCKET_ELEMENTS))
     else:
         order = ready_order if zero.stage == 2 else [index for group in groups for index in group]
-        # The engine's own gradient accumulation does not split a gradient larger than a bucket.
-        cut_for = None if config.fuses_grad_accumulation else world_size
-        sizes = list(_reduced_sizes(parameter_sizes, groups, order, config.reduce_bucket_elements, cut_for))
+        # Unlike DeepSpeed, the engine's own accumulation does not split a gradient larger than a bucket.
+        split_for = None if config.fuses_grad_accumulation else world_size
+        sizes = list(_reduced_sizes(parameter_sizes, groups, order, config.reduce_bucket_elements, split_for))
     num_reductions = num_micro_batches if zero.stage == 2 else 1
     plan += [_call("all_reduce", config.reduce_dtype, size) for size in sizes] * num_reductions
     if not config.uses_bf16_optimizer:
@@ -75,7 +75,7 @@ def planned_step(
 def planned_zero3_steps(
     config: EngineConfig,
     *,
-    visits: Sequence[Visit],
+    hook_calls: Sequence[HookCall],
     parameter_sizes: Sequence[int],
     world_size: int,
     num_micro_batches: Sequence[int],
@@ -84,7 +84,7 @@ def planned_zero3_steps(
     """Collectives of `ZeroEngine.train_mini_batch` at stage 3 for each step, starting with the first of a run.
 
     Args:
-        visits: DeepSpeed's hook calls in one micro batch, in order, the same for every batch.
+        hook_calls: DeepSpeed's hook calls in one micro batch, in order, the same for every batch.
         num_micro_batches: number of micro batches of each step.
         parameter_sizes, world_size, groups: as in `planned_step`; no parameter is frozen.
 
@@ -95,7 +95,7 @@ def planned_zero3_steps(
     zero = config.zero
     persistent = [i for i, size in enumerate(parameter_sizes) if size <= zero.param_persistence_elements]
     steps = planned_transfers(
-        visits,
+        hook_calls,
         parameter_sizes,
         persistent=frozenset(persistent),
         bucket=config.reduce_bucket_elements,
@@ -106,7 +106,7 @@ def planned_zero3_steps(
         return sum(-(-parameter_sizes[index] // world_size) for index in parameters)
 
     plans = []
-    comparisons = _compared_traces(visits)
+    comparisons = _trace_comparisons(hook_calls)
     for micro_batches in steps:
         plan = [_call("all_gather", "int64", 4 * world_size)]
         for transfers in micro_batches:
@@ -125,10 +125,10 @@ def planned_zero3_steps(
     return plans
 
 
-def _compared_traces(visits: Sequence[Visit]) -> Iterator[list[PlannedCollective]]:
-    """Broadcasts by which DeepSpeed's ranks compare their traces before the first and second micro batch of a run."""
-    fetches = [visit for visit in visits if visit.kind == "fetch"]
-    num_parameters = sum(len(visit.parameters) for visit in fetches)
+def _trace_comparisons(hook_calls: Sequence[HookCall]) -> Iterator[list[PlannedCollective]]:
+    """Broadcasts that compare the traces of DeepSpeed's ranks, before the first and the second micro batch of a run."""
+    fetches = [call for call in hook_calls if call.kind == "fetch"]
+    num_parameters = sum(len(call.parameters) for call in fetches)
     for lists in ([0], [len(fetches), num_parameters, num_parameters]):
         yield [_call("broadcast", "int64", size) for length in lists for size in (1, length)]
 
@@ -169,21 +169,21 @@ def _reduced_sizes(
     groups: Sequence[Sequence[int]],
     order: Sequence[int],
     bucket: int,
-    cut_for: int | None,
+    split_for: int | None,
 ) -> Iterator[int]:
     """Sizes of the reductions: gradients fill a bucket until the next one does not fit. A gradient larger than a bucket
-    is reduced alone, split at the shard boundaries of `cut_for` ranks (None: not split)."""
+    is reduced alone, split at the shard boundaries of `split_for` ranks (None: not split)."""
     filled = 0
     for index in order:
         size = parameter_sizes[index]
         if filled and filled + size > bucket:
             yield filled
             filled = 0
-        if size > bucket and cut_for is not None:
+        if size > bucket and split_for is not None:
             (group,) = (list(g) for g in groups if index in g)
             laid_out = [parameter_sizes[i] for i in group]
             start = sum(laid_out[: group.index(index)])
-            yield from _cut_after(_parts(start, size, shard_elements(sum(laid_out), cut_for)), bucket)
+            yield from _sums_above(_parts(start, size, shard_elements(sum(laid_out), split_for)), bucket)
         else:
             filled += size
     if filled:
@@ -199,8 +199,8 @@ def _parts(start: int, size: int, shard: int) -> Iterator[int]:
         start = border
 
 
-def _cut_after(sizes: Sequence[int] | Iterator[int], limit: int) -> Iterator[int]:
-    """Sums of consecutive sizes, each ending with the size that exceeds `limit`."""
+def _sums_above(sizes: Sequence[int] | Iterator[int], limit: int) -> Iterator[int]:
+    """Sums of consecutive sizes; each sum ends with the size that takes it above `limit`."""
     total = 0
     for size in sizes:
         total += size

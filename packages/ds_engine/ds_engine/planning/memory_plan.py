@@ -38,11 +38,11 @@ stage 2 allocates them when the first bucket is full, stage 1 one by one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config import EngineConfig
+from ..config import EngineConfig, OffloadDevice
 from ..dtypes import NF4_CHUNK, dtype_bytes, nf4_bytes
 from .collective_plan import FALLBACK_BUCKET_ELEMENTS, shard_elements
 from .model_shape import ModelShape, Weight
@@ -155,11 +155,11 @@ class _States:
     gradients: Place
     optimizer: Place
     buffers: Place
-    late: int
+    late_gradients: int
     """Device bytes of gradients that the first micro batch allocates only during its backward pass."""
-    stepping: int
+    step_only: int
     """Device bytes allocated only during the optimizer step."""
-    casting: int
+    grad_cast: int
     """Device bytes of the cast in which the largest gradient is reduced."""
 
 
@@ -199,12 +199,13 @@ def estimate_memory(
     num_parameters = sum(w.size for w in weights + frozen)
     if _uses_nf4(config):
         matrices = {w.name for w in shape.linear_layers()}
-        frozen = [_in_nf4(w, dtype_bytes(config.model_dtype)) if w.name in matrices else w for w in frozen]
+        e = dtype_bytes(config.model_dtype)  # NF4 weights are flat tensors of the model's dtype
+        frozen = [replace(w, shape=(nf4_bytes(w.size) // e,)) if w.name in matrices else w for w in frozen]
     case = _Case(shape=shape, config=config, trained=weights, frozen=frozen, ranks=dp * config.sequence_parallel)
     states = _stage_3(case) if config.zero.stage == 3 else _stages_1_and_2(case)
     tokens = -(-tokens_per_micro_batch // config.sequence_parallel)
     targets = min(tokens, targets_per_micro_batch or tokens)
-    late = states.late if num_micro_batches == 1 else 0
+    late = states.late_gradients if num_micro_batches == 1 else 0
     peak = _peak(case, states, tokens, targets, log_prob_bytes if head == "lm" else 0, late)
     inputs = tokens * shape.hidden * case.e * _recomputed(case) if config.checkpoint_to_cpu else 0
     return MemoryEstimate(
@@ -223,11 +224,6 @@ def _uses_nf4(config: EngineConfig) -> bool:
     return config.lora is not None and config.lora.base_format == "nf4"
 
 
-def _in_nf4(weight: Weight, e: int) -> Weight:
-    """The parameter that holds `weight` in NF4: flat, labeled with the model's dtype."""
-    return Weight(name=weight.name, shape=(nf4_bytes(weight.size) // e,))
-
-
 # ---------------------------------------------------------------- model states
 
 
@@ -242,39 +238,39 @@ def _stages_1_and_2(case: _Case) -> _States:
         reduced = 0 if ranks == 1 else min(whole, FALLBACK_BUCKET_ELEMENTS) * (4 if zero.fp32_reduce else 4 + e)
         return _States(
             weights=weights, gradients=Place(device=(4 + e) * whole), optimizer=optimizer, buffers=Place(),
-            late=e * whole, stepping=reduced, casting=0,
+            late_gradients=e * whole, step_only=reduced, grad_cast=0,
         )  # fmt: skip
     separate = case.accumulate != e
-    stepping = max(shards) * (e + 4 if e < 4 else 4)
+    step_only = max(shards) * (e + 4 if e < 4 else 4)
     if zero.stage == 1:
         gradients = whole * case.accumulate
-        stepping = 4 * shard if separate else stepping
+        step_only = 4 * shard if separate else step_only
     else:
         gradients = 4 * shard if separate else e * shard
-        stepping = 0 if separate else stepping
+        step_only = 0 if separate else step_only
     bucket = case.bucket * (case.accumulate if zero.stage == 1 and separate else e)
-    ours = case.config.fuses_grad_accumulation
-    under_way = 2 if zero.overlap_comm or (ours and ranks > 1) else 1
-    buffers = bucket * under_way + (4 * case.bucket if zero.fp32_reduce and e < 4 else 0)
+    fused = case.config.fuses_grad_accumulation
+    num_buckets = 2 if zero.overlap_comm or (fused and ranks > 1) else 1
+    buffers = bucket * num_buckets + (4 * case.bucket if zero.fp32_reduce and e < 4 else 0)
     largest = max(w.size for w in case.trained)
     on_cpu = 0
     if offloaded:
         buffers += largest * e
         on_cpu = (shard + largest) * e
-        stepping = 0
-        held = Place(device=gradients if zero.stage == 1 or separate else 0, cpu=4 * shard)
+        step_only = 0
+        gradients_at = Place(device=gradients if zero.stage == 1 or separate else 0, cpu=4 * shard)
         if not separate:
             on_cpu += e * shard
     else:
-        held = Place(device=gradients)
-    casting = 0
-    if not ours:
-        casting = 4 * min(largest, shard) if separate and largest > case.bucket else 0
+        gradients_at = Place(device=gradients)
+    grad_cast = 0
+    if not fused:
+        grad_cast = 4 * min(largest, shard) if separate and largest > case.bucket else 0
     elif zero.fp32_reduce and ranks > 1:
-        casting = 4 * max(0, largest - case.bucket)
+        grad_cast = 4 * max(0, largest - case.bucket)
     return _States(
-        weights=weights, gradients=held, optimizer=optimizer, buffers=Place(device=buffers, cpu=on_cpu),
-        late=held.device, stepping=stepping, casting=casting,
+        weights=weights, gradients=gradients_at, optimizer=optimizer, buffers=Place(device=buffers, cpu=on_cpu),
+        late_gradients=gradients_at.device, step_only=step_only, grad_cast=grad_cast,
     )  # fmt: skip
 
 
@@ -303,17 +299,15 @@ def _stage_3(case: _Case) -> _States:
         gradients=gradients,
         optimizer=optimizer,
         buffers=Place(device=gathered + bucket * (1 if ranks == 1 else 2)),
-        late=gradients.device,
+        late_gradients=gradients.device,
         # The optimizer steps with the fp32 accumulator itself (zero3_gradients.py).
-        stepping=0 if offloaded or case.accumulate == 4 else 4 * min(shard, _SUB_GROUP),
-        casting=0,
+        step_only=0 if offloaded or case.accumulate == 4 else 4 * min(shard, _SUB_GROUP),
+        grad_cast=0,
     )
 
 
-def _place(where: str, size: int) -> Place:
-    return Place(
-        device=size if where == "none" else 0, cpu=size if where == "cpu" else 0, nvme=size if where == "nvme" else 0
-    )
+def _place(offload: OffloadDevice, size: int) -> Place:
+    return Place(**{"device" if offload == "none" else offload: size})
 
 
 # ----------------------------------------------------------------- activations
@@ -357,18 +351,18 @@ def _peak(case: _Case, states: _States, tokens: int, targets: int, log_prob_byte
     trains_embedding = config.lora is None
     table = shape.vocab * hidden * e if trains_embedding else 0
     head_table = table if log_prob_bytes else 0
-    final = tokens * hidden * (4 + e) + targets * hidden * (e + 4)
-    at_head = kept + final + head_table + log_prob_bytes
+    final_hidden = tokens * hidden * (4 + e) + targets * hidden * (e + 4)
+    at_head = kept + final_hidden + head_table + log_prob_bytes
     below_head = head_table if shape.tied else 0  # a tied head's gradient is kept until the embedding's backward pass
-    inner = tokens * (2 * e * shape.intermediate + 12 * hidden)
+    in_layer = tokens * (2 * e * shape.intermediate + 12 * hidden)
     if _uses_nf4(config):
         largest = max(w.size for w in shape.linear_layers())
-        inner += e * largest + _DEQUANTIZING * min(largest, NF4_CHUNK)
-    again = layer if recomputed else 0
-    at_layer = kept + again + inner + below_head
+        in_layer += e * largest + _DEQUANTIZING * min(largest, NF4_CHUNK)
+    recomputing = layer if recomputed else 0
+    at_layer = kept + recomputing + in_layer + below_head
     # When the first bucket is full and its gradients are allocated, its layers have freed their activations.
     layer_size = sum(w.size for w in case.trained if w.name not in ("embed_tokens", "lm_head")) // shape.num_layers
     in_bucket = min(shape.num_layers, case.bucket // max(1, layer_size))
-    at_first_bucket = kept * (shape.num_layers - in_bucket) // shape.num_layers + again + inner + below_head
-    at_embedding = tokens * hidden * e + table + below_head + states.casting
-    return max(at_head - late, at_layer - late, at_first_bucket, at_embedding, states.stepping)
+    at_first_bucket = kept * (shape.num_layers - in_bucket) // shape.num_layers + recomputing + in_layer + below_head
+    at_embedding = tokens * hidden * e + table + below_head + states.grad_cast
+    return max(at_head - late, at_layer - late, at_first_bucket, at_embedding, states.step_only)

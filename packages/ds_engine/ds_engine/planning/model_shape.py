@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,7 @@ class Weight:
     @property
     def size(self) -> int:
         """Number of elements."""
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +123,9 @@ class ModelShape:
         """LoRA parameters: A [rank, in] and B [out, rank] for each adapted matrix of every layer."""
         wanted = lora.target_modules
         adapted = [w for w in self.linear_layers() if wanted == "all-linear" or w.name in wanted]
-        pairs = [
-            (Weight(name="A", shape=(lora.rank, w.shape[1])), Weight(name="B", shape=(w.shape[0], lora.rank)))
-            for w in adapted
-        ]
-        return [part for pair in pairs for part in pair] * self.num_layers
+        a = [Weight(name="A", shape=(lora.rank, w.shape[1])) for w in adapted]
+        b = [Weight(name="B", shape=(w.shape[0], lora.rank)) for w in adapted]
+        return (a + b) * self.num_layers
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

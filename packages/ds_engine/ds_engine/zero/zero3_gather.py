@@ -102,14 +102,14 @@ class _Gathers:
     def __init__(self, module: nn.Module) -> None:
         self._in_flight: MutableMapping[Any, Any] = getattr(module, "ds_inflight_param_registry", {})
         self._params: list[Any] = list(module.parameters())
-        # Read for every parameter in every pass. None: DeepSpeed's own methods.
-        self._kinds: dict[int, Any] = {p.ds_id: _kind(p) for p in self._params}
+        # Cached because every pass reads it for every parameter. None: DeepSpeed's own methods.
+        self._gather_keys: dict[int, Any] = {p.ds_id: _gather_key(p) for p in self._params}
         self._buckets: dict[tuple[int, ...], _Bucket] = {}
 
     def share_collective(self, params: Iterable[Any]) -> bool:
         """Whether one collective can gather all of `params`."""
-        kinds = {self._kinds.get(p.ds_id) for p in params}
-        return len(kinds) == 1 and None not in kinds
+        keys = {self._gather_keys.get(p.ds_id) for p in params}
+        return len(keys) == 1 and None not in keys
 
     def take_over(self, parameter: Any) -> None:
         """Replace DeepSpeed's `all_gather_coalesced` and `partition` of this parameter."""
@@ -117,7 +117,7 @@ class _Gathers:
         partition: Callable[..., None] = parameter.partition
         available, not_available = param_status("AVAILABLE"), param_status("NOT_AVAILABLE")
         empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        is_replaced = self._kinds[parameter.ds_id] is not None
+        is_replaced = self._gather_keys[parameter.ds_id] is not None
 
         def all_gather_coalesced(params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
             if not isinstance(params, Sequence):
@@ -170,7 +170,7 @@ class _Gathers:
         return self._buckets[ids]
 
 
-def _kind(param: Any) -> Any:
+def _gather_key(param: Any) -> Any:
     """Equal for parameters that one collective can gather; None if the parameter keeps DeepSpeed's methods."""
     shard: Tensor | None = param.ds_tensor
     if param.nvme_swapper is not None or shard is None or param.ds_secondary_tensor is not None:

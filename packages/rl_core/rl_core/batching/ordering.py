@@ -45,5 +45,4 @@ def restore(items: Tensor | Sequence[Item], order: Sequence[int]) -> Tensor | li
     """
     if len(items) != len(order):
         raise BatchError(f"{len(items)} items for an order of {len(order)}")
-    inverse = inverse_order(order)
-    return reorder(items, inverse)
+    return reorder(items, inverse_order(order))

@@ -5,7 +5,6 @@ Shapes: ``T`` tokens, ``N`` tokens that are not ignored, ``H`` hidden size, ``V`
 
 import functools
 import math
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
@@ -80,54 +79,50 @@ def linear_log_prob(
     if keep_bytes is not None and keep_bytes < 0:
         raise ValueError(f"keep_bytes: got {keep_bytes}, allowed None or 0 or more")
     spec = LogitSpec(temperature=float(temperature), soft_cap=None if soft_cap is None else float(soft_cap))
-    options = _Options(backend=backend, deterministic=deterministic, keep_bytes=keep_bytes, group=group)
+    chosen = _choose_backend(backend, hidden, deterministic)
     kept_N = None if ignore_index is None else (targets != ignore_index).nonzero()[:, 0]
     if kept_N is None or kept_N.numel() == targets.numel():
-        return _compute(hidden, weight, bias, targets, spec, options)
-    results = _compute(hidden[kept_N], weight, bias, targets[kept_N], spec, options)
+        return _compute(hidden, weight, bias, targets, spec, chosen, keep_bytes, group)
+    results = _compute(hidden[kept_N], weight, bias, targets[kept_N], spec, chosen, keep_bytes, group)
     blank_T = results[0].new_zeros(targets.shape)
     return blank_T.index_put((kept_N,), results[0]), blank_T.index_put((kept_N,), results[1])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """Execution options: they do not change the mathematical result."""
-
-    backend: BackendName
-    deterministic: bool | None
-    keep_bytes: int | None
-    group: dist.ProcessGroup | None
-
-
 def _compute(
-    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec, options: _Options
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    spec: LogitSpec,
+    backend: Backend | None,
+    keep_bytes: int | None,
+    group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """`linear_log_prob` without ignored tokens."""
-    num_rows = weight_VH.shape[0] * (1 if options.group is None else dist.get_world_size(options.group))
+    """`linear_log_prob` without ignored tokens; `backend` None is the reference."""
+    num_rows = weight_VH.shape[0] * (1 if group is None else dist.get_world_size(group))
     outside_N = (targets_N < 0) | (targets_N >= num_rows)
     if not targets_N.is_cuda and bool(outside_N.any()):
         worst = targets_N[outside_N][0].item()
         raise ValueError(f"targets: got {worst}, allowed 0 to {num_rows - 1} (use ignore_index for tokens to ignore)")
-    if options.backend == "reference":
-        if options.group is not None:
+    if backend is None:
+        if group is not None:
             raise ValueError('group: not supported by backend="reference"; use "auto", "triton" or "chunked"')
         return reference_log_prob(hidden_NH, weight_VH, targets_N, spec=spec, bias_V=bias_V)
-    deterministic = options.deterministic
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    chosen = _choose_backend(options.backend, hidden_NH, deterministic)
     # Keep probabilities only if a backward pass can follow.
     keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_NH, weight_VH, bias_V))
-    keeping = Keeping(own_bytes=options.keep_bytes, use_grad_memory=weight_VH.requires_grad) if keeps else KEEP_NOTHING
-    log_prob_N, entropy_N = _LinearLogProb.apply(
-        hidden_NH, weight_VH, bias_V, targets_N, spec, chosen, options.group, keeping
-    )
+    keeping = Keeping(own_bytes=keep_bytes, use_grad_memory=weight_VH.requires_grad) if keeps else KEEP_NOTHING
+    log_prob_N, entropy_N = _LinearLogProb.apply(hidden_NH, weight_VH, bias_V, targets_N, spec, backend, group, keeping)
     if targets_N.is_cuda:
         log_prob_N = torch.where(outside_N, torch.nan, log_prob_N)
     return log_prob_N, entropy_N
 
 
-def _choose_backend(name: BackendName, hidden: Tensor, deterministic: bool) -> Backend:
+def _choose_backend(name: BackendName, hidden: Tensor, deterministic: bool | None) -> Backend | None:
+    """The backend object; None for the reference."""
+    if name == "reference":
+        return None
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     has_triton = find_spec("triton") is not None
     if name == "triton" and not has_triton:
         raise ValueError('backend: "triton" needs the package triton, which is not installed; use "auto" or "chunked"')

@@ -37,6 +37,6 @@ def value_loss(
     change = values - old_values
     # within the bound use the value itself: old + (new - old) may differ from it by one rounding, and the token would
     # then count as clipped
-    held = torch.where(change.abs() <= clip, values, old_values + change.clamp(-clip, clip))
-    bounded = 0.5 * (held - returns).square()
+    clipped_values = torch.where(change.abs() <= clip, values, old_values + change.clamp(-clip, clip))
+    bounded = 0.5 * (clipped_values - returns).square()
     return torch.maximum(plain, bounded), (bounded > plain).detach()
