@@ -2,18 +2,35 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from run_kit_testkit import Example
 
 from run_kit.cli import is_user_error, run_cli
 from run_kit.errors import ConfigError, RunKitError, TrackingError
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-from run_kit_example_config import Example  # noqa: E402
+HEAD = f"""
+import os, sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from run_kit_testkit import Example
+from run_kit import run_cli
+"""
+
+
+def write_app(folder: Path, body: str) -> Path:
+    script = folder / "app.py"
+    script.write_text(HEAD + body)
+    return script
+
+
+def failing(error: Exception) -> Callable[[Example], None]:
+    def main(_: Example) -> None:
+        raise error
+
+    return main
 
 
 @pytest.fixture
@@ -139,10 +156,7 @@ def test_user_errors_are_value_errors_of_these_packages(capsys: pytest.CaptureFi
     assert not is_user_error(RunKitError("x"))
     assert not is_user_error(ValueError("x"))
 
-    def fail(_: Example) -> None:
-        raise TrackingError("no such folder")
-
-    assert run(main=fail)[0] == 2
+    assert run(main=failing(TrackingError("no such folder")))[0] == 2
     assert capsys.readouterr().err == "error: no such folder\n"
 
 
@@ -154,58 +168,44 @@ def test_a_deprecated_key_is_named_on_stderr(capsys: pytest.CaptureFixture[str])
 
 
 def test_other_errors_keep_their_traceback() -> None:
-    def fail(_: Example) -> None:
-        raise ValueError("a bug")
-
+    main = failing(ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
-        run_cli(Example, fail, app_name="x", argv=[])
-
-    assert run(main=fail, user_errors=(ValueError,))[0] == 2
+        run_cli(Example, main, app_name="x", argv=[])
+    assert run(main=main, user_errors=(ValueError,))[0] == 2
 
 
 def test_an_error_wrapped_by_a_remote_call_is_unwrapped(capsys: pytest.CaptureFixture[str]) -> None:
     class Remote(Exception):
         cause = TrackingError("real reason")
 
-    def fail(_: Example) -> None:
-        raise Remote("a page of remote traceback")
-
-    assert run(main=fail)[0] == 2
+    assert run(main=failing(Remote("a page of remote traceback")))[0] == 2
     assert capsys.readouterr().err == "error: real reason\n"
 
 
 def test_handlers_are_put_back() -> None:
-    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in handled]
     run()
-    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert [signal.getsignal(number) for number in handled] == before
 
 
 APP = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, {here!r})
-from run_kit_example_config import Example
-from run_kit import run_cli
-
 def main(config):
     try:
         print("ready", flush=True)
         time.sleep(60)
     finally:
         time.sleep(1.0)
-        Path({out!r}).write_text("cleaned")
+        open(sys.argv[1].removeprefix("experiment="), "w").write("cleaned")
 
-if __name__ == "__main__":
-    run_cli(Example, main, app_name="apps.example")
+run_cli(Example, main, app_name="apps.example")
 """
 
 
 def start_app(tmp_path: Path) -> tuple["subprocess.Popen[str]", Path]:
     out = tmp_path / "cleaned.txt"
-    script = tmp_path / "app.py"
-    script.write_text(textwrap.dedent(APP.format(here=str(HERE), out=str(out))))
     process = subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, str(write_app(tmp_path, APP)), f"experiment={out}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -233,13 +233,11 @@ def test_signals_leave_after_cleanup(tmp_path: Path, signals: list[int], code: i
 
 
 def test_help_is_fast_and_light(tmp_path: Path) -> None:
-    script = tmp_path / "app.py"
-    script.write_text(
-        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
-        "from run_kit_example_config import Example\nfrom run_kit import run_cli\n"
+    script = write_app(
+        tmp_path,
         "try:\n    run_cli(Example, print, app_name='x')\nfinally:\n"
         "    heavy = {'torch', 'ray', 'numpy', 'matplotlib', 'pydantic', 'omegaconf'} & set(sys.modules)\n"
-        "    print('heavy:', sorted(heavy), file=sys.stderr)\n"
+        "    print('heavy:', sorted(heavy), file=sys.stderr)\n",
     )
     durations = []
     for _ in range(3):
@@ -252,12 +250,7 @@ def test_help_is_fast_and_light(tmp_path: Path) -> None:
 
 
 def test_help_into_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
-    script = tmp_path / "app.py"
-    script.write_text(
-        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
-        "from run_kit_example_config import Example\nfrom run_kit import run_cli\n"
-        "import os; r, w = os.pipe(); os.dup2(w, 1); os.close(w); os.close(r)\n"
-        "run_cli(Example, print, app_name='x')\n"
-    )
+    closed = "r, w = os.pipe()\nos.dup2(w, 1)\nos.close(w)\nos.close(r)\nrun_cli(Example, print, app_name='x')\n"
+    script = write_app(tmp_path, closed)
     done = subprocess.run([sys.executable, str(script), "--help"], stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,6 +1,5 @@
 import dataclasses
 import pickle
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -8,14 +7,12 @@ from typing import Any, Literal
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from run_kit_testkit import Actor, Data, Example, Optim, Zero
 
 from run_kit.config.field_docs import class_doc, field_doc, source_docs
 from run_kit.config.loader import load_config, to_yaml
 from run_kit.config.schema import all_paths, nearest_paths
 from run_kit.errors import ConfigError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from run_kit_example_config import Actor, Data, Example, Optim, Zero
 
 
 def load(*overrides: str, presets: tuple[Path, ...] = ()) -> Example:
@@ -287,7 +284,7 @@ EXAMPLES = st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 @given(EXAMPLES)
 @example(Example(experiment="\x85", data=Data(system_prompt="two\x85lines")))
 def test_written_yaml_loads_to_an_equal_config(tmp_path_factory: pytest.TempPathFactory, config: Example) -> None:
@@ -296,7 +293,6 @@ def test_written_yaml_loads_to_an_equal_config(tmp_path_factory: pytest.TempPath
     assert load(presets=(path,)) == config
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.sampled_from(all_paths(Example)), st.data())
 def test_one_wrong_letter_finds_the_key(path: str, data: st.DataObject) -> None:
     head, _, word = path.rpartition(".")

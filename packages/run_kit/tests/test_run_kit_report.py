@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from run_kit import RunFolder, Tracker, TrackingConfig, write_comparison, write_report
@@ -25,6 +25,17 @@ BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (pat
 NASTY = "</script><script>document.title='owned'</script> <img src=x onerror=\"document.title='owned'\"> &amp; \u2028"
 
 
+CONSTANT = {
+    "rollout/log_prob_mismatch": 1e-4,
+    "timing_s/step": 4.0,
+    "timing_s/gen": 2.5,
+    "timing_s/update": 1.25,
+    "timing_s/update/backward": 1.0,
+    "timing_s/other": 0.25,
+    "memory/host_peak_gib": 2.0,
+}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     run = RunFolder.create(tmp_path_factory.mktemp("outputs"), "grpo")
@@ -32,21 +43,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     with Tracker(run, config, num_steps=12) as tracker:
         tracker.log_validation(0, {"val/accuracy": 0.25})
         for step in range(1, 13):
-            tracker.log(
-                step,
-                {
-                    "critic/score/mean": step / 20,
-                    "perf/throughput": 1000.0 + step,
-                    "actor/grad_norm": math.nan if step == 3 else 1.0,
-                    "rollout/log_prob_mismatch": 1e-4,
-                    "timing_s/step": 4.0,
-                    "timing_s/gen": 2.5,
-                    "timing_s/update": 1.25,
-                    "timing_s/update/backward": 1.0,
-                    "timing_s/other": 0.25,
-                    "memory/host_peak_gib": 2.0,
-                },
-            )
+            changing = {"critic/score/mean": step / 20, "perf/throughput": 1000.0 + step}
+            tracker.log(step, {**changing, "actor/grad_norm": math.nan if step == 3 else 1.0, **CONSTANT})
             records = [
                 {"prompt": f"what is {step} + {i}?", "response": f"{step + i}", "reward": i % 2} for i in range(8)
             ]
@@ -56,12 +54,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return run
 
 
-def page_of(run: RunFolder) -> str:
+@pytest.fixture(scope="module")
+def page(run: RunFolder) -> str:
     return run.report_file.read_text(encoding="utf-8")
 
 
-def test_everything_is_on_the_page(run: RunFolder) -> None:
-    page = page_of(run)
+def records_of(page: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(re.findall(r'id="records">(.*?)</script>', page, flags=re.DOTALL)[0])
+    return found
+
+
+def test_everything_is_on_the_page(page: str) -> None:
     for words in ("Curves", "Where the time goes", "Memory", "Rollout and trainer", "Rollouts", "All metrics"):
         assert f">{words}</h2>" in page
     for words in ("backward", "1.000", "25.0%", "peak host memory", "2.00 GiB", "rollouts_per_step", "step 12/12"):
@@ -69,24 +72,18 @@ def test_everything_is_on_the_page(run: RunFolder) -> None:
     assert page.count("<svg") == page.count("</svg>") >= 6
 
 
-def test_nothing_is_loaded_from_elsewhere(run: RunFolder) -> None:
-    page = page_of(run)
+def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
     assert "default-src 'none'" in page
     outside = re.sub(r'<script type="application/json".*?</script>', "", page, flags=re.DOTALL)
     assert all(target.startswith("#") for target in re.findall(r'(?:src|href)="([^"]*)"', outside))
-    assert "http://" not in outside
-    assert "https://" not in outside
-    assert "@import" not in outside
-    assert "url(" not in outside
+    assert not [words for words in ("http://", "https://", "@import", "url(") if words in outside]
 
 
-def test_texts_of_the_model_cannot_break_the_page(run: RunFolder) -> None:
-    page = page_of(run)
+def test_texts_of_the_model_cannot_break_the_page(page: str) -> None:
     assert page.count("</script>") == 2
-    records = json.loads(re.findall(r'id="records">(.*?)</script>', page, flags=re.DOTALL)[0])
-    nasty = [record for record in records if record["prompt"] == NASTY]
-    assert nasty
-    assert nasty[0]["reward"] is None
+    rewards = [record["reward"] for record in records_of(page) if record["prompt"] == NASTY]
+    assert rewards
+    assert rewards[0] is None
 
 
 class StrictParser(HTMLParser):
@@ -158,11 +155,11 @@ def comparison(run: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Path
     return write_comparison({"first <run>": run.path, "second & last": other}, other.parent / "page" / "c.html")
 
 
-def test_pages_are_strict_html(run: RunFolder, comparison: Path) -> None:
-    check_strictly(page_of(run))
+def test_pages_are_strict_html(page: str, comparison: Path) -> None:
+    check_strictly(page)
     check_strictly(comparison.read_text(encoding="utf-8"))
     with pytest.raises(AssertionError):
-        check_strictly(page_of(run).replace("</table>", "", 1))
+        check_strictly(page.replace("</table>", "", 1))
 
 
 def test_a_comparison_shows_the_runs_side_by_side(comparison: Path) -> None:
@@ -173,8 +170,7 @@ def test_a_comparison_shows_the_runs_side_by_side(comparison: Path) -> None:
     assert "first <run>" not in page
     for words in ("actor.zero.stage", "2.500", "3.500", "critic/score/mean"):
         assert words in page
-    records = json.loads(re.findall(r'id="records">(.*?)</script>', page, flags=re.DOTALL)[0])
-    assert {record["run"] for record in records} == {"first <run>", "second & last"}
+    assert {record["run"] for record in records_of(page)} == {"first <run>", "second & last"}
 
 
 def test_reports_from_the_command_line(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,11 +188,6 @@ def test_reports_from_the_command_line(run: RunFolder, tmp_path: Path, capsys: p
     assert report_command([]) == 2
     with pytest.raises(ReportError, match="two run folders"):
         write_comparison({"a": one}, tmp_path / "x.html")
-
-
-def test_charts_are_well_formed(run: RunFolder) -> None:
-    for chart in re.findall(r"<svg.*?</svg>", page_of(run), flags=re.DOTALL):
-        ElementTree.fromstring(chart)
 
 
 def test_a_page_of_a_run_with_one_step_and_nothing_else(tmp_path: Path) -> None:
@@ -238,7 +229,6 @@ def test_long_runs_stay_small(tmp_path: Path) -> None:
 NUMBERS = st.floats(-1e12, 1e12, allow_nan=False)
 
 
-@settings(deadline=None, derandomize=True)
 @given(NUMBERS, NUMBERS, st.integers(2, 9))
 def test_ticks_cover_the_range_with_few_steps(a: float, b: float, count: int) -> None:
     low, high = min(a, b), max(a, b)
@@ -250,7 +240,6 @@ def test_ticks_cover_the_range_with_few_steps(a: float, b: float, count: int) ->
     assert all(x < y for x, y in pairwise(ticks))
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.lists(NUMBERS, min_size=1, max_size=50))
 def test_lines_stay_within_their_picture(values: list[float]) -> None:
     chart = line_chart([Series(label="a<b", steps=range(len(values)), values=values)], title="t", width=300, height=200)
@@ -281,7 +270,6 @@ def test_tick_texts(value: float, text: str) -> None:
     assert tick_text(value) == text
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.floats(-1e6, 1e6), st.floats(1e-4, 10))
 def test_ticks_can_be_told_apart(low: float, width: float) -> None:
     ticks = nice_ticks(low, low + width * max(1.0, abs(low) * 1e-3))
@@ -332,33 +320,33 @@ async def debugger_address(session: Any, port_file: Path, url: str) -> str:
         await asyncio.sleep(0.1)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+TYPE_IN = (
+    "(function(id, text) {{ const field = document.getElementById(id); field.value = text; "
+    "field.dispatchEvent(new Event('input')); return document.getElementById('count').textContent; }})({!r}, {!r})"
+)
+COUNT = "document.getElementById('count').textContent"
+HEIGHTS = "[...document.querySelectorAll('svg')].map((s) => s.getBoundingClientRect().height > 50)"
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+
+
+@needs_browser
 def test_the_page_works_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
-    type_in = (
-        "(function(id, text) {{ const field = document.getElementById(id); field.value = text; "
-        "field.dispatchEvent(new Event('input')); return document.getElementById('count').textContent; }})({!r}, {!r})"
-    )
-    shown = "document.querySelectorAll('.sample').length"
+    expressions = [
+        "document.readyState",
+        "document.title",
+        COUNT,
+        "document.querySelectorAll('.sample').length",
+        TYPE_IN.format("query", "12 + 3?"),
+        "document.querySelectorAll('mark').length",
+        TYPE_IN.format("query", "") + "; " + TYPE_IN.format("low", "1"),
+        TYPE_IN.format("metric-query", "grad_norm")
+        + "; [...document.querySelectorAll('#metric-rows tr')].filter((r) => !r.hidden).length",
+        HEIGHTS,
+    ]
     ready, title, count, first, found, marks, best, metrics, heights = asyncio.run(
-        evaluate(
-            tmp_path,
-            run.report_file,
-            [
-                "document.readyState",
-                "document.title",
-                "document.getElementById('count').textContent",
-                shown,
-                type_in.format("query", "12 + 3?"),
-                "document.querySelectorAll('mark').length",
-                type_in.format("query", "") + "; " + type_in.format("low", "1"),
-                type_in.format("metric-query", "grad_norm")
-                + "; [...document.querySelectorAll('#metric-rows tr')].filter((r) => !r.hidden).length",
-                "[...document.querySelectorAll('svg')].map((s) => s.getBoundingClientRect().height > 50)",
-            ],
-        )
+        evaluate(tmp_path, run.report_file, expressions)
     )
-    assert ready == "complete"
-    assert title == run.name  # the nasty text did not run
+    assert (ready, title) == ("complete", run.name)  # the nasty text did not run
     assert count.startswith("96 of 96 samples")
     assert first == 25
     assert found.startswith("2 of 96 samples")  # 12 + 3 and 9 + 3 = 12
@@ -369,24 +357,10 @@ def test_the_page_works_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
     assert all(heights)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@needs_browser
 def test_a_comparison_works_in_a_browser(comparison: Path, tmp_path: Path) -> None:
-    search = (
-        "(function(text) {{ const field = document.getElementById('query'); field.value = text; "
-        "field.dispatchEvent(new Event('input')); return document.getElementById('count').textContent; }})({!r})"
-    )
-    title, count, found, heights = asyncio.run(
-        evaluate(
-            tmp_path,
-            comparison,
-            [
-                "document.title",
-                "document.getElementById('count').textContent",
-                search.format("second last"),
-                "[...document.querySelectorAll('svg')].map((s) => s.getBoundingClientRect().height > 50)",
-            ],
-        )
-    )
+    expressions = ["document.title", COUNT, TYPE_IN.format("query", "second last"), HEIGHTS]
+    title, count, found, heights = asyncio.run(evaluate(tmp_path, comparison, expressions))
     assert title == "Comparison"
     assert count.startswith("192 of 192 samples")
     assert found.startswith("96 of 192 samples")

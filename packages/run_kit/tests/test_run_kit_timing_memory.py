@@ -6,24 +6,25 @@ import threading
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from run_kit_testkit import Clock
 
 from run_kit.memory import GIB, MemorySampler, TreeMemory, process_tree_memory
 from run_kit.timing import PhaseTimer
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
-def test_phases_nest_and_sum() -> None:
-    clock = Clock()
-    timer = PhaseTimer(clock=clock)
+@pytest.fixture
+def timer(clock: Clock) -> PhaseTimer:
+    return PhaseTimer(clock=clock)
+
+
+def test_phases_nest_and_sum(clock: Clock, timer: PhaseTimer) -> None:
     with timer.step():
         with timer.phase("gen"):
             clock.now += 2
@@ -49,18 +50,14 @@ def test_phases_nest_and_sum() -> None:
     assert dict(timer.walk())["update/backward"].count == 2
 
 
-def test_a_new_step_forgets_the_last() -> None:
-    clock = Clock()
-    timer = PhaseTimer(clock=clock)
+def test_a_new_step_forgets_the_last(clock: Clock, timer: PhaseTimer) -> None:
     for name in ("a", "b"):
         with timer.step(), timer.phase(name):
             clock.now += 1
     assert timer.metrics() == {"timing_s/step": 1, "timing_s/b": 1, "timing_s/other": 0}
 
 
-def test_errors_leave_the_timer_usable() -> None:
-    clock = Clock()
-    timer = PhaseTimer(clock=clock)
+def test_errors_leave_the_timer_usable(clock: Clock, timer: PhaseTimer) -> None:
     with pytest.raises(RuntimeError), timer.step(), timer.phase("a"):  # noqa: PT012
         clock.now += 1
         raise RuntimeError
@@ -69,15 +66,12 @@ def test_errors_leave_the_timer_usable() -> None:
     assert timer.metrics()["timing_s/b"] == 1
 
 
-def test_outside_phases_stand_at_the_top() -> None:
-    timer = PhaseTimer()
+def test_outside_phases_stand_at_the_top(timer: PhaseTimer) -> None:
     with timer.step(), timer.phase("a"), pytest.raises(ValueError, match="outside the step"):
         timer.phase("validate", outside=True).__enter__()
 
 
-def test_tasks_belong_to_the_phase_that_started_them_and_threads_to_the_step() -> None:
-    timer = PhaseTimer()
-
+def test_tasks_belong_to_the_phase_that_started_them_and_threads_to_the_step(timer: PhaseTimer) -> None:
     async def work() -> None:
         with timer.phase("request"):
             await asyncio.sleep(0.01)
@@ -106,7 +100,6 @@ def test_the_device_is_waited_for() -> None:
     assert len(calls) == 4
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), st.floats(0, 10)), max_size=20))
 def test_parts_never_exceed_their_whole(work: list[tuple[list[str], float]]) -> None:
     clock = Clock()

@@ -5,14 +5,15 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from run_kit_testkit import Clock
 
 from run_kit import (
     MetricsTable,
@@ -56,17 +57,22 @@ class Result:
     accuracy_after: float | None = 0.75
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+QUIET = TrackingConfig(tensorboard=False, report=False, curves=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "x")
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> MetricsTable:
+    return MetricsTable(tmp_path / "m.tsv")
 
 
 # --- the run folder ---------------------------------------------------------------------------------------------------
@@ -84,26 +90,21 @@ def test_experiment_names_that_cannot_be_folders(tmp_path: Path, name: str) -> N
         RunFolder.create(tmp_path, name)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_made_or_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TrackingError, match="cannot make a run folder"):
         RunFolder.create(tmp_path / "file", "grpo")
-
-
-def test_open_needs_the_folder(tmp_path: Path) -> None:
     assert RunFolder.open(tmp_path).path == tmp_path.resolve()
     with pytest.raises(TrackingError, match="no run folder"):
         RunFolder.open(tmp_path / "none")
 
 
-def test_written_config_repeats_the_run(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path, "x")
+def test_written_config_repeats_the_run(run: RunFolder) -> None:
     config = AppConfig(seed=7)
     assert load_config(AppConfig, presets=[run.write_config(config)]) == config
 
 
-def test_log_holds_what_the_user_saw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunFolder.create(tmp_path, "x")
+def test_log_holds_what_the_user_saw(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     before = (sys.stdout, sys.stderr)
     with pytest.raises(RuntimeError), run:  # noqa: PT012
         print("one")
@@ -128,8 +129,7 @@ def test_log_holds_what_the_user_saw(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "theirs does not" not in printed.err
 
 
-def test_a_long_progress_bar_does_not_grow_the_log(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path, "x")
+def test_a_long_progress_bar_does_not_grow_the_log(run: RunFolder) -> None:
     with run:
         for i in range(1000):
             sys.stdout.write(f"\rat {i}")
@@ -137,7 +137,6 @@ def test_a_long_progress_bar_does_not_grow_the_log(tmp_path: Path) -> None:
     assert run.log_file.read_text() == "at 999\n"
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.text())
 def test_visible_lines_have_no_control_characters(line: str) -> None:
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", visible_line(line))
@@ -146,32 +145,23 @@ def test_visible_lines_have_no_control_characters(line: str) -> None:
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def test_table_appends_and_grows(tmp_path: Path) -> None:
-    table = MetricsTable(tmp_path / "m.tsv")
+def test_table_appends_and_grows(table: MetricsTable) -> None:
     table.log(1, {"a": 1, "b": 0.1 + 0.2})
     table.log(2, {"b": np.float32(0.1), "a": np.int64(2)})
     table.log(3, {"a": True, "late/one": 5.0})
     table.log(4, {"late/one": math.nan})
     table.log(4, {"a": 9})
-    assert (tmp_path / "m.tsv").read_text() == (
+    assert table.path.read_text() == (
         "step\ta\tb\tlate/one\n1\t1\t0.3\t\n2\t2\t0.100000001\t\n3\t1\t\t5\n4\t9\t\tnan\n"
     )
     assert table.series("late/one") == ([3], [5.0])
-    assert list(tmp_path.iterdir()) == [tmp_path / "m.tsv"]
+    assert list(table.path.parent.iterdir()) == [table.path]
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
-@given(
-    st.lists(
-        st.dictionaries(
-            st.sampled_from(["a", "b/c", "d e", "é"]),
-            st.integers() | st.floats(width=32),
-            min_size=1,
-        ),
-        min_size=1,
-        max_size=6,
-    )
-)
+ROWS = st.dictionaries(st.sampled_from(["a", "b/c", "d e", "é"]), st.integers() | st.floats(width=32), min_size=1)
+
+
+@given(st.lists(ROWS, min_size=1, max_size=6))
 def test_nothing_logged_is_lost(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, float]]) -> None:
     path = tmp_path_factory.mktemp("t") / "m.tsv"
     table = MetricsTable(path)
@@ -205,8 +195,7 @@ def test_a_resumed_table_goes_on(tmp_path: Path) -> None:
         (6.0, {"a": 1}, "expected an integer"),
     ],
 )
-def test_bad_metrics_are_refused(tmp_path: Path, step: int, metrics: dict[str, object], words: str) -> None:
-    table = MetricsTable(tmp_path / "m.tsv")
+def test_bad_metrics_are_refused(table: MetricsTable, step: int, metrics: dict[str, object], words: str) -> None:
     table.log(5, {"a": 1})
     with pytest.raises(TrackingError, match=words):
         table.log(step, metrics)
@@ -234,15 +223,8 @@ def test_summaries() -> None:
 
 
 def test_panels_come_in_order_and_only_when_there_is_data() -> None:
-    columns = [
-        "timing_s/step",
-        "timing_s/gen",
-        "timing_s/other",
-        "timing_s/gen/wait",
-        "actor/loss",
-        "critic/score/mean",
-    ]
-    panels = choose_panels(columns)
+    phases = ["timing_s/step", "timing_s/gen", "timing_s/other", "timing_s/gen/wait"]
+    panels = choose_panels([*phases, "actor/loss", "critic/score/mean"])
     assert [panel.title for panel in panels] == ["Score", "Loss", "Step time"]
     assert panels[-1].metrics == ("timing_s/gen", "timing_s/other")
     assert [panel.title for panel in choose_panels(["my/own"])] == ["my/own"]
@@ -250,20 +232,17 @@ def test_panels_come_in_order_and_only_when_there_is_data() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 40])
-def test_curves_are_a_picture(tmp_path: Path, num_steps: int) -> None:
-    table = MetricsTable(tmp_path / "m.tsv")
+def test_curves_are_a_picture(table: MetricsTable, tmp_path: Path, num_steps: int) -> None:
+    rest = {"timing_s/gen": 1.0, "timing_s/other": 0.5, "val/accuracy": math.nan}
     for step in range(num_steps):
-        table.log(
-            step, {"critic/score/mean": step, "timing_s/gen": 1.0, "timing_s/other": 0.5, "val/accuracy": math.nan}
-        )
+        table.log(step, {"critic/score/mean": step, **rest})
     path = write_curves(table, tmp_path / "curves.png", title="run")
     assert path is not None
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["curves.png", "m.tsv"]
 
 
-def test_no_curves_of_nothing(tmp_path: Path) -> None:
-    table = MetricsTable(tmp_path / "m.tsv")
+def test_no_curves_of_nothing(table: MetricsTable, tmp_path: Path) -> None:
     table.log(1, {"a": math.inf})
     assert write_curves(table, tmp_path / "curves.png") is None
     assert not (tmp_path / "curves.png").exists()
@@ -283,11 +262,12 @@ def record(index: int) -> dict[str, object]:
 
 
 def test_rollouts_are_a_repeatable_sample(tmp_path: Path) -> None:
-    path = write_rollouts(tmp_path / "rollouts", 3, [record(i) for i in range(20)], count=4)
+    records = [record(i) for i in range(20)]
+    path = write_rollouts(tmp_path, 3, records, count=4)
     assert path.name == "step_000003.jsonl"
-    first = read_rollouts(tmp_path / "rollouts")
-    write_rollouts(tmp_path / "rollouts", 3, [record(i) for i in range(20)], count=4)
-    assert read_rollouts(tmp_path / "rollouts") == first
+    first = read_rollouts(tmp_path)
+    write_rollouts(tmp_path, 3, records, count=4)
+    assert read_rollouts(tmp_path) == first
     assert len(first) == 4
     assert first[0]["step"] == 3
     assert first[0]["response"].endswith("\u2028\n")
@@ -300,7 +280,6 @@ def test_rollouts_need_their_three_keys(tmp_path: Path) -> None:
         write_rollouts(tmp_path, 1, [{"prompt": "p", "response": "r", "reward": object()}])
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.integers(0, 50), st.integers(0, 60), st.integers(0, 5))
 def test_samples_have_no_repeats(num: int, count: int, seed: int) -> None:
     chosen = choose_sample(num, count, seed=seed)
@@ -372,37 +351,19 @@ def read_events(folder: Path) -> list[tuple[int, str, float]]:
     return found
 
 
-def test_a_run_leaves_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunFolder.create(tmp_path, "grpo")
+def test_a_run_leaves_everything(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     with Tracker(run, AppConfig(seed=3), num_steps=6) as tracker:
         for step in range(1, 4):
             tracker.log_supervised(step, Stats())
         tracker.log_validation(0, {"val/accuracy": 0.25})
+        rest = {"perf/throughput": 100.0, "timing_s/step": 2.0, "timing_s/gen": 1.5, "memory/host_peak_gib": 3.0}
         for step in range(1, 7):
-            tracker.log(
-                step,
-                {
-                    "critic/score/mean": step / 10,
-                    "perf/throughput": 100.0,
-                    "timing_s/step": 2.0,
-                    "timing_s/gen": 1.5,
-                    "memory/host_peak_gib": 3.0,
-                },
-            )
+            tracker.log(step, {"critic/score/mean": step / 10, **rest})
             tracker.log_rollouts(step, [{"prompt": "p", "response": "<b>r</b>", "reward": 1.0}] * 20)
         tracker.log_validation(6, {"val/accuracy": 0.75})
         facts = tracker.summary(Result())
-    assert {path.name for path in run.path.iterdir()} == {
-        "config.yaml",
-        "curves.png",
-        "metrics.tsv",
-        "report.html",
-        "rollouts",
-        "summary.json",
-        "supervised.tsv",
-        "tensorboard",
-        "train.log",
-    }
+    names = "config.yaml curves.png metrics.tsv report.html rollouts summary.json supervised.tsv tensorboard train.log"
+    assert sorted(path.name for path in run.path.iterdir()) == names.split()
     table = MetricsTable(run.metrics_file)
     assert table.steps == tuple(range(7))
     assert table.row(6)["val/accuracy"] == 0.75
@@ -421,8 +382,7 @@ def test_a_run_leaves_everything(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "at most 3.0 GiB" in log
 
 
-def test_supervised_runs_fill_the_main_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunFolder.create(tmp_path, "sft")
+def test_supervised_runs_fill_the_main_table(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     with Tracker(run, TrackingConfig(tensorboard=False, report=False), num_steps=2, supervised=True) as tracker:
         tracker.log_supervised(1, Stats())
         tracker.log_supervised(2, Stats(loss=0.25))
@@ -433,22 +393,18 @@ def test_supervised_runs_fill_the_main_table(tmp_path: Path, capsys: pytest.Capt
     assert not run.tensorboard_dir.exists()
 
 
-def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path, "x")
-    config = TrackingConfig(tensorboard=False, report=False, curves=False)
-    with Tracker(run, config, num_steps=4) as tracker:
+def test_a_resumed_run_drops_the_steps_it_repeats(run: RunFolder) -> None:
+    with Tracker(run, QUIET, num_steps=4) as tracker:
         for step in (1, 2, 3):
             tracker.log(step, {"a": step})
-    with Tracker(RunFolder.open(run.path), config, num_steps=4, first_step=3) as tracker:
+    with Tracker(RunFolder.open(run.path), QUIET, num_steps=4, first_step=3) as tracker:
         tracker.log(3, {"a": 30})
     assert run.metrics_file.read_text() == "step\ta\n1\t1\n2\t2\n3\t30\n"
 
 
-def test_curves_are_drawn_now_and_then(tmp_path: Path) -> None:
+def test_curves_are_drawn_now_and_then(run: RunFolder) -> None:
     clock = Clock()
-    run = RunFolder.create(tmp_path, "x")
-    config = TrackingConfig(tensorboard=False, report=False, curves_interval_s=30)
-    tracker = Tracker(run, config, num_steps=4, clock=clock)
+    tracker = Tracker(run, replace(QUIET, curves=True, curves_interval_s=30), num_steps=4, clock=clock)
     tracker.log(1, {"a": 1})
     assert not run.curves_file.exists()
     clock.now += 31
@@ -456,26 +412,24 @@ def test_curves_are_drawn_now_and_then(tmp_path: Path) -> None:
     assert run.curves_file.exists()
 
 
-def test_wandb_is_asked_for_and_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_asked_for_and_missing(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = TrackingConfig(wandb_project="p")
     with pytest.raises(TrackingError, match=r"tracking.wandb_project=p needs the wandb package.*pip install wandb"):
         check_tracking(config)
     with pytest.raises(TrackingError, match="pip install wandb"):
-        Tracker(RunFolder.create(tmp_path, "x"), config, num_steps=1)
+        Tracker(run, config, num_steps=1)
 
 
-def test_tensorboard_is_asked_for_and_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_is_asked_for_and_missing(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
     with pytest.raises(TrackingError, match=r"set tracking.tensorboard=false"):
-        Tracker(RunFolder.create(tmp_path, "x"), TrackingConfig(), num_steps=1)
+        Tracker(run, TrackingConfig(), num_steps=1)
 
 
-def test_wandb_offline_keeps_its_files_in_the_run_folder(tmp_path: Path) -> None:
+def test_wandb_offline_keeps_its_files_in_the_run_folder(run: RunFolder) -> None:
     pytest.importorskip("wandb")
-    run = RunFolder.create(tmp_path, "x")
-    config = TrackingConfig(wandb_project="p", wandb_mode="offline", tensorboard=False, report=False, curves=False)
-    with Tracker(run, config, num_steps=1) as tracker:
+    with Tracker(run, replace(QUIET, wandb_project="p", wandb_mode="offline"), num_steps=1) as tracker:
         tracker.log(1, {"a": 1})
     assert (run.path / "wandb").is_dir()
 

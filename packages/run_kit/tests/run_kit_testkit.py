@@ -1,4 +1,4 @@
-"""A configuration of every shape the loader knows, for the tests of run_kit."""
+"""Shared by the tests of run_kit: a configuration of every shape the loader knows, and a clock."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -59,3 +59,13 @@ class Example:
     critic: Actor | None = None
     slow: Actor = Actor(optim=Optim(lr=0.5), enabled=False)
     data: Data = field(default_factory=Data)
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
