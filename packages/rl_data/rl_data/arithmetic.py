@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["CALL", "RESULT", "VOCABULARY_WORDS", "ArithmeticTask", "TaskKind", "write_task"]
-
 TaskKind = Literal["arithmetic", "calculator"]
 #: Largest operand; the smallest is 1.
 MAX_OPERAND: dict[TaskKind, int] = {"arithmetic": 50, "calculator": 99}

@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DataConfig", "RewardConfig"]
-
 
 def _require_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:

@@ -4,8 +4,6 @@ The response is a text, or a list of texts that alternate between the model and 
 parts are tokenized one by one, as during generation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,6 @@ from .errors import DataError
 from .parquet import GSM8K_DATA_SOURCE, Row, open_parquet, require_columns, row_error
 from .prompts import conversation, encode, render, report_filtered, too_long, uses_chat_template
 from .tokenizer import TokenizerLike
-
-__all__ = ["Demonstration", "check_demonstrations", "load_demonstrations"]
 
 _HELP = "Demonstrations need the columns `question` and `answer` (the whole response); rename the columns."
 

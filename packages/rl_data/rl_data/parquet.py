@@ -8,8 +8,6 @@ The columns of each file determine its schema:
 Rows are counted from 0, as in pandas and pyarrow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +15,6 @@ from typing import Any, Literal
 
 from .errors import DataError, UnknownDataSourceError
 from .scoring import clean_number, reward_for
-
-__all__ = [
-    "GSM8K_DATA_SOURCE",
-    "Message",
-    "Row",
-    "Schema",
-    "check_files",
-    "iter_rows",
-    "open_parquet",
-    "require_columns",
-    "row_error",
-]
 
 GSM8K_DATA_SOURCE = "openai/gsm8k"
 Schema = Literal["gsm8k", "verl"]

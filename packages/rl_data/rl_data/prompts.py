@@ -8,8 +8,6 @@ A conversation becomes text
   beginning-of-sequence token.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +19,6 @@ from .config import DataConfig
 from .errors import DataError
 from .parquet import Message, Row, iter_rows
 from .tokenizer import TokenizerLike
-
-__all__ = ["Prompt", "load_prompts"]
 
 _logger = logging.getLogger(__name__)
 #: Rows tokenized in one call.

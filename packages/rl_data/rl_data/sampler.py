@@ -7,16 +7,12 @@ prompts that the batch already holds behind those that the batch still needs.
 The state restores the order exactly. It is JSON-serializable: a few numbers and at most one batch of indices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .errors import SamplerStateError
-
-__all__ = ["PromptSampler", "epoch_order"]
 
 _STATE_VERSION = 1
 

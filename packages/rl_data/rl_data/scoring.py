@@ -4,16 +4,12 @@ A scoring function is pure: (response text, ground truth, config) -> float. The 
 special tokens.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from decimal import Decimal
 
 from .config import RewardConfig
 from .errors import UnknownDataSourceError
-
-__all__ = ["RewardFn", "clean_number", "extract_answer", "gsm8k_score", "register_reward", "reward_for"]
 
 RewardFn = Callable[[str, str, RewardConfig], float]
 

@@ -4,8 +4,6 @@ It lets a whole training stack run on two CPU cores. Its vocabulary has only the
 (`rl_data.arithmetic`). transformers and vLLM load it like any other model.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +11,6 @@ from .arithmetic import VOCABULARY_WORDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-__all__ = ["build_tiny_model", "build_tiny_tokenizer"]
 
 PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN = "<pad>", "<eos>", "<unk>"
 #: Rows of the embedding; rows without a word get reserved tokens, so that every id decodes.
@@ -28,7 +24,7 @@ def _vocabulary() -> dict[str, int]:
     return {word: index for index, word in enumerate(words)}
 
 
-def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
+def build_tiny_tokenizer() -> "PreTrainedTokenizerFast":
     """The word-level tokenizer: one token per word, punctuation mark, digit or line break.
 
     Numbers are encoded digit by digit ("72" is the ids of "7" and "2") and decoded without spaces, so the texts of the

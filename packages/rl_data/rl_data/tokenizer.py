@@ -1,14 +1,10 @@
 """Model folders and their tokenizers: checks by file name, without heavy imports, and loading."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from .errors import ModelFolderError
-
-__all__ = ["TokenizerLike", "check_model_folder", "find_model_folder", "load_tokenizer"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")

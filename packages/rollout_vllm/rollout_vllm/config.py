@@ -1,7 +1,5 @@
 """Configuration of the servers, the client and sampling. Standard library only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal

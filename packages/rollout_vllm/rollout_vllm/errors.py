@@ -14,8 +14,6 @@ RolloutError
 A sample that fails is data (`Failure`), not an exception; see samples.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """Input and output of generation: plain, picklable data without dependencies."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The rollout client: generates groups of samples on one or several vLLM servers over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import time
@@ -239,7 +237,7 @@ class RolloutClient(HttpClient):
         return self._runner.policy_version
 
     def set_policy_version(self, version: int) -> None:
-        """Call this when all servers hold the weights of `version`."""
+        """Set the version of new tokens; call it when all servers hold the weights of `version`."""
         self._runner.policy_version = version
 
     def set_model(self, model: str | None) -> None:

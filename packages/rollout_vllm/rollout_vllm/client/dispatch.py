@@ -1,7 +1,5 @@
 """Load balancing of requests over servers: the routing state, and a queue of requests that wait for capacity."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -4,8 +4,6 @@ A response that was interrupted (finish reason "abort") is resumed by a new requ
 followed by all tokens generated so far. Each token keeps the log-prob and the policy version it was sampled with.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import time

@@ -1,7 +1,5 @@
 """Rollout metrics: the client's counters and the servers' /metrics, as one flat dict."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -38,10 +36,8 @@ def server_metrics(text: str) -> dict[str, float]:
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
     found: dict[str, float] = {}
     for ours, names in _SERVER_METRICS.items():
-        for name in names:
-            if name in totals:
-                found[ours] = totals[name]
-                break
+        if name := next((name for name in names if name in totals), None):
+            found[ours] = totals[name]
     return found
 
 

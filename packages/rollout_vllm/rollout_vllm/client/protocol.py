@@ -5,8 +5,6 @@ ids of the response), `return_tokens_as_token_ids` (log-prob tokens as "token_id
 the former), `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `repetition_penalty`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Sends one request until it succeeds or fails for good: attempts, retries, and interruption of running requests."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Retry policy: which failed attempts are retried, and after which delay. Pure functions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..samples import FailureKind

@@ -1,7 +1,5 @@
 """HTTP exchanges with the servers, and the background event loop for callers that have none."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

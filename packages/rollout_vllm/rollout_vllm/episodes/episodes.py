@@ -12,8 +12,6 @@
 Everything is token ids, without decoding and re-encoding, so the trainer sees exactly the tokens that the model saw.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import inspect

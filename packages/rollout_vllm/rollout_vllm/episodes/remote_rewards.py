@@ -6,8 +6,6 @@
 A failure affects only its own sample. The outcome has the same type as that of `RewardPool`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -122,8 +120,9 @@ def http_reward(url: str, *, api_key: str | None = None, **settings: Any) -> Rem
 
     settings: arguments of `RemoteReward`, here and below.
     """
-    base, _, path = url.partition("://")[2].partition("/")
-    endpoint = Endpoint(f"{url.partition('://')[0]}://{base}", api_key)
+    scheme, _, rest = url.partition("://")
+    base, _, path = rest.partition("/")
+    endpoint = Endpoint(f"{scheme}://{base}", api_key)
     return RemoteReward(endpoint, f"/{path}", body=lambda fields: fields, read=lambda a: a["score"], **settings)
 
 

@@ -7,8 +7,6 @@ A function that raises, hangs or kills its process affects only the reward of it
 call; starting the process and importing the function's module have a separate limit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import math
@@ -24,7 +22,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Literal
 
 
@@ -119,12 +116,10 @@ class RewardPool:
         for thread in self._threads:
             thread.join(timeout=self._start_timeout_s + self._timeout_s + 10.0)
 
-    def __enter__(self) -> RewardPool:
+    def __enter__(self) -> "RewardPool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- the thread of one worker --------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ A small script, instead of `-m vllm...`, also prevents vLLM's spawned children f
 as their main module.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import multiprocessing
 import os

@@ -11,8 +11,6 @@ If this process itself is killed, the command dies with it (parent-death signal)
 group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

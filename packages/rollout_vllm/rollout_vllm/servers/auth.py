@@ -5,8 +5,6 @@ This middleware rejects every HTTP or websocket request without the bearer token
 server process loads this file by path.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Blocking HTTP calls to a server. Standard library only."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from urllib.parse import urlsplit

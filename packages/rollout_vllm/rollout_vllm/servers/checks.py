@@ -1,7 +1,5 @@
 """Checks before a server starts: model folder, context length, KV cache, memory, ports."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Mapping

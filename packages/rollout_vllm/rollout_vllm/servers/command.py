@@ -1,7 +1,5 @@
 """Command line and environment of a server, as pure functions of the configuration."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -54,14 +52,10 @@ def server_arguments(
     """vLLM's arguments. `extra_args` and then `config.extra_args` come last, so they override the others."""
     args = ["--model", model_path, "--served-model-name", SERVED_MODEL_NAME]
     args += ["--host", config.host, "--port", str(port), "--middleware", AUTH_MIDDLEWARE]
-    args += [
-        "--dtype",
-        config.dtype,
-        "--load-format",
-        config.load_format,
-        "--max-num-seqs",
-        _max_num_seqs(config, device),
-    ]
+    args += ["--dtype", config.dtype, "--load-format", config.load_format]
+    # On the CPU, results depend on the batch composition; a batch of one sequence is reproducible.
+    max_num_seqs = 1 if config.deterministic and device == "cpu" else config.max_num_seqs
+    args += ["--max-num-seqs", str(max_num_seqs)]
     # Log-probs of the distribution that tokens are sampled from: after temperature, top-p and top-k.
     args += ["--logprobs-mode", "processed_logprobs"]
     args += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
@@ -95,11 +89,6 @@ def kv_cache_bytes_of(config: RolloutConfig, device: Device) -> int | None:
             return None
         gib = DEFAULT_CPU_KV_CACHE_GIB
     return int(gib * 2**30)
-
-
-def _max_num_seqs(config: RolloutConfig, device: Device) -> str:
-    # On the CPU, results depend on the batch composition; a batch of one sequence is reproducible.
-    return "1" if config.deterministic and device == "cpu" else str(config.max_num_seqs)
 
 
 def inherited_environment(base: Mapping[str, str]) -> dict[str, str]:
@@ -158,5 +147,4 @@ _SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
 def describe_environment(env: Mapping[str, str]) -> str:
     """The variables that affect a server, one per line and without secrets, for the start of its log."""
     prefixes = ("VLLM_", "CUDA_", "OMP_", "HF_", "NCCL_", "TORCH", "PLINTH_")
-    shown = [f"{k}={v}" for k, v in sorted(env.items()) if k.startswith(prefixes) and not _SECRET.search(k)]
-    return "\n".join(shown)
+    return "\n".join(f"{k}={v}" for k, v in sorted(env.items()) if k.startswith(prefixes) and not _SECRET.search(k))

@@ -3,8 +3,6 @@
 They exist on servers started with `RolloutConfig(sleep_mode=True)` or `RolloutConfig(max_lora_rank=...)`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

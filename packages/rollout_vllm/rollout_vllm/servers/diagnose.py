@@ -1,7 +1,5 @@
 """Extracts the reason of a server's failure from its log, as one line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A group of vLLM servers that are launched, checked and stopped together."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import secrets
@@ -10,7 +8,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
 
 from ..config import RolloutConfig
 from ..errors import RolloutConfigError, ServerDiedError, ServerStartError
@@ -98,8 +95,7 @@ class ServerGroup:
         self.startup_timeout_s = startup_timeout_s
         self._started_at = time.monotonic()
         self._owner_pid = os.getpid()
-        reference = weakref.ref(self)
-        atexit.register(_stop_if_alive, reference)
+        atexit.register(_stop_if_alive, weakref.ref(self))
 
     @classmethod
     def launch(
@@ -111,7 +107,7 @@ class ServerGroup:
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         gpu_ids_per_server: Sequence[Sequence[int]] | None = None,
-    ) -> ServerGroup:
+    ) -> "ServerGroup":
         """Start the servers in the background; they load in parallel. `wait_ready` waits for them.
 
         With `config.urls` nothing is started. log_dir: for server_0.log, server_1.log, ... extra_args, env: for every
@@ -155,8 +151,7 @@ class ServerGroup:
         Raises ServerStartError with the reason of the first failure in one line, after stopping all servers.
         """
         deadline = self._started_at + self.startup_timeout_s
-        jobs = self.servers or self.endpoints
-        pool = ThreadPoolExecutor(max_workers=len(jobs), thread_name_prefix="wait_ready")
+        pool = ThreadPoolExecutor(max_workers=len(self.endpoints), thread_name_prefix="wait_ready")
         try:
             if self.servers:
                 futures = [pool.submit(server.wait_ready, deadline) for server in self.servers]
@@ -187,12 +182,10 @@ class ServerGroup:
             server.stop()
             server.release_port()
 
-    def __enter__(self) -> ServerGroup:
+    def __enter__(self) -> "ServerGroup":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 

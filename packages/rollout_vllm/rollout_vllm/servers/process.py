@@ -1,7 +1,5 @@
 """One server as a process tree: start, readiness check by generating a token, stop. Standard library only."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

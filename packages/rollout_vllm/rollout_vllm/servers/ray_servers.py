@@ -9,8 +9,6 @@ Ray is imported at first use. Every node needs this package, vLLM, and the model
 on a shared file system. An error names the address of a node without the folder, before a server starts there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import secrets
 import time

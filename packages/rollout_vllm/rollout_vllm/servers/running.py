@@ -1,7 +1,5 @@
 """Checks of existing servers that are given by URL."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

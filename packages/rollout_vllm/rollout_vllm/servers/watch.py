@@ -1,7 +1,5 @@
 """Monitors servers and restarts those that die or hang. The only place where servers are restarted."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -73,7 +71,7 @@ class ServerWatch:
             for index, server in enumerate(group.servers)  # positions in the group, as in the client
         ]
 
-    def start(self) -> ServerWatch:
+    def start(self) -> "ServerWatch":
         self._client.report_suspects_to(self._suspect)
         for thread in self._threads:
             thread.start()
@@ -97,7 +95,7 @@ class ServerWatch:
         """Stop server number `server`. The watch then restarts it in the background, like a server that died."""
         self._group.servers[server].stop()
 
-    def __enter__(self) -> ServerWatch:
+    def __enter__(self) -> "ServerWatch":
         return self.start()
 
     def __exit__(self, *_: object) -> None:

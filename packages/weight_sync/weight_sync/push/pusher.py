@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -106,12 +105,11 @@ class WeightPusher:
             error = self._attempt(plan, version)
             outcome, timings = self._broadcast_outcome(self._outcome(error, attempt))
             if outcome == _DONE:
-                total_s = time.perf_counter() - start
                 return SyncReport(
                     version=version,
                     num_bytes=plan.num_bytes,
                     num_tensors=plan.num_tensors,
-                    total_s=total_s,
+                    total_s=time.perf_counter() - start,
                     num_attempts=attempt,
                     **asdict(timings),
                 )
@@ -133,9 +131,7 @@ class WeightPusher:
     def __enter__(self) -> "WeightPusher":
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _plan_once(self) -> BucketPlan:
@@ -160,7 +156,7 @@ class WeightPusher:
             )
 
     def _attempt(self, plan: BucketPlan, version: int) -> Exception | None:
-        """One full send. Fills every bucket even after an error: the other ranks are in the same collectives."""
+        """Send everything once. Fills all buckets even after an error, because other ranks run the same collectives."""
         if self._rank != 0:
             for bucket in plan.buckets * num_passes(self._config):
                 self._source.fill(bucket, None)

@@ -11,7 +11,7 @@ from ..errors import ServerError, SyncConfigError
 
 _SERVER_ARGS = ("--weight-transfer-config", json.dumps({"backend": BACKEND}))
 
-#: Stands for the time limit that the ServerControl was built with; None is no limit.
+#: Default of ``_call``: the time limit of the ServerControl. None means no limit.
 _DEFAULT_TIMEOUT = -1.0
 
 
@@ -144,7 +144,6 @@ class ServerControl:
     def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = _DEFAULT_TIMEOUT
     ) -> dict[str, Any]:
-        """Make one request. Raises ServerError with the server's message."""
         step = f"{method} {path.partition('?')[0]}"
         timeout = self._timeout_s if timeout_s == _DEFAULT_TIMEOUT else timeout_s
         connection_class = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection

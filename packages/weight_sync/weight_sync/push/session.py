@@ -244,7 +244,7 @@ class PushSession:
             self._sender.deliver(bucket, [link.channel for link in attempt.links])
         except ChannelError:
             for link in attempt.links:
-                while link.channel.is_hung_up():  # its last message, or at least its name, explains more
+                while link.channel.is_hung_up():  # raises with the worker's name and, if it sent one, its error
                     link.receive()
             raise
 
@@ -319,7 +319,7 @@ class _Attempt:
 
 
 class _BucketFiller:
-    """Fills the buckets in order, each exactly once per pass."""
+    """Fills the buckets in order, each once per pass."""
 
     def __init__(self, source: TensorSource, plan: BucketPlan, sender: Sender, timings: Timings, passes: int) -> None:
         self._source = source
@@ -359,5 +359,5 @@ def run_in_thread(call: Callable[..., T], *args: Any) -> Future[T]:
 
 
 def num_passes(config: SyncConfig) -> int:
-    """How often a push sends everything: once to load it and, with ``verify``, once more to compare it."""
+    """How often a push sends all buckets: once to load them and, with ``verify``, once more to compare them."""
     return 2 if config.verify else 1

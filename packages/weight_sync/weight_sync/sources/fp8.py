@@ -72,7 +72,7 @@ class Fp8Source:
         return WeightManifest.of(entries)
 
     def fill(self, bucket: Bucket, out: Tensor | None) -> None:
-        """See TensorSource. A weight whose scales are in the next bucket is gathered twice."""
+        """A weight whose scales are in the next bucket is gathered twice."""
         names = dict.fromkeys(slot.name.removesuffix(_SCALE_SUFFIX) for slot in bucket.slots)
         unquantized = plan_buckets(WeightManifest.of(self._entries[name] for name in names), 1 << 62).buckets[0]
         bytes_N = None if out is None else torch.empty(unquantized.nbytes, dtype=torch.uint8, device=out.device)

@@ -47,7 +47,7 @@ class HfFolderSource:
         return self._manifest
 
     def fill(self, bucket: Bucket, out: Tensor | None) -> None:
-        """See TensorSource. Raises SourceError when a file is shorter than its header says."""
+        """Raises SourceError when a file is shorter than its header says."""
         if out is None:
             return
         host = out if out.device.type == "cpu" else torch.empty(bucket.nbytes, dtype=torch.uint8)

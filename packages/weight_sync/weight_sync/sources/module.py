@@ -35,7 +35,7 @@ class ModuleSource:
         )
 
     def fill(self, bucket: Bucket, out: Tensor | None) -> None:
-        """See TensorSource. Raises SourceError when a parameter is gone or has another shape than planned."""
+        """Raises SourceError when a parameter is gone or has another shape than planned."""
         if bucket.index == 0 or not self._params:
             self._params = self._named()  # once per push: walking a large module takes a millisecond
         params = [self._params.get(slot.name) for slot in bucket.slots]

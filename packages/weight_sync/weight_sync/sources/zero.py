@@ -105,7 +105,6 @@ class ZeroSource:
         return WeightManifest.of(self._entry(name, param) for name, param in self._params.items())
 
     def fill(self, bucket: Bucket, out: Tensor | None) -> None:
-        """See TensorSource."""
         with torch.no_grad():
             full, sharded, special = self._group_slots(bucket)
             if sharded:
@@ -125,8 +124,8 @@ class ZeroSource:
         shape = tuple(getattr(param, "ds_shape", param.shape))
         dtype = wire_dtype(param, self._dtype)
         padding = 0
-        if hasattr(param, "ds_tensor"):  # for every kind of shard: hpZ's copies, which need no padding, come and go
-            padding = param.ds_tensor.ds_numel * _world(param) - param.ds_numel
+        if hasattr(param, "ds_tensor"):  # also for hpZ, which needs no padding: its secondary shards come and go
+            padding = param.ds_tensor.ds_numel * dist.get_world_size(param.ds_process_group) - param.ds_numel
         return TensorEntry(name=name, shape=shape, dtype=dtype_name(dtype), padding=padding)
 
     def _group_slots(self, bucket: Bucket) -> tuple[list[Slot], list[Slot], list[Slot]]:
@@ -140,7 +139,7 @@ class ZeroSource:
         return groups
 
     def _copy_full(self, bucket: Bucket, slots: list[Slot], out: Tensor) -> None:
-        """Stages 1 and 2. A bucket that mixes kinds is copied slot by slot: staging would overwrite the other slots."""
+        """Copy full parameters (stages 1 and 2). With staging, a bucket with other slots too would lose those slots."""
         if len(slots) == len(bucket.slots):
             with Staging(bucket, out, self._params[slots[0].name]) as stage:
                 assert stage.bytes_N is not None
@@ -211,7 +210,7 @@ class ZeroSource:
             offset += width
 
     def _gather_with_deepspeed(self, slots: list[Slot], out: Tensor | None) -> None:
-        """Offloaded, quantized and hpZ shards. Copies before DeepSpeed shards the parameters again."""
+        """Gather offloaded, quantized and hpZ shards, and copy them before DeepSpeed shards the parameters again."""
         from deepspeed import zero
 
         params = [self._params[slot.name] for slot in slots]
@@ -221,22 +220,22 @@ class ZeroSource:
                     slot_view(out, slot).copy_(param.data.view(slot.shape))
 
     def _unpack(self, slots: list[Slot], out: Tensor | None) -> None:
-        """Packed parameters: gathered by DeepSpeed if they are sharded, unpacked by the sending rank."""
+        """Gather packed parameters with DeepSpeed if they are sharded; the sending rank unpacks them."""
         params = [self._params[slot.name] for slot in slots]
         with _gathered(params):
-            for slot, param in zip(slots, params, strict=True) if out is not None else ():
-                assert out is not None
-                slot_view(out, slot).copy_(self._packings[slot.name].unpack(param.data))
+            if out is not None:
+                for slot, param in zip(slots, params, strict=True):
+                    slot_view(out, slot).copy_(self._packings[slot.name].unpack(param.data))
 
     def _merge(self, slots: list[Slot], out: Tensor | None) -> None:
-        """Low-rank updates are small: those of a bucket are gathered together and merged on their own device."""
+        """Gather a bucket's low-rank updates, which are small, in one step, and merge them on their own device."""
         parts = list(dict.fromkeys(part for slot in slots for part in self._updates[slot.name].parts))
         with _gathered(parts):
-            for slot in slots if out is not None else ():
-                assert out is not None
-                update = self._updates[slot.name]
-                weight = slot_view(out, slot)
-                weight.copy_(update.merged(weight.to(update.parts[0].device)))
+            if out is not None:
+                for slot in slots:
+                    update = self._updates[slot.name]
+                    weight = slot_view(out, slot)
+                    weight.copy_(update.merged(weight.to(update.parts[0].device)))
 
     def _scratch_bytes(self, nbytes: int, device: torch.device) -> Tensor:
         if self._scratch is None or self._scratch.numel() < nbytes or self._scratch.device != device:
@@ -264,7 +263,3 @@ def _is_plain_shard(param: Any) -> bool:
         return False
     on_cpu = shard.device.type == "cpu"
     return bool(on_cpu == ("gloo" in str(dist.get_backend(param.ds_process_group))))
-
-
-def _world(param: Any) -> int:
-    return dist.get_world_size(param.ds_process_group)

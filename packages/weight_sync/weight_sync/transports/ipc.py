@@ -111,7 +111,6 @@ class IpcSender(Sender):
         self._id = ""
 
     def prepare(self, plan: BucketPlan) -> None:
-        """See Sender."""
         sizes = plan.buffer_bytes()
         if fits([buffer.num_bytes for buffer in self._buffers], sizes):
             return
@@ -121,7 +120,6 @@ class IpcSender(Sender):
         self._id = secrets.token_hex(8)
 
     def buffer(self, bucket: Bucket) -> Tensor:
-        """See Sender."""
         return self._buffers[bucket.index % NUM_BUFFERS].bytes_N
 
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
@@ -133,7 +131,6 @@ class IpcSender(Sender):
         return {"buffers": self._id, "handles": self._handles}, []
 
     def close(self) -> None:
-        """See Sender."""
         for buffer in self._buffers:
             buffer.close()
         self._buffers = []
@@ -148,7 +145,6 @@ class IpcReceiver:
         self._id = ""
 
     def attach(self, greeting: dict[str, Any], fds: list[int], plan: BucketPlan) -> None:
-        """See Receiver."""
         if greeting["buffers"] == self._id:
             return
         self.close()
@@ -159,11 +155,9 @@ class IpcReceiver:
         self._id = greeting["buffers"]
 
     def receive(self, bucket: Bucket, channel: Channel) -> Tensor:
-        """See Receiver."""
         return self._buffers[bucket.index % NUM_BUFFERS].bytes_N[: bucket.nbytes]
 
     def close(self) -> None:
-        """See Receiver."""
         for buffer in self._buffers:
             buffer.close()
         self._buffers, self._id = [], ""

@@ -44,12 +44,10 @@ class NcclSender(Sender):
         self._works: dict[int, Any] = {}
 
     def prepare(self, plan: BucketPlan) -> None:
-        """See Sender."""
         self._buffers = grow_buffers(self._buffers, plan, self._device)
         self._greeted, self._where = [], []
 
     def buffer(self, bucket: Bucket) -> Tensor:
-        """See Sender."""
         work = self._works.pop(bucket.index % NUM_BUFFERS, None)
         if work is not None:
             work.wait()  # every receiver has acknowledged it, so this only orders the streams
@@ -95,7 +93,6 @@ class NcclSender(Sender):
         self._comm, self._members, self._works = None, (), {}
 
     def close(self) -> None:
-        """See Sender."""
         self.reset()
         self._buffers, self._store = [], None
 
@@ -113,12 +110,11 @@ class NcclReceiver:
         self._store: TCPStore | None = None
 
     def attach(self, greeting: dict[str, Any], fds: list[int], plan: BucketPlan) -> None:
-        """See Receiver. The communicator is created with the first bucket, when every member is ready."""
+        """The communicator is created with the first bucket, when every member is ready."""
         self._buffers = grow_buffers(self._buffers, plan, self._device)
         self._greeting = greeting
 
     def receive(self, bucket: Bucket, channel: Channel) -> Tensor:
-        """See Receiver."""
         key = tuple(self._greeting[field] for field in ("host", "port", "rank", "size", "generation"))
         if key != self._key:
             self.reset()
@@ -145,7 +141,6 @@ class NcclReceiver:
         self._comm, self._key = None, ()
 
     def close(self) -> None:
-        """See Receiver."""
         self.reset()
         self._buffers, self._store = [], None
 

@@ -54,7 +54,6 @@ class ShmSender(Sender):
         self._id = ""
 
     def prepare(self, plan: BucketPlan) -> None:
-        """See Sender."""
         sizes = plan.buffer_bytes()
         if fits([segment.num_bytes for segment in self._segments], sizes):
             return
@@ -63,7 +62,6 @@ class ShmSender(Sender):
         self._id = secrets.token_hex(8)
 
     def buffer(self, bucket: Bucket) -> Tensor:
-        """See Sender."""
         return self._segments[bucket.index % NUM_BUFFERS].bytes_N
 
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
@@ -73,7 +71,6 @@ class ShmSender(Sender):
         return {"segments": self._id, "sizes": sizes}, [] if known else [segment.fd for segment in self._segments]
 
     def close(self) -> None:
-        """See Sender."""
         for segment in self._segments:
             segment.close()
         self._segments = []
@@ -89,7 +86,6 @@ class ShmReceiver:
         self.id = ""
 
     def attach(self, greeting: dict[str, Any], fds: list[int], plan: BucketPlan) -> None:
-        """See Receiver."""
         if greeting["segments"] == self.id and not fds:
             return
         self.close()
@@ -101,7 +97,6 @@ class ShmReceiver:
         self.id = greeting["segments"]
 
     def receive(self, bucket: Bucket, channel: Channel) -> Tensor:
-        """See Receiver."""
         index = bucket.index % NUM_BUFFERS
         host = self._segments[index].bytes_N[: bucket.nbytes]
         if self._device.type == "cpu":
@@ -111,7 +106,6 @@ class ShmReceiver:
         return staged
 
     def close(self) -> None:
-        """See Receiver."""
         for segment in self._segments:
             segment.close()
         self._segments, self._staged, self.id = [], [], ""

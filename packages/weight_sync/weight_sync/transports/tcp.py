@@ -24,11 +24,9 @@ class TcpSender(Sender):
         self._pool: ThreadPoolExecutor | None = None
 
     def prepare(self, plan: BucketPlan) -> None:
-        """See Sender."""
         self._buffers = grow_buffers(self._buffers, plan, torch.device("cpu"))
 
     def buffer(self, bucket: Bucket) -> Tensor:
-        """See Sender."""
         return self._buffers[bucket.index % NUM_BUFFERS]
 
     def greet(self, hello: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
@@ -47,7 +45,6 @@ class TcpSender(Sender):
             future.result()
 
     def close(self) -> None:
-        """See Sender."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
         self._buffers = []
@@ -62,13 +59,11 @@ class TcpReceiver:
         self._staged: list[Tensor] = []
 
     def attach(self, greeting: dict[str, Any], fds: list[int], plan: BucketPlan) -> None:
-        """See Receiver."""
         self._buffers = grow_buffers(self._buffers, plan, torch.device("cpu"), pin=self._device.type == "cuda")
         if self._device.type != "cpu":
             self._staged = grow_buffers(self._staged, plan, self._device)
 
     def receive(self, bucket: Bucket, channel: Channel) -> Tensor:
-        """See Receiver."""
         index = bucket.index % NUM_BUFFERS
         host = self._buffers[index][: bucket.nbytes]
         channel.receive_bytes_into(memoryview(host.numpy().data).cast("B"))
@@ -79,5 +74,4 @@ class TcpReceiver:
         return staged
 
     def close(self) -> None:
-        """See Receiver."""
         self._buffers, self._staged = [], []

@@ -133,8 +133,10 @@ class AdapterLoader:
         fused = self._manager.packed_modules
         modules: dict[str, tuple[Any, int | None]] = {}
         for name, layer in self._manager.modules.items():
-            modules |= {part: (layer, index) for index, part in enumerate(fused[name])} if name in fused else {}
-            modules |= {name: (layer, None)} if name not in fused else {}
+            if name in fused:
+                modules |= {part: (layer, index) for index, part in enumerate(fused[name])}
+            else:
+                modules[name] = (layer, None)
         return modules
 
     def _check_shapes(self, module: str, a: Slot, b: Slot) -> None:

@@ -134,12 +134,8 @@ class DryRun:
         if source.dtype == torch.float8_e4m3fn != to.dtype:
             raise ValueError(f"float8_e4m3fn where the server has {to.dtype}: it must serve a blockwise fp8 checkpoint")
         target = self._by_storage.get(_storage(to))
-        if (
-            target is None
-            or self._tensor is None
-            or _storage(source) != _storage(self._tensor)
-            or to.shape != source.shape
-        ):
+        from_received = self._tensor is not None and _storage(source) == _storage(self._tensor)
+        if target is None or not from_received or to.shape != source.shape:
             self._layout.replayable = False
         if target is None:
             return
@@ -257,13 +253,12 @@ def _contiguous_parameters(plan: BucketPlan, layout: Layout) -> dict[Target, tup
         for slot in bucket.slots:
             for copy in layout.copies[slot.name]:
                 found.setdefault(copy.target, set()).add(_origin(bucket, slot, copy))
-    contiguous = {}
-    for target, origins in found.items():
-        if len(origins) == 1 and target.received == target.meta.numel():
-            origin = next(iter(origins))
-            if origin[1] >= 0:
-                contiguous[target] = origin
-    return contiguous
+    complete = {
+        target: next(iter(origins))
+        for target, origins in found.items()
+        if len(origins) == 1 and target.received == target.meta.numel()
+    }
+    return {target: origin for target, origin in complete.items() if origin[1] >= 0}
 
 
 def _origin(bucket: Bucket, slot: Slot, copy: Copy) -> tuple[int, int]:

@@ -66,16 +66,11 @@ class Verifier:
         wrong = int((found.view(torch.uint8) != expected.data.view(torch.uint8)).sum())
         if wrong:
             raise ReceiverError("verify", target.qualname, f"{wrong} bytes differ from the trainer's")
-        for module in self._model.modules():
-            if module is not target.module and module._parameters.get(target.name) is target.live:
-                self._compare_head(module, target, expected)
-
-    def _compare_head(self, module: nn.Module, target: Target, expected: Tensor) -> None:
-        """Compare the packed copy that a tied output head keeps on the CPU."""
-        if self._device.type != "cpu" or not hasattr(module, "cpu_linear"):
-            return
-        if not torch.equal(_unpack_cpu_layer(module, target.live), expected):
-            raise ReceiverError("verify", target.qualname, "the packed copy in the output head differs")
+        for module in self._model.modules() if self._device.type == "cpu" else ():
+            is_tied = module is not target.module and module._parameters.get(target.name) is target.live
+            has_copy = is_tied and hasattr(module, "cpu_linear")  # a tied output head keeps a packed copy
+            if has_copy and not torch.equal(_unpack_cpu_layer(module, target.live), expected):
+                raise ReceiverError("verify", target.qualname, "the packed copy in the output head differs")
 
     def _unpacked(self, target: Target) -> Tensor:
         if self._device.type != "cpu":
