@@ -65,7 +65,7 @@ class ZeroEngine:
         self.device = device
         self.module = module
         self._sp = config.sequence_parallel
-        self._sequence = join_sequence_group(self._sp)
+        self._sp_group = join_sequence_group(self._sp)
         self.dp_rank, self.dp_size = dist.get_rank() // self._sp, dist.get_world_size() // self._sp
         self.zero_stage: int = config.zero.stage
         self._total_steps = total_steps if total_steps is not None else config.optim.total_steps
@@ -84,7 +84,7 @@ class ZeroEngine:
             head=head,
             device=device,
             kernel=kernel,
-            sequence=self._sequence,
+            sp_group=self._sp_group,
             step_each_micro=config.zero.step_each_micro,
         )
         self._memory = EngineMemory(module, self._optimizer, self._deepspeed)
@@ -337,8 +337,8 @@ class ZeroEngine:
             self._guard = None
         if self._deepspeed is not self.module:
             self._deepspeed.destroy()
-        if self._sequence is not None:
-            dist.destroy_process_group(self._sequence.group)
+        if self._sp_group is not None:
+            dist.destroy_process_group(self._sp_group.group)
 
     # ---------------------------------------------------------------- setup
 

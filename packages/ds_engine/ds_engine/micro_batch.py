@@ -35,14 +35,14 @@ class MicroBatches:
         head: Head,
         device: torch.device,
         kernel: str,
-        sequence: SequenceGroup | None,
+        sp_group: SequenceGroup | None,
         step_each_micro: bool,
     ) -> None:
         self._deepspeed = deepspeed_engine
         self._head = head
         self._device = device
         self._kernel = kernel
-        self._sequence = sequence
+        self._sp_group = sp_group
         self._step_each_micro = step_each_micro
         self._has_partial_gradient = False
 
@@ -88,7 +88,7 @@ class MicroBatches:
         return self._inputs(batch), batch.to(self._device)
 
     def _inputs(self, batch: TokenBatch) -> tuple[PackedInputs, int]:
-        return packed_inputs(batch, device=self._device, kernel=self._kernel, sequence=self._sequence)
+        return packed_inputs(batch, device=self._device, kernel=self._kernel, sp_group=self._sp_group)
 
     def _forward(self, inputs: tuple[PackedInputs, int], temperature: float) -> tuple[Tensor, Tensor]:
         """The head's output [R, K] for the targets, and a zero whose gradient reaches every parameter of the pass."""

@@ -106,13 +106,13 @@ def swapped_heads(num_heads: tuple[int, int], lengths: list[int]) -> tuple[float
     whether the same collectives were issued, graphs)."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    sequence = join_sequence_group(dist.get_world_size())
-    assert sequence is not None
+    sp_group = join_sequence_group(dist.get_world_size())
+    assert sp_group is not None
 
     def there_and_back(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        heads_first = (x.transpose(0, 1) for x in scatter_heads(query * 2, key.sin(), value, sequence))
+        heads_first = (x.transpose(0, 1) for x in scatter_heads(query * 2, key.sin(), value, sp_group))
         out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
-        return gather_heads(out.transpose(0, 1), sequence).cos()
+        return gather_heads(out.transpose(0, 1), sp_group).cos()
 
     compiled = torch.compile(there_and_back, dynamic=True, fullgraph=True, backend="aot_eager")
     farthest, same = 0.0, []
@@ -126,7 +126,7 @@ def swapped_heads(num_heads: tuple[int, int], lengths: list[int]) -> tuple[float
             logs.append([(r.operation, r.dtype, r.num_elements) for r in records])
         farthest = max(farthest, *(float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True)))
         same.append(logs[0] == logs[1] and len(logs[0]) == 4)
-    dist.destroy_process_group(sequence.group)
+    dist.destroy_process_group(sp_group.group)
     return farthest, same, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

@@ -212,7 +212,7 @@ def test_slices_are_those_of_the_padded_row(sp: int) -> None:
     batch = make_batch(STEPS[0])
     cpu = torch.device("cpu")
     groups = [SequenceGroup(group=None, rank=rank, size=sp) for rank in range(sp)]  # type: ignore[arg-type]
-    parts = [packed_inputs(batch, device=cpu, kernel="sdpa", sequence=group)[0] for group in groups]
+    parts = [packed_inputs(batch, device=cpu, kernel="sdpa", sp_group=group)[0] for group in groups]
     ids = torch.cat([part.input_ids_1T[0] for part in parts])
     num_tokens = len(batch.input_ids_T)
     assert torch.equal(ids[:num_tokens], batch.input_ids_T)

@@ -51,7 +51,7 @@ class PackedLayout:
     """Number of tokens of the longest sequence."""
     kernel: str
     """flash4, flash, varlen or sdpa."""
-    sequence: SequenceGroup | None = None
+    sp_group: SequenceGroup | None = None
     """Ranks that share the row (sequence parallelism). Lengths describe the whole row, not this rank's slice."""
 
 
@@ -149,11 +149,11 @@ def packed_attention(
         sliding_window = None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q_Thd, k_Thd, v_Thd = (x[0].transpose(0, 1) for x in (query, key, value))
-    if packing.sequence is not None:
-        q_Thd, k_Thd, v_Thd = scatter_heads(q_Thd, k_Thd, v_Thd, packing.sequence)
+    if packing.sp_group is not None:
+        q_Thd, k_Thd, v_Thd = scatter_heads(q_Thd, k_Thd, v_Thd, packing.sp_group)
     out = _KERNELS[packing.kernel](q_Thd, k_Thd, v_Thd, packing, scale, sliding_window)
-    if packing.sequence is not None:
-        out = gather_heads(out, packing.sequence)
+    if packing.sp_group is not None:
+        out = gather_heads(out, packing.sp_group)
     return out.unsqueeze(0), None
 
 

@@ -42,9 +42,9 @@ class PackedInputs:
 
 
 def packed_inputs(
-    batch: TokenBatch, *, device: torch.device, kernel: str, sequence: SequenceGroup | None = None
+    batch: TokenBatch, *, device: torch.device, kernel: str, sp_group: SequenceGroup | None = None
 ) -> tuple[PackedInputs, int]:
-    """Build the model's inputs for `batch` and count its targets; with `sequence`, inputs are this rank's slice.
+    """Build the model's inputs for `batch` and count its targets; with `sp_group`, inputs are this rank's slice.
 
     A batch without targets becomes one token that predicts one token: the cheapest forward that runs every module and
     so takes part in every collective. The caller must multiply its output by zero.
@@ -65,12 +65,12 @@ def packed_inputs(
                 f"but input_ids_T has {ids.numel()}; lengths must be positive and add up"
             )
     share = None
-    if sequence is not None:
-        ids, positions, lengths = _pad(ids, positions, lengths, sequence.size)
-        part = len(ids) // sequence.size
-        start = sequence.rank * part
+    if sp_group is not None:
+        ids, positions, lengths = _pad(ids, positions, lengths, sp_group.size)
+        part = len(ids) // sp_group.size
+        start = sp_group.rank * part
         ids, positions = ids[start : start + part], positions[start : start + part]
-        share = share_targets(index, tokens_per_rank=part, sequence_rank=sequence.rank, sp=sequence.size)
+        share = share_targets(index, tokens_per_rank=part, sequence_rank=sp_group.rank, sp=sp_group.size)
         # A rank without targets computes one dummy target, so that it runs the head and its collectives too.
         own = share.own_k if len(share.own_k) else share.own_k.new_zeros(1)
         index, targets = (index[own] - start).clamp(0, part - 1), targets[own]
@@ -80,7 +80,7 @@ def packed_inputs(
         lengths=tuple(lengths),
         max_seqlen=max(lengths),
         kernel=kernel,
-        sequence=sequence,
+        sp_group=sp_group,
     )
     return PackedInputs(
         input_ids_1T=ids.to(device).unsqueeze(0),
@@ -139,8 +139,8 @@ def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None) -> None:
         if hidden_scale != 1.0:
             hidden_KH = hidden_KH * hidden_scale
         rows_RK = head(hidden_KH, targets_K=packed.target_ids_K, temperature=temperature)
-        if packed.share is not None and packed.packing.sequence is not None:
-            rows_RK = gather_outputs(rows_RK, packed.share, packed.packing.sequence)
+        if packed.share is not None and packed.packing.sp_group is not None:
+            rows_RK = gather_outputs(rows_RK, packed.share, packed.packing.sp_group)
         return rows_RK
 
     model.forward = forward

@@ -159,20 +159,20 @@ _to_tokens.register_autograd(
 )
 
 
-def scatter_heads(query: Tensor, key: Tensor, value: Tensor, sequence: SequenceGroup) -> tuple[Tensor, Tensor, Tensor]:
+def scatter_heads(query: Tensor, key: Tensor, value: Tensor, sp_group: SequenceGroup) -> tuple[Tensor, Tensor, Tensor]:
     """[T / sp, all heads, d] of this rank's tokens -> [T, heads / sp, d] of this rank's heads; one collective."""
-    copies = kv_copies(query.shape[1], key.shape[1], sequence.size)
+    copies = kv_copies(query.shape[1], key.shape[1], sp_group.size)
     if copies > 1:
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
     whole = [query, key, value]
-    joined: Tensor = _to_heads(whole, sequence.size, sequence.name)
-    query, key, value = joined.split([x.shape[1] // sequence.size for x in whole], dim=1)
+    joined: Tensor = _to_heads(whole, sp_group.size, sp_group.name)
+    query, key, value = joined.split([x.shape[1] // sp_group.size for x in whole], dim=1)
     return query, key, value
 
 
-def gather_heads(out: Tensor, sequence: SequenceGroup) -> Tensor:
+def gather_heads(out: Tensor, sp_group: SequenceGroup) -> Tensor:
     """[T, heads / sp, d] of this rank's heads -> [T / sp, all heads, d] of this rank's tokens; one collective."""
-    (whole,) = _to_tokens(out, [out.shape[1] * sequence.size], sequence.size, sequence.name)
+    (whole,) = _to_tokens(out, [out.shape[1] * sp_group.size], sp_group.size, sp_group.name)
     return cast("Tensor", whole)
 
 
@@ -214,19 +214,19 @@ class _GatherOutputs(torch.autograd.Function):
     """All-gather [R, W] -> [sp, R, W]. Backward keeps this rank's part: the other ranks start from their own."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RW: Tensor, sequence: SequenceGroup) -> Tensor:
-        ctx.rank = sequence.rank
-        gathered = rows_RW.new_empty(sequence.size * rows_RW.shape[0], rows_RW.shape[1])
-        all_gather_single(gathered, rows_RW.contiguous(), group=sequence.group)
-        return gathered.view(sequence.size, *rows_RW.shape)
+    def forward(ctx: Any, rows_RW: Tensor, sp_group: SequenceGroup) -> Tensor:
+        ctx.rank = sp_group.rank
+        gathered = rows_RW.new_empty(sp_group.size * rows_RW.shape[0], rows_RW.shape[1])
+        all_gather_single(gathered, rows_RW.contiguous(), group=sp_group.group)
+        return gathered.view(sp_group.size, *rows_RW.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0][ctx.rank], None
 
 
-def gather_outputs(rows_Rk: Tensor, share: TargetShare, sequence: SequenceGroup) -> Tensor:
+def gather_outputs(rows_Rk: Tensor, share: TargetShare, sp_group: SequenceGroup) -> Tensor:
     """[R, k] outputs of this rank's k targets (one dummy output if it has none) -> [R, K] outputs of all targets."""
     rows_RW = F.pad(rows_Rk, (0, share.width - rows_Rk.shape[1]))
-    gathered: Tensor = _GatherOutputs.apply(rows_RW, sequence)
+    gathered: Tensor = _GatherOutputs.apply(rows_RW, sp_group)
     return gathered.transpose(0, 1).flatten(1).index_select(1, share.source_K)

@@ -52,7 +52,8 @@ __all__ = ["MemoryEstimate", "Place", "estimate_memory"]
 _LIVE_ELEMENTS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance."""
 _SUB_GROUP = 1_000_000_000
-_DEQUANTIZING = 6
+"""DeepSpeed's sub_group_size: elements that stage 3 steps at a time."""
+_DEQUANTIZE_BYTES = 6
 """Temporary bytes per weight of a dequantized chunk: an fp32 value and half of a 4-byte index."""
 LOG_PROB_BYTES = 2**29
 """Working memory of rl_core.linear_log_prob in addition to the gradients."""
@@ -129,7 +130,7 @@ class _Case:
         return dtype_bytes(self.config.model_dtype)
 
     @property
-    def accumulate(self) -> int:
+    def accum_bytes(self) -> int:
         """Bytes per element of the gradient accumulator."""
         return dtype_bytes(self.config.grad_accum_dtype)
 
@@ -240,15 +241,15 @@ def _stages_1_and_2(case: _Case) -> _States:
             weights=weights, gradients=Place(device=(4 + e) * whole), optimizer=optimizer, buffers=Place(),
             late_gradients=e * whole, step_only=reduced, grad_cast=0,
         )  # fmt: skip
-    separate = case.accumulate != e
+    separate = case.accum_bytes != e
     step_only = max(shards) * (e + 4 if e < 4 else 4)
     if zero.stage == 1:
-        gradients = whole * case.accumulate
+        gradients = whole * case.accum_bytes
         step_only = 4 * shard if separate else step_only
     else:
         gradients = 4 * shard if separate else e * shard
         step_only = 0 if separate else step_only
-    bucket = case.bucket * (case.accumulate if zero.stage == 1 and separate else e)
+    bucket = case.bucket * (case.accum_bytes if zero.stage == 1 and separate else e)
     fused = case.config.fuses_grad_accumulation
     num_buckets = 2 if zero.overlap_comm or (fused and ranks > 1) else 1
     buffers = bucket * num_buckets + (4 * case.bucket if zero.fp32_reduce and e < 4 else 0)
@@ -258,19 +259,19 @@ def _stages_1_and_2(case: _Case) -> _States:
         buffers += largest * e
         on_cpu = (shard + largest) * e
         step_only = 0
-        gradients_at = Place(device=gradients if zero.stage == 1 or separate else 0, cpu=4 * shard)
+        gradient_place = Place(device=gradients if zero.stage == 1 or separate else 0, cpu=4 * shard)
         if not separate:
             on_cpu += e * shard
     else:
-        gradients_at = Place(device=gradients)
+        gradient_place = Place(device=gradients)
     grad_cast = 0
     if not fused:
         grad_cast = 4 * min(largest, shard) if separate and largest > case.bucket else 0
     elif zero.fp32_reduce and ranks > 1:
         grad_cast = 4 * max(0, largest - case.bucket)
     return _States(
-        weights=weights, gradients=gradients_at, optimizer=optimizer, buffers=Place(device=buffers, cpu=on_cpu),
-        late_gradients=gradients_at.device, step_only=step_only, grad_cast=grad_cast,
+        weights=weights, gradients=gradient_place, optimizer=optimizer, buffers=Place(device=buffers, cpu=on_cpu),
+        late_gradients=gradient_place.device, step_only=step_only, grad_cast=grad_cast,
     )  # fmt: skip
 
 
@@ -284,14 +285,14 @@ def _stage_3(case: _Case) -> _States:
     gathered = 0
     if ranks > 1:
         # A weight stays gathered between forward and backward if fewer elements than the reuse distance lie in between.
-        cold = sum(w.size for w in everything if w.size > threshold)
+        not_persistent = sum(w.size for w in everything if w.size > threshold)
         largest = max(w.size for w in everything)
-        gathered = min(cold, _LIVE_ELEMENTS // 2 + largest + case.bucket) * e + persistent * e
+        gathered = min(not_persistent, _LIVE_ELEMENTS // 2 + largest + case.bucket) * e + persistent * e
     shards = (shard + frozen_shard) * e
     weights = _place(zero.offload.param, shards)
     optimizer = _place(zero.offload.optimizer, 12 * shard)
     offloaded = zero.offload.optimizer != "none"
-    flat = case.accumulate * shard
+    flat = case.accum_bytes * shard
     gradients = Place(cpu=flat + 4 * shard) if offloaded else Place(device=flat)
     bucket = case.bucket * (4 if zero.fp32_reduce else e)
     return _States(
@@ -301,7 +302,7 @@ def _stage_3(case: _Case) -> _States:
         buffers=Place(device=gathered + bucket * (1 if ranks == 1 else 2)),
         late_gradients=gradients.device,
         # The optimizer steps with the fp32 accumulator itself (zero3_gradients.py).
-        step_only=0 if offloaded or case.accumulate == 4 else 4 * min(shard, _SUB_GROUP),
+        step_only=0 if offloaded or case.accum_bytes == 4 else 4 * min(shard, _SUB_GROUP),
         grad_cast=0,
     )
 
@@ -357,7 +358,7 @@ def _peak(case: _Case, states: _States, tokens: int, targets: int, log_prob_byte
     in_layer = tokens * (2 * e * shape.intermediate + 12 * hidden)
     if _uses_nf4(config):
         largest = max(w.size for w in shape.linear_layers())
-        in_layer += e * largest + _DEQUANTIZING * min(largest, NF4_CHUNK)
+        in_layer += e * largest + _DEQUANTIZE_BYTES * min(largest, NF4_CHUNK)
     recomputing = layer if recomputed else 0
     at_layer = kept + recomputing + in_layer + below_head
     # When the first bucket is full and its gradients are allocated, its layers have freed their activations.

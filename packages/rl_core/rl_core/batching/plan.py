@@ -96,7 +96,9 @@ def plan_micro_batches(
         bins = balanced_partition(lengths, num_ranks * count)
     else:
         raise BatchError("pass token_budget or micro_batch_size")
-    return MicroBatchPlan(assignment=_deal(bins, lengths, num_ranks), num_samples=len(lengths))
+    ranks = balanced_partition([sum(lengths[i] for i in members) for members in bins], num_ranks)
+    assignment = tuple(tuple(tuple(sorted(bins[place])) for place in rank) for rank in ranks)
+    return MicroBatchPlan(assignment=assignment, num_samples=len(lengths))
 
 
 def split_mini_batches(num_prompts: int, mini_batch_size: int) -> tuple[tuple[int, ...], ...]:
@@ -196,8 +198,8 @@ def _bins_within_budget(lengths: Sequence[int], num_ranks: int, budget: int, max
 
 
 def _split_to(bins: Bins, lengths: Sequence[int], num_bins: int) -> Bins:
-    """Halve the bin with the most tokens, among those with several samples, until there are `num_bins` bins."""
-    bins = [list(members) for members in bins]
+    """Halve the bin with the most tokens that has several samples, until there are `num_bins` bins."""
+    bins = list(bins)
     while len(bins) < num_bins:
         splittable = [place for place, members in enumerate(bins) if len(members) > 1]
         if not splittable:
@@ -208,10 +210,3 @@ def _split_to(bins: Bins, lengths: Sequence[int], num_bins: int) -> Bins:
         halves = balanced_partition([lengths[i] for i in members], 2)
         bins += [[members[i] for i in half] for half in halves]
     return bins
-
-
-def _deal(bins: Bins, lengths: Sequence[int], num_ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Distribute bins over ranks, [rank][micro batch] -> sample indices; see `balanced_partition`."""
-    sizes = [sum(lengths[i] for i in members) for members in bins]
-    ranks = balanced_partition(sizes, num_ranks)
-    return tuple(tuple(tuple(sorted(bins[place])) for place in rank) for rank in ranks)
