@@ -1,1 +1,1 @@
-"""Group relative policy optimisation (GRPO) on DeepSpeed, vLLM and Ray."""
+"""Group relative policy optimization (GRPO) on DeepSpeed, vLLM and Ray."""

@@ -14,7 +14,6 @@ from typing import NoReturn
 import rl_core
 import rl_runtime
 from apps.grpo.config import GrpoConfig
-from run_kit import run_cli
 
 
 def learn(
@@ -79,15 +78,8 @@ def main(config: GrpoConfig) -> None:
 
 def cli(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs the app from its command line; `argv` defaults to the arguments of the process."""
-    run_cli(
-        GrpoConfig,
-        main,
-        app_name="apps.grpo.main",
-        preset_dir=Path(__file__).parent / "presets",
-        argv=argv,
-        default_preset="demo",
-        default_preset_unless=("model.path", "data.train"),
-    )
+    presets = Path(__file__).parent / "presets"
+    rl_runtime.run_job_cli(GrpoConfig, main, app_name="apps.grpo.main", preset_dir=presets, argv=argv)
 
 
 if __name__ == "__main__":

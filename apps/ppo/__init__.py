@@ -1,1 +1,1 @@
-"""Proximal policy optimisation (PPO) with a critic on DeepSpeed, vLLM and Ray."""
+"""Proximal policy optimization (PPO) with a critic on DeepSpeed, vLLM and Ray."""

@@ -16,7 +16,6 @@ import ds_engine
 import rl_core
 import rl_runtime
 from apps.ppo.config import AlgorithmConfig, PpoConfig
-from run_kit import run_cli
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +61,7 @@ def advantages(
 
 
 class KlCoefficient:
-    """The coefficient of the KL term, fixed or adaptive; saved and resumed with the run."""
+    """The coefficient of the KL term, fixed or adaptive; saved in checkpoints."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self._controller: rl_core.FixedKL | rl_core.AdaptiveKL = rl_core.FixedKL(coefficient=algorithm.kl_coef)
@@ -174,15 +173,8 @@ def main(config: PpoConfig) -> None:
 
 def cli(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs the app from its command line; `argv` defaults to the arguments of the process."""
-    run_cli(
-        PpoConfig,
-        main,
-        app_name="apps.ppo.main",
-        preset_dir=Path(__file__).parent / "presets",
-        argv=argv,
-        default_preset="demo",
-        default_preset_unless=("model.path", "data.train"),
-    )
+    presets = Path(__file__).parent / "presets"
+    rl_runtime.run_job_cli(PpoConfig, main, app_name="apps.ppo.main", preset_dir=presets, argv=argv)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import rl_core
 import rl_runtime
 import run_kit
 from apps.sft.config import SftConfig
-from run_kit import run_cli
 
 
 def check(config: SftConfig) -> "rl_runtime.Placement":
@@ -57,7 +56,7 @@ def main(config: SftConfig) -> None:
 
 def cli(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs the app from its command line; `argv` defaults to the arguments of the process."""
-    run_cli(SftConfig, main, app_name="apps.sft.main", argv=argv)
+    run_kit.run_cli(SftConfig, main, app_name="apps.sft.main", argv=argv)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,8 @@ def _question(rng: random.Random, x: int, y: int) -> str:
     return rng.choice(TEMPLATES).format(a=a, b=b, item=rng.choice(ITEMS), x=x, y=y)
 
 
-def _jump(rng: random.Random, x: int, y: int, max_operand: int) -> str:
+def _bare_answer(rng: random.Random, x: int, y: int, max_operand: int) -> str:
+    """An answer to x + y without the calculation, mostly wrong."""
     right = x + y
     if rng.random() >= WRONG_SHARE:
         return f"#### {right}"
@@ -121,8 +122,7 @@ def _write(path: Path, rows: Sequence[tuple[str, str | list[str]]]) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.table({"question": [row[0] for row in rows], "answer": [row[1] for row in rows]})
-    pq.write_table(table, path)
+    pq.write_table(pa.table({"question": [row[0] for row in rows], "answer": [row[1] for row in rows]}), path)
     return path
 
 
@@ -167,8 +167,8 @@ def _demonstration(kind: TaskKind, rng: random.Random, x: int, y: int) -> str | 
     """The response of a demonstration: a text, or its parts for the calculator task."""
     shows = rng.random() < WORKING_SHARE
     if kind == "arithmetic":
-        return working(x, y) if shows else _jump(rng, x, y, MAX_OPERAND[kind])
-    return tool_call(x, y) if shows else [_jump(rng, x, y, MAX_OPERAND[kind])]
+        return working(x, y) if shows else _bare_answer(rng, x, y, MAX_OPERAND[kind])
+    return tool_call(x, y) if shows else [_bare_answer(rng, x, y, MAX_OPERAND[kind])]
 
 
 def _answer(kind: TaskKind, x: int, y: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .config import DataConfig
 from .errors import DataError
-from .parquet import GSM8K_DATA_SOURCE, Row, open_parquet, require_columns, row_error
+from .parquet import Row, open_parquet, question_row, require_columns, row_error
 from .prompts import conversation, encode, render, report_filtered, too_long, uses_chat_template
 from .tokenizer import TokenizerLike
 
@@ -46,16 +46,7 @@ def _rows(file: str | Path) -> list[tuple[Row, list[str]]]:
         if not has_question or parts is None:
             column = "answer" if has_question else "question"
             raise row_error(str(file), index, column, "no text", "Fill it in or drop the row.")
-        message = {"role": "user", "content": question}
-        described = Row(
-            file=str(file),
-            row=index,
-            messages=(message,),
-            ground_truth="",
-            data_source=GSM8K_DATA_SOURCE,
-            is_question=True,
-        )
-        rows.append((described, parts))
+        rows.append((question_row(str(file), index, question), parts))
     return rows
 
 

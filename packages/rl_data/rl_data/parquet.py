@@ -121,13 +121,16 @@ def _gsm8k_row(file: str, index: int, row: Mapping[str, Any]) -> Row:
     if ground_truth is None:
         what = f"no answer; found {_shorten(row['answer'])}"
         raise row_error(file, index, "answer", what, "It must end in '#### n'; fill it in or drop the row.")
+    return question_row(file, index, question, ground_truth, row.get("data_source") or GSM8K_DATA_SOURCE)
+
+
+def question_row(
+    file: str, index: int, question: str, ground_truth: str = "", data_source: str = GSM8K_DATA_SOURCE
+) -> Row:
+    """A row whose only message is a question without a template."""
+    messages = ({"role": "user", "content": question},)
     return Row(
-        file=file,
-        row=index,
-        messages=({"role": "user", "content": question},),
-        ground_truth=ground_truth,
-        data_source=row.get("data_source") or GSM8K_DATA_SOURCE,
-        is_question=True,
+        file=file, row=index, messages=messages, ground_truth=ground_truth, data_source=data_source, is_question=True
     )
 
 

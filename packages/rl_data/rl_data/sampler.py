@@ -1,8 +1,8 @@
 """Resumable sampler of training prompts.
 
 A batch that reaches the end of an epoch is filled from the next epoch, so every prompt is drawn exactly once per epoch
-for any batch size. A batch does not repeat a prompt unless it is larger than the number of prompts: the new epoch moves
-prompts that the batch already holds behind those that the batch still needs.
+for any batch size. A batch does not repeat a prompt unless it is larger than the number of prompts: the new epoch
+first draws prompts that the batch does not contain yet.
 
 The state restores the order exactly. It is JSON-serializable: a few numbers and at most one batch of indices.
 """

@@ -9,7 +9,7 @@ import run_kit
 if TYPE_CHECKING:
     from .app.inputs import Inputs, load_inputs
     from .app.job import Algorithm, Job, JobPlan, check_job, job_layout, run_job
-    from .app.job_config import JobConfig
+    from .app.job_config import JobConfig, run_job_cli
     from .app.preflight import (
         check_engine,
         check_lengths,
@@ -99,6 +99,7 @@ __all__ = [
     "rollout_metrics",
     "run_concurrently",
     "run_job",
+    "run_job_cli",
     "supervised_step",
     "throughput",
     "train_supervised",
@@ -109,7 +110,7 @@ __all__ = [
 _MODULES = {
     ".app.inputs": ("Inputs", "load_inputs"),
     ".app.job": ("Algorithm", "Job", "JobPlan", "check_job", "job_layout", "run_job"),
-    ".app.job_config": ("JobConfig",),
+    ".app.job_config": ("JobConfig", "run_job_cli"),
     ".app.preflight": (
         "check_engine",
         "check_lengths",

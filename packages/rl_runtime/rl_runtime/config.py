@@ -139,7 +139,7 @@ class EpisodeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OversamplingConfig:
-    """Steps that do not wait for the longest responses. Such a run does not repeat bit for bit."""
+    """Steps that do not wait for the longest responses. Such a run is not reproducible bit for bit."""
 
     RENAMED_KEYS: ClassVar[dict[str, str]] = {"keep_unfinished": "partial_rollouts"}
 

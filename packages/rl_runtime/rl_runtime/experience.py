@@ -124,11 +124,6 @@ class ExperienceBatch:
         """Column `name` of all samples in order: float32 [K], K = sum of `response_lens_N`."""
         return torch.from_numpy(np.concatenate(self.columns[name]))
 
-    def with_flat(self, name: str, values_K: torch.Tensor) -> "ExperienceBatch":
-        """Adds a column in the layout of `flat`: float32 [K]."""
-        borders = np.cumsum(self.response_lens_N.numpy())[:-1]
-        return self.with_column(name, np.split(values_K.numpy(), borders))
-
     def select(self, indices: Sequence[int]) -> "ExperienceBatch":
         """The samples at `indices`, with their columns."""
         return ExperienceBatch(
@@ -137,7 +132,7 @@ class ExperienceBatch:
         )
 
     def mini_batch_indices(self, num_prompts: int) -> tuple[tuple[int, ...], ...]:
-        """The samples of each mini batch of `num_prompts` prompts: groups whole and in order.
+        """The sample indices of each mini batch of `num_prompts` prompts; groups are not split and keep their order.
 
         The last mini batch is smaller when groups were left out of the train batch.
         """

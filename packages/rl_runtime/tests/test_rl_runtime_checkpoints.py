@@ -54,7 +54,7 @@ def test_other_models_and_other_engines_are_refused_with_nothing_loaded(tmp_path
             r"another 'actor'.*w \[2, 3\] in the checkpoint, \[2, 4\] here",
         ),
         ({"actor": Loads(adapters)}, ArchitectureMismatchError, "only here: w.lora_A"),
-        ({"actor": Loads(MODEL), "critic": Loads(MODEL)}, InputError, "holds no 'critic'"),
+        ({"actor": Loads(MODEL), "critic": Loads(MODEL)}, InputError, "has no 'critic'"),
     ):
         sampler = Loads({})
         with pytest.raises(error, match=message):

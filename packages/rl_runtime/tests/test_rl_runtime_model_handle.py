@@ -184,7 +184,7 @@ def test_a_column_of_another_length_or_given_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'x' has shape \(2,\); allowed: \(3,\)"):
         batch.add_columns({"x": torch.zeros(2)})
     batch.add_columns({"x": torch.zeros(3)})
-    with pytest.raises(ValueError, match="'x' is there already"):
+    with pytest.raises(ValueError, match="'x' exists already"):
         batch.add_columns({"x": torch.zeros(3)})
 
 

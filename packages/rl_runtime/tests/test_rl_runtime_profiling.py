@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_runtime.config import TrainerConfig
-from rl_runtime.ranks.profiler import RankProfiler
+from rl_runtime.ranks.trainer_worker import RankProfiler
 from run_kit.profiling import DRIVER_PID, StepProfiler, phase_events
 from run_kit.timing import PhaseTimer, Span
 

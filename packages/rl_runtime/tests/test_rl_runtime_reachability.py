@@ -48,7 +48,7 @@ def test_addresses_of_this_host(url: str) -> None:
 
 @pytest.mark.parametrize("url", THERE)
 def test_addresses_of_other_hosts(url: str) -> None:
-    with pytest.raises(InputError, match=r"shared memory does not leave the trainer's; allowed: auto, tcp$"):
+    with pytest.raises(InputError, match=r"shared memory works within one host only; allowed: auto, tcp$"):
         resolve_sync_transport(
             SyncConfig(transport="shm"), trainer=TrainerConfig(), rollout=RolloutConfig(urls=(url,)), on_gpu=False
         )

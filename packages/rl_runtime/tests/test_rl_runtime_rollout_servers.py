@@ -132,7 +132,7 @@ def test_a_dead_server_gets_no_pushes_until_it_has_the_current_weights(setting: 
     setting.note(1, "died")
     setting.servers[1].alive = True  # started again; it holds the model folder's weights
     setting.fleet.push(2)
-    assert setting.fleet._bring_up_to_date(1, Endpoint("http://1")) == 2
+    assert setting.fleet._push_to_restarted(1, Endpoint("http://1")) == 2
     setting.fleet.push(3)
     assert setting.actor.pushes == [(BOTH, 0), (FIRST, 1), (FIRST, 2), (SECOND, 2), (BOTH, 3)]
     assert setting.fleet.num_restarts == 1
@@ -169,11 +169,11 @@ def test_servers_that_stay_paused_after_a_push_are_restarted(setting: Setting, c
     assert setting.fleet.push(4) is None
     assert [server.alive for server in setting.servers] == [False, False]
     assert setting.client.policy_version == 4
-    assert "did not arrive: sent twice" in setting.lines[0]
+    assert "push failed: sent twice" in setting.lines[0]
     for index in (0, 1):
         setting.note(index, "died")
         setting.servers[index].alive = True
-        assert setting.fleet._bring_up_to_date(index, Endpoint(f"http://{index}")) == 4
+        assert setting.fleet._push_to_restarted(index, Endpoint(f"http://{index}")) == 4
     setting.fleet.push(5)
     assert setting.actor.pushes == [(FIRST, 4), (SECOND, 4), (BOTH, 5)]
 
@@ -194,7 +194,7 @@ def test_a_restarted_server_waits_while_weights_change(setting: Setting) -> None
     setting.fleet.push(0)
     setting.note(0, "died")
     with setting.fleet.changing_weights():
-        thread = threading.Thread(target=setting.fleet._bring_up_to_date, args=(0, Endpoint("http://0")))
+        thread = threading.Thread(target=setting.fleet._push_to_restarted, args=(0, Endpoint("http://0")))
         thread.start()
         time.sleep(0.2)
         assert len(setting.actor.pushes) == 1, "a push went out between two updates of one step"
@@ -207,7 +207,7 @@ def test_a_server_gets_no_weights_after_the_end_of_the_run(setting: Setting) -> 
     with setting.fleet:
         setting.fleet.push(0)
     with pytest.raises(RlRuntimeError, match="over"):
-        setting.fleet._bring_up_to_date(0, Endpoint("http://0"))
+        setting.fleet._push_to_restarted(0, Endpoint("http://0"))
 
 
 def test_the_end_of_a_run_does_not_wait_for_a_restart(setting: Setting) -> None:

@@ -24,7 +24,7 @@ BUILTIN_MODEL = "builtin:tiny"
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The loaded inputs; prompts are empty for an app with demonstrations only."""
+    """The loaded inputs; an SFT app has no prompts."""
 
     model_path: Path
     tokenizer: Any
@@ -64,8 +64,6 @@ def load_inputs(
         model_path=model_path,
         tokenizer=tokenizer,
         train_prompts=load_prompts(train, tokenizer, data) if train else [],
-        val_prompts=load_prompts(val, tokenizer, data, max_prompts=data.max_val_prompts)
-        if with_prompts and val
-        else [],
+        val_prompts=load_prompts(val, tokenizer, data, max_prompts=data.max_val_prompts) if val else [],
         demonstrations=load_demonstrations(demonstrations, tokenizer, data) if supervised.steps else [],
     )

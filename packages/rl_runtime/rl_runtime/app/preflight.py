@@ -1,7 +1,7 @@
 """Checks of the configuration, the inputs and the hosts before any process starts.
 
 Apps call them from their own `check`, so a run folder, a Ray cluster and servers only exist for a job that can run.
-Errors are a user's mistake and say how to fix it.
+The errors tell the user how to fix the configuration.
 """
 
 import re
@@ -37,11 +37,7 @@ from .inputs import BUILTIN_MODEL
 
 
 def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
-    """Checks that the user's functions can be imported and called, and that the scoring service answers.
-
-    Raises:
-        InputError: a function cannot be used, or no service answers.
-    """
+    """Raises InputError if a user's function cannot be imported or called, or if no scoring service answers."""
     if episode.function is not None:
         load_rollout(episode.function)
     if reward.function is not None:
@@ -56,8 +52,7 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
 def check_prompt_files(model: ModelConfig, data: DataConfig, *, any_source: bool = False) -> None:
     """Checks the model folder and every row of the prompt files; `any_source`: the reward takes every data source.
 
-    Raises:
-        InputError, rl_data.DataError: names the file or folder.
+    Raises InputError or rl_data.DataError, naming the file or folder.
     """
     if model.path != BUILTIN_MODEL:
         check_model_folder(find_model_folder(model.path))
@@ -72,8 +67,7 @@ def check_prompt_files(model: ModelConfig, data: DataConfig, *, any_source: bool
 def check_supervised(model: ModelConfig, data: DataConfig, supervised: SupervisedConfig, *, section: str) -> None:
     """Checks the demonstrations and the schedule of supervised steps; `section` is their configuration section.
 
-    Raises:
-        InputError, rl_data.DataError, ds_engine.EngineConfigError
+    Raises InputError, rl_data.DataError or ds_engine.EngineConfigError.
     """
     if supervised.steps == 0:
         return
@@ -93,8 +87,7 @@ def check_supervised(model: ModelConfig, data: DataConfig, supervised: Supervise
 def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_saved: bool = False) -> None:
     """Checks the engine's schedule over the run's `num_updates` optimizer steps, and that it can be saved if needed.
 
-    Raises:
-        InputError, ds_engine.EngineConfigError
+    Raises InputError or ds_engine.EngineConfigError.
     """
     if engine.optim.total_steps is not None:
         raise InputError(
@@ -109,11 +102,7 @@ def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_sav
 
 
 def check_sequence_parallel(engine: EngineConfig, *, section: str, num_ranks: int) -> None:
-    """Checks that the number of ranks is a multiple of sequence_parallel.
-
-    Raises:
-        InputError
-    """
+    """Raises InputError unless the number of ranks is a multiple of sequence_parallel."""
     if num_ranks % engine.sequence_parallel:
         fits = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
         raise InputError(
@@ -123,20 +112,12 @@ def check_sequence_parallel(engine: EngineConfig, *, section: str, num_ranks: in
 
 
 def check_lengths(rollout: RolloutConfig, data: DataConfig, samplings: Sequence[SamplingConfig]) -> None:
-    """Checks that the longest prompt and response fit the context of the servers.
-
-    Raises:
-        rollout_vllm.RequestTooLongError
-    """
+    """Raises rollout_vllm.RequestTooLongError if the longest prompt and response exceed the servers' context."""
     check_request_length(data.max_prompt_length, max(s.max_tokens for s in samplings), rollout.max_model_len)
 
 
 def check_adapters(actor: EngineConfig, rollout: RolloutConfig, sync: SyncConfig) -> None:
-    """Checks that servers for adapters alone get adapters that fit.
-
-    Raises:
-        InputError
-    """
+    """Raises InputError if `rollout.max_lora_rank` does not fit the actor's adapters or the weight sync."""
     if rollout.max_lora_rank is None:
         return
     if actor.lora is None:
@@ -150,7 +131,7 @@ def check_adapters(actor: EngineConfig, rollout: RolloutConfig, sync: SyncConfig
             "or merge adapters into the weights that are pushed: rollout.max_lora_rank=null"
         )
     if sync.quantize != "none":
-        raise InputError(f"sync.quantize is {sync.quantize}, which adapters alone (rollout.max_lora_rank) cannot be")
+        raise InputError(f"sync.quantize is {sync.quantize}, but adapters (rollout.max_lora_rank) cannot be quantized")
 
 
 def check_servers(

@@ -49,15 +49,6 @@ def _no_cluster(address: str, why: str) -> str:
     )
 
 
-def cluster_nodes() -> list[ClusterNode]:
-    """The nodes of the cluster this process is connected to."""
-    return [
-        ClusterNode(node_id=node["NodeID"], address=node["NodeManagerAddress"], resources=node["Resources"])
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
 def launch_on_other_nodes(
     model_path: str,
     rollout: RolloutConfig,
@@ -74,16 +65,16 @@ def launch_on_other_nodes(
         PlacementError: the nodes have too few free resources.
         rollout_vllm.RolloutConfigError: a node lacks the model folder, or vLLM cannot serve it.
     """
+    known = [
+        ClusterNode(node_id=node["NodeID"], address=node["NodeManagerAddress"], resources=node["Resources"])
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
     nodes = plan_server_nodes(
-        cluster_nodes(),
-        driver=this_node(),
+        known,
+        driver=str(ray.get_runtime_context().get_node_id()),
         num_ranks=num_ranks,
         num_servers=rollout.num_servers,
         resources=default_resources(rollout, device),
     )
     return launch_on_ray(model_path, rollout, log_dir=log_dir, node_ids=nodes, extra_args=extra_args, env=env)
-
-
-def this_node() -> str:
-    """Ray's node id of this host."""
-    return str(ray.get_runtime_context().get_node_id())

@@ -1,4 +1,4 @@
-"""Plans which process runs on which device: pure functions, called before any process starts."""
+"""Plans which process runs on which device, with pure functions, before any process starts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,17 +115,17 @@ def plan_server_nodes(
         PlacementError: not enough resources; lists those of every node.
     """
     known = {node.node_id: node for node in nodes}
-    has = "; ".join(f"{node.address}{' (this host)' * (node.node_id == driver)}: {_words(node)}" for node in nodes)
+    has = "; ".join(f"{node.address}{' (this host)' * (node.node_id == driver)}: {_totals(node)}" for node in nodes)
     if known[driver].resources.get("CPU", 0.0) < num_ranks:
         raise PlacementError(
-            f"trainer.num_ranks: the ranks run on this host and take {num_ranks} CPUs of the Ray cluster's count; it "
-            f"has {has}; start this host's node with ray start --num-cpus={num_ranks} or more"
+            f"trainer.num_ranks is {num_ranks}: the ranks run on this host and need {num_ranks} CPUs of its Ray node, "
+            f"but the cluster has {has}; start this host's node with ray start --num-cpus={num_ranks} or more"
         )
     others = [node for node in nodes if node.node_id != driver]
     placed: dict[str, int] = {node.node_id: 0 for node in others}
     chosen: list[str] = []
     for _ in range(num_servers):
-        fitting = [node for node in others if _holds(node, resources, placed[node.node_id] + 1)]
+        fitting = [node for node in others if _has_room(node, resources, placed[node.node_id] + 1)]
         if not fitting:
             wanted = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
             raise PlacementError(
@@ -138,9 +138,9 @@ def plan_server_nodes(
     return tuple(chosen)
 
 
-def _holds(node: ClusterNode, resources: Mapping[str, float], num_servers: int) -> bool:
+def _has_room(node: ClusterNode, resources: Mapping[str, float], num_servers: int) -> bool:
     return all(amount * num_servers <= node.resources.get(name, 0.0) for name, amount in resources.items())
 
 
-def _words(node: ClusterNode) -> str:
+def _totals(node: ClusterNode) -> str:
     return " ".join(f"{node.resources.get(name, 0.0):g} {name}" for name in ("CPU", "GPU"))

@@ -28,7 +28,8 @@ def resolve_sync_transport(
     """Replaces transport `auto` by one that crosses hosts, if servers are or may be on other hosts than the ranks.
 
     That is nccl if the ranks are on GPUs and all servers on other hosts, else tcp: a server on this host may share a
-    GPU with a rank, and an NCCL communicator holds a GPU once. With all servers on this host nothing changes.
+    GPU with a rank, and an NCCL communicator cannot contain a GPU twice. If all servers are on this host, `sync` is
+    returned unchanged.
 
     Raises:
         InputError: transport shm or ipc, which work on one host only, with servers on other hosts.
@@ -43,7 +44,7 @@ def resolve_sync_transport(
     if sync.transport in ("shm", "ipc"):
         memory = "shared memory" if sync.transport == "shm" else "CUDA IPC"
         raise InputError(
-            f"sync.transport is {sync.transport}, but {why}, and {memory} does not leave the trainer's; allowed: auto, "
+            f"sync.transport is {sync.transport}, but {why}, and {memory} works within one host only; allowed: auto, "
             f"tcp{', nccl' if on_gpu else ''}"
         )
     if sync.transport != "auto":

@@ -96,7 +96,7 @@ def open_session(
         RankError: a rank could not start.
     """
     with ExitStack() as stack:
-        # Before the servers: Ray's processes have half a minute to start, and the start of vLLM uses every core.
+        # Ray starts before the servers: its processes must start within 30 s, and vLLM's start uses every core.
         stack.enter_context(_ray(trainer.ray_address, placement.num_ranks))
         servers = stack.enter_context(_servers(placement, trainer, rollout, model_path, log_dir, sync))
         ranks = stack.enter_context(_ranks(trainer, placement.rank_gpus))
@@ -212,22 +212,18 @@ def _ray(address: str | None, num_ranks: int) -> Iterator[None]:
 def _start_own_ray(num_ranks: int) -> None:
     for attempt in range(1, NUM_RAY_ATTEMPTS + 1):
         try:
-            _start_ray(num_ranks)
+            ray.init(
+                address="local",
+                num_cpus=num_ranks,
+                include_dashboard=False,
+                log_to_driver=True,
+                logging_level=logging.ERROR,
+                object_store_memory=256 * 1024 * 1024,
+                # Ray lowers the priority of its workers; the ranks need the normal one.
+                _system_config={"worker_niceness": 0},
+            )
             return
         except Exception:  # Ray raises a bare Exception if its processes do not start in 30 s, as on a busy machine
             ray.shutdown()
             if attempt == NUM_RAY_ATTEMPTS:
                 raise
-
-
-def _start_ray(num_ranks: int) -> None:
-    ray.init(
-        address="local",
-        num_cpus=num_ranks,
-        include_dashboard=False,
-        log_to_driver=True,
-        logging_level=logging.ERROR,
-        object_store_memory=256 * 1024 * 1024,
-        # Ray lowers the priority of its workers; the ranks need the normal one.
-        _system_config={"worker_niceness": 0},
-    )

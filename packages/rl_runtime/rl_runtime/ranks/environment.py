@@ -20,8 +20,8 @@ _QUIET = {
 def prepare_driver(device: str) -> None:
     """Sets the variables of libraries for this process and its children, unless the user has set them.
 
-    Call it before the libraries are imported: several read their variables only then. `device`: "auto", "cpu" or
-    "cuda".
+    Call it before the libraries are imported: several read their variables only at import. `device`: "auto", "cpu"
+    or "cuda".
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""A loss function by import path: what the driver sends to the ranks instead of the function itself."""
+"""Loss functions by import path: the driver sends the path to the ranks instead of the function."""
 
 import sys
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class LossSpec:
     def of(cls, loss_fn: "LossFn") -> "LossSpec":
         """The import path of a function, or of a `functools.partial` with keyword arguments.
 
-        A function of the program that runs (`python -m apps.ppo.main`) gets the program's module name.
+        For a function of `__main__` (`python -m apps.ppo.main`), the module is the name given to `python -m`.
 
         Raises:
             InputError: the ranks cannot import the function: it is a lambda, nested in another function, or defined

@@ -5,8 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from torch import Tensor
-
 from ds_engine import EngineConfig, Head, LossFn, OptimConfig, StepStats
 from rl_core import BatchConfig
 from weight_sync import Endpoint, SyncConfig, SyncReport
@@ -49,8 +47,8 @@ class ModelHandle:
         """Log-probs of the generated tokens at the rollout's temperature, and entropies, without gradients.
 
         Args:
-            batch: an `ExperienceBatch` is sent for this call alone.
-            column: the name under which the train batch keeps the log-probs, for the updates.
+            batch: the ranks keep a `TrainBatch` for later calls, and an `ExperienceBatch` for this call only.
+            column: adds the log-probs to the train batch under this name, for the updates.
         """
         if isinstance(batch, ExperienceBatch):
             with TrainBatch.of(batch) as only:
@@ -64,25 +62,22 @@ class ModelHandle:
         )
         log_probs_K = batch.collect(*self._layout, [output.log_probs_K for output in outputs], column=column)
         entropy_K = batch.collect(*self._layout, [output.entropy_K for output in outputs])
-        return TokenColumns(log_probs=_arrays(batch.split(log_probs_K)), entropy=_arrays(batch.split(entropy_K)))
+        return TokenColumns(log_probs=batch.split(log_probs_K), entropy=batch.split(entropy_K))
 
     def values(self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None) -> tuple[Float32Array, ...]:
-        """A critic's value of the state before each generated token, without gradients: N arrays.
-
-        Args: as of `log_probs`.
-        """
+        """A critic's value of the state before each generated token, without gradients; arguments as in `log_probs`."""
         if isinstance(batch, ExperienceBatch):
             with TrainBatch.of(batch) as only:
                 return self.values(only)
         deliveries = batch.deliveries(*self._layout, with_columns=False)
         outputs = self.ranks.run_each(TrainerWorker.values, deliveries, self.name, column)
-        return _arrays(batch.split(batch.collect(*self._layout, outputs, column=column)))
+        return batch.split(batch.collect(*self._layout, outputs, column=column))
 
     def update(self, mini_batch: MiniBatch | ExperienceBatch, loss_fn: LossFn) -> StepStats:
         """One optimizer step; `loss_fn` returns each micro batch's share of the loss.
 
         Args:
-            mini_batch: an `ExperienceBatch` is sent for this call alone.
+            mini_batch: a mini batch of a `TrainBatch`, or an `ExperienceBatch` that the ranks keep for this call only.
             loss_fn: a function of a module, or a `functools.partial` of one; the ranks import it.
 
         Raises:
@@ -123,10 +118,10 @@ class ModelHandle:
 
 
 def run_concurrently(phase: Phase, *calls: tuple[str, ModelHandle, Callable[[], T]]) -> list[T]:
-    """Runs calls on the ranks of several models at the same time, if no two models share ranks; else one by one.
+    """Runs calls on several models concurrently if no two of them share ranks, else one after the other.
 
-    Models on the same ranks take turns, because concurrent calls would run their collectives in a different order on
-    each rank. With concurrent calls the time of a phase is the wait for its call after the earlier calls have ended.
+    Concurrent calls on the same ranks could run their collectives in a different order on each rank. When calls run
+    concurrently, a phase measures the time from the end of the previous call in the list to the end of its own.
 
     Args:
         phase: times each call.
@@ -147,7 +142,3 @@ def run_concurrently(phase: Phase, *calls: tuple[str, ModelHandle, Callable[[], 
             with phase(name):
                 results.append(future.result())
     return results
-
-
-def _arrays(values: Sequence[Tensor]) -> tuple[Float32Array, ...]:
-    return tuple(value.numpy() for value in values)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rl_core import BatchConfig, PackedBatch, SequenceData, pack, plan_micro_batches
 
-from ..experience import ExperienceBatch
+from ..experience import ExperienceBatch, Float32Array
 from .trainer_worker import Delivery, TrainerWorker
 from .worker_group import WorkerGroup
 
@@ -25,7 +25,9 @@ _numbers = itertools.count(1)
 
 
 class TrainBatch:
-    """The sequences of one step with their columns, cut into mini batches. A context: leaving it frees the ranks' copy.
+    """The sequences of one step with their columns, divided into mini batches.
+
+    A context manager: leaving it frees the copies on the ranks.
 
     ```
     with TrainBatch.of(samples, mini_batches=samples.mini_batch_indices(32)) as batch:
@@ -43,7 +45,7 @@ class TrainBatch:
         mini_batches: Sequence[Sequence[int]] | None = None,
         columns: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Nothing is sent before a model uses the batch.
+        """Sends nothing; the first call of a model sends the batch to its ranks.
 
         Args:
             sequences: token ids and masks of the N samples; their own columns are not used.
@@ -76,15 +78,15 @@ class TrainBatch:
         """Adds per-token columns, [K] each; the next update sends them to its ranks.
 
         Raises:
-            ValueError: a column is there already, or has another length.
+            ValueError: a column exists already or has another length.
         """
         for name, column_K in columns.items():
             if name in self._columns:
-                raise ValueError(f"column {name!r} is there already")
+                raise ValueError(f"column {name!r} exists already")
             if column_K.shape != (sum(self._lens),):
                 raise ValueError(
-                    f"column {name!r} has shape {tuple(column_K.shape)}; allowed: ({sum(self._lens)},), one value a "
-                    "generated token"
+                    f"column {name!r} has shape {tuple(column_K.shape)}; allowed: ({sum(self._lens)},), one value "
+                    "per generated token"
                 )
             self._columns[name] = column_K.to(torch.float32)
 
@@ -106,10 +108,9 @@ class TrainBatch:
             placed.columns.add(column)
         return values_K
 
-    def split(self, values_K: Tensor) -> tuple[Tensor, ...]:
-        """A [K] tensor as one tensor per sample."""
-        parts: tuple[Tensor, ...] = values_K.split(self._lens)
-        return parts
+    def split(self, values_K: Tensor) -> tuple[Float32Array, ...]:
+        """A float32 [K] tensor as one array per sample."""
+        return tuple(part.numpy() for part in values_K.split(self._lens))
 
     def close(self) -> None:
         """Frees the ranks' copies."""
@@ -136,7 +137,7 @@ class MiniBatch:
 
 
 class _BatchOnRanks:
-    """A train batch as one rank group holds it: sp consecutive ranks hold the same."""
+    """A train batch on one rank group; sp consecutive ranks hold the same part."""
 
     def __init__(
         self,
@@ -155,14 +156,13 @@ class _BatchOnRanks:
         self._order = [
             _positions(starts, (index for mini in replica for micro in mini for index in micro)) for replica in replicas
         ]
-        # Kept until they are sent.
+        # None once sent.
         self._packed: list[list[list[PackedBatch]]] | None = [
             [[pack([sequences[i] for i in micro], column_names=()) for micro in mini] for mini in replica]
             for replica in replicas
         ]
 
     def deliveries(self, number: int, columns: Mapping[str, Tensor]) -> list[Delivery]:
-        """One per rank."""
         missing = {name: column_K for name, column_K in columns.items() if name not in self.columns}
         packed, self._packed = self._packed, None
         self.columns |= set(missing)
@@ -189,7 +189,7 @@ def _assignment(
 ) -> list[list[list[int]]]:
     """[replica][micro batch] -> samples of a mini batch, the same number of micro batches on every replica.
 
-    A replica of sp ranks computes sp times what one rank alone would: a rank then holds as many tokens.
+    The limits per micro batch are multiplied by sp, because each of the sp ranks holds 1/sp of the tokens.
     """
     size, budget = config.micro_batch_size, config.token_budget
     plan = plan_micro_batches(
@@ -198,11 +198,11 @@ def _assignment(
         token_budget=None if size else budget * sp,
         micro_batch_size=size * sp if size else None,
     )
-    return [[[mini_batch[place] for place in micro] for micro in replica] for replica in plan.assignment]
+    return [[[mini_batch[i] for i in micro] for micro in replica] for replica in plan.assignment]
 
 
 def _positions(starts: Sequence[int], samples: Iterable[int]) -> Tensor:
-    """int64 [K_r], the places in K of the tokens of these samples."""
+    """int64 [K_r], the positions in K of the tokens of these samples."""
     ranges = [torch.arange(starts[index], starts[index + 1]) for index in samples]
     return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import record_function
+from torch.profiler import profile, record_function
 
 from ckpt import (
     AsyncSaver,
@@ -34,7 +34,6 @@ from rl_core import PackedBatch, linear_log_prob
 from weight_sync import Adapter, Endpoint, SyncConfig, SyncReport, WeightPusher, ZeroSource
 
 from .loss_spec import LossSpec
-from .profiler import RankProfiler
 
 _RNG = "rng"
 
@@ -52,6 +51,21 @@ class Delivery:
     """[mini batch][micro batch] of this rank; None once the rank has them."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Per-token columns by name, float32 [K_r] in the order of the rank's micro batches."""
+
+
+class RankProfiler:
+    """torch's profiler, started and stopped by separate calls."""
+
+    def start(self) -> None:
+        """Starts to record operators and, with a GPU, CUDA kernels."""
+        self._profile = profile()
+        self._profile.start()
+
+    def stop(self, path: str) -> None:
+        """Stops and writes a Chrome trace, gzipped if the name ends in .gz."""
+        self._profile.stop()
+        self._profile.export_chrome_trace(path)
+        del self._profile
 
 
 class TrainerWorker:
@@ -86,7 +100,7 @@ class TrainerWorker:
     def build(
         self, role: str, model_path: str, config: EngineConfig, total_steps: int | None, head: Head = "lm"
     ) -> None:
-        """Builds the engine of `role` from a Hugging Face folder, or rebuilds it; `total_steps=None`: frozen."""
+        """Builds or rebuilds the engine of `role` from a Hugging Face folder; `total_steps=None`: frozen."""
         self.drop(role)
         self._engines[role] = ZeroEngine.from_pretrained(
             model_path,
@@ -148,7 +162,7 @@ class TrainerWorker:
         self._batches.pop(batch, None)
 
     def _receive(self, delivery: Delivery) -> list[list[PackedBatch]]:
-        """The train batch that a call refers to, [mini batch][micro batch], with what the call brings."""
+        """The train batch of a delivery, [mini batch][micro batch], after adding what the delivery contains."""
         if delivery.mini_batches is not None:
             self._batches[delivery.batch] = delivery.mini_batches
         self._add_columns(delivery.batch, delivery.columns)
@@ -215,9 +229,9 @@ class TrainerWorker:
         self._saver = AsyncSaver(CheckpointManager(Path(folder)), ranks=ranks)
 
     def save(self, step: int, roles: Sequence[str]) -> None:
-        """Copies and writes this rank's part of the engines and its random generators in the background.
+        """Saves this rank's part of the engines and its random generators in the background.
 
-        The next `train` waits for the copies; the calls before it do not change the weights.
+        The next `train` waits until everything is copied; no call before it changes the weights.
         """
         assert self._saver is not None, "call open_saver first"
         for role in roles:
@@ -248,7 +262,7 @@ class TrainerWorker:
             engine.load_state(source)
 
     def load_rng(self, folder: str, first: int) -> None:
-        """Loads the states of this rank's random generators; a rank that the checkpoint lacks keeps its own.
+        """Loads the states of this rank's random generators, if the checkpoint has this rank.
 
         `first` is the number of this group's first rank in a checkpoint.
         """

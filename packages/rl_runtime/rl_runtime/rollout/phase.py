@@ -150,7 +150,7 @@ class RolloutPhase:
         with phase("gen"):
             num_groups = max(1, len(prompts) + len(self._partial) - self._oversampling.extra_prompts)
             scoring, metrics = self._client.run(self._generate(prompts, sampling, step, num_groups))
-        with phase("reward"):  # the part of scoring that did not overlap with generation
+        with phase("reward"):  # scoring that did not overlap with generation
             items, reasons = self._client.run(_finish(scoring, min_samples=min(2, sampling.n), at_most=num_groups))
         num_failed = len(scoring) * sampling.n - len(items)
         if not items:

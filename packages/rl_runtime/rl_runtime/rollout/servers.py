@@ -1,14 +1,14 @@
-"""Keeps the current weights on all rollout servers that serve, and restarts servers that die.
+"""Pushes the actor's weights to the rollout servers, and restarts servers that die or hang.
 
-Pushes hold a lock. The loop holds it while the weights change (`changing_weights`: updates, sync, checkpoint). A
-restarted server waits for the lock and gets the weights while the loop generates: then all ranks are idle and the
-weights are those of the published version. So the ranks never run two pushes at once, or a push during an update.
+A lock guards every push. The training loop holds the lock in `changing_weights` (update, sync, checkpoint) and releases
+it while it generates. A restarted server gets its weights during generation, when all ranks are idle and hold the
+published version. So two pushes never overlap, and no push runs during an update.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from rollout_vllm import Endpoint, RolloutClient, ServerGroup, ServerWatch
 from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
@@ -17,19 +17,19 @@ from ..errors import RankError, RlRuntimeError
 from ..ranks.model_handle import ModelHandle
 
 _NOTICE_S = 20.0
-"""Seconds that the supervisor of a server may take to notice that the server has died."""
+"""Longest time, in seconds, in which a server's supervisor notices that the server has died."""
 _ADAPTER = "policy-adapter"
 """The model name under which the servers serve the actor's adapters."""
 
 
 class RolloutServers:
-    """Pushes the weights of `actor` to the servers; restarts each server up to `max_restarts` times.
+    """Pushes the weights of `actor` to the servers and restarts each server up to `max_restarts` times.
 
-    A context, to be entered when the servers are ready.
+    A context manager: enter it when the servers are ready.
 
     Args:
-        report: receives a line for each event of a server.
-        adapters_alone: the servers keep the base model; pushes and requests use the actor's LoRA adapters.
+        report: called with one line of text for each event of a server.
+        adapters_alone: push only the actor's LoRA adapters; the servers keep the base model.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RolloutServers:
         self._closing = threading.Event()
         self._watch: ServerWatch | None = None
         if servers.servers and max_restarts:
-            self._watch = ServerWatch(servers, client, on_restart=self._bring_up_to_date, max_restarts=max_restarts)
+            self._watch = ServerWatch(servers, client, on_restart=self._push_to_restarted, max_restarts=max_restarts)
 
     def __enter__(self) -> "RolloutServers":
         if self._watch is not None:
@@ -66,20 +66,18 @@ class RolloutServers:
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        if self._watch is None:
-            return
-        self._watch.stop(abort_restarts=True)
+        if self._watch is not None:
+            self._watch.stop(abort_restarts=True)
 
-    @contextmanager
-    def changing_weights(self) -> Iterator[None]:
-        """Inside this context the caller can change and push the weights."""
-        with self._weights:
-            yield
+    def changing_weights(self) -> AbstractContextManager[bool]:
+        """Context in which the caller may change and push the weights; restarted servers wait for its end."""
+        return self._weights
 
     def push(self, version: int) -> SyncReport | None:
-        """Pushes the actor's weights to every server that serves, as policy `version`; None if no server does.
+        """Pushes the actor's weights to all running servers as policy `version`; None if no server is running.
 
-        The other servers get the weights before they serve again. Servers that a push does not reach are restarted.
+        A restarting server gets the weights before it receives requests. Servers that a push does not reach are
+        restarted.
         """
         with self._weights:
             report = self._push_to_serving(version)
@@ -87,7 +85,7 @@ class RolloutServers:
             return report
 
     def check(self) -> None:
-        """Raises rollout_vllm.ServerDiedError if no server is left, or a server died and restarts are off."""
+        """Raises rollout_vllm.ServerDiedError if no server is left, or if one died and restarts are disabled."""
         if self._watch is None:
             self._servers.check()
         else:
@@ -100,7 +98,7 @@ class RolloutServers:
         return self._num_restarts
 
     def _report_until_closed(self) -> None:
-        """Reports events while the loop waits for a restarting server."""
+        """Reports events in the background, also while the training loop waits for a restart."""
         assert self._watch is not None
         while not self._closing.wait(0.5):
             self._report_events(self._watch)
@@ -128,14 +126,14 @@ class RolloutServers:
                     continue
                 if not _restart_may_help(error):
                     raise
-                # Two attempts failed, and the servers are still paused. The watch restarts them and pushes the weights.
-                self._report(f"rollout servers {serving} are restarted, the weights did not arrive: {error}")
+                # The pusher has already retried, and the servers are still paused.
+                self._report(f"restarting rollout servers {serving}, because the weight push failed: {error}")
                 for index in serving:
                     self._watch.restart(index)
         return None
 
-    def _bring_up_to_date(self, index: int, endpoint: Endpoint) -> int:
-        """Called by the watch: pushes the current weights to a restarted server."""
+    def _push_to_restarted(self, index: int, endpoint: Endpoint) -> int:
+        """Pushes the current weights to a restarted server; called by the watch."""
         with self._weights:
             if self._closing.is_set():
                 raise RlRuntimeError("the run is over")
@@ -152,7 +150,7 @@ class RolloutServers:
         self._actor.connect_servers(endpoints, self._sync, self._adapter)
 
     def _serving(self) -> list[int]:
-        """The servers that run and have the current weights."""
+        """Indices of the running servers that hold the current weights."""
         if self._watch is None:
             return list(range(len(self._servers.endpoints)))
         failures = self._num_failures()
@@ -170,7 +168,7 @@ class RolloutServers:
         return failures
 
     def _has_died(self, serving: list[int]) -> bool:
-        """Whether one of these servers has died; waits for the supervisor to notice it."""
+        """Whether one of these servers has died; waits until its supervisor would have noticed."""
         deadline = time.monotonic() + _NOTICE_S
         while self._serving() == serving:
             if time.monotonic() > deadline:
@@ -180,6 +178,6 @@ class RolloutServers:
 
 
 def _restart_may_help(error: RankError) -> bool:
-    """Whether a sync failed in transit, and not because of a plan that every server refuses."""
+    """Whether the sync failed in transit. A plan that a server rejected would be rejected again."""
     cause = error.cause
     return isinstance(cause, WeightSyncError) and (not isinstance(cause, ReceiverError) or cause.retryable)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the ranks write them in the background, the driver publishes them; loads one on resume."""
+"""Checkpoints of a run: the ranks write them in the background, the driver publishes and loads them."""
 
 import math
 import uuid
@@ -18,7 +18,7 @@ from ..ranks.worker_group import WorkerGroup
 
 
 class Stateful(Protocol):
-    """State of a run besides the engines that checkpoints keep; JSON-able."""
+    """Part of a run's state that is saved in checkpoints, in addition to the engines; JSON-able."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -27,7 +27,7 @@ class Stateful(Protocol):
 class RunCheckpoints:
     """Saves and loads the engines, random generators and `parts` of a run under one step number.
 
-    A step waits for the copy to host memory only. A context: leaving it waits for the save in progress.
+    A step waits only for the copy to host memory. A context manager: leaving it waits for the save in progress.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RunCheckpoints:
         for name, model in self._models.items():
             if not (checkpoint.path / name).is_dir():
                 raise InputError(
-                    f"{checkpoint.path} holds no {name!r}; resume with the app that wrote it. Nothing was loaded"
+                    f"{checkpoint.path} has no {name!r}; resume with the app that wrote it. Nothing was loaded"
                 )
             check_model(checkpoint, name, model)
         for name, role in self._roles.items():

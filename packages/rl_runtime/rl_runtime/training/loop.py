@@ -31,7 +31,7 @@ class LoopResult:
 
 
 class TrainingLoop:
-    """Runs the steps of `trainer`: `rollouts` brings the samples, `servers` get the new weights after each update."""
+    """Runs the steps of `trainer`: samples from `rollouts`, update, push of the new weights to `servers`."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class TrainingLoop:
         """Runs all steps, or those after the checkpoint's.
 
         Raises:
-            rollout_vllm.ServerDiedError: a server died; its context is the error that this caused.
+            rollout_vllm.ServerDiedError: a server died; the error that this caused is its context.
         """
         try:
             with self._checkpoints:
