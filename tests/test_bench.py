@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apps.bench.config import SIX_CASES, BenchConfig, SixCaseConfig, StageGateConfig
+from apps.bench.config import SIX_CASES, SixCaseConfig, StageGateConfig
 from apps.bench.live import LiveTable, table_lines
 from apps.bench.main import BENCHMARKS
 from apps.bench.plan import Case, plan_gate, plan_six, zero1_name, zero2_name
@@ -216,18 +216,14 @@ def go(folder: Path, case: Case = CASE, *, retries: int = 1, timeout_s: float = 
     script = folder / "app.py"
     script.write_text(APP)
     given = {"tries": folder / f"{case.name}.tries", **given}
-    return run_case(
-        case,
-        folder,
-        retries=retries,
-        timeout_s=timeout_s,
-        on_progress=lambda _: None,
-        command=lambda _: [sys.executable, str(script), *(f"{key}={value}" for key, value in given.items())],
-    )
+    command = [sys.executable, str(script), *(f"{key}={value}" for key, value in given.items())]
+    settings: dict[str, Any] = {"retries": retries, "timeout_s": timeout_s, "on_progress": lambda _: None}
+    return run_case(case, folder, **settings, command=lambda _: command)
 
 
 def test_a_failed_case_is_retried_and_a_finished_one_is_skipped(tmp_path: Path) -> None:
     assert finished(CASE, tmp_path) is None
+    assert read_result(tmp_path, status="running").last_step == 0, "a folder without a run"
     done = go(tmp_path, failures=1)
     assert (done.status, done.attempts, done.last_step) == ("completed", 2, 3)
     assert done.score == pytest.approx(0.2)
@@ -287,11 +283,6 @@ def test_the_documented_commands_are_right() -> None:
         assert plan(load_config(cls, presets=overlays, overrides=values))
 
 
-def test_a_folder_without_a_run_has_reached_nothing(tmp_path: Path) -> None:
-    assert read_result(tmp_path, status="running").last_step == 0
-    assert isinstance(SixCaseConfig(), BenchConfig)
-
-
 def test_an_interrupt_ends_the_case(tmp_path: Path) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -310,14 +301,8 @@ def test_an_interrupt_ends_the_case(tmp_path: Path) -> None:
 
 
 def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "apps.bench.main", *arguments],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-    )
+    line = [sys.executable, "-m", "apps.bench.main", *arguments]
+    return subprocess.run(line, cwd=REPO, capture_output=True, text=True, check=False, timeout=timeout)
 
 
 def test_the_command_line(tmp_path: Path) -> None:

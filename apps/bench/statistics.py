@@ -48,19 +48,15 @@ def judge(differences: Sequence[float], allowed: Interval, *, confidence: float)
     found = [value for value in differences if math.isfinite(value)]
     if not found:
         return Judgement(num_seeds=0, mean=math.nan, std=None, interval=None, verdict="not measured")
-    mean = fmean(found)
-    if len(found) == 1:
-        alone = Interval(low=mean, high=mean)
-        verdict: Verdict = "pass" if allowed.contains(alone) else "fail"
-        return Judgement(num_seeds=1, mean=mean, std=None, interval=None, verdict=verdict)
-    std = stdev(found)
-    half = student_t_quantile(confidence, len(found) - 1) * std / math.sqrt(len(found))
+    mean, std = fmean(found), stdev(found) if len(found) > 1 else None
+    half = 0.0 if std is None else student_t_quantile(confidence, len(found) - 1) * std / math.sqrt(len(found))
     interval = Interval(low=mean - half, high=mean + half)
+    verdict: Verdict = "inconclusive" if allowed.touches(interval) else "fail"
     if allowed.contains(interval):
         verdict = "pass"
-    else:
-        verdict = "inconclusive" if allowed.touches(interval) else "fail"
-    return Judgement(num_seeds=len(found), mean=mean, std=std, interval=interval, verdict=verdict)
+    return Judgement(
+        num_seeds=len(found), mean=mean, std=std, interval=None if std is None else interval, verdict=verdict
+    )
 
 
 def student_t_quantile(confidence: float, degrees: int) -> float:

@@ -22,10 +22,6 @@ class TimingNode:
     outside: bool = False
     children: dict[str, "TimingNode"] = field(default_factory=dict)
 
-    def child(self, name: str) -> "TimingNode":
-        """The phase `name` inside this one, created at first use."""
-        return self.children.setdefault(name, TimingNode(name=name))
-
     @property
     def accounted_s(self) -> float:
         """Seconds that the phases inside account for."""
@@ -125,19 +121,11 @@ class PhaseTimer:
 
     def metrics(self, prefix: str = "timing_s/") -> dict[str, float]:
         """Seconds of the step, of every phase by its path, and of what no top-level phase covers (`other`)."""
-        step_s = self.step_seconds
-        out = {f"{prefix}step": step_s}
-        for path, node in self.walk():
-            out[f"{prefix}{path}"] = node.seconds
-        covered = sum(node.seconds for node in self._root.children.values() if not node.outside)
-        out[f"{prefix}other"] = max(0.0, step_s - covered)
-        return out
-
-    @property
-    def step_seconds(self) -> float:
-        """Wall seconds of the last finished step without its `outside` phases."""
-        outside = sum(node.seconds for node in self._root.children.values() if node.outside)
-        return max(0.0, self._root.seconds - outside)
+        phases = {f"{prefix}{path}": node.seconds for path, node in self.walk()}
+        tops = self._root.children.values()
+        step_s = max(0.0, self._root.seconds - sum(node.seconds for node in tops if node.outside))
+        other_s = max(0.0, step_s - sum(node.seconds for node in tops if not node.outside))
+        return {f"{prefix}step": step_s, **phases, f"{prefix}other": other_s}
 
     @property
     def coverage(self) -> float:
@@ -165,7 +153,7 @@ class PhaseTimer:
         with self._lock:
             node = parent or self._root
             for word in path.split("/"):
-                node = node.child(word)
+                node = node.children.setdefault(word, TimingNode(name=word))
             return node
 
     def now(self) -> float:

@@ -14,6 +14,7 @@ import inspect
 import io
 import sys
 import tokenize
+from itertools import takewhile
 
 Docs = dict[tuple[str, str], str]
 
@@ -42,49 +43,42 @@ def _module_docs(module: str) -> Docs:
 
 
 def source_docs(source: str) -> Docs:
-    """Field docs of all classes in a module's source, by (qualified class name, field name)."""
-    comments, whole_lines = _comments(source)
+    """Docs of all annotated names in a module's source, by (qualified class name, field name)."""
+    lines = source.splitlines()
+    comments = _comments(source)
     docs: Docs = {}
 
+    def comment_above(line: int) -> str:
+        whole = takewhile(lambda n: n in comments and lines[n - 1].lstrip().startswith("#"), range(line - 1, 0, -1))
+        return " ".join(comments[number] for number in reversed(list(whole)))
+
     def visit(body: list[ast.stmt], prefix: str) -> None:
-        for node in body:
+        for node, following in zip(body, [*body[1:], None], strict=True):
             if isinstance(node, ast.ClassDef):
-                name = f"{prefix}{node.name}"
-                _class_docs(node, name, comments, whole_lines, docs)
-                visit(node.body, f"{name}.")
+                visit(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 visit(node.body, f"{prefix}{node.name}.<locals>.")
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                text = _string(following) or comments.get(node.end_lineno or node.lineno) or comment_above(node.lineno)
+                if text := " ".join(text.split()):
+                    docs[prefix.removesuffix("."), node.target.id] = text
 
     visit(ast.parse(source).body, "")
     return docs
 
 
-def _class_docs(node: ast.ClassDef, qualname: str, comments: dict[int, str], whole: set[int], docs: Docs) -> None:
-    for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
-        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
-            continue
-        text = ""
-        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            text = following.value.value if isinstance(following.value.value, str) else ""
-        text = text or comments.get(statement.end_lineno or statement.lineno, "")
-        if not text:
-            line = statement.lineno - 1
-            above: list[str] = []
-            while line in whole:
-                above.insert(0, comments[line])
-                line -= 1
-            text = " ".join(above)
-        if text := " ".join(text.split()):
-            docs[qualname, statement.target.id] = text
+def _string(node: ast.stmt | None) -> str:
+    """The text of a statement that is only a string; else empty."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
 
 
-def _comments(source: str) -> tuple[dict[int, str], set[int]]:
-    """Comment text by line, and the lines that are only a comment."""
-    comments: dict[int, str] = {}
-    whole: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and not token.string.startswith(("# noqa", "# type:", "# pants:")):
-            comments[token.start[0]] = token.string.lstrip("#").removeprefix(":").strip()
-            if token.line[: token.start[1]].strip() == "":
-                whole.add(token.start[0])
-    return comments, whole
+def _comments(source: str) -> dict[int, str]:
+    """Comments by line, without those for tools."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    found = [token for token in tokens if token.type == tokenize.COMMENT]
+    return {
+        token.start[0]: token.string.lstrip("#").removeprefix(":").strip()
+        for token in found
+        if not token.string.startswith(("# noqa", "# type:", "# pants:"))
+    }

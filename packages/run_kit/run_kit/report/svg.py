@@ -23,16 +23,13 @@ class Series:
     values: Sequence[float]
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Scale:
     """Maps steps and values to points of the picture."""
 
-    width: float
-    height: float
-    first: float
-    last: float
-    low: float
-    high: float
+    def __init__(self, shown: Sequence[Series], ticks: Sequence[float], width: float, height: float) -> None:
+        self.width, self.height = width, height
+        self.first, self.last = min(one.steps[0] for one in shown), max(one.steps[-1] for one in shown)
+        self.low, self.high = ticks[0], ticks[-1]
 
     def x(self, step: float) -> float:
         span = (self.last - self.first) or 1.0
@@ -104,7 +101,7 @@ def line_chart(series: Sequence[Series], *, title: str, width: float = 360.0, he
         return ""
     values = [value for one in shown for value in one.values]
     ticks = nice_ticks(min(values), max(values))
-    scale = _scale(shown, ticks, width, height)
+    scale = _Scale(shown, ticks, width, height)
     parts = [_frame(scale, ticks, [(scale.x(step), str(step)) for step in _step_ticks(scale.first, scale.last)])]
     for index, one in enumerate(thin(one) for one in series):  # an empty series keeps its color
         if not one.steps:
@@ -113,10 +110,8 @@ def line_chart(series: Sequence[Series], *, title: str, width: float = 360.0, he
         noisy = len(shown) == 1 and len(points) >= 10
         parts.append(_polyline(points, f"line {color(index)}{' raw' if noisy else ''}"))
         if noisy:
-            smoothed = zip(one.steps, smooth(list(one.values)), strict=True)
-            parts.append(
-                _polyline([(scale.x(step), scale.y(value)) for step, value in smoothed], f"line {color(index)}")
-            )
+            smoothed = [(x, scale.y(value)) for (x, _), value in zip(points, smooth(list(one.values)), strict=True)]
+            parts.append(_polyline(smoothed, f"line {color(index)}"))
         small = " few" if len(points) <= 20 else ""
         for (x, y), step, value in zip(points, one.steps, one.values, strict=True):
             tip = escape(f"{one.label}, step {step}: {value:.6g}")
@@ -139,7 +134,7 @@ def stack_chart(
     steps = shown[0].steps
     totals = [sum(one.values[i] for one in shown) for i in range(len(steps))]
     ticks = nice_ticks(0.0, max(totals))
-    scale = _scale(shown, ticks, width, height)
+    scale = _Scale(shown, ticks, width, height)
     slot = (width - _LEFT - _RIGHT) / len(steps)
     middles = [_LEFT + (i + 0.5) * slot for i in range(len(steps))]
     bar = min(40.0, 0.86 * slot)
@@ -159,17 +154,6 @@ def stack_chart(
             )
             base[i] += value
     return _svg(parts, title, width, height)
-
-
-def _scale(shown: Sequence[Series], ticks: Sequence[float], width: float, height: float) -> _Scale:
-    return _Scale(
-        width=width,
-        height=height,
-        first=min(one.steps[0] for one in shown),
-        last=max(one.steps[-1] for one in shown),
-        low=ticks[0],
-        high=ticks[-1],
-    )
 
 
 def _polyline(points: Sequence[tuple[float, float]], kind: str) -> str:

@@ -12,11 +12,6 @@ from .metrics_table import atomic_write
 REQUIRED = ("prompt", "response", "reward")
 
 
-def rollouts_path(folder: Path, step: int) -> Path:
-    """File of a step within the `rollouts/` folder."""
-    return folder / f"step_{step:06d}.jsonl"
-
-
 def choose_sample(num_records: int, count: int, *, seed: int) -> list[int]:
     """Indices of a random sample without repetition, ascending; the same for the same arguments."""
     if count >= num_records:
@@ -41,7 +36,7 @@ def write_rollouts(folder: Path, step: int, records: Sequence[Mapping[str, Any]]
             raise TrackingError(f"rollout record {index} of step {step} lacks {', '.join(missing)}")
     chosen = choose_sample(len(records), len(records) if count is None else count, seed=step)
     folder.mkdir(parents=True, exist_ok=True)
-    path = rollouts_path(folder, step)
+    path = folder / f"step_{step:06d}.jsonl"
     try:
         lines = [json.dumps({"step": step, **records[index]}, ensure_ascii=False, default=_plain) for index in chosen]
     except TypeError as error:

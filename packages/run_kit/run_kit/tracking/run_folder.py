@@ -6,7 +6,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -50,7 +50,8 @@ class RunFolder:
         """Samples of each step's rollouts."""
         self.tensorboard_dir = self.path / "tensorboard"
         """TensorBoard events."""
-        self._capture: _Capture | None = None
+        self._log: LogFile | None = None
+        self._stack = contextlib.ExitStack()
 
     @classmethod
     def create(
@@ -83,31 +84,24 @@ class RunFolder:
         """Name of the folder: experiment and time."""
         return self.path.name
 
-    def subfolder(self, name: str) -> Path:
-        """A subfolder for other components' files (`checkpoints`, `servers`, `data`), created if missing."""
-        path = self.path / name
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-
     def write_config(self, config: Any) -> Path:
         """Write the resolved configuration; `config=<this file>` repeats the run."""
         atomic_write(self.config_file, to_yaml(config))
         return self.config_file
 
     def __enter__(self) -> "RunFolder":
-        self._capture = _Capture(self.log_file)
-        self._capture.start()
+        log = self._log = LogFile(self.log_file)
+        self._stack.callback(log.close)
+        self._stack.enter_context(_copied_to(log))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        capture, self._capture = self._capture, None
-        if capture is None:
-            return
-        if error is not None and not (isinstance(error, SystemExit) and error.code in (0, None)):
-            capture.log.write_text("".join(traceback.format_exception(kind, error, trace)))
-        capture.stop()
+        if self._log and error is not None and not (isinstance(error, SystemExit) and error.code in (0, None)):
+            self._log.write_text("".join(traceback.format_exception(kind, error, trace)))
+        self._log = None
+        self._stack.close()
 
 
 def _make_new(parent: Path, stem: str) -> Path:
@@ -188,39 +182,28 @@ class _Tee:
         return getattr(self._original, name)
 
 
-class _Capture:
-    """Copies stdout, stderr and log records of this process into a log file while active."""
-
-    def __init__(self, path: Path) -> None:
-        self.log = LogFile(path)
-        self._originals: tuple[TextIO, TextIO] | None = None
-        self._handler: logging.Handler | None = None
-        self._level = logging.WARNING
-
-    def start(self) -> None:
-        self._originals = (sys.stdout, sys.stderr)
-        sys.stdout = _Tee(sys.stdout, self.log, "stdout")
-        sys.stderr = _Tee(sys.stderr, self.log, "stderr")
-        root = logging.getLogger()
-        self._handler = logging.StreamHandler(sys.stderr)
-        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
-        self._handler.addFilter(_is_of_interest)
-        self._level = root.level
-        root.addHandler(self._handler)
-        root.setLevel(min(root.level or logging.WARNING, logging.INFO))
-
-    def stop(self) -> None:
-        root = logging.getLogger()
-        if self._handler is not None:
-            root.removeHandler(self._handler)
-            root.setLevel(self._level)
-        if self._originals is not None:
-            # If other code wrapped the streams later, leave its wrappers in place; this tee keeps passing text through.
-            if isinstance(sys.stdout, _Tee):
-                sys.stdout = self._originals[0]
-            if isinstance(sys.stderr, _Tee):
-                sys.stderr = self._originals[1]
-        self.log.close()
+@contextlib.contextmanager
+def _copied_to(log: LogFile) -> Iterator[None]:
+    """Copies stdout, stderr and log records of this process to the log."""
+    stdout, stderr = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Tee(stdout, log, "stdout"), _Tee(stderr, log, "stderr")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    handler.addFilter(_is_of_interest)
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(min(level or logging.WARNING, logging.INFO))
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+        # If other code wrapped the streams later, leave its wrappers in place; the tee still passes text through.
+        if isinstance(sys.stdout, _Tee):
+            sys.stdout = stdout
+        if isinstance(sys.stderr, _Tee):
+            sys.stderr = stderr
 
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
