@@ -100,7 +100,7 @@ def test_bad_settings(values: dict[str, Any], word: str) -> None:
     ("confidence", "degrees", "expected"),
     [(0.95, 1, 12.7062), (0.95, 2, 4.30265), (0.95, 4, 2.77645), (0.99, 9, 3.24984), (0.9, 30, 1.69726)],
 )
-def test_student_t_is_the_tables(confidence: float, degrees: int, expected: float) -> None:
+def test_student_t_agrees_with_tables(confidence: float, degrees: int, expected: float) -> None:
     assert student_t_quantile(confidence, degrees) == pytest.approx(expected, abs=1e-4)
 
 
@@ -217,8 +217,9 @@ def go(folder: Path, case: Case = CASE, *, retries: int = 1, timeout_s: float = 
     script.write_text(APP)
     given = {"tries": folder / f"{case.name}.tries", **given}
     command = [sys.executable, str(script), *(f"{key}={value}" for key, value in given.items())]
-    settings: dict[str, Any] = {"retries": retries, "timeout_s": timeout_s, "on_progress": lambda _: None}
-    return run_case(case, folder, **settings, command=lambda _: command)
+    return run_case(
+        case, folder, retries=retries, timeout_s=timeout_s, on_progress=lambda _: None, command=lambda _: command
+    )
 
 
 def test_a_failed_case_is_retried_and_a_finished_one_is_skipped(tmp_path: Path) -> None:
@@ -240,17 +241,17 @@ def test_a_case_that_keeps_failing_keeps_its_results(tmp_path: Path) -> None:
     assert (done.status, done.attempts, done.last_step) == ("failed", 2, 1)
     assert (tmp_path / "one" / "metrics.tsv").exists()
     assert finished(CASE, tmp_path) is None
-    assert go(tmp_path, failures=0).status == "completed", "a second start runs it anew"
+    assert go(tmp_path, failures=0).status == "completed", "a second start runs it again"
     assert finished(CASE, tmp_path) is not None
 
 
-def test_a_users_mistake_is_not_retried(tmp_path: Path) -> None:
+def test_a_user_error_is_not_retried(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"case one was refused: a\.b is 3"):
         go(tmp_path, mistake=1)
     assert (tmp_path / "one.tries").read_text() == "x"
 
 
-def test_a_case_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+def test_a_case_ends_at_its_timeout(tmp_path: Path) -> None:
     done = go(tmp_path, retries=0, timeout_s=2.0, pause=60)
     assert done.status == "failed"
     assert done.wall_s < 30

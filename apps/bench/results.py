@@ -63,32 +63,30 @@ def read_result(folder: Path, *, status: str, attempts: int = 1, wall_s: float =
 
 def summary_rows(cases: Sequence[Case], reached: Mapping[str, CaseResult]) -> list[Row]:
     """Rows of `summary.tsv`: one per case."""
-    rows = []
-    for case in cases:
-        found = reached.get(case.name, CaseResult())
-        rows.append(
-            {
-                "case": case.name,
-                "app": case.app,
-                "stage": case.stage,
-                "offload": case.offload,
-                "step_each_micro": int(case.step_each_micro),
-                "seed": case.seed,
-                "status": found.status,
-                "last_step": found.last_step,
-                "steps": case.steps,
-                "avg_score_tail5": found.score,
-                "avg_throughput_tail5": found.throughput,
-                "avg_step_s_tail5": found.step_s,
-                "peak_mem_reserved_gb": found.peak_reserved_gb,
-                "avg_mem_reserved_gb_tail5": found.tail_reserved_gb,
-                "peak_host_gib": found.peak_host_gib,
-                "skipped_micro_batches": found.skipped_micro_batches,
-                "attempts": found.attempts,
-                "wall_s": found.wall_s,
-            }
-        )
-    return rows
+    return [_summary_row(case, reached.get(case.name, CaseResult())) for case in cases]
+
+
+def _summary_row(case: Case, found: CaseResult) -> Row:
+    return {
+        "case": case.name,
+        "app": case.app,
+        "stage": case.stage,
+        "offload": case.offload,
+        "step_each_micro": int(case.step_each_micro),
+        "seed": case.seed,
+        "status": found.status,
+        "last_step": found.last_step,
+        "steps": case.steps,
+        "avg_score_tail5": found.score,
+        "avg_throughput_tail5": found.throughput,
+        "avg_step_s_tail5": found.step_s,
+        "peak_mem_reserved_gb": found.peak_reserved_gb,
+        "avg_mem_reserved_gb_tail5": found.tail_reserved_gb,
+        "peak_host_gib": found.peak_host_gib,
+        "skipped_micro_batches": found.skipped_micro_batches,
+        "attempts": found.attempts,
+        "wall_s": found.wall_s,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

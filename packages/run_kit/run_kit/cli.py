@@ -125,7 +125,7 @@ def _signals_as_exceptions() -> Iterator[None]:
         nonlocal count
         count += 1
         if count == 2:
-            os.write(2, b"\nstill cleaning up; once more leaves processes behind\n")
+            os.write(2, b"\nstill cleaning up; a third signal stops at once and may leave processes behind\n")
         elif signum == signal.SIGINT:
             raise KeyboardInterrupt
         else:

@@ -51,8 +51,8 @@ def add_phases(trace: Path, spans: Sequence[Span], *, epoch_ns: int) -> None:
     """Adds the phases to a trace as a separate process.
 
     Args:
-        trace: what `RankProfiler.stop` wrote; its times count in microseconds from the nanosecond it names.
-        epoch_ns: nanoseconds since 1970 at which the spans' clock was 0.
+        trace: written by `TraceRecorder.stop`; its times are microseconds since its `baseTimeNanoseconds`.
+        epoch_ns: Unix time in nanoseconds when the spans' clock was 0.
     """
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         text = file.read()

@@ -65,7 +65,7 @@ class Tracker:
         config: the app's whole config with a `tracking` section, or a TrackingConfig alone.
         num_steps: number of the last step.
         first_step: number of the first step (a resumed run starts later).
-        supervised: `log_supervised` reports the run itself (metrics.tsv), not a warm start before it (supervised.tsv).
+        supervised: `log_supervised` writes to metrics.tsv (an SFT run), not to supervised.tsv (a warm start).
         clock: monotonic seconds; for tests.
 
     Raises:
@@ -218,8 +218,8 @@ class Tracker:
         except Exception as failed:
             if error is None:
                 raise
-            # The exit code must report the original error; a Ctrl-C in the middle of an import, for example, leaves
-            # that module unusable for the last picture.
-            error.add_note(f"The run's record could not be finished as well: {failed!r}")
+            # The exit code must report the original error. After Ctrl-C in the middle of an import, for example, the
+            # imported module is unusable, and drawing the last curves fails.
+            error.add_note(f"Closing the tracker failed as well: {failed!r}")
         finally:
             self.run.__exit__(kind, error, trace)

@@ -182,7 +182,7 @@ def test_an_error_wrapped_by_a_remote_call_is_unwrapped(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "error: real reason\n"
 
 
-def test_handlers_are_put_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in handled]
     run()
@@ -210,7 +210,7 @@ def start_app(tmp_path: Path) -> tuple["subprocess.Popen[str]", Path]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A shell starts what it puts in the background deaf to Ctrl-C, and children inherit that.
+        # A shell's background jobs ignore SIGINT, and their children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None

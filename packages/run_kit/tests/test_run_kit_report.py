@@ -101,7 +101,7 @@ class StrictParser(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         names = [name for name, _ in attrs]
         assert len(set(names)) == len(names), (tag, names)
-        assert not any(name.startswith("on") for name in names), "a handler outside the script"
+        assert not any(name.startswith("on") for name in names), "an inline event handler"
         values = dict(attrs)
         self.ids += [str(values["id"])] if "id" in values else []
         self.targets += [str(value) for name, value in attrs if name in ("src", "href", "action", "data")]
@@ -110,7 +110,7 @@ class StrictParser(HTMLParser):
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert self.open, tag
-        assert "svg" in self.open, f"<{tag}/> outside a picture is no end"
+        assert "svg" in self.open, f"<{tag}/> is self-closing only inside svg"
         self.handle_starttag(tag, attrs)
         self.open.pop()
 
@@ -205,7 +205,7 @@ def test_a_page_of_a_run_with_one_step_and_nothing_else(tmp_path: Path) -> None:
         ({"metrics.tsv": "step\ta\n1\t1\n", "summary.json": "{"}, "Expecting"),
     ],
 )
-def test_folders_without_a_run(tmp_path: Path, files: dict[str, str], words: str) -> None:
+def test_invalid_run_folders(tmp_path: Path, files: dict[str, str], words: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ReportError, match=words):
@@ -214,7 +214,7 @@ def test_folders_without_a_run(tmp_path: Path, files: dict[str, str], words: str
         write_report(tmp_path / "none")
 
 
-def test_long_runs_stay_small(tmp_path: Path) -> None:
+def test_pages_of_long_runs_stay_small(tmp_path: Path) -> None:
     (tmp_path / "metrics.tsv").write_text("step\ta\n1\t1\n")
     (tmp_path / "rollouts").mkdir()
     line = json.dumps({"step": 1, "prompt": "p" * 3 * MAX_TEXT, "response": "r", "reward": 1.0}) + "\n"

@@ -50,7 +50,7 @@ def test_phases_nest_and_sum(clock: Clock, timer: PhaseTimer) -> None:
     assert dict(timer.walk())["update/backward"].count == 2
 
 
-def test_a_new_step_forgets_the_last(clock: Clock, timer: PhaseTimer) -> None:
+def test_a_new_step_clears_the_last(clock: Clock, timer: PhaseTimer) -> None:
     for name in ("a", "b"):
         with timer.step(), timer.phase(name):
             clock.now += 1
@@ -66,7 +66,7 @@ def test_errors_leave_the_timer_usable(clock: Clock, timer: PhaseTimer) -> None:
     assert timer.metrics()["timing_s/b"] == 1
 
 
-def test_outside_phases_stand_at_the_top(timer: PhaseTimer) -> None:
+def test_outside_phases_must_be_top_level(timer: PhaseTimer) -> None:
     with timer.step(), timer.phase("a"), pytest.raises(ValueError, match="outside the step"):
         timer.phase("validate", outside=True).__enter__()
 
@@ -92,7 +92,7 @@ def test_tasks_belong_to_the_phase_that_started_them_and_threads_to_the_step(tim
     assert dict(timer.walk())["gen/request"].count == 2
 
 
-def test_the_device_is_waited_for() -> None:
+def test_the_device_is_synchronized() -> None:
     calls = []
     timer = PhaseTimer(synchronize=lambda: calls.append(1))
     with timer.step(), timer.phase("a"):
@@ -101,7 +101,7 @@ def test_the_device_is_waited_for() -> None:
 
 
 @given(st.lists(st.tuples(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), st.floats(0, 10)), max_size=20))
-def test_parts_never_exceed_their_whole(work: list[tuple[list[str], float]]) -> None:
+def test_inner_phases_never_exceed_their_parent(work: list[tuple[list[str], float]]) -> None:
     clock = Clock()
     timer = PhaseTimer(clock=clock)
 
@@ -122,7 +122,7 @@ def test_parts_never_exceed_their_whole(work: list[tuple[list[str], float]]) -> 
     assert metrics["timing_s/step"] == pytest.approx(tops + metrics["timing_s/other"])
 
 
-def test_children_count() -> None:
+def test_child_processes_are_counted() -> None:
     block = 64 * 1024 * 1024
     alone = process_tree_memory()
     child = subprocess.Popen(

@@ -85,7 +85,7 @@ def test_run_folders_of_the_same_second_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "-x"])
-def test_experiment_names_that_cannot_be_folders(tmp_path: Path, name: str) -> None:
+def test_invalid_experiment_names(tmp_path: Path, name: str) -> None:
     with pytest.raises(TrackingError, match="experiment is"):
         RunFolder.create(tmp_path, name)
 
@@ -104,7 +104,7 @@ def test_written_config_repeats_the_run(run: RunFolder) -> None:
     assert load_config(AppConfig, presets=[run.write_config(config)]) == config
 
 
-def test_log_holds_what_the_user_saw(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_holds_the_console_output(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     before = (sys.stdout, sys.stderr)
     with pytest.raises(RuntimeError), run:  # noqa: PT012
         print("one")
@@ -112,21 +112,21 @@ def test_log_holds_what_the_user_saw(run: RunFolder, capsys: pytest.CaptureFixtu
         sys.stderr.write("half a ")
         print("two")
         sys.stderr.write("line\n")
-        logging.getLogger("rl_core.deep").info("ours speaks")
-        logging.getLogger("urllib3").info("theirs does not")
-        logging.getLogger("urllib3").warning("theirs warns")
+        logging.getLogger("rl_core.deep").info("our info")
+        logging.getLogger("urllib3").info("their info")
+        logging.getLogger("urllib3").warning("their warning")
         sys.stdout.write("unfinished")
         raise RuntimeError("the end")
     assert (sys.stdout, sys.stderr) == before
     lines = run.log_file.read_text().splitlines()
     assert lines[:4] == ["one", "100% done", "two", "half a line"]
-    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO rl_core.deep: ours speaks", lines[4])
-    assert lines[5].endswith("WARNING urllib3: theirs warns")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO rl_core.deep: our info", lines[4])
+    assert lines[5].endswith("WARNING urllib3: their warning")
     assert "RuntimeError: the end" in lines
     assert lines[-1] == "unfinished"
     printed = capsys.readouterr()
     assert printed.out.startswith("one\n10%")
-    assert "theirs does not" not in printed.err
+    assert "their info" not in printed.err
 
 
 def test_a_long_progress_bar_does_not_grow_the_log(run: RunFolder) -> None:
@@ -174,7 +174,7 @@ def test_nothing_logged_is_lost(tmp_path_factory: pytest.TempPathFactory, rows: 
             assert np.float32(again.row(step)[name]) == np.float32(value) or math.isnan(value)
 
 
-def test_a_resumed_table_goes_on(tmp_path: Path) -> None:
+def test_an_existing_table_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "m.tsv"
     path.write_text("step\ta\n1\t1\n2\t2\n3\t0.")
     table = MetricsTable(path)
@@ -202,7 +202,7 @@ def test_bad_metrics_are_refused(table: MetricsTable, step: int, metrics: dict[s
 
 
 @pytest.mark.parametrize("text", ["a\tb\n", "step\ta\n1\tx\n", "step\ta\n1\n"])
-def test_files_that_are_no_table(tmp_path: Path, text: str) -> None:
+def test_invalid_tables(tmp_path: Path, text: str) -> None:
     (tmp_path / "m.tsv").write_text(text)
     with pytest.raises(TrackingError):
         MetricsTable(tmp_path / "m.tsv")
@@ -402,7 +402,7 @@ def test_a_resumed_run_drops_the_steps_it_repeats(run: RunFolder) -> None:
     assert run.metrics_file.read_text() == "step\ta\n1\t1\n2\t2\n3\t30\n"
 
 
-def test_curves_are_drawn_now_and_then(run: RunFolder) -> None:
+def test_curves_are_redrawn_after_the_interval(run: RunFolder) -> None:
     clock = Clock()
     tracker = Tracker(run, replace(QUIET, curves=True, curves_interval_s=30), num_steps=4, clock=clock)
     tracker.log(1, {"a": 1})
@@ -412,7 +412,7 @@ def test_curves_are_drawn_now_and_then(run: RunFolder) -> None:
     assert run.curves_file.exists()
 
 
-def test_wandb_is_asked_for_and_missing(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wandb_is_reported(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = TrackingConfig(wandb_project="p")
     with pytest.raises(TrackingError, match=r"tracking.wandb_project=p needs the wandb package.*pip install wandb"):
@@ -421,7 +421,7 @@ def test_wandb_is_asked_for_and_missing(run: RunFolder, monkeypatch: pytest.Monk
         Tracker(run, config, num_steps=1)
 
 
-def test_tensorboard_is_asked_for_and_missing(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorboard_is_reported(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
     with pytest.raises(TrackingError, match=r"set tracking.tensorboard=false"):
         Tracker(run, TrackingConfig(), num_steps=1)
@@ -454,7 +454,7 @@ def test_tracking_a_run_needs_no_torch(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_what_ended_a_run_is_not_hidden_by_a_record_that_cannot_be_finished(
+def test_an_error_is_not_hidden_by_a_failure_to_close_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Tracker) -> None:

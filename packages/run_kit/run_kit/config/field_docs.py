@@ -29,7 +29,7 @@ def field_doc(cls: type, name: str) -> str:
 
 
 def class_doc(cls: type) -> str:
-    """First line of a class's own docstring; empty if it has none (`dataclass` generates one, ignored)."""
+    """First line of a class's own docstring; empty without one (the one that `dataclass` generates does not count)."""
     doc = (cls.__doc__ or "").strip()
     return "" if doc.startswith(f"{cls.__name__}(") else doc.partition("\n")[0]
 

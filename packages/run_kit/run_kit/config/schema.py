@@ -136,8 +136,8 @@ def entries(cls: type, prefix: str = "", instance: Any = MISSING) -> Iterator[Ke
     """Every section and key of a config class, depth first, in the order of the source.
 
     Args:
-        prefix: comes before each path.
-        instance: has the defaults, which may differ from those of its class; None for a section that is off.
+        prefix: prepended to each path.
+        instance: its values are the defaults; None for a section that is off, MISSING for the defaults of `cls`.
     """
     for name, hint in field_hints(cls).items():
         path = f"{prefix}{name}"

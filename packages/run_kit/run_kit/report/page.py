@@ -49,7 +49,7 @@ def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path
 
 
 def assemble(name: str, top: str, sections: Sequence[tuple[str, str, str]], records: Sequence[dict[str, Any]]) -> str:
-    """A page of its parts; `sections` are (id, title, HTML), the empty ones are left out, `records` are rollouts."""
+    """Assemble a page. `sections` are (id, title, HTML), empty ones are left out; `records` are rollouts."""
     present = [(key, title, body) for key, title, body in sections if body]
     links = "".join(f'<a href="#{key}">{escape(title)}</a>' for key, title, _ in present)
     bodies = "".join(f'<section><h2 id="{key}">{escape(title)}</h2>{body}</section>' for key, title, body in present)

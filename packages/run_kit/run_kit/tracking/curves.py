@@ -31,7 +31,7 @@ def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | 
 
 
 def write_compared_curves(tables: Mapping[str, MetricsTable], path: Path, *, title: str = "") -> Path | None:
-    """The same for several runs by their names: a plot for each main metric, a line for each run."""
+    """Draw the main metrics of several runs, given by name: one plot per metric, one line per run."""
     columns = columns_of(tables.values())
 
     def measured(panel: Panel) -> bool:  # memory of GPUs is 0 on the CPU

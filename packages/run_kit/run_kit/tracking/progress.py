@@ -32,7 +32,7 @@ class Progress:
     Args:
         total_steps: last step number.
         first_step: number of the first step of this process (a resumed run starts later).
-        stream: where to print; None is whatever sys.stdout is at the time.
+        stream: output stream; None takes the current sys.stdout at each print.
         clock: monotonic seconds; for tests.
     """
 
@@ -66,8 +66,8 @@ class Progress:
 
         Args:
             score: mean score of the step.
-            throughput: tokens a second (and per device, where it is defined so).
-            step_s: seconds of the step as the metrics define it; None takes the time since the last line.
+            throughput: tokens per second, in total or per device.
+            step_s: seconds of the step; None takes the time since the last line.
             extra: further short values by name, at the end of the line.
         """
         now = self._clock()
