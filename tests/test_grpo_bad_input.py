@@ -14,7 +14,7 @@ import pytest
 
 from plinth_testing import run_script
 
-pytestmark = pytest.mark.xdist_group("grpo_bad_input")  # the cases share one process, which takes a minute to import
+pytestmark = pytest.mark.xdist_group("grpo_bad_input")  # one process imports the stack for all cases
 REPO = Path(__file__).resolve().parents[1]
 MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1}
 FILES: dict[str, dict[str, list[str]]] = {
