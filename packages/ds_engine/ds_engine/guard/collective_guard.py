@@ -158,7 +158,7 @@ class CollectiveGuard:
         self._exit_after_s = exit_after_s
         self._base_store = store
         self._groups: dict[str, _Watched] = {}
-        self._left: set[int] = set()
+        self._stopped_ranks: set[int] = set()
         self._store_is_lost = False
         self._failure: Exception | None = None
         self._is_diagnosing = False
@@ -206,18 +206,18 @@ class CollectiveGuard:
         self._patch.__exit__(None, None, None)
         if self._failure is None and not self._store_is_lost:
             with suppress(Exception):
-                self._leave()
+                self._announce_stop()
         self._stop.set()
         self._watcher.join(timeout=5)
 
-    def _leave(self) -> None:
+    def _announce_stop(self) -> None:
         """Tell the other ranks that this rank stopped without failure: the store may end with this process."""
         store = self._store()
         for name, watched in list(self._groups.items()):
             self._publish(store, name, watched)
-        store.set(f"left/{self._rank}", "")
-        store.set("left", "")
-        _wait(store, [f"left/{rank}" for rank in range(self._world_size)], 2.5 * _TICK_S)
+        store.set(f"stopped/{self._rank}", "")
+        store.set("stopped", "")
+        _wait(store, [f"stopped/{rank}" for rank in range(self._world_size)], 2.5 * _TICK_S)
 
     # ------------------------------------------------- before each collective
 
@@ -235,8 +235,10 @@ class CollectiveGuard:
                 lockstep=self._mode == "lockstep" or (self._mode == "auto" and "gloo" in backend),
                 last_call_s=time.monotonic(),
             )
-        if self._store_is_lost and self._left.intersection(watched.ranks):
-            raise RankStalledError(f"ranks {sorted(self._left)} have left the guard and the rendezvous store is gone")
+        if self._store_is_lost and self._stopped_ranks.intersection(watched.ranks):
+            raise RankStalledError(
+                f"ranks {sorted(self._stopped_ranks)} stopped their guard, and the rendezvous store is gone"
+            )
         record = watched.log.append(*describe_call(method, args), call_site(), self.label)
         watched.last_call_s = time.monotonic()
         if len(watched.ranks) > 1 and watched.lockstep and not self._store_is_lost:
@@ -272,8 +274,8 @@ class CollectiveGuard:
                     if not self._is_diagnosing:
                         self._answer_request(store)
                     return
-                if store.check(["left"]):
-                    self._left = {rank for rank in range(self._world_size) if store.check([f"left/{rank}"])}
+                if store.check(["stopped"]):
+                    self._stopped_ranks = {rank for rank in range(self._world_size) if store.check([f"stopped/{rank}"])}
                 for name, watched in list(self._groups.items()):
                     if len(watched.ranks) > 1 and not watched.lockstep:
                         self._compare(store, name, watched)
@@ -282,7 +284,7 @@ class CollectiveGuard:
             waits = any(
                 w.log.count > w.peer_count for w in self._groups.values() if len(w.ranks) > 1 and not w.lockstep
             )
-            if not self._stop.is_set() and (waits or not self._left):
+            if not self._stop.is_set() and (waits or not self._stopped_ranks):
                 self._fail(f"the rendezvous store no longer answers, so its rank has ended ({error})", diverged=False)
 
     def _publish(self, store: Any, name: str, watched: _Watched) -> None:

@@ -88,14 +88,14 @@ class _BeforeBackward(torch.autograd.Function):
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Applied to a layer's inputs: reduces gradients and releases weights when all inputs have their gradients.
+    """Applied to a layer's inputs: reduces gradients (`hooks`) and releases weights when all inputs have gradients.
 
-    DeepSpeed sets the count to zero before each forward pass.
+    DeepSpeed sets `ds_grads_remaining` to zero before each forward pass.
     """
 
     @staticmethod
-    def forward(ctx: Any, layer: Any, offload: Any, reduce: Sequence[Callable[..., None]], given: Tensor) -> Tensor:
-        ctx.layer, ctx.offload, ctx.reduce = layer, offload, reduce
+    def forward(ctx: Any, layer: Any, offload: Any, hooks: Sequence[Callable[..., None]], given: Tensor) -> Tensor:
+        ctx.layer, ctx.offload, ctx.hooks = layer, offload, hooks
         if given.requires_grad:
             layer.ds_grads_remaining += 1
         return given.detach()
@@ -105,7 +105,7 @@ class _AfterBackward(torch.autograd.Function):
         layer = ctx.layer
         layer.ds_grads_remaining -= 1
         if layer.ds_grads_remaining == 0:
-            for hook in ctx.reduce:
+            for hook in ctx.hooks:
                 hook(layer, None, None)
             ctx.offload.post_sub_module_backward_function(layer)
         return None, None, None, *gradients
