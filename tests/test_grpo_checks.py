@@ -46,10 +46,10 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["trainer.device=cuda"], "GPUs"),
         (["trainer.ray_address=cluster"], "trainer.ray_address is 'cluster'; allowed: auto, or host:port"),
         (["trainer.ray_address=127.0.0.1:9"], "no Ray cluster can be joined there"),
-        (["trainer.ray_address=auto", "sync.transport=shm"], "shared memory does not leave the trainer's"),
+        (["trainer.ray_address=auto", "sync.transport=shm"], "shared memory works within one host only"),
         (["trainer.ray_address=auto", "rollout.urls=http://127.0.0.1:9"], "give one of them"),
         (["rollout.urls=http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
-        (["rollout.urls=http://198.51.100.7:9", "sync.transport=shm"], "does not leave the trainer's"),
+        (["rollout.urls=http://198.51.100.7:9", "sync.transport=shm"], "works within one host only"),
         (["reward.url=http://127.0.0.1:9/score"], "reward.url is http://127.0.0.1:9/score: no service answers there"),
         (["reward.url=http://a:1", "reward.service=judge", "reward.judge_prompt={answer}"], "judge_prompt"),
         (

@@ -49,7 +49,7 @@ def open_parquet(file: str | Path) -> Any:
         raise DataError(f"{name}: no such file. Check the path; relative paths start at {Path.cwd()}.", file=name)
     if path.is_dir():
         found = sorted(child.name for child in path.glob("*.parquet"))
-        hint = f"it holds {', '.join(found[:5])}" if found else "it holds no parquet file"
+        hint = f"it contains {', '.join(found[:5])}" if found else "it contains no parquet file"
         raise DataError(f"{name}: is a folder ({hint}). Give the parquet files themselves.", file=name)
     if path.stat().st_size == 0:
         raise DataError(f"{name}: the file is empty (0 bytes). Write or copy it again.", file=name)

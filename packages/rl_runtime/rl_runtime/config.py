@@ -13,6 +13,12 @@ JUDGE_FIELDS = ("prompt", "response", "ground_truth", "data_source")
 """Fields that a judge prompt can use."""
 
 
+def _check_at_least(minimum: int, config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < minimum:
+            raise ValueError(f"{name} is {getattr(config, name)}; allowed: {minimum} or more")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: str = "builtin:tiny"
@@ -40,12 +46,8 @@ class RanksConfig:
     """Seconds after which a call on the ranks (one phase of a step) fails and ends the run."""
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise ValueError(f"num_ranks is {self.num_ranks}; allowed: 1 or more")
-        if self.cpu_threads_per_rank < 1:
-            raise ValueError(f"cpu_threads_per_rank is {self.cpu_threads_per_rank}; allowed: 1 or more")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; allowed: 0 or more")
+        _check_at_least(1, self, "num_ranks", "cpu_threads_per_rank")
+        _check_at_least(0, self, "seed")
         if self.step_timeout_s <= 0:
             raise ValueError(f"step_timeout_s is {self.step_timeout_s}; allowed: above 0 seconds")
         if not self.output_dir:
@@ -102,12 +104,9 @@ class TrainerConfig(RanksConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.total_training_steps < 1:
-            raise ValueError(f"total_training_steps is {self.total_training_steps}; allowed: 1 or more")
+        _check_at_least(1, self, "total_training_steps", "keep_checkpoints")
         if self.save_freq < 0:
             raise ValueError(f"save_freq is {self.save_freq}; allowed: 0 (never) or more")
-        if self.keep_checkpoints < 1:
-            raise ValueError(f"keep_checkpoints is {self.keep_checkpoints}; allowed: 1 or more")
         if self.test_freq == 0 or self.test_freq < -1:
             raise ValueError(f"test_freq is {self.test_freq}; allowed: -1 (never) or 1 and more")
         for name in ("keep_every", "keep_best", "max_server_restarts"):
@@ -151,8 +150,7 @@ class OversamplingConfig:
     drops them."""
 
     def __post_init__(self) -> None:
-        if self.extra_prompts < 0:
-            raise ValueError(f"extra_prompts is {self.extra_prompts}; allowed: 0 or more")
+        _check_at_least(0, self, "extra_prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +198,7 @@ class ScoringConfig(RewardConfig):
             raise ValueError(f"label is {self.label}; allowed: 0 or more with service=classification, else 0")
         if self.service != "http" and self.url is None:
             raise ValueError(f"service is {self.service!r}; allowed: http where url is null")
-        if self.num_workers < 1:
-            raise ValueError(f"num_workers is {self.num_workers}; allowed: 1 or more")
+        _check_at_least(1, self, "num_workers")
         for name in ("timeout_s", "start_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: above 0 seconds")
@@ -241,10 +238,8 @@ class SupervisedConfig:
     """The optimizer; the schedule is `steps` long."""
 
     def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise ValueError(f"steps is {self.steps}; allowed: 0 or more")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}; allowed: 1 or more")
+        _check_at_least(0, self, "steps")
+        _check_at_least(1, self, "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +256,4 @@ class TaskSize:
     """Number of demonstrations for the warm start; four in ten show the working or call the calculator."""
 
     def __post_init__(self) -> None:
-        for name in ("num_train", "num_val", "num_demonstrations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
+        _check_at_least(1, self, "num_train", "num_val", "num_demonstrations")

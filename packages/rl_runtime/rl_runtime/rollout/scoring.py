@@ -24,7 +24,7 @@ class Scorer:
     """Scores responses while others are generated: functions in processes of their own, services over HTTP.
 
     A call that raises, times out, ends its process or gets no answer affects only its own sample. Close the scorer, or
-    use it as a context.
+    use it as a context manager.
 
     Raises:
         InputError: `config.function` cannot be imported or called.

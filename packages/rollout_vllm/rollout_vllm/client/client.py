@@ -3,9 +3,9 @@
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import aiohttp
@@ -67,15 +67,12 @@ class RolloutClient(HttpClient):
         """
         end = None if deadline_s is None else time.monotonic() + deadline_s
         runs = [self._run_of(request, sampling) for request in requests]
-        self._enter()
 
         async def one(run: GroupRun) -> GroupResult:
             return await self._deliver(await self._group(run, end), on_group)
 
-        try:
+        with self._counting_busy_time():
             return await gather_or_cancel(one(run) for run in runs)
-        finally:
-            self._leave()
 
     async def generate_first(
         self,
@@ -98,16 +95,15 @@ class RolloutClient(HttpClient):
             raise ValueError(f"num_groups={num_groups}: must be in 1..{len(requests)} (the number of requests)")
         end = None if deadline_s is None else time.monotonic() + deadline_s
         runs = [self._run_of(request, sampling) for request in requests]
-        self._enter()
-        tasks = {asyncio.ensure_future(self._group(run, end)): index for index, run in enumerate(runs)}
-        try:
-            first = await self._collect_first(tasks, num_groups, on_group)
-            others = [run for index, run in enumerate(runs) if index not in first]
-            if keep_rest:
-                await self._interrupt(others)
-        finally:
-            await cancel(tasks)
-            self._leave()
+        with self._counting_busy_time():
+            tasks = {asyncio.ensure_future(self._group(run, end)): index for index, run in enumerate(runs)}
+            try:
+                first = await self._collect_first(tasks, num_groups, on_group)
+                others = [run for index, run in enumerate(runs) if index not in first]
+                if keep_rest:
+                    await self._interrupt(others)
+            finally:
+                await cancel(tasks)
         rest = [run.partial() for run in others] if keep_rest else []
         return FirstGroups(groups=[first[index] for index in sorted(first)], rest=rest)
 
@@ -278,14 +274,17 @@ class RolloutClient(HttpClient):
         """`fetch_metrics` for callers without an event loop."""
         return self.run(self.fetch_metrics())
 
-    def _enter(self) -> None:
+    @contextmanager
+    def _counting_busy_time(self) -> Iterator[None]:
+        """Counts the time during which at least one call generates."""
         with self._runner.lock:
             if self._num_running == 0:
                 self._running_since = time.monotonic()
             self._num_running += 1
-
-    def _leave(self) -> None:
-        with self._runner.lock:
-            self._num_running -= 1
-            if self._num_running == 0:
-                self.counters.busy_s += time.monotonic() - self._running_since
+        try:
+            yield
+        finally:
+            with self._runner.lock:
+                self._num_running -= 1
+                if self._num_running == 0:
+                    self.counters.busy_s += time.monotonic() - self._running_since
