@@ -37,10 +37,7 @@ class CaseResult:
 
 def read_result(folder: Path, *, status: str, attempts: int = 1, wall_s: float = math.nan) -> CaseResult:
     """Read a result from the metrics of a run folder; all nan for a run without logged steps."""
-    file = folder / "metrics.tsv"
-    if not file.exists():
-        return CaseResult(status=status, attempts=attempts, wall_s=wall_s)
-    table = MetricsTable(file)
+    table = MetricsTable(folder / "metrics.tsv")
 
     def values(name: str) -> list[float]:
         return table.series(name)[1]
@@ -57,7 +54,7 @@ def read_result(folder: Path, *, status: str, attempts: int = 1, wall_s: float =
         peak_reserved_gb=max(reserved, default=math.nan),
         tail_reserved_gb=tail_mean(reserved, TAIL),
         peak_host_gib=max(values("memory/host_peak_gib"), default=math.nan),
-        skipped_micro_batches=sum(values("actor/skipped_inactive_micro")),
+        skipped_micro_batches=sum(values("actor/skipped_inactive_micro")) if table.steps else math.nan,
     )
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import math
 import os
 import shutil
 import signal
@@ -35,8 +34,11 @@ def app_command(case: Case) -> list[str]:
 
 def finished(case: Case, folder: Path) -> CaseResult | None:
     """Result of the case if it already completed with the same arguments, else None."""
-    record = _record(folder / case.name)
-    if record.get("exit_code") != 0 or record.get("arguments") != list(case.arguments):
+    try:
+        record = json.loads((folder / case.name / RECORD).read_text())
+    except (OSError, ValueError):
+        return None
+    if record["exit_code"] != 0 or record["arguments"] != list(case.arguments):
         return None
     return read_result(
         folder / case.name, status="completed", attempts=record["attempts"], wall_s=float(record["wall_s"])
@@ -144,11 +146,3 @@ def _keep(work: Path, target: Path, record: dict[str, Any], *, failed: bool) -> 
         shutil.rmtree(work)
         with contextlib.suppress(OSError):  # it contains an earlier attempt
             work.parent.rmdir()
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if math.isfinite(float(found.get("wall_s", math.nan))) else {}

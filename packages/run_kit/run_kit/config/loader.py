@@ -129,14 +129,13 @@ def _override_layer(cls: type, text: str, problems: list[ConfigProblem]) -> _Lay
         problems.append(ConfigProblem(path="", message=message, source="command line"))
         return None
     try:
-        value = "" if raw == "" else _parse_override(raw, functools.reduce(inner_hint, words, cast("Any", cls)))
+        value: Any = "" if raw == "" else _parse_override(raw, functools.reduce(inner_hint, words, cast("Any", cls)))
     except YamlError as error:
         problems.append(ConfigProblem(path=path, message=str(error), source="command line"))
         return None
-    tree: dict[str, Any] = {words[-1]: value}
-    for word in reversed(words[:-1]):
-        tree = {word: tree}
-    return _Layer(source="command line", tree=tree)
+    for word in reversed(words):
+        value = {word: value}
+    return _Layer(source="command line", tree=value)
 
 
 def _parse_override(raw: str, hint: Any) -> Any:

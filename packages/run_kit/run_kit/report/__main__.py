@@ -8,8 +8,6 @@ from ..errors import ReportError
 from .comparison import write_comparison
 from .page import write_report
 
-USAGE = __doc__ or ""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 for a user error."""
@@ -17,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outputs = [argument.partition("=")[2] for argument in arguments if argument.startswith("output=")]
     folders = [argument for argument in arguments if not argument.startswith("output=")]
     if not folders or any(folder.startswith("-") for folder in folders):
-        print(USAGE)
+        print(__doc__)
         return 0 if any(folder in ("-h", "--help") for folder in folders) else 2
     try:
         if len(folders) == 1:

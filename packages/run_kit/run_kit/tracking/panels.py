@@ -2,10 +2,8 @@
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
-
-PanelKind = Literal["line", "stack"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,57 +13,48 @@ class Panel:
     title: str
     unit: str
     metrics: tuple[str, ...]
-    kind: PanelKind = "line"
+    kind: Literal["line", "stack"] = "line"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Wish:
-    """A panel that is drawn when the run has one of its metrics; patterns as in file names."""
-
-    title: str
-    unit: str
-    patterns: tuple[str, ...]
-    kind: PanelKind = "line"
-    limit: int = 4
-
-
-_WISHES = (
-    _Wish(title="Score", unit="", patterns=("critic/score/mean", "critic/rewards/mean")),
-    _Wish(title="Held-out", unit="", patterns=("val/*accuracy*", "val/*score*")),
-    _Wish(title="Loss", unit="", patterns=("actor/loss", "sft/loss", "critic/vf_loss", "critic/loss")),
-    _Wish(title="Gradient norm", unit="", patterns=("actor/grad_norm", "critic/grad_norm", "sft/grad_norm")),
-    _Wish(title="Critic", unit="", patterns=("critic/explained_variance", "critic/values/mean", "critic/returns/mean")),
-    _Wish(title="Throughput", unit="tokens/s per device", patterns=("perf/throughput",)),
-    _Wish(title="Step time", unit="s", patterns=("timing_s/*",), kind="stack", limit=12),
-    _Wish(
+# The panels in their order, with patterns (as in file names) for the metrics that they show.
+_KNOWN = (
+    Panel(title="Score", unit="", metrics=("critic/score/mean", "critic/rewards/mean")),
+    Panel(title="Held-out", unit="", metrics=("val/*accuracy*", "val/*score*")),
+    Panel(title="Loss", unit="", metrics=("actor/loss", "sft/loss", "critic/vf_loss", "critic/loss")),
+    Panel(title="Gradient norm", unit="", metrics=("actor/grad_norm", "critic/grad_norm", "sft/grad_norm")),
+    Panel(title="Critic", unit="", metrics=("critic/explained_variance", "critic/values/mean", "critic/returns/mean")),
+    Panel(title="Throughput", unit="tokens/s per device", metrics=("perf/throughput",)),
+    Panel(title="Step time", unit="s", metrics=("timing_s/*",), kind="stack"),
+    Panel(
         title="Rollout to trainer log-prob gap",
         unit="nats",
-        patterns=("rollout/log_prob_mismatch", "rollout/log_prob_mismatch*", "rollout/*mismatch*"),
+        metrics=("rollout/log_prob_mismatch", "rollout/log_prob_mismatch*", "rollout/*mismatch*"),
     ),
-    _Wish(
+    Panel(
         title="Response length",
         unit="tokens",
-        patterns=("response_length/mean", "response_length/max", "response_length/min"),
+        metrics=("response_length/mean", "response_length/max", "response_length/min"),
     ),
-    _Wish(
+    Panel(
         title="Memory",
         unit="GiB (host), GB (GPU)",
-        patterns=("memory/host_peak_gib", "perf/max_memory_reserved_gb", "memory/*_gib", "perf/*memory*_gb"),
-        limit=5,
+        metrics=("memory/host_peak_gib", "perf/max_memory_reserved_gb", "memory/*_gib", "perf/*memory*_gb"),
     ),
-    _Wish(title="Entropy", unit="nats", patterns=("actor/entropy*",), limit=1),
-    _Wish(title="KL", unit="nats", patterns=("actor/*kl*", "critic/*kl*"), limit=3),
-    _Wish(title="Clipped share", unit="", patterns=("actor/*clip*", "response_length/clip_ratio"), limit=3),
+    Panel(title="Entropy", unit="nats", metrics=("actor/entropy*",)),
+    Panel(title="KL", unit="nats", metrics=("actor/*kl*", "critic/*kl*")),
+    Panel(title="Clipped share", unit="", metrics=("actor/*clip*", "response_length/clip_ratio")),
 )
+_MAX_METRICS = {"Step time": 12, "Memory": 5, "Entropy": 1, "KL": 3, "Clipped share": 3}
+"""Number of metrics that a panel shows at most; 4 in the others."""
 
 
 def choose_panels(columns: Sequence[str], *, limit: int = 12) -> list[Panel]:
     """Panels for a run with these metrics, main ones first; one panel per metric if none of them is known."""
     panels: list[Panel] = []
-    for wish in _WISHES:
-        names = _stack_parts(columns) if wish.kind == "stack" else _matching(columns, wish.patterns)
+    for known in _KNOWN:
+        names = _stack_parts(columns) if known.kind == "stack" else _matching(columns, known.metrics)
         if names:
-            panels.append(Panel(title=wish.title, unit=wish.unit, metrics=tuple(names[: wish.limit]), kind=wish.kind))
+            panels.append(replace(known, metrics=tuple(names[: _MAX_METRICS.get(known.title, 4)])))
     if not panels:
         panels = [Panel(title=name, unit="", metrics=(name,)) for name in columns]
     return panels[:limit]
@@ -78,7 +67,7 @@ def single_panels(columns: Sequence[str], *, each: int | None = None) -> list[Pa
         each: at most so many of a panel's metrics; None takes all.
     """
     found = []
-    for panel in choose_panels(columns, limit=24):
+    for panel in choose_panels(columns):
         for name in ("timing_s/step",) if panel.kind == "stack" else panel.metrics[:each]:
             unit = "GB" if name.endswith("_gb") else panel.unit
             found.append(Panel(title=name, unit=unit, metrics=(name,)))
