@@ -21,8 +21,6 @@ from blake3 import blake3
 
 from .threads import Pool, num_cores
 
-__all__ = ["Algorithm", "FileEntry", "HashedFile", "hash_files"]
-
 Algorithm = Literal["blake3", "sha256"]
 #: Read or handed to a thread at a time.
 _BLOCK_BYTES = 4 << 20

@@ -14,18 +14,6 @@ from pathlib import Path
 
 from .errors import CheckpointSpaceError, ExportError
 
-__all__ = [
-    "check_space",
-    "fsync_file",
-    "fsync_folder",
-    "is_disk_full",
-    "new_folder",
-    "publish_folder",
-    "remove_folder",
-    "walk_files",
-    "write_text",
-]
-
 #: Prefix of folders that are being deleted; any process may delete them.
 TRASH_PREFIX = ".trash_"
 

@@ -21,7 +21,6 @@ from .files import fsync_file, new_folder
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HfExport", "save_hf_folder"]
 
 #: Room for the header with its 8-byte length, enough for about 500 tensors. For a longer header the data is moved once.
 _HEADER_ROOM_BYTES = 64 << 10

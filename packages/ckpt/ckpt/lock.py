@@ -20,8 +20,6 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from .errors import CheckpointLockedError, CheckpointUsageError
 
-__all__ = ["LOCK_NAME", "WriterLock"]
-
 LOCK_NAME = ".lock"
 
 

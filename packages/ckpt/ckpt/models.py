@@ -17,7 +17,6 @@ from .manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, check_fi
 if TYPE_CHECKING:
     from .reader import Checkpoint
 
-__all__ = ["MODELS_NAME", "check_model", "describe_model"]
 
 MODELS_NAME = "models.json"
 _NUM_SHOWN = 3

@@ -6,8 +6,6 @@ import platform
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["package_versions"]
-
 _RECORDED = (
     "deepspeed",
     "flash-attn",

@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 from .errors import CheckpointDamagedError, CheckpointNotFoundError, UnsupportedFormatError
 from .manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, Problem, check_files, verify_folder
 
-__all__ = ["STATE_NAME", "Checkpoint", "CheckpointReader", "folder_name"]
-
 STATE_NAME = "state.json"
 _STEP_FOLDER = re.compile(r"step_([0-9]{8,})")
 

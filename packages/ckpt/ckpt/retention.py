@@ -9,8 +9,6 @@ from typing import Literal
 
 from .errors import CheckpointUsageError
 
-__all__ = ["Retention", "steps_to_delete"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:

@@ -8,8 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-__all__ = ["Pool", "num_cores"]
-
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 

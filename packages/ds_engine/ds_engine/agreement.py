@@ -14,8 +14,6 @@ from torch import Tensor
 from .batch import TokenBatch
 from .errors import BatchError, PlanMismatchError
 
-__all__ = ["agree_on_plan", "sum_over_ranks"]
-
 _METHODS = ("log_probs", "log_probs(adapters=False)", "train_mini_batch", "values")
 
 

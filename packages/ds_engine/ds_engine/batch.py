@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Head", "LogProbFn", "LossFn", "LossOutput", "StepStats", "TokenBatch", "TokenOutputs", "ValueOutputs"]
 
 Head = Literal["lm", "value"]
 """Output of the model: log-probs of the targets (lm), or a value of the state before each target (value)."""

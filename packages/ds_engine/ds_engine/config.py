@@ -11,20 +11,6 @@ from typing import Any, Literal, cast, get_args
 from .dtypes import DeprecatedDtype, Dtype, current_dtype, dtype_bytes
 from .errors import EngineConfigError
 
-__all__ = [
-    "Attention",
-    "EngineConfig",
-    "Guard",
-    "LoraConfig",
-    "OffloadConfig",
-    "OffloadDevice",
-    "OptimConfig",
-    "Schedule",
-    "ZeroConfig",
-    "check_schedule",
-    "learning_rate",
-]
-
 OffloadDevice = Literal["none", "cpu", "nvme"]
 Attention = Literal["auto", "flash4", "flash", "varlen", "sdpa"]
 Schedule = Literal["constant", "linear", "cosine"]

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from .errors import EngineError
 
-__all__ = ["all_gather_single", "init_distributed", "reduce_scatter_single", "shutdown_distributed"]
-
 # torch 2.13 renamed these two and warns at every call of the old names.
 _dist: Any = dist
 all_gather_single = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor

@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-__all__ = ["NF4_BLOCK", "NF4_CHUNK", "DeprecatedDtype", "Dtype", "current_dtype", "dtype_bytes", "nf4_bytes"]
-
 Dtype = Literal["bfloat16", "float16", "float32"]
 DeprecatedDtype = Literal["bf16", "fp16", "fp32"]
 

@@ -29,8 +29,6 @@ from .zero.memory import EngineMemory, MemoryReport, memory_stats
 from .zero.optimizer import build_optimizer, start_deepspeed
 from .zero.optimizer_step import LossScale, check_fp16, global_grad_norm
 
-__all__ = ["ZeroEngine"]
-
 
 class ZeroEngine:
     """One model, trained by all ranks of the default process group, which must be initialized (`init_distributed`).

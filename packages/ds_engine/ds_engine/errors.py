@@ -1,16 +1,5 @@
 """Exceptions of this package. All of them can be pickled, so they can be raised across processes."""
 
-__all__ = [
-    "BatchError",
-    "CheckpointError",
-    "CollectiveMismatchError",
-    "EngineConfigError",
-    "EngineError",
-    "ModelError",
-    "PlanMismatchError",
-    "RankStalledError",
-]
-
 
 class EngineError(Exception):
     """Base class of this package's exceptions."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .batch import Head, LossFn, TokenBatch
     from .model.sequence_parallel import SequenceGroup
 
-__all__ = ["MicroBatches"]
 
 DeviceBatch = tuple[tuple[PackedInputs, int], "TokenBatch"]
 """The model's inputs with the number of targets, and the batch for the loss function; all on the device."""

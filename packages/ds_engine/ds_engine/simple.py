@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .errors import BatchError
 
-__all__ = ["SimpleBatch", "dense_log_prob"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SimpleBatch:

@@ -7,8 +7,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-__all__ = ["record_calls"]
-
 _COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",

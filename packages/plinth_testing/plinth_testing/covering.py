@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-__all__ = ["covering_table", "uncovered_pairs"]
-
 Row = dict[str, Any]
 
 

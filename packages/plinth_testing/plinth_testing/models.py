@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["random_model", "tiny_config", "write_tiny_model", "write_word_tokenizer"]
-
 _CONFIGS = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig", "phi3": "Phi3Config"}
 
 

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["die_with_parent", "free_port", "run_script", "start_process", "stop_process", "wait_until"]
-
 _PR_SET_PDEATHSIG = 1
 CPU_ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",

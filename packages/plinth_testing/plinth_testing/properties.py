@@ -9,8 +9,6 @@ import importlib.util
 import sys
 from pathlib import Path
 
-__all__ = ["list_properties"]
-
 
 def list_properties(path: Path) -> list[tuple[str, int, int]]:
     """(name, parametrized cases, examples per case) of each hypothesis test in a file."""

@@ -26,8 +26,6 @@ from typing import Any, Self
 from .processes import start_process, stop_process
 from .ranks import fork_ranks
 
-__all__ = ["RankPool", "RankServer", "serve_ranks"]
-
 
 class RankServer:
     """Runs `script`, which calls `serve_ranks`, until it is closed; its ranks end with it.

@@ -22,8 +22,6 @@ from pathlib import Path
 
 from .processes import die_with_parent, free_port, start_process, stop_process
 
-__all__ = ["FinishedRank", "fork_ranks", "launch_ranks", "run_ranks"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRank:

@@ -6,8 +6,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-__all__ = ["json_values", "lengths", "seeds", "shapes"]
-
 
 def seeds() -> st.SearchStrategy[int]:
     """Seeds of random generators."""

@@ -1,7 +1,5 @@
 """Exceptions of this package."""
 
-__all__ = ["BatchError", "RLCoreError", "ShapeError"]
-
 
 class RLCoreError(Exception):
     """Base class of this package's exceptions."""

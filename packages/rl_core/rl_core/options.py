@@ -6,8 +6,6 @@ these options check them here too, so each rule exists once.
 
 from typing import Literal, get_args
 
-__all__ = ["ImportanceLevel", "ImportanceMode", "KLKind", "LossAggregation", "check_clip"]
-
 LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length"]
 """How per-token losses become the mini-batch loss, see `rl_core.token_weights`."""
 

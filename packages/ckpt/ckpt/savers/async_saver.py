@@ -20,8 +20,6 @@ from .capture import Capture
 from .coordination import SaveCoordinator, SaverRanks
 from .state_dicts import HostSnapshot
 
-__all__ = ["AsyncSaver", "rank_file"]
-
 _log = logging.getLogger("ckpt")
 
 

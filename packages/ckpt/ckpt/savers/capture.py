@@ -12,8 +12,6 @@ from ..digest import FileEntry
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Capture", "HostCopies", "tensor_identity"]
-
 
 class Capture(ABC):
     """State that copies itself to host memory and writes the copy; one object serves all saves.

@@ -26,8 +26,6 @@ from ..digest import FileEntry
 from ..errors import CheckpointError, CheckpointUsageError
 from ..files import write_text
 
-__all__ = ["COORDINATION_PREFIX", "SaveCoordinator", "SaverRanks"]
-
 COORDINATION_PREFIX = ".async_"
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 0.2
 #: A process whose main thread has ended waits at most this long for the others.

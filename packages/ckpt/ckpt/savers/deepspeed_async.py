@@ -22,8 +22,6 @@ from ..errors import CheckpointSpaceError, CheckpointUsageError
 from ..files import is_disk_full
 from .capture import Capture, HostCopies, tensor_identity
 
-__all__ = ["DeepSpeedState"]
-
 
 class DeepSpeedState(Capture):
     """The checkpoint of a DeepSpeed engine, for `AsyncSaver.save`; one object serves all saves.

@@ -17,8 +17,6 @@ from typing import Any
 
 from ..errors import CheckpointStateError, CheckpointUsageError
 
-__all__ = ["capture_rng", "restore_rng"]
-
 _FORMAT_VERSION = 1
 
 

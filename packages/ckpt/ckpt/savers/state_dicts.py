@@ -23,7 +23,6 @@ from .capture import HostCopies, tensor_identity
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostSnapshot", "load_state_dict", "save_state_dict"]
 
 _STRUCTURE_KEY = "plinth_ckpt_structure"
 

@@ -13,8 +13,6 @@ from ..zero.zero_checkpoint import ZeroCheckpoint
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["export_deepspeed", "iterate_deepspeed_weights"]
-
 
 def iterate_deepspeed_weights(checkpoint: ZeroCheckpoint) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) of every weight, tied ones once; trained ones in fp32, frozen ones in their stored dtype.

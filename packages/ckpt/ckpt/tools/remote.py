@@ -31,8 +31,6 @@ from ..manager import CheckpointManager
 from ..manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, verify_folder
 from ..reader import Checkpoint, folder_name
 
-__all__ = ["RemoteCheckpoints"]
-
 _UPLOAD_FOLDER = re.compile(r"step_([0-9]{8,})\.([0-9]{8}T[0-9]{12}Z-[0-9a-f]+)")
 
 

@@ -23,8 +23,6 @@ from ..errors import ExportError
 from ..files import check_space, fsync_file, new_folder, write_text
 from ..zero.zero_checkpoint import KINDS, ZeroCheckpoint
 
-__all__ = ["UniversalCheckpoint", "write_universal"]
-
 _FILES = {"weight": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 
 

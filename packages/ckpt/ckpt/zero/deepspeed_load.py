@@ -14,8 +14,6 @@ from typing import Any
 
 from ..errors import CheckpointUsageError, UntrustedFileError
 
-__all__ = ["loading_without_pickle"]
-
 #: Classes that DeepSpeed stores besides tensors and plain values. They hold numbers; creating one has no side effects.
 _DEEPSPEED_CLASSES = (
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),

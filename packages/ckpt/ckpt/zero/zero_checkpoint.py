@@ -22,7 +22,6 @@ from .zero_layout import Shape, ZeroLayout
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KINDS", "Kind", "ZeroCheckpoint", "find_deepspeed_folder"]
 
 Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")

@@ -14,8 +14,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Span", "ZeroLayout"]
-
 Shape = tuple[int, ...]
 
 

@@ -36,8 +36,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ..errors import CollectiveMismatchError, RankStalledError
 from .collective_log import METHODS, CollectiveRecord, GroupLog, RankDump, call_site, describe_call, diagnose
 
-__all__ = ["CollectiveGuard", "mark", "record_collectives"]
-
 _TICK_S = 0.5
 _DUMP_WAIT_S = 5.0
 _EXIT_CODE = 71

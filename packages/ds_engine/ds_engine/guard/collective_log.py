@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["CollectiveRecord", "GroupLog", "RankDump", "call_site", "describe_call", "diagnose"]
-
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 """Operations with a root: compared without their call site."""
 

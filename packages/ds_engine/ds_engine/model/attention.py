@@ -31,7 +31,6 @@ from .sequence_parallel import SequenceGroup, gather_heads, scatter_heads
 if TYPE_CHECKING:
     from ..config import Attention
 
-__all__ = ["ATTENTION_NAME", "PackedLayout", "choose_kernel", "packed_attention", "register_packed_attention"]
 
 ATTENTION_NAME = "plinth_packed"
 """Name of this implementation in transformers' attention registry."""

@@ -12,8 +12,6 @@ from ..errors import EngineConfigError, ModelError
 from .attention import ATTENTION_NAME, packed_attention
 from .parts import transformer_layers
 
-__all__ = ["FUNCTORCH_CONFIG", "compile_layers"]
-
 FUNCTORCH_CONFIG = {"ban_recompute_materialized_backward": False}
 """Config for the layers' graphs: the backward pass recomputes normalized inputs and the MLP's product from tensors that
 are kept anyway, fused into the kernels that read them."""

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["flash4_attention"]
-
 
 def flash4_attention(
     q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..batch import Head, LogProbFn
     from ..config import EngineConfig, OffloadConfig
 
-__all__ = ["check_offload", "load_model", "prepare_model", "torch_dtype"]
-
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype named bfloat16, float16 or float32."""

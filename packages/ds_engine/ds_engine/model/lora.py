@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from ..batch import Head
     from ..config import LoraConfig
 
-__all__ = [
-    "LowRank",
-    "NamedTensor",
-    "adapter_settings",
-    "adapter_tensors",
-    "adapters_off",
-    "add_adapters",
-    "has_adapters",
-    "low_rank_terms",
-    "whole_tensors",
-]
 
 _ADAPTER = "default"
 _PEFT_PREFIX = "base_model.model."

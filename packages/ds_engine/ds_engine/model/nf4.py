@@ -29,8 +29,6 @@ from ..dtypes import NF4_BLOCK, NF4_CHUNK, nf4_bytes
 from ..errors import ModelError
 from .parts import linear_layers
 
-__all__ = ["VALUES", "Nf4Linear", "Nf4Packing", "nf4_packings", "quantize_base"]
-
 VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,

@@ -25,8 +25,6 @@ from .sequence_parallel import SequenceGroup, TargetShare, gather_outputs, share
 if TYPE_CHECKING:
     from ..batch import LogProbFn, TokenBatch
 
-__all__ = ["PackedInputs", "install_packed_forward", "packed_inputs"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackedInputs:

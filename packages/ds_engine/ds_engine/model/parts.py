@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["VALUE_HEAD", "find_backbone", "linear_layers", "transformer_layers"]
-
 VALUE_HEAD = "score"
 """Attribute that holds the value head, as transformers names it in every family."""
 

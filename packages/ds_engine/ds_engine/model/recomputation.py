@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import ModelError
 from .parts import transformer_layers
 
-__all__ = ["enable_checkpointing"]
-
 
 def enable_checkpointing(model: Any, *, every: int = 1, to_cpu: bool = False) -> None:
     """Recompute layers 0, k, 2k, ... of a transformers model (k = `every`) when it is in training mode.

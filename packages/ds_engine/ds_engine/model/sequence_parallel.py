@@ -25,18 +25,6 @@ from torch.distributed import distributed_c10d
 from ..distributed import all_gather_single
 from ..errors import EngineConfigError
 
-__all__ = [
-    "SequenceGroup",
-    "TargetShare",
-    "check_heads",
-    "gather_heads",
-    "gather_outputs",
-    "join_sequence_group",
-    "kv_copies",
-    "scatter_heads",
-    "share_targets",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceGroup:

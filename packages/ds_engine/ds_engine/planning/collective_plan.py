@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from ..config import EngineConfig
 from .transfer_plan import HookCall, planned_transfers
 
-__all__ = ["FALLBACK_BUCKET_ELEMENTS", "PlannedCollective", "planned_step", "planned_zero3_steps", "shard_elements"]
-
 FALLBACK_BUCKET_ELEMENTS = 500_000_000
 """Bucket of DeepSpeed's `buffered_allreduce_fallback`, which BF16_Optimizer uses. It cannot be configured."""
 

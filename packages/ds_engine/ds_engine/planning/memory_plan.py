@@ -47,8 +47,6 @@ from ..dtypes import NF4_CHUNK, dtype_bytes, nf4_bytes
 from .collective_plan import FALLBACK_BUCKET_ELEMENTS, shard_elements
 from .model_shape import ModelShape, Weight
 
-__all__ = ["MemoryEstimate", "Place", "estimate_memory"]
-
 _LIVE_ELEMENTS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance."""
 _SUB_GROUP = 1_000_000_000

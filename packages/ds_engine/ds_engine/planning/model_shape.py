@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 from ..config import LoraConfig
 
-__all__ = ["ModelShape", "Weight"]
-
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 

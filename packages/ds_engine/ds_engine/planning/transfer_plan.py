@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["HookCall", "Transfer", "planned_transfers"]
-
 _NEVER = -(10**10)
 
 

@@ -11,8 +11,6 @@ from torch import nn
 
 from ..errors import CheckpointError
 
-__all__ = ["load_state", "save_state"]
-
 
 def save_state(engine: Any, folder: str | Path, tag: str, *, num_steps: int) -> None:
     """Write a checkpoint to `folder`/`tag`. Frozen parameters are not saved: the model folder has them.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..model.lora import NamedTensor
 
-__all__ = ["export_tensors"]
-
 _GATHER_BYTES = 256 * 1024 * 1024
 
 

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 
-__all__ = ["StateLayout", "StateSource", "fill_state", "has_layout"]
-
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
 Shape = tuple[int, ...]
 _MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["AdamW"]
-
 _HAS_TRITON = importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang")))
 """Triton compiles its kernel launcher with a C compiler. Without one, torch's own step is used."""
 

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["adamw"]
-
 _BLOCK = 4096
 _NUM_WARPS = 8
 

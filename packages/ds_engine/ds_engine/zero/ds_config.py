@@ -5,8 +5,6 @@ from typing import Any
 from ..config import EngineConfig, OffloadDevice
 from ..dtypes import Dtype
 
-__all__ = ["deepspeed_config"]
-
 _NAMES: dict[Dtype, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """DeepSpeed's names. Checkpoints record them."""
 _NEVER = 2**62

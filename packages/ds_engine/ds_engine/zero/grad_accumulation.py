@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["fuse_grad_accumulation", "set_num_micro_batches"]
-
 
 def set_num_micro_batches(deepspeed_engine: Any, num_micro_batches: int) -> None:
     """Start a mini batch of which DeepSpeed itself counts the micro batches."""

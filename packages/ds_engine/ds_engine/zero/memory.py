@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["EngineMemory", "MemoryReport", "StorageOffload", "memory_stats", "state_tensors"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:

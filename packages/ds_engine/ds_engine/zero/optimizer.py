@@ -17,8 +17,6 @@ from .zero3_hooks import add_fetch_fast_path, fuse_leaf_hooks, set_leaf_modules
 if TYPE_CHECKING:
     from ..config import EngineConfig, OptimConfig
 
-__all__ = ["build_optimizer", "parameter_groups", "start_deepspeed"]
-
 
 def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW for CPU and CUDA; unlike DeepSpeed's it needs no C++ compiler at run time."""

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from ..errors import EngineConfigError
 
-__all__ = ["LossScale", "check_fp16", "fuse_grad_norm", "global_grad_norm", "keep_weight_views"]
-
 _CHUNK = 2**24
 """Elements of a flat gradient whose squares are summed in fp32; the sums of chunks are added in fp64."""
 

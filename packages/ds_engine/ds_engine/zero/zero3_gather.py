@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from ..distributed import all_gather_single
 from ..errors import EngineError
 
-__all__ = ["coalesce_gathers", "keep_gathered", "param_status", "parameter_offload"]
-
 
 def coalesce_gathers(module: nn.Module, zero_optimizer: Any) -> None:
     """Replace gather and release of the parameters of `module`, which DeepSpeed has sharded.

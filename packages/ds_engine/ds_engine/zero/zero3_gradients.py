@@ -20,8 +20,6 @@ from torch import Tensor
 
 from ..distributed import reduce_scatter_single
 
-__all__ = ["fuse_zero3_gradients", "keep_nvme_gradients_in_memory"]
-
 _PRIVATE = "_DeepSpeedZeroOptimizer_Stage3__"
 
 _READERS = ("_get_fp32_grad_state_partition", "update_fp32_grad_for_param_vectorized", "offload_states")

@@ -21,8 +21,6 @@ from ..errors import ModelError
 from ..model.parts import transformer_layers
 from .zero3_gather import param_status, parameter_offload
 
-__all__ = ["add_fetch_fast_path", "fuse_leaf_hooks", "set_leaf_modules"]
-
 _CACHED_PARAMETERS = "_ds_engine_parameters"
 """Attribute of a leaf module, and of the model, with all of its parameters."""
 

@@ -10,8 +10,6 @@ from .._tensors import require_1d, require_lens, require_same_shape, upcast
 from ..batching.segments import reverse_scan
 from ..errors import ShapeError
 
-__all__ = ["gae", "token_rewards"]
-
 
 def token_rewards(
     scores_S: Tensor,

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .._tensors import group_range, require_1d, require_same_shape, upcast
 
-__all__ = ["dr_grpo_advantages", "group_advantages", "remax_advantages", "rloo_advantages"]
-
 
 def group_advantages(
     scores_N: Tensor,

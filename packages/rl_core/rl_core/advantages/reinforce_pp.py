@@ -10,8 +10,6 @@ from ..batching.segments import broadcast_to_tokens, returns_to_go
 from .group import group_advantages
 from .whiten import masked_whiten
 
-__all__ = ["reinforce_pp_advantages", "reinforce_pp_baseline_advantages"]
-
 
 def reinforce_pp_advantages(
     rewards_K: Tensor,

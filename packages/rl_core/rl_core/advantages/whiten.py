@@ -5,8 +5,6 @@ from torch import Tensor
 
 from .._tensors import require_same_shape, upcast
 
-__all__ = ["masked_whiten"]
-
 
 def masked_whiten(
     values: Tensor,

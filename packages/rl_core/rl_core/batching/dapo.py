@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .._tensors import group_range, require_1d, require_same_shape
 
-__all__ = ["DynamicSelection", "informative_groups", "overlong_keep", "overlong_penalty", "select_groups"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DynamicSelection:

@@ -16,8 +16,6 @@ from math import gcd
 from ..errors import BatchError
 from .plan import listed, nearest_divisors, nearest_multiples
 
-__all__ = ["BatchConfig", "BatchLayout", "batch_layout"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:

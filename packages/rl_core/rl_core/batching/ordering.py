@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ..errors import BatchError
 
-__all__ = ["inverse_order", "reorder", "restore"]
-
 Item = TypeVar("Item")
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ..errors import ShapeError
 
-__all__ = ["PackedBatch", "SequenceData", "pack", "unpack", "unpack_column"]
-
 IntRow: TypeAlias = Sequence[int] | NDArray[np.integer] | Tensor
 FloatRow: TypeAlias = Sequence[float] | NDArray[np.floating] | Tensor
 BoolRow: TypeAlias = Sequence[bool] | NDArray[np.bool_] | Tensor

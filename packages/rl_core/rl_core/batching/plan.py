@@ -12,8 +12,6 @@ from typing import TypeVar
 
 from ..errors import BatchError
 
-__all__ = ["MicroBatchPlan", "balanced_partition", "plan_micro_batches", "split_mini_batches"]
-
 Item = TypeVar("Item")
 Bins = list[list[int]]
 

@@ -9,15 +9,6 @@ from torch import Tensor
 from .._tensors import require_1d, require_lens, require_same_shape, upcast
 from ..errors import ShapeError
 
-__all__ = [
-    "broadcast_to_tokens",
-    "flatten_padded",
-    "pad_flat",
-    "returns_to_go",
-    "segment_mean",
-    "segment_sum",
-]
-
 
 def segment_sum(values_K: Tensor, lens_S: Tensor) -> Tensor:
     """Sum of each sequence's values, [S], in the dtype of `values_K`; 0 for an empty sequence. Differentiable."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from .._tensors import require_same_shape
 from ..batching.segments import segment_mean, segment_sum
 
-__all__ = ["effective_sample_size", "mismatch_metrics"]
-
 
 def effective_sample_size(weights: Tensor) -> float:
     """Kish's effective sample size as a fraction of the samples: (sum w)^2 / (n sum w^2), in (0, 1].

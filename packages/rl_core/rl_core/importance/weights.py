@@ -10,8 +10,6 @@ from .._tensors import require_same_shape, safe_exp, upcast
 from ..batching.segments import broadcast_to_tokens, segment_mean, segment_sum
 from ..options import ImportanceLevel, ImportanceMode, require_option
 
-__all__ = ["rollout_weights"]
-
 
 def rollout_weights(
     old_log_probs_K: Tensor,

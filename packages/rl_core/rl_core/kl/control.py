@@ -3,8 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-__all__ = ["AdaptiveKL", "FixedKL", "KLController"]
-
 
 class KLController(Protocol):
     """Interface of a controller."""

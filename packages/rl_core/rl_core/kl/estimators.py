@@ -8,8 +8,6 @@ from torch import Tensor
 from .._tensors import require_same_shape, safe_exp, upcast
 from ..options import KLKind, require_option
 
-__all__ = ["k3", "kl_estimate", "kl_loss"]
-
 
 def k3(difference: Tensor) -> Tensor:
     """e^-d - 1 + d, with the exponent clamped to [-20, 20]; precise near d = 0."""

@@ -12,8 +12,6 @@ from .._tensors import require_1d, require_same_shape, upcast
 from ..batching.segments import broadcast_to_tokens
 from ..options import LossAggregation, require_option
 
-__all__ = ["aggregate_loss", "global_totals", "token_weights"]
-
 
 def token_weights(
     mode: LossAggregation,

@@ -14,16 +14,6 @@ from ..batching.segments import broadcast_to_tokens, segment_mean
 from ..kl.estimators import k3
 from ..options import check_clip
 
-__all__ = [
-    "PolicyLossStats",
-    "cispo_loss",
-    "entropy_bonus",
-    "entropy_from_logits",
-    "gspo_loss",
-    "policy_metric_shares",
-    "ppo_clip_loss",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossStats:

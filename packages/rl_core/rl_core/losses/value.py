@@ -5,8 +5,6 @@ from torch import Tensor
 
 from .._tensors import require_same_shape, upcast
 
-__all__ = ["value_loss"]
-
 
 def value_loss(
     values_K: Tensor,
