@@ -1,5 +1,8 @@
 """Old public names work for one version and warn."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -29,3 +32,11 @@ def test_a_renamed_config_key_warns_and_works() -> None:
     with pytest.warns(DeprecationWarning, match="keep_unfinished"):
         config = run_kit.load_config(JobConfig, overrides=["oversampling.keep_unfinished=false"])
     assert not config.oversampling.partial_rollouts
+
+
+def test_the_old_report_command_works() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rl_runtime.report", "--help"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "plinth report RUN_FOLDER" in done.stdout
+    assert done.stderr == "warning: python -m rl_runtime.report is deprecated: use plinth report\n"
