@@ -1,9 +1,9 @@
 # `make demo` and `make test` run on a bare machine with Python 3.11, a C compiler and a package index.
 PYTHON := .venv/bin/python
 TYPED := $(patsubst %/py.typed,%,$(wildcard packages/*/*/py.typed))
-# Tests that start processes mostly wait on one core. conftest.py groups them by folder and runs them first; xdist's
-# default order, by group size, would run the longest groups last.
-WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
+# Tests that start processes wait much of their time, so three workers suit two cores. conftest.py groups these tests by
+# folder and runs them first; xdist's default order, by group size, would run the longest groups last.
+WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 # Two ranks and a server share the cores: one compute thread each is fastest.
 export OMP_NUM_THREADS ?= 1
 
