@@ -3,6 +3,7 @@
 Pants' `__dependencies_rules__` check the rules between packages too, for builds with Pants.
 """
 
+import importlib
 import json
 import re
 import subprocess
@@ -164,6 +165,22 @@ def test_package_is_complete(package: str) -> None:
     expected = ["pyproject.toml", "README.md", "CHANGELOG.md", "BUILD", f"{package}/__init__.py", f"{package}/py.typed"]
     assert [name for name in expected if not (folder / name).is_file()] == []
     assert list(folder.glob("tests/**/test_*.py")), "no tests"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_are_lines_of_the_stub_and_the_wheel_has_it(package: str) -> None:
+    folder = REPO / "packages" / package
+    exports = (folder / package / "__init__.pyi").read_text().splitlines()
+    # Without `as`, the name would be public at run time and hidden from type checkers.
+    names = [match[1] for line in exports if (match := re.fullmatch(r"from \.[\w.]+ import (\w+) as \1", line))]
+    assert len(names) == len(exports)
+    module = importlib.import_module(package)
+    assert module.__all__ == sorted(names) == sorted(dir(module))
+    assert [name for name in names if getattr(module, name, None) is None] == []
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = module.nothing
+    setuptools = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(setuptools["package-data"][package]) >= {"py.typed", "__init__.pyi"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -5,7 +5,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -403,13 +402,3 @@ def test_old_names_still_work(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning, match="use copy_in_background"):
         saver.save(1, {"x": {"step": 1}}, copy_beside=True)
     saver.close()
-
-
-def test_exports() -> None:
-    import ckpt
-
-    assert sorted(ckpt.__all__) == ckpt.__all__
-    exported: list[Callable[..., object]] = [getattr(ckpt, name) for name in ckpt.__all__]
-    assert all(callable(item) for item in exported)
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = ckpt.nothing

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import plinth_testing
 from plinth_testing import (
     RankPool,
     RankServer,
@@ -78,12 +77,6 @@ def test_a_covering_table_holds_every_pair(sizes: list[int]) -> None:
     assert not uncovered_pairs(table, values, allowed=allowed)
     assert all(allowed(row) for row in table)
     assert uncovered_pairs(table[:-1], values, allowed=allowed), "the last row is needed"
-
-
-def test_exports_exist() -> None:
-    assert all(hasattr(plinth_testing, name) for name in plinth_testing.__all__)
-    with pytest.raises(AttributeError):
-        _ = plinth_testing.nothing
 
 
 def test_properties_are_listed_with_cases_and_examples(tmp_path: Path) -> None:

@@ -279,13 +279,3 @@ def test_checks_import_nothing_heavy(tmp_path: Path, model_folder: Path) -> None
         "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules), 'heavy import'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_exports() -> None:
-    import rl_data
-
-    assert sorted(rl_data.__all__) == rl_data.__all__
-    for name in rl_data.__all__:
-        assert getattr(rl_data, name) is not None
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = rl_data.nothing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import pickle
 import random
@@ -58,10 +57,6 @@ def test_import_is_cheap_and_exports_exist() -> None:
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    package = importlib.import_module("rollout_vllm")
-    assert [name for name in package.__all__ if getattr(package, name, None) is None] == []
-    with pytest.raises(AttributeError):
-        _ = package.nothing
 
 
 @pytest.mark.parametrize(
