@@ -8,7 +8,7 @@ WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-fast lint format pants clean distclean
+.PHONY: help setup demo test test-all test-fast mutants lint format pants clean distclean
 
 help: ## Show this list
 	@echo "Plinth. Targets:"
@@ -29,6 +29,9 @@ test-all: setup ## Run these and the thorough tests: kill and resume, reshape, b
 
 test-fast: setup ## Run unit and property tests only
 	$(PYTHON) -m pytest $(WORKERS) -m "not slow and not e2e and not thorough" $(ARGS)
+
+mutants: setup ## Plant faults one at a time in a copy of the tree and report which the tests catch (not in CI)
+	$(PYTHON) scripts/mutants.py $(ARGS)
 
 lint: setup ## Run ruff check, ruff format --check and mypy --strict
 	$(PYTHON) -m ruff check .
