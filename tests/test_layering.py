@@ -53,7 +53,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "run_kit": {
         "config": "",
-        "report": "tracking",
+        "report": "config tracking",
         "tracking": "config",
     },
     "rl_runtime": {

@@ -95,6 +95,15 @@ def test_override_values(override: str, pick: Any, expected: object) -> None:
         assert type(value) is type(expected)
 
 
+def test_keys_change_a_copied_section_whatever_their_order() -> None:
+    keys = ["critic=${actor}", "critic.optim.lr=0.5", "actor.zero.stage=3"]
+    expected = Actor(zero=Zero(stage=3), optim=Optim(lr=0.5))
+    assert load(*keys).critic == load(keys[2], *keys[:2]).critic == expected
+    assert load("slow=${actor}", "slow.zero.stage=1").slow == Actor(zero=Zero(stage=1)), "not the defaults of slow"
+    (found,) = problems("critic=${nothing}", "critic.zero.stage=1")
+    assert found.startswith("critic: cannot resolve")
+
+
 def test_environment_interpolation_gives_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLINTH_TEST_SEED", "42")
     assert load("seed=${oc.env:PLINTH_TEST_SEED}").seed == 42
@@ -153,6 +162,19 @@ def test_a_key_below_the_wrong_section_finds_its_place() -> None:
         ("seed", ["'seed' is not an override"]),
         ("=3", ["'=3' is not an override"]),
         ("data.train=[a", ["data.train", "not valid YAML"]),
+        ("data=[1]", ["data: got [1]; allowed: a section with the keys train"]),
+        ("critic=-", ["critic: got [None]; allowed: a section", "or null"]),
+        ("actor.zero=&a {stage: *a}", ["actor.zero: ", "an anchor that contains itself"]),
+        ("data.extra=" + "{a: " * 600 + "1" + "}" * 600, ["data.extra: nested more than 50 levels deep"]),
+        ("actor.zero=" + "[" * 3000, ["actor.zero: "]),
+        ("data.weights=!!python/object/apply:os.system [1]", ["data.weights: the tag", "not supported"]),
+        ("seed=!!int x", ["seed: 'x' is no int"]),
+        ("actor.enabled=!!bool x", ["actor.enabled: 'x' is no bool"]),
+        ("seed=" + "1" * 5000, ["seed: got inf; allowed: a finite number"]),
+        ("seed=9223372036854775808", ["seed: got 9223372036854775808; allowed: an integer of 64 bits"]),
+        ("data.weights=[1, .nan]", ["data.weights[1]: got nan; allowed: a finite number"]),
+        ("experiment=a\udc80", ["experiment: got 'a\\udc80'; allowed: text without NUL characters"]),
+        ("data.train=[a, 'b\0']", ["data.train: "]),
     ],
 )
 def test_bad_values_say_path_value_and_what_is_allowed(override: str, words: list[str]) -> None:
@@ -248,17 +270,18 @@ def test_errors_pickle() -> None:
 
 
 MARKS = "\\${}'\":#[],&*!|>%@`~- \n\t0123456789.eE"
-TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(MARKS), max_size=12) | st.lists(
-    st.sampled_from([*MARKS, "${", "\\${"]), max_size=8
-).map("".join)
-FLOATS = st.floats(allow_nan=False)
+TEXT = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0") | st.sampled_from(MARKS), max_size=12
+) | st.lists(st.sampled_from([*MARKS, "${", "\\${"]), max_size=8).map("".join)
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
 ZEROS = st.builds(
     Zero,
     stage=st.sampled_from([1, 2, 3]),
     offload=st.sampled_from(["none", "cpu", "off"]),
-    bucket_bytes=st.integers(min_value=8),
+    bucket_bytes=st.integers(8, 2**63 - 1),
 )
-OPTIMS = st.builds(Optim, lr=FLOATS, betas=st.tuples(FLOATS, FLOATS), warmup=st.none() | st.integers())
+OPTIMS = st.builds(Optim, lr=FLOATS, betas=st.tuples(FLOATS, FLOATS), warmup=st.none() | INTEGERS)
 ACTORS = st.builds(Actor, zero=ZEROS, optim=OPTIMS, enabled=st.booleans())
 SPECIAL = st.sampled_from(["null", "None", "~", "true", "no", "1e-4", "1_000", "0x1", ".inf", "???", "${seed}", "\\${"])
 DATAS = st.builds(
@@ -266,12 +289,12 @@ DATAS = st.builds(
     train=st.lists(TEXT | SPECIAL, max_size=3).map(tuple),
     weights=st.lists(FLOATS, max_size=3),
     system_prompt=st.none() | TEXT | SPECIAL,
-    extra=st.dictionaries(st.text("abc.-_ :'\"1", min_size=1, max_size=4), st.integers(), max_size=3),
+    extra=st.dictionaries(st.text("abc.-_ :'\"1", min_size=1, max_size=4), INTEGERS, max_size=3),
 )
 EXAMPLES = st.builds(
     Example,
     experiment=TEXT | SPECIAL,
-    seed=st.integers(),
+    seed=INTEGERS,
     actor=ACTORS,
     critic=st.none() | ACTORS,
     slow=ACTORS,

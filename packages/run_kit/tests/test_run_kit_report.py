@@ -22,7 +22,9 @@ from run_kit.report.data import MAX_ROLLOUTS, MAX_TEXT, read_run
 from run_kit.report.svg import Series, line_chart, nice_ticks, stack_chart, thin, tick_text, tick_texts
 
 BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
-NASTY = "</script><script>document.title='owned'</script> <img src=x onerror=\"document.title='owned'\"> &amp; \u2028"
+NASTY = (
+    "</script><script>document.title='owned'</script> <img src=x onerror=\"document.title='owned'\"> &amp; \u2028\ud800"
+)
 
 
 CONSTANT = {
@@ -48,7 +50,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
             records = [
                 {"prompt": f"what is {step} + {i}?", "response": f"{step + i}", "reward": i % 2} for i in range(8)
             ]
-            tracker.log_rollouts(step, [*records[:7], {"prompt": NASTY, "response": "x", "reward": math.nan}])
+            tracker.log_rollouts(
+                step, [*records[:7], {"prompt": NASTY, "response": NASTY, "reward": math.nan, "turns": [math.inf]}]
+            )
         tracker.summary()
     write_report(run.path)
     return run
@@ -185,6 +189,9 @@ def test_reports_from_the_command_line(run: RunFolder, tmp_path: Path, capsys: p
     assert "one" in (tmp_path / "both.html").read_text()
     assert report_command([str(one), str(tmp_path / "none")]) == 2
     assert "no run folder" in capsys.readouterr().err
+    (two / "config.yaml").write_text("a: &a [*a]\n")
+    assert report_command([str(one), str(two)]) == 2
+    assert "config.yaml of two: nested more than" in capsys.readouterr().err
     assert report_command([]) == 2
     with pytest.raises(ReportError, match="two run folders"):
         write_comparison({"a": one}, tmp_path / "x.html")
@@ -202,12 +209,19 @@ def test_a_page_of_a_run_with_one_step_and_nothing_else(tmp_path: Path) -> None:
     [
         ({}, "no metrics.tsv"),
         ({"metrics.tsv": "a\tb\n"}, "not a metrics table"),
-        ({"metrics.tsv": "step\ta\n1\t1\n", "summary.json": "{"}, "Expecting"),
+        ({"summary.json": "{"}, "Expecting"),
+        ({"summary.json": "[]"}, "expected a JSON object"),
+        ({"summary.json": "[" * 9000}, "recursion"),
+        ({"metrics.tsv": "step\ta\n\udcff\t1\n"}, "line 2: a cell is not a number"),
+        ({"rollouts/step_000001.jsonl": "\n[]\n"}, "line 2: not a rollout"),
+        ({"rollouts/step_000001.jsonl": '{"step": 1, "prompt": "p", "reward": 1}\n'}, "line 1: not a rollout"),
+        ({"rollouts/step_000001.jsonl": "\udcff\n"}, "line 1: not JSON"),
     ],
 )
 def test_invalid_run_folders(tmp_path: Path, files: dict[str, str], words: str) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+    (tmp_path / "rollouts").mkdir()
+    for name, text in ({"metrics.tsv": "step\ta\n1\t1\n", **files} if files else {}).items():
+        (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(ReportError, match=words):
         write_report(tmp_path)
     with pytest.raises(ReportError, match="no run folder"):

@@ -1,16 +1,17 @@
 """Config loader: merges dataclass defaults, YAML files and dotted overrides, then validates the result.
 
 Merge order, later wins: the defaults of the dataclass, each YAML file left to right, each `a.b=value` left to
-right. OmegaConf merges and resolves `${other.key}`; pydantic validates. One `ConfigError` reports every
+right. OmegaConf resolves `${other.key}`; pydantic validates. One `ConfigError` reports every
 problem.
 """
 
 import dataclasses
 import functools
 import json
+import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -125,7 +126,7 @@ def _override_layer(cls: type, text: str, problems: list[ConfigProblem]) -> _Lay
     path, equals, raw = text.partition("=")
     words = path.split(".")
     if not equals or not all(words):
-        message = f"{text!r} is not an override; write key=value with a dotted key, as in a.b=1"
+        message = f"{_short(text)} is not an override; write key=value with a dotted key, as in a.b=1"
         problems.append(ConfigProblem(path="", message=message, source="command line"))
         return None
     try:
@@ -149,6 +150,17 @@ def _parse_override(raw: str, hint: Any) -> Any:
 
 def _known_part(root: type, value: Any, hint: Any, path: str, source: str, problems: list[ConfigProblem]) -> Any:
     """The part of a layer with known keys; unknown keys become problems."""
+    nested = section_class(hint)
+    if (
+        nested is not None
+        and not isinstance(value, dict)
+        and not _is_interpolation(value)
+        and (value is not None or not alternatives(hint)[1])
+    ):
+        problems.append(
+            ConfigProblem(path=path, message=f"got {_short(value)}; allowed: {allowed_words(hint)}", source=source)
+        )
+        return MISSING
     if isinstance(value, list):
         return [
             _known_part(root, item, inner_hint(hint, i), f"{path}[{i}]", source, problems)
@@ -156,7 +168,6 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
         ]
     if not isinstance(value, dict) or hint is None:
         return value
-    nested = section_class(hint)
     if nested is None:
         if value_hint(hint) is None and Any not in alternatives(hint)[0]:
             inner = next(iter(value), "")
@@ -190,29 +201,68 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
 
 def _merge(cls: type, layers: Sequence[_Layer], problems: list[ConfigProblem]) -> dict[str, Any] | None:
     """Defaults and layers merged, interpolations resolved; None (and a problem) if an interpolation fails."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     given: Any = {}
-    try:
-        trees = [_replace_text(layer.tree, *_MISSING_MARK) for layer in layers]
-        given = OmegaConf.to_container(OmegaConf.merge({}, *(OmegaConf.create(tree) for tree in trees)))
-        defaults = _replace_text(_default_tree(cls, given), *_MISSING_MARK)
-        merged = OmegaConf.merge(OmegaConf.create(defaults), OmegaConf.create(given))
-        tree = _replace_text(OmegaConf.to_container(merged, resolve=True), *reversed(_MISSING_MARK))
-    except OmegaConfBaseException as error:
-        path = str(getattr(error, "full_key", "") or "")
-        value = _at(given, path)
-        first_line = str(error).strip().splitlines()[0]
-        shown = f"cannot resolve {_short(value)}: " if value is not MISSING else ""
-        problems.append(ConfigProblem(path=path, message=f"{shown}{first_line}", source=_source_of(layers, path)))
-        return None
+    for layer in layers:
+        given = _overlaid(given, layer.tree)
+    tree = _overlaid(_default_tree(cls, given), given)
+    if any(_is_interpolation(leaf) for _, leaf in _leaves(given)):
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            resolved = OmegaConf.to_container(OmegaConf.create(_replace_text(tree, *_MISSING_MARK)), resolve=True)
+        except OmegaConfBaseException as error:
+            path = str(getattr(error, "full_key", "") or "").removesuffix(f".{_COPIED}")
+            value = _at(given, path)
+            first_line = str(error).strip().splitlines()[0]
+            shown = f"cannot resolve {_short(value)}: " if value is not MISSING else ""
+            problems.append(ConfigProblem(path=path, message=f"{shown}{first_line}", source=_source_of(layers, path)))
+            return None
+        tree = _with_copies(_replace_text(resolved, *reversed(_MISSING_MARK)))
     normal = _normalize(tree, cls)
     assert isinstance(normal, dict)
     return normal
 
 
-# OmegaConf reads the text ??? as a missing value; here it is ordinary text, so it is masked while merging.
+_COPIED = "\ue000copied"
+"""Key of the interpolation that a section is a copy of, beside the keys that later layers change in it."""
+
+
+def _overlaid(below: Any, above: Any) -> Any:
+    """`above` over `below`: sections merge, any other value replaces."""
+    if not isinstance(above, dict):
+        return above
+    if _is_interpolation(below):
+        below = {_COPIED: below}
+    below = below if isinstance(below, dict) else {}
+    return {**below, **{key: _overlaid(below.get(key), value) for key, value in above.items()}}
+
+
+def _with_copies(tree: Any) -> Any:
+    """A resolved tree in which each section with `_COPIED` has the keys of that section below its own."""
+    if not isinstance(tree, dict):
+        return tree
+    own = {key: _with_copies(value) for key, value in tree.items() if key != _COPIED}
+    return _overlaid(_with_copies(tree[_COPIED]), own) if _COPIED in tree else own
+
+
+def _is_interpolation(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Path and value of everything in a tree that is no mapping and no list."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{path}.{key}".removeprefix("."))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, f"{path}[{index}]")
+    else:
+        yield path, tree
+
+
+# OmegaConf reads the text ??? as a missing value; here it is ordinary text, so it is masked while resolving.
 _MISSING_MARK = ("???", "\ue000???")
 
 
@@ -231,6 +281,8 @@ def _default_tree(cls: type, given: Any, instance: Any = None) -> dict[str, Any]
     for name, hint in field_hints(cls).items():
         default = field_default(cls, name) if instance is None else getattr(instance, name)
         nested, user = section_class(hint), given.get(name) if isinstance(given, dict) else None
+        if isinstance(user, dict) and _COPIED in user:
+            continue  # the copied section has a value for every key
         if nested is not None and default is not None and default is not MISSING:
             tree[name] = _default_tree(type(default), user, default)
         elif nested is not None and (isinstance(user, dict) or not alternatives(hint)[1]):
@@ -280,6 +332,13 @@ def _adapter(cls: type) -> Any:
 def _validate(cls: type[ConfigT], tree: Any, layers: Sequence[_Layer], problems: list[ConfigProblem]) -> ConfigT:
     from pydantic import ValidationError
 
+    unusable = [
+        ConfigProblem(path=path, message=f"got {_short(value)}; allowed: {allowed}", source=_source_of(layers, path))
+        for path, value in _leaves(tree)
+        if (allowed := _what_fits(value))
+    ]
+    if unusable:
+        raise ConfigError([*problems, *unusable])
     config: ConfigT | None = None
     try:
         # JSON mode because its strictness suits users: true is not an integer, but a list is accepted for a tuple.
@@ -292,6 +351,17 @@ def _validate(cls: type[ConfigT], tree: Any, layers: Sequence[_Layer], problems:
         raise ConfigError(unique)
     assert config is not None
     return config
+
+
+def _what_fits(value: Any) -> str:
+    """What is allowed instead of a number or text that no process, file or tensor can hold; empty if it fits."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "an integer of 64 bits"
+    if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+        return "text without NUL characters and lone surrogates (bytes that are not UTF-8)"
+    return ""
 
 
 _CLEAR_FROM_THE_TYPE = ("_type", "_parsing", "_from_float", "literal_error", "enum", "none_required", "missing")

@@ -6,6 +6,7 @@ expects text a plain scalar is taken as written (`tag: 1.10` is "1.10").
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -48,6 +49,14 @@ for _name, _pattern, _first in _RESOLVERS:
         _class.add_implicit_resolver(_TAG + _name, re.compile(_pattern), ["" if c == "\0" else c for c in _first])
 
 
+_KINDS = {name: re.compile(pattern) for name, pattern, _ in _RESOLVERS}
+_MAX_DEPTH, _MAX_VALUES = 50, 100_000
+_MAX_DIGITS = 4_000  # Python refuses to convert more than 4,300
+_TOO_DEEP = (
+    f"nested more than {_MAX_DEPTH} levels deep, more than {_MAX_VALUES:,} values, or an anchor that contains itself"
+)
+
+
 class YamlError(ValueError):
     """Invalid YAML; the message has line and column."""
 
@@ -67,7 +76,9 @@ def parse_typed(text: str, hint: Any) -> Any:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise YamlError(f"not valid YAML: {' '.join(str(error).split())}") from None
-    return None if node is None else _construct(node, hint)
+    except RecursionError:
+        raise YamlError(_TOO_DEEP) from None
+    return None if node is None else _construct(node, hint, _MAX_DEPTH, iter(range(_MAX_VALUES)))
 
 
 def dump(tree: Any) -> str:
@@ -75,11 +86,17 @@ def dump(tree: Any) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
 
 
-def _construct(node: yaml.Node, hint: Any) -> Any:
+def _construct(node: yaml.Node, hint: Any, depth: int, budget: Iterator[int]) -> Any:
+    """`budget` ends where aliases of aliases would fill the memory."""
+    kind = node.tag.removeprefix(_TAG)
+    if kind not in (*_KINDS, "str", "seq", "map"):
+        raise YamlError(f"the tag {node.tag!r} is not supported{_where(node)}; write the value without it")
+    if depth == 0 or next(budget, None) is None:
+        raise YamlError(_TOO_DEEP + _where(node))
     if isinstance(node, yaml.ScalarNode):
-        return _scalar(node, hint)
+        return _scalar(node, kind, hint)
     if isinstance(node, yaml.SequenceNode):
-        return [_construct(item, inner_hint(hint, index)) for index, item in enumerate(node.value)]
+        return [_construct(item, inner_hint(hint, index), depth - 1, budget) for index, item in enumerate(node.value)]
     assert isinstance(node, yaml.MappingNode)
     out: dict[str, Any] = {}
     for key_node, value_node in node.value:
@@ -88,27 +105,27 @@ def _construct(node: yaml.Node, hint: Any) -> Any:
         key = str(key_node.value)
         if key in out:
             raise YamlError(f"the key {key!r} is given twice{_where(key_node)}")
-        out[key] = _construct(value_node, inner_hint(hint, key))
+        out[key] = _construct(value_node, inner_hint(hint, key), depth - 1, budget)
     return out
 
 
-def _scalar(node: yaml.ScalarNode, hint: Any) -> Any:
+def _scalar(node: yaml.ScalarNode, kind: str, hint: Any) -> Any:
     text = str(node.value)
-    plain = node.style is None
-    kind = node.tag.removeprefix(_TAG)
-    if kind == "null" and plain:
-        return None
-    if not plain or kind == "str" or "${" in text:
+    if node.style is not None or kind not in _KINDS or "${" in text:
         return text
+    if not _KINDS[kind].match(text):
+        raise YamlError(f"{text!r} is no {kind}{_where(node)}; write the value without the tag {node.tag!r}")
+    if kind == "null":
+        return None
     if hint is not None and wants_text(item_hint(hint) or hint):
         return text
     if kind == "bool":
         return text.lower() == "true"
-    if kind == "int":
-        return int(text, 0) if text.lstrip("+-").startswith(("0x", "0o")) else int(text)
-    if kind == "float":
-        return float(re.sub(r"\.(?=[inIN])", "", text))
-    return text
+    if text.lstrip("+-").startswith(("0x", "0o")):
+        return int(text, 0)
+    if kind == "int" and len(text) <= _MAX_DIGITS:
+        return int(text)
+    return float(re.sub(r"\.(?=[inIN])", "", text))
 
 
 def _where(node: yaml.Node) -> str:

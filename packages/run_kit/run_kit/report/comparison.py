@@ -6,8 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
+from ..config.yaml import YamlError, parse_typed
 from ..errors import ReportError
 from ..tracking.metrics_table import MetricsTable, atomic_write, columns_of
 from ..tracking.panels import choose_panels, single_panels
@@ -68,7 +67,7 @@ def _figures(tables: Mapping[str, MetricsTable], section: str) -> str:
     for panel in single_panels(columns_of(tables.values())):
         (name,) = panel.metrics
         if _section_of(name) == section:
-            found = {label: table.series(name) for label, table in tables.items()}
+            found = {label: table.series(name, gaps=True) for label, table in tables.items()}
             series = [Series(label=label, steps=steps, values=values) for label, (steps, values) in found.items()]
             chart = line_chart(series, title=name)
             figures.append(figure(panel, series, chart) if chart else "")
@@ -128,7 +127,7 @@ def _metrics(tables: Mapping[str, MetricsTable]) -> str:
 
 
 def _differences(config_texts: Mapping[str, str]) -> str:
-    flat = {label: _flat(yaml.safe_load(text) or {}) for label, text in config_texts.items()}
+    flat = {label: _flat(_parsed(text, label) or {}) for label, text in config_texts.items()}
     keys = [key for key in dict.fromkeys(key for one in flat.values() for key in one) if key not in _FIXED_KEYS]
     rows = []
     for key in keys:
@@ -136,6 +135,13 @@ def _differences(config_texts: Mapping[str, str]) -> str:
         if len(set(values)) > 1:
             rows.append((key, values))
     return number_table(("key", *config_texts), rows) if rows else '<p class="soft">Nothing but their names.</p>'
+
+
+def _parsed(text: str, label: str) -> Any:
+    try:
+        return parse_typed(text, None)
+    except YamlError as error:
+        raise ReportError(f"config.yaml of {label}: {error}") from None
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, str]:

@@ -41,19 +41,20 @@ def read_run(folder: Path) -> RunData:
         if not run.metrics_file.exists():
             raise ReportError(f"{folder}: no metrics.tsv; a report needs a run folder with at least one logged step")
         rollouts = read_rollouts(run.rollouts_dir)
+        summary = json.loads(_text(run.summary_file) or "{}")
+        if not isinstance(summary, dict):
+            raise ReportError(f"{run.summary_file}: expected a JSON object, got {str(summary)[:60]}")
         return RunData(
             name=run.name,
             table=MetricsTable(run.metrics_file),
             supervised=MetricsTable(run.supervised_file) if run.supervised_file.exists() else None,
-            rollouts=[
-                {key: _fitting(value) for key, value in record.items()} for record in spread(rollouts, MAX_ROLLOUTS)
-            ],
+            rollouts=[_fitting(record) for record in spread(rollouts, MAX_ROLLOUTS)],
             num_rollouts=len(rollouts),
-            summary=json.loads(_text(run.summary_file) or "{}"),
+            summary=summary,
             config_text=_text(run.config_file),
             log_text="\n".join(_text(run.log_file).splitlines()[-MAX_LOG_LINES:]),
         )
-    except (TrackingError, json.JSONDecodeError) as error:
+    except (TrackingError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReportError(f"{folder}: {error}") from None
 
 
@@ -70,6 +71,10 @@ def spread(records: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
 
 def _fitting(value: Any) -> Any:
     """A value for the page: a long text loses its middle (the answer is at its end), nan becomes null."""
+    if isinstance(value, dict):
+        return {key: _fitting(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_fitting(inner) for inner in value]
     half = MAX_TEXT // 2
     if isinstance(value, str) and len(value) > MAX_TEXT:
         return f"{value[:half]}\n[... {len(value) - 2 * half} characters left out ...]\n{value[-half:]}"

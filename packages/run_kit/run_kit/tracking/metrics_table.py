@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from ..errors import TrackingError
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write a file so that readers see the old or the new content, never a part."""
+    """Write a file so that readers see the old or the new content, never a part.
+
+    A lone surrogate, which a tokenizer can produce and UTF-8 cannot hold, is written as its escape, as in JSON.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
     os.replace(temporary, path)
 
 
@@ -71,10 +75,16 @@ class MetricsTable:
         """Metrics of one step."""
         return dict(self._rows[step])
 
-    def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and finite values of a metric; steps without it are left out."""
+    def series(self, name: str, *, gaps: bool = False) -> tuple[list[int], list[float]]:
+        """Steps and finite values of a metric; steps without it are left out.
+
+        With `gaps`, values that are not finite are nan instead of left out, to break a line there; empty if no value is
+        finite.
+        """
         pairs = [(step, float(row[name])) for step, row in self._rows.items() if name in row]
         finite = [(step, value) for step, value in pairs if math.isfinite(value)]
+        if gaps and finite:
+            finite = [(step, value if math.isfinite(value) else math.nan) for step, value in pairs]
         return [step for step, _ in finite], [value for _, value in finite]
 
     def aligned(self, names: Sequence[str]) -> tuple[list[int], list[list[float]]]:
@@ -124,7 +134,7 @@ class MetricsTable:
         return "\t".join(["step", *self._columns]) + "\n" + "".join(self._line(step) for step in self._rows)
 
     def _read(self) -> None:
-        *lines, rest = self.path.read_text(encoding="utf-8").split("\n")
+        *lines, rest = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         # A run killed while writing a row leaves a row without a line end: drop it.
         self._rewrite = bool(rest)
         header = lines[0].split("\t") if lines else []
@@ -153,7 +163,4 @@ def columns_of(tables: Iterable[MetricsTable]) -> list[str]:
 def _parse_number(cell: str) -> float | int | None:
     if cell == "":
         return None
-    try:
-        return int(cell)
-    except ValueError:
-        return float(cell)
+    return int(cell) if re.fullmatch("-?[0-9]{1,18}", cell) else float(cell)

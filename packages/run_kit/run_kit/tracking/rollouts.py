@@ -41,18 +41,37 @@ def write_rollouts(folder: Path, step: int, records: Sequence[Mapping[str, Any]]
         lines = [json.dumps({"step": step, **records[index]}, ensure_ascii=False, default=_plain) for index in chosen]
     except TypeError as error:
         raise TrackingError(f"rollouts of step {step}: {error}") from None
-    # A tokenizer can produce lone surrogates, which have no UTF-8 encoding.
-    text = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace").decode("utf-8")
-    atomic_write(path, text)
+    atomic_write(path, "".join(f"{line}\n" for line in lines))
     return path
 
 
 def read_rollouts(folder: Path) -> list[dict[str, Any]]:
-    """All written rollouts of a run, in the order of the steps; empty if there are none."""
+    """All written rollouts of a run, in the order of the steps; empty if there are none.
+
+    Raises:
+        TrackingError: a line that is no record; names file and line.
+    """
     records: list[dict[str, Any]] = []
     for path in sorted(folder.glob("step_*.jsonl")):
-        records += [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+            try:
+                record = json.loads(line) if line else None
+            except (ValueError, RecursionError) as error:
+                raise TrackingError(f"{path}, line {number}: not JSON ({error})") from None
+            if line and not _is_record(record):
+                raise TrackingError(
+                    f"{path}, line {number}: not a rollout, which has a number `step`, texts `prompt` and `response` and "
+                    "a number `reward`"
+                )
+            records += [record] if line else []
     return records
+
+
+def _is_record(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    texts = isinstance(value.get("prompt"), str) and isinstance(value.get("response"), str)
+    return texts and isinstance(value.get("step"), int) and isinstance(value.get("reward"), (int, float))
 
 
 def _plain(value: Any) -> Any:
