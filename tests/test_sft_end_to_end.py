@@ -34,3 +34,27 @@ def test_the_loss_falls_and_the_model_loads(tmp_path: Path, start_app: Callable[
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run / "model"), AutoTokenizer.from_pretrained(run / "model")
     assert model.num_parameters() > 0.3e6
     assert tokenizer.decode(tokenizer("3 + 1 = 4")["input_ids"]) == "3 + 1 = 4"
+
+
+def test_a_run_that_diverges_exports_nothing_and_fails(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+    app = start_app(
+        tmp_path,
+        "trainer.num_ranks=1",
+        "engine.dtype=float32",
+        "task.num_demonstrations=64",
+        "supervised.steps=30",
+        "supervised.batch_size=8",
+        "supervised.optim.lr=1e9",
+        "supervised.optim.schedule=constant",
+        "supervised.optim.warmup_steps=0",
+        "trainer.max_skipped_updates=3",
+        app="sft",
+    )
+    assert app.finish() == 1, app.output
+    assert app.output.count("warning: skipped an update of the actor") == 1
+    assert "error: the actor has diverged: the gradients of its last 3 updates are not finite" in app.output
+    assert "Traceback" not in app.output
+    (run,) = tmp_path.iterdir()
+    assert not (run / "model").exists()
+    assert "Traceback" in (run / "train.log").read_text()
+    assert len((run / "metrics.tsv").read_text().splitlines()) < 10

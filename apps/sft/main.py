@@ -28,8 +28,11 @@ def check(config: SftConfig) -> "rl_runtime.Placement":
 def main(config: SftConfig) -> None:
     """Trains on the demonstrations and writes the model."""
     placement = check(config)
+    architectures = rl_runtime.check_architectures(config.model, {"engine": config.engine})
     run = run_kit.RunFolder.create(config.trainer.output_dir, config.trainer.experiment)
     with run_kit.Tracker(run, config, num_steps=config.supervised.steps, supervised=True) as tracker:
+        for line in architectures:
+            tracker.info(line)
         inputs = rl_runtime.load_inputs(
             config.model,
             config.data,
@@ -40,7 +43,13 @@ def main(config: SftConfig) -> None:
             with_prompts=False,
         )
         with rl_runtime.open_ranks(config.trainer, placement) as ranks:
-            model = rl_runtime.ModelHandle(ranks, "actor", rl_core.BatchConfig(token_budget=config.token_budget))
+            model = rl_runtime.ModelHandle(
+                ranks,
+                "actor",
+                rl_core.BatchConfig(token_budget=config.token_budget),
+                max_skipped_updates=config.trainer.max_skipped_updates,
+                report=tracker.info,
+            )
             engine = replace(config.engine, optim=config.supervised.optim)
             model.build(str(inputs.model_path), engine, total_steps=config.supervised.steps)
             rl_runtime.train_supervised(

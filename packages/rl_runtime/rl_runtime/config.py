@@ -44,12 +44,21 @@ class RanksConfig:
     """Seed of data order, sampling and initial weights."""
     step_timeout_s: float = 1800.0
     """Seconds after which a call on the ranks (one phase of a step) fails and ends the run."""
+    stall_timeout_s: float = 300.0
+    """Seconds without progress on any rank after which a call fails, long before `step_timeout_s`. The error names the
+    rank, its host and what it last did; a fifth of this time brings a warning."""
+    max_skipped_updates: int = 10
+    """Number of updates in a row whose gradient is not finite that ends the run; 0: no limit. Updates that fp16 skips
+    to find its loss scale are not counted."""
 
     def __post_init__(self) -> None:
         _check_at_least(1, self, "num_ranks", "cpu_threads_per_rank")
         _check_at_least(0, self, "seed")
-        if self.step_timeout_s <= 0:
-            raise ValueError(f"step_timeout_s is {self.step_timeout_s}; allowed: above 0 seconds")
+        if self.max_skipped_updates < 0:
+            raise ValueError(f"max_skipped_updates is {self.max_skipped_updates}; allowed: 0 (no limit) or more")
+        for name in ("step_timeout_s", "stall_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: above 0 seconds")
         if not self.output_dir:
             raise ValueError("output_dir is empty; allowed: a folder, created if missing")
         if not re.fullmatch(EXPERIMENT_PATTERN, self.experiment):

@@ -4,6 +4,7 @@ RlRuntimeError
 ├── InputError (ValueError)     model, data and settings that do not match
 ├── PlacementError (ValueError) more devices requested than available
 ├── RankError                   a trainer rank failed, died or did not answer
+├── DivergedError               the gradients of a model are no longer finite
 └── RolloutFailed               a step without any sample to train on
 
 Errors that are also ValueErrors are a user's mistake: `run_cli` prints them as one `error: …` and exits with code 2.
@@ -34,6 +35,10 @@ class RankError(RlRuntimeError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class DivergedError(RlRuntimeError):
+    """The gradients of a model are no longer finite."""
 
 
 class RolloutFailed(RlRuntimeError):

@@ -3,6 +3,7 @@
 The ranks are real `TrainerWorker`s in this process, with engines that compute simple functions of the token ids.
 """
 
+import math
 import pickle
 import threading
 from collections.abc import Iterator
@@ -18,12 +19,13 @@ from rl_core import BatchConfig, BatchError, pack
 from rl_runtime.app.job import job_layout
 from rl_runtime.app.job_config import JobConfig
 from rl_runtime.config import TrainerConfig
-from rl_runtime.errors import InputError
+from rl_runtime.errors import DivergedError, InputError
 from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.ranks import train_batch as train_batch_module
-from rl_runtime.ranks.model_handle import ModelHandle, run_concurrently
+from rl_runtime.ranks.model_handle import ModelHandle, SkippedUpdates, run_concurrently
 from rl_runtime.ranks.train_batch import TrainBatch
 from rl_runtime.ranks.trainer_worker import Delivery, TrainerWorker
+from rl_runtime.training.metrics import update_metrics
 
 
 class EchoEngine:
@@ -105,6 +107,59 @@ def handle(ranks: InProcessRanks, name: str, *, sp: int = 1, batch: BatchConfig 
 
 
 def any_loss(*_: Any) -> None: ...
+
+
+def stats(*, norm: float = 1.0, scale: float = 1.0, loss: float = 0.5) -> StepStats:
+    applied = math.isfinite(norm)
+    return StepStats(
+        loss=loss if applied else math.nan,
+        metrics={"kl": loss if applied else math.nan},
+        grad_norm=norm,
+        lr=1.0,
+        num_micro_batches=1,
+        num_empty_micro_batches=0,
+        step_applied=applied,
+        loss_scale=scale,
+    )
+
+
+def test_updates_that_are_skipped_are_counted_named_once_and_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    ranks = InProcessRanks(2, "actor")
+    actor = ModelHandle(ranks, "actor", BatchConfig(token_budget=16), max_skipped_updates=3, report=lines.append)  # type: ignore[arg-type]
+    norms = (math.inf, math.inf, 1.0, math.nan, math.inf, math.inf)
+    results = (stats(norm=norm) for norm in norms for _ in ranks.workers)
+    monkeypatch.setattr(EchoEngine, "train_mini_batch", lambda *_, **__: next(results))
+    updates = [actor.update(make_batch([3, 9]), any_loss) for _ in range(5)]
+    assert lines == [
+        "warning: skipped an update of the actor, because its gradient is not finite: loss nan, gradient norm inf"
+    ]
+    metrics = update_metrics("actor", updates)
+    assert (metrics["actor/num_updates"], metrics["actor/num_skipped_updates"]) == (1, 4)
+    assert (metrics["actor/loss"], metrics["actor/kl"], metrics["actor/grad_norm"]) == (0.5, 0.5, 1.0)
+    assert math.isnan(update_metrics("actor", updates[:2])["actor/loss"]), "nothing was computed: a gap in the curve"
+    with pytest.raises(DivergedError, match="last 2 updates are not finite; nothing was exported"):
+        actor.export("folder", "model")
+    with pytest.raises(DivergedError, match=r"actor has diverged: .* last 3 .*trainer.max_skipped_updates \(3\)"):
+        actor.update(make_batch([3, 9]), any_loss)
+
+
+def test_fp16_may_search_its_loss_scale() -> None:
+    lines: list[str] = []
+    skipped = SkippedUpdates("critic", 2, lines.append)
+    for power in range(16, 0, -1):
+        skipped.count(stats(norm=math.inf, scale=2.0**power))
+    skipped.check()
+    assert len(lines) == 1
+    assert "fp16 lowers its loss scale, 65536, which is normal at the start" in lines[0]
+    skipped.count(stats(norm=math.inf))
+    with pytest.raises(DivergedError, match="critic"):
+        skipped.count(stats(norm=math.inf))
+    assert len(lines) == 2
+    unlimited = SkippedUpdates("critic", 0, lines.append)
+    for _ in range(50):
+        unlimited.count(stats(norm=math.inf))
+    unlimited.check()
 
 
 @pytest.mark.parametrize(("world_size", "sp"), [(4, 1), (4, 2), (4, 4), (2, 2)])

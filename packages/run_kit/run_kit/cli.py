@@ -1,7 +1,8 @@
 """Command line of an app: help, presets, overrides, exit codes, signals.
 
-Exit codes: 0 success (or what `main` returns), 1 a failure (with traceback), 2 a user error (one `error: …`
-message, no traceback), 130 after Ctrl-C, 128 + n after signal n. Only the config classes are imported before the
+Exit codes: 0 success (or what `main` returns), 1 a failure, 2 a user error, 130 after Ctrl-C, 128 + n after signal n.
+A user error and an error of these packages is one `error: …` message with its notes; its traceback is in the run's
+`train.log`. Any other error is printed with its traceback. Only the config classes are imported before the
 configuration is validated.
 """
 
@@ -28,13 +29,17 @@ _HELP = ("--help", "-h", "help")
 _SOURCES = ("preset", "overlay", "config")
 
 INVOKED_AS: ContextVar[str] = ContextVar("INVOKED_AS", default="")
-"""The command the user typed, such as `plinth grpo`; empty where the app's module was run directly."""
+"""The command the user typed, such as `plinth grpo` or `python -m apps.grpo.main`; empty outside of `run_cli`."""
 
 
 def is_user_error(error: BaseException) -> bool:
     """Whether an exception is a user error: a ValueError class that one of these packages defines."""
-    own = any(base.__module__.partition(".")[0] in OWN_PACKAGES for base in type(error).__mro__)
-    return isinstance(error, ConfigError) or (isinstance(error, ValueError) and own)
+    return isinstance(error, ConfigError) or (isinstance(error, ValueError) and _is_own(error))
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether one of these packages defines the class of the error: its message is complete without a traceback."""
+    return any(base.__module__.partition(".")[0] in OWN_PACKAGES for base in type(error).__mro__)
 
 
 def run_cli(
@@ -97,6 +102,7 @@ def _load(cls: type[ConfigT], files: Sequence[Path], overrides: Sequence[str]) -
 def _run(
     main: Callable[[ConfigT], int | None], config: ConfigT, app_name: str, user_errors: tuple[type[BaseException], ...]
 ) -> NoReturn:
+    token = INVOKED_AS.set(app_name)
     try:
         with _signals_as_exceptions():
             code = main(config)
@@ -107,9 +113,14 @@ def _run(
         # Ray wraps errors of its workers; the wrapper's text is a remote traceback.
         cause = getattr(error, "cause", None)
         shown = cause if isinstance(cause, Exception) else error
-        if not (is_user_error(shown) or isinstance(shown, user_errors)):
+        if is_user_error(shown) or isinstance(shown, user_errors):
+            _fail(shown, app_name)
+        if not _is_own(error):
             raise
-        _fail(shown, app_name)
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+    finally:
+        INVOKED_AS.reset(token)
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

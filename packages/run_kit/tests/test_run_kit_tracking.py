@@ -31,11 +31,13 @@ from run_kit import (
 )
 from run_kit.config.loader import load_config
 from run_kit.errors import TrackingError
+from run_kit.report.svg import Series, line_chart
 from run_kit.tracking.panels import choose_panels
 from run_kit.tracking.progress import duration_text
 from run_kit.tracking.rollouts import choose_sample
 from run_kit.tracking.run_folder import visible_line
 from run_kit.tracking.summary import smooth
+from run_kit.tracking.writers import TensorBoardWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +254,25 @@ def test_smoothing_keeps_ends_and_straight_lines() -> None:
     line = [float(i) for i in range(10)]
     assert smooth(line) == pytest.approx(line)
     assert smooth([5.0, 1.0]) == [5.0, 1.0]
+    assert smooth([1.0, math.nan, 3.0, 5.0]) == pytest.approx([1.0, math.nan, 4.0, 5.0], nan_ok=True)
+
+
+def test_values_that_are_not_finite_are_gaps(table: MetricsTable, tmp_path: Path) -> None:
+    for step, value in enumerate([1.0, 2.0, math.nan, math.inf, 3.0, 4.0], start=1):
+        table.log(step, {"actor/loss": value})
+    steps, values = table.series("actor/loss", gaps=True)
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert values == pytest.approx([1.0, 2.0, math.nan, math.nan, 3.0, 4.0], nan_ok=True)
+    assert write_curves(table, tmp_path / "curves.png") is not None
+    chart = line_chart([Series(label="loss", steps=steps, values=values)], title="loss")
+    assert chart.count("<polyline") == 2
+    assert chart.count("<circle") == 4
+    assert "nan" not in chart
+    writer = TensorBoardWriter(tmp_path / "tensorboard")
+    writer.write(1, {"actor/loss": math.inf})
+    writer.close()
+    [(_, _, written)] = read_events(tmp_path / "tensorboard")
+    assert math.isnan(written)
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------

@@ -180,7 +180,11 @@ def _servers(
 @contextmanager
 def _ranks(trainer: RanksConfig, rank_gpus: Sequence[tuple[int, ...]], *, name: str = "") -> Iterator[WorkerGroup]:
     ranks = WorkerGroup(
-        rank_gpus, num_threads=trainer.cpu_threads_per_rank, timeout_s=trainer.step_timeout_s, name=name
+        rank_gpus,
+        num_threads=trainer.cpu_threads_per_rank,
+        timeout_s=trainer.step_timeout_s,
+        stall_timeout_s=trainer.stall_timeout_s,
+        name=name,
     )
     try:
         ranks.connect()

@@ -1,5 +1,6 @@
 """A model on its ranks: log-probs, values and optimizer steps of a train batch."""
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from ds_engine import EngineConfig, Head, LossFn, OptimConfig, StepStats
 from rl_core import BatchConfig
 from weight_sync import Endpoint, SyncConfig, SyncReport
 
+from ..errors import DivergedError
 from ..experience import ExperienceBatch, Float32Array, Phase
 from .loss_spec import LossSpec
 from .train_batch import MiniBatch, TrainBatch
@@ -26,11 +28,66 @@ class TokenColumns:
     entropy: tuple[Float32Array, ...]
 
 
+def is_skipped(stats: StepStats) -> bool:
+    """Whether an optimizer step changed nothing, because a gradient was not finite."""
+    return not (stats.step_applied and math.isfinite(stats.grad_norm))
+
+
+class SkippedUpdates:
+    """Counts the updates of a model that are skipped because a gradient is not finite, and ends the run at `limit`.
+
+    fp16 skips updates until it has found its loss scale, so only updates at a scale of 1 count.
+    """
+
+    def __init__(self, model: str, limit: int, report: Callable[[str], None]) -> None:
+        """`limit`: number in a row that ends the run; 0: no limit. `report` gets one line at the first."""
+        self._model, self._limit, self._report = model, limit, report
+        self._reported: set[bool] = set()
+        self.in_a_row = 0
+
+    def count(self, stats: StepStats) -> None:
+        """Raises DivergedError at the limit."""
+        if not is_skipped(stats):
+            self.in_a_row = 0
+            return
+        scaled = stats.loss_scale > 1
+        if scaled not in self._reported:
+            self._reported.add(scaled)
+            why = f"loss {stats.loss:.4g}, gradient norm {stats.grad_norm:.4g}"
+            what = f"fp16 lowers its loss scale, {stats.loss_scale:g}, which is normal at the start" if scaled else why
+            self._report(f"warning: skipped an update of the {self._model}, because its gradient is not finite: {what}")
+        self.in_a_row += not scaled
+        if self._limit and self.in_a_row >= self._limit:
+            raise self.error(f"allowed: fewer than trainer.max_skipped_updates ({self._limit}) in a row")
+
+    def check(self) -> None:
+        """Raises DivergedError if the last update was skipped."""
+        if self.in_a_row and self._limit:
+            raise self.error("nothing was exported")
+
+    def error(self, consequence: str) -> DivergedError:
+        return DivergedError(
+            f"the {self._model} has diverged: the gradients of its last {self.in_a_row} updates are not finite; "
+            f"{consequence}. Lower its learning rate, or look for the step in which its loss exploded"
+        )
+
+
 class ModelHandle:
     """The engine of the role `name` ("actor", "ref", "critic") on all ranks of a group."""
 
-    def __init__(self, ranks: WorkerGroup, name: str, batch: BatchConfig, *, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        ranks: WorkerGroup,
+        name: str,
+        batch: BatchConfig,
+        *,
+        temperature: float = 1.0,
+        max_skipped_updates: int = 0,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        """`max_skipped_updates` and `report` are those of `SkippedUpdates`."""
         self.ranks, self.name, self._batch, self._temperature = ranks, name, batch, temperature
+        self.skipped = SkippedUpdates(name, max_skipped_updates, report)
         self._sp = 1
 
     def build(self, model_path: str, config: EngineConfig, *, total_steps: int, head: Head = "lm") -> None:
@@ -82,6 +139,7 @@ class ModelHandle:
 
         Raises:
             InputError: the ranks cannot import `loss_fn`.
+            DivergedError: `max_skipped_updates` updates in a row had a gradient that is not finite.
         """
         if isinstance(mini_batch, ExperienceBatch):
             with TrainBatch.of(mini_batch) as only:
@@ -89,7 +147,9 @@ class ModelHandle:
         loss = LossSpec.of(loss_fn)
         deliveries = mini_batch.batch.deliveries(*self._layout, with_columns=True)
         index = mini_batch.index
-        return self.ranks.run_each(TrainerWorker.train, deliveries, self.name, index, loss, self._temperature)[0]
+        stats = self.ranks.run_each(TrainerWorker.train, deliveries, self.name, index, loss, self._temperature)[0]
+        self.skipped.count(stats)
+        return stats
 
     @property
     def _layout(self) -> tuple[WorkerGroup, int, BatchConfig]:
@@ -97,7 +157,12 @@ class ModelHandle:
         return self.ranks, self._sp, self._batch
 
     def export(self, folder: str, model_files_from: str) -> None:
-        """Writes a Hugging Face folder with the current weights."""
+        """Writes a Hugging Face folder with the current weights.
+
+        Raises:
+            DivergedError: the gradient of the last update was not finite.
+        """
+        self.skipped.check()
         self.ranks.run(TrainerWorker.export, self.name, folder, model_files_from)
 
     def describe(self) -> ModelDescription:

@@ -33,6 +33,7 @@ from ds_engine import EngineConfig, Head, StepStats, TokenOutputs, ZeroEngine, i
 from rl_core import PackedBatch, linear_log_prob
 from weight_sync import Adapter, Endpoint, SyncConfig, SyncReport, WeightPusher, ZeroSource
 
+from .heartbeat import Heartbeat
 from .loss_spec import LossSpec
 
 _RNG = "rng"
@@ -71,7 +72,10 @@ class RankProfiler:
 class TrainerWorker:
     """Rank `rank` of `world_size`. Methods that train, gather or save are collective: call them on all ranks."""
 
-    def __init__(self, rank: int, world_size: int, *, device: str, num_threads: int) -> None:
+    def __init__(
+        self, rank: int, world_size: int, *, device: str, num_threads: int, heartbeats: str | None = None
+    ) -> None:
+        """`heartbeats`: the memory to which this process sends heartbeats, see `Heartbeats`."""
         torch.set_num_threads(num_threads)
         self.rank, self.world_size = rank, world_size
         # CUDA_VISIBLE_DEVICES shows a rank only its own GPU.
@@ -83,6 +87,8 @@ class TrainerWorker:
         self._pusher: WeightPusher | None = None
         self._pushed_role = ""
         self._profiler = RankProfiler()
+        if heartbeats is not None:
+            Heartbeat(heartbeats, rank)
 
     def reserve_address(self) -> tuple[str, int]:
         """A host name and a free port for the process group; called on rank 0."""

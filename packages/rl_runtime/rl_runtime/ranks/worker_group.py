@@ -14,18 +14,31 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..errors import RankError
 from .environment import rank_env
+from .heartbeat import Heartbeats, find_stalled
 from .trainer_worker import TrainerWorker
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+_LIMITED_ELSEWHERE = (  # calls in which a rank may rest: until servers have paused, until a thread has written
+    TrainerWorker.connect_servers.__name__,
+    TrainerWorker.push_weights.__name__,
+    TrainerWorker.close_saver.__name__,
+)
 
 
 class WorkerGroup:
     """`world_size` trainer ranks in one process group."""
 
     def __init__(
-        self, rank_gpus: Sequence[tuple[int, ...]], *, num_threads: int, timeout_s: float, name: str = ""
+        self,
+        rank_gpus: Sequence[tuple[int, ...]],
+        *,
+        num_threads: int,
+        timeout_s: float,
+        stall_timeout_s: float = 300.0,
+        name: str = "",
+        report: Callable[[str], None] = print,
     ) -> None:
         """Starts the processes; `connect` waits for them.
 
@@ -33,10 +46,14 @@ class WorkerGroup:
             rank_gpus: the GPU ids of every rank, or () for the CPU.
             num_threads: torch threads of each rank.
             timeout_s: seconds that one call may take on the ranks.
+            stall_timeout_s: seconds in which at least one rank has to move.
             name: the group's name in error messages.
+            report: gets a line if the ranks have not moved for a fifth of `stall_timeout_s`.
         """
         self.world_size = len(rank_gpus)
-        self._timeout_s, self._name = timeout_s, f"{name} " if name else ""
+        self._timeout_s, self._stall_timeout_s = timeout_s, stall_timeout_s
+        self._name, self._report = f"{name} " if name else "", report
+        self._heartbeats = Heartbeats(self.world_size)
         device = "cuda" if rank_gpus[0] else "cpu"
         here = ray.get_runtime_context().get_node_id()  # the placement plans this host's devices
         actor = ray.remote(TrainerWorker)
@@ -46,7 +63,7 @@ class WorkerGroup:
                 max_restarts=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
                 runtime_env={"env_vars": rank_env(gpus, num_threads)},
-            ).remote(rank, self.world_size, device=device, num_threads=num_threads)
+            ).remote(rank, self.world_size, device=device, num_threads=num_threads, heartbeats=self._heartbeats.path)
             for rank, gpus in enumerate(rank_gpus)
         ]
 
@@ -84,6 +101,8 @@ class WorkerGroup:
         """Kills the processes; nothing is saved."""
         for actor in self._actors:
             ray.kill(actor)
+        if self._actors:
+            self._heartbeats.close()
         self._actors = []
 
     def _wait(self, refs: Sequence[Any], method: str) -> list[Any]:
@@ -92,26 +111,46 @@ class WorkerGroup:
         rank_of = {ref: rank for rank, ref in enumerate(refs)}
         results: list[Any] = [None] * len(refs)
         pending = list(refs)
-        deadline = time.monotonic() + self._timeout_s
+        begin = time.monotonic()
+        warned = False
         while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
-                ranks = sorted(rank_of[ref] for ref in pending)
+            left_s = begin + self._timeout_s - time.monotonic()
+            done, pending = ray.wait(pending, num_returns=1, timeout=min(max(0.0, left_s), self._stall_timeout_s / 10))
+            ranks = sorted(rank_of[ref] for ref in pending)
+            if not done and left_s <= 0:
                 raise RankError(
-                    f"{self._name}ranks {ranks} of {len(refs)} did not finish {method!r} in {self._timeout_s:.0f} s"
+                    f"{self._name}ranks {ranks} of {len(refs)} did not finish {method!r} in {self._timeout_s:.0f} s "
+                    f"(trainer.step_timeout_s): {self._stalled(ranks, 0.0)}"
                 )
+            if done or method in _LIMITED_ELSEWHERE:
+                pass
+            elif stalled := self._stalled(ranks, self._stall_timeout_s):
+                raise RankError(
+                    f"{method!r} makes no progress on any rank (trainer.stall_timeout_s={self._stall_timeout_s:g}): "
+                    + stalled
+                )
+            elif not warned and (stalled := self._stalled(ranks, self._stall_timeout_s / 5)):
+                warned = True
+                self._report(f"warning: {method!r} makes no progress: {stalled}")
             for ref in done:
+                where = f"{self._name}rank {rank_of[ref]} of {len(refs)}"
                 try:
                     results[rank_of[ref]] = ray.get(ref)
                 except RayTaskError as error:
                     _discard_errors(pending)
-                    text = f"{self._name}rank {rank_of[ref]} of {len(refs)} failed in {method!r}:\n{error}"
-                    raise RankError(text, error.cause) from error
+                    cause = error.cause
+                    what = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+                    raise RankError(f"{where} failed in {method!r}: {what}", cause) from error
                 except RayActorError as error:
-                    raise RankError(
-                        f"{self._name}rank {rank_of[ref]} of {len(refs)} died in {method!r}: {error}"
-                    ) from error
+                    reason = " ".join(str(error).split())
+                    raise RankError(f"{where} died in {method!r}: {reason}") from error
         return results
+
+    def _stalled(self, ranks: Sequence[int], limit_s: float) -> str:
+        """What the ranks that hold up a call do, if none of `ranks` has moved for `limit_s` seconds; else empty."""
+        now = time.monotonic()
+        stalled = find_stalled({rank: self._heartbeats.read(rank) for rank in ranks}, now, limit_s=limit_s)
+        return "; ".join(f"{self._name}rank {rank} {beat.describe(now)}" for rank, beat in stalled.items())
 
 
 def _discard_errors(refs: Sequence[Any]) -> None:

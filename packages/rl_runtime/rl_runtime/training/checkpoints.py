@@ -75,6 +75,11 @@ class RunCheckpoints:
         """Whether a checkpoint is written after this step."""
         return self._trainer.save_freq > 0 and step % self._trainer.save_freq == 0
 
+    @property
+    def num_skipped_updates(self) -> int:
+        """Number of updates since the last that changed a model, of the model with the most."""
+        return max(role.skipped.in_a_row for role in self._roles.values())
+
     def save(self, step: int, metrics: Mapping[str, float]) -> None:
         """Saves the state after `step`.
 

@@ -85,7 +85,10 @@ class TrainingLoop:
                 metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
                 with timer.phase("sync"):
                     metrics |= self._sync(version=step)
-                if self._checkpoints.is_due(step):
+                if self._checkpoints.is_due(step) and (skipped := self._checkpoints.num_skipped_updates):
+                    # The last good checkpoint must not make room for a model that has diverged.
+                    self._record.info(f"step {step}: no checkpoint, because the last {skipped} updates were skipped")
+                elif self._checkpoints.is_due(step):
                     with timer.phase("checkpoint"):
                         self._checkpoints.save(step, metrics)
         metrics["rollout/num_restarts"] = float(self._servers.num_restarts)

@@ -9,6 +9,7 @@ from ds_engine import StepStats
 from rl_core import mismatch_metrics
 
 from ..experience import ExperienceBatch
+from ..ranks.model_handle import is_skipped
 from ..rollout.phase import Collected
 
 
@@ -62,17 +63,23 @@ def mismatch(batch: ExperienceBatch, log_probs: tuple[np.ndarray, ...]) -> dict[
 
 
 def update_metrics(prefix: str, stats: Sequence[StepStats]) -> dict[str, float]:
-    """Metrics over the optimizer steps of one training step: means; sums for counts."""
+    """Metrics over the optimizer steps of one training step: means over the updates made; sums for counts.
+
+    Where all updates were skipped, the means are over those, and not finite.
+    """
+    num_skipped = sum(map(is_skipped, stats))
+    made = [s for s in stats if not is_skipped(s)] or stats
     names = dict.fromkeys(name for s in stats for name in s.metrics)
     return {
-        f"{prefix}/loss": float(np.mean([s.loss for s in stats])),
-        f"{prefix}/grad_norm": float(np.mean([s.grad_norm for s in stats])),
+        f"{prefix}/loss": float(np.mean([s.loss for s in made])),
+        f"{prefix}/grad_norm": float(np.mean([s.grad_norm for s in made])),
         f"{prefix}/lr": stats[-1].lr,
-        f"{prefix}/num_updates": float(len(stats)),
+        f"{prefix}/num_updates": float(len(stats) - num_skipped),
+        f"{prefix}/num_skipped_updates": float(num_skipped),
         f"{prefix}/num_micro_batches": float(sum(s.num_micro_batches for s in stats)),
         f"{prefix}/guarded_collectives": float(sum(s.num_guarded_collectives for s in stats)),
         f"{prefix}/skipped_inactive_micro": float(sum(s.num_skipped_micro_batches for s in stats)),
-        **{f"{prefix}/{name}": float(np.mean([s.metrics[name] for s in stats])) for name in names},
+        **{f"{prefix}/{name}": float(np.mean([s.metrics[name] for s in made])) for name in names},
     }
 
 

@@ -121,7 +121,7 @@ def _own_panel(table: MetricsTable, panels: Sequence[Panel], title: str) -> str:
 
 
 def _line_figure(table: MetricsTable, panel: Panel) -> str:
-    found = {name: table.series(name) for name in panel.metrics}
+    found = {name: table.series(name, gaps=True) for name in panel.metrics}
     series = [
         Series(label=label_of(panel, name), steps=steps, values=values)
         for name, (steps, values) in found.items()

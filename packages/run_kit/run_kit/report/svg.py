@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 
-from ..tracking.summary import smooth
+from ..tracking.summary import smooth, tail_mean
 
 MAX_POINTS = 300
 NUM_COLORS = 12
@@ -16,7 +16,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 8.0, 24.0
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line or layer: a label, its steps ascending, a finite value each."""
+    """One line or layer: a label, its steps ascending, a value each; nan is a gap in a line. One value is finite."""
 
     label: str
     steps: Sequence[int]
@@ -90,7 +90,7 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
         return series
     bounds = [index * len(series.steps) // limit for index in range(limit + 1)]
     pieces = [slice(a, b) for a, b in pairwise(bounds)]
-    values = [sum(series.values[piece]) / len(series.values[piece]) for piece in pieces]
+    values = [tail_mean(values, len(values)) for values in (series.values[piece] for piece in pieces)]
     return Series(label=series.label, steps=[series.steps[piece][-1] for piece in pieces], values=values)
 
 
@@ -99,7 +99,7 @@ def line_chart(series: Sequence[Series], *, title: str, width: float = 360.0, he
     shown = [thin(one) for one in series if one.steps]
     if not shown:
         return ""
-    values = [value for one in shown for value in one.values]
+    values = [value for one in shown for value in one.values if math.isfinite(value)]
     ticks = nice_ticks(min(values), max(values))
     scale = _Scale(shown, ticks, width, height)
     parts = [_frame(scale, ticks, [(scale.x(step), str(step)) for step in _step_ticks(scale.first, scale.last)])]
@@ -108,12 +108,14 @@ def line_chart(series: Sequence[Series], *, title: str, width: float = 360.0, he
             continue
         points = [(scale.x(step), scale.y(value)) for step, value in zip(one.steps, one.values, strict=True)]
         noisy = len(shown) == 1 and len(points) >= 10
-        parts.append(_polyline(points, f"line {color(index)}{' raw' if noisy else ''}"))
+        parts.append(_polylines(points, f"line {color(index)}{' raw' if noisy else ''}"))
         if noisy:
             smoothed = [(x, scale.y(value)) for (x, _), value in zip(points, smooth(list(one.values)), strict=True)]
-            parts.append(_polyline(smoothed, f"line {color(index)}"))
+            parts.append(_polylines(smoothed, f"line {color(index)}"))
         small = " few" if len(points) <= 20 else ""
         for (x, y), step, value in zip(points, one.steps, one.values, strict=True):
+            if math.isnan(value):
+                continue
             tip = escape(f"{one.label}, step {step}: {value:.6g}")
             place = f'class="dot {color(index)}{small}" cx="{x:.1f}" cy="{y:.1f}" r="4"'
             parts.append(f"<circle {place}><title>{tip}</title></circle>")
@@ -156,9 +158,11 @@ def stack_chart(
     return _svg(parts, title, width, height)
 
 
-def _polyline(points: Sequence[tuple[float, float]], kind: str) -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline class="{kind}" points="{path}"/>'
+def _polylines(points: Sequence[tuple[float, float]], kind: str) -> str:
+    """One line for each run of points whose values are numbers."""
+    runs = [list(run) for known, run in groupby(points, lambda point: not math.isnan(point[1])) if known]
+    paths = [" ".join(f"{x:.1f},{y:.1f}" for x, y in run) for run in runs]
+    return "".join(f'<polyline class="{kind}" points="{path}"/>' for path in paths)
 
 
 def _frame(scale: _Scale, ticks: Sequence[float], below: Sequence[tuple[float, str]]) -> str:

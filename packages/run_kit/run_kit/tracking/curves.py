@@ -95,7 +95,7 @@ def _frame_panel(axes: Any, panel: Panel) -> None:
 
 def _draw_runs(axes: Any, tables: Mapping[str, MetricsTable], panel: Panel, *, legend: bool) -> None:
     for (label, table), color in zip(tables.items(), itertools.cycle(COLORS), strict=False):
-        steps, values = table.series(panel.metrics[0])
+        steps, values = table.series(panel.metrics[0], gaps=True)
         marker = "o" if len(values) <= 10 else None
         axes.plot(steps, values, color=color, linewidth=1.4, marker=marker, markersize=3.5, label=label)
     if legend:
@@ -105,7 +105,7 @@ def _draw_runs(axes: Any, tables: Mapping[str, MetricsTable], panel: Panel, *, l
 def _draw_lines(axes: Any, table: MetricsTable, panel: Panel) -> None:
     drawn = 0
     for name, color in zip(panel.metrics, COLORS, strict=False):
-        steps, values = table.series(name)
+        steps, values = table.series(name, gaps=True)
         if not steps:
             continue
         drawn += 1

@@ -100,6 +100,7 @@ class RunFolder:
     ) -> None:
         if self._log and error is not None and not (isinstance(error, SystemExit) and error.code in (0, None)):
             self._log.write_text("".join(traceback.format_exception(kind, error, trace)))
+            error.add_note(f"The traceback is in {self.log_file}")
         self._log = None
         self._stack.close()
 

@@ -57,7 +57,10 @@ def summarize(values: Sequence[float], count: int = 5) -> MetricSummary:
 
 
 def smooth(values: list[float], window: int = 5) -> list[float]:
-    """Centered moving average over `window` values, fewer at both ends."""
+    """Centered moving average over `window` values, fewer at both ends; nan stays nan and is left out of the others."""
     half, last = window // 2, len(values) - 1
     windows = [values[i - min(half, i, last - i) : i + min(half, i, last - i) + 1] for i in range(len(values))]
-    return [sum(near) / len(near) for near in windows]
+    return [
+        tail_mean(near, window) if math.isfinite(value) else math.nan
+        for value, near in zip(values, windows, strict=True)
+    ]

@@ -39,9 +39,9 @@ class TensorBoardWriter:
         self._writer = EventFileWriter(str(folder))
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Write one event with all finite scalars of the step."""
-        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in finite.items()]
+        """Write one event with all scalars of the step; those that are not finite are nan, a gap in the chart."""
+        numbers = {name: float(value) if math.isfinite(value) else math.nan for name, value in metrics.items()}
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
         self._writer.add_event(event)
         self._writer.flush()

@@ -1,0 +1,86 @@
+"""Heartbeats: a rank that hangs is named with its host, its place and for how long."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from plinth_testing import wait_until
+from rl_runtime.ranks.heartbeat import INTERVAL_S, Beat, Heartbeats, find_stalled
+
+WORK = """
+import sys, time
+from rl_runtime.ranks.heartbeat import Heartbeat
+
+def compute(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(1000))
+
+Heartbeat(sys.argv[1], 1, interval_s=0.05)
+compute(0.5)
+time.sleep(1000)
+"""
+
+
+def beat(where: str = "torch/autograd/graph.py:1 in backward", *, still: float = 60, frozen: float = 0) -> Beat:
+    return Beat(host="node", pid=7, beat_at=1000 - frozen, moved_at=1000 - max(still, frozen), where=where)
+
+
+WAITS = "torch/distributed/distributed_c10d.py:1 in all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("beats", "stalled"),
+    [
+        ({0: beat(), 1: beat(WAITS)}, {0}),
+        ({0: beat(WAITS), 1: beat(WAITS)}, {0, 1}),
+        ({0: beat(WAITS), 1: beat(WAITS, frozen=55)}, {1}),
+        ({0: beat(), 1: beat(WAITS, frozen=55)}, {1}),
+        ({0: beat(still=10), 1: beat(WAITS)}, set()),  # rank 0 still works
+        ({0: None, 1: beat(WAITS)}, set()),  # rank 0 still starts
+        ({}, set()),
+    ],
+)
+def test_the_rank_that_holds_up_the_others_is_found(beats: dict[int, Beat | None], stalled: set[int]) -> None:
+    assert set(find_stalled(beats, 1000.0, limit_s=50)) == stalled
+
+
+@pytest.fixture
+def heartbeats() -> Iterator[Heartbeats]:
+    made = Heartbeats(2)
+    yield made
+    made.close()
+
+
+def test_a_process_reports_where_it_is_and_a_stopped_one_is_silent(heartbeats: Heartbeats) -> None:
+    command = [sys.executable, "-c", WORK, heartbeats.path]
+    with subprocess.Popen(command) as process:
+        try:
+            places = set()
+
+            def sleeps() -> bool:
+                if (found := heartbeats.read(1)) is None:
+                    return False
+                places.add(found.where)
+                return found.still_s(time.monotonic()) > 0.6 and "in <module>" in found.where
+
+            wait_until(sleeps, 60)
+            assert any("in compute" in place for place in places)
+            assert heartbeats.read(0) is None, "rank 0 has not started"
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(0.2)
+            stopped = heartbeats.read(1)
+            time.sleep(0.3)
+            assert stopped is not None
+            assert heartbeats.read(1) == stopped
+            assert "no heartbeat" not in stopped.describe(stopped.beat_at + INTERVAL_S)
+            text = stopped.describe(stopped.beat_at + 60)
+            assert f"no heartbeat for 60 s ({socket.gethostname()}, pid {process.pid})" in text
+        finally:
+            process.kill()
