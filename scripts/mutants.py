@@ -189,7 +189,10 @@ def failures_without_fault(copy: Copy, tests: Sequence[str]) -> dict[str, str]:
     if not tests:
         return {}
     code, output = copy.run_tests(tests, "-rA", "--tb=short", timeout_s=3 * TIMEOUT_S)
-    if code not in (0, 1):
+    if code not in (0, 1):  # a file that cannot be imported hides the others
+        by_file = [[test for test in tests if _file(test) == file] for file in dict.fromkeys(map(_file, tests))]
+        if len(by_file) > 1:
+            return {test: why for part in by_file for test, why in failures_without_fault(copy, part).items()}
         return dict.fromkeys(tests, f"pytest ended with {code} without the fault: {output[-600:]}")
     found = {}
     for test in tests:
@@ -205,6 +208,10 @@ def _nodes(output: str, *outcomes: str) -> list[str]:
     """Node ids of pytest's short summary (-rA) with these outcomes."""
     lines = (line.split(" ", 1) for line in output.splitlines() if line.startswith(outcomes))
     return [rest[0].split(" - ", 1)[0] for _, *rest in lines if rest and "::" in rest[0]]
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def _selects(test: str, node: str) -> bool:
@@ -236,12 +243,12 @@ def drill(original: Path, faults: Sequence[Fault], *, jobs: int, probe: bool = T
         fault.planted(original)
     # By file: cases of one file share fixtures.
     tests = sorted({test for fault in faults for test in fault.tests})
-    files = sorted({test.partition("::")[0] for test in tests})
+    files = sorted(set(map(_file, tests)))
     with tempfile.TemporaryDirectory(prefix="mutants") as folder, ThreadPoolExecutor(jobs) as pool:
         copies = [Copy(original, Path(folder).resolve() / f"copy{index}") for index in range(jobs)]
         if probe:
             check_imports(copies[0])
-        shares = [[test for test in tests if test.partition("::")[0] in files[index::jobs]] for index in range(jobs)]
+        shares = [[test for test in tests if _file(test) in files[index::jobs]] for index in range(jobs)]
         useless: dict[str, str] = {}
         for found in pool.map(failures_without_fault, copies, shares):
             useless |= found

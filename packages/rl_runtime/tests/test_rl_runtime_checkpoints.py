@@ -1,5 +1,9 @@
-"""Which checkpoints a run refuses to resume from before it changes an engine. The tests of the apps save and load."""
+"""Which checkpoints a run refuses to resume from before it changes an engine, and what it restores.
 
+The tests of the apps save and load engines.
+"""
+
+import random
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,7 @@ import pytest
 from ckpt import ArchitectureMismatchError, Checkpoint, CheckpointManager, capture_rng
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError
+from rl_runtime.ranks.trainer_worker import TrainerWorker
 from rl_runtime.training.checkpoints import RunCheckpoints
 
 MODEL = {"w": {"shape": [2, 3], "dtype": "bfloat16"}}
@@ -68,3 +73,29 @@ def test_the_same_model_in_another_dtype_is_loaded(tmp_path: Path) -> None:
     checkpoints({"actor": actor}, sampler).load(saved)
     assert actor.loaded == [str(saved.path / "actor")]
     assert sampler.loaded == [{"at": 3}]
+
+
+class RankOfThisProcess:
+    """A group of one real `TrainerWorker` without engines; draws a random number after every call."""
+
+    world_size = 1
+
+    def __init__(self) -> None:
+        self.worker = TrainerWorker(0, 1, device="cpu", num_threads=1)
+        self.drawn: dict[str, float] = {}
+
+    def run(self, method: Any, *args: Any) -> None:
+        method(self.worker, *args)
+        self.drawn[method.__name__] = random.random()
+
+
+def test_ranks_and_driver_draw_on_where_the_checkpoint_was_saved(tmp_path: Path) -> None:
+    trainer = TrainerConfig(save_freq=1, background_save=False)
+    before, after = RankOfThisProcess(), RankOfThisProcess()
+    with RunCheckpoints(tmp_path, trainer, [before], roles={}, parts={}, config="") as run:  # type: ignore[list-item]
+        run.save(1, {})
+        drawn_by_driver = random.random()
+    resumed = RunCheckpoints(tmp_path, trainer, [after], roles={}, parts={}, config="")  # type: ignore[list-item]
+    resumed.load(CheckpointManager(tmp_path).load(1))
+    assert random.random() == drawn_by_driver
+    assert after.drawn == {"load_rng": before.drawn["save"]}

@@ -1,19 +1,21 @@
-"""Columns stay aligned with their samples and tokens through selection, mini batches and packing."""
+"""Columns stay aligned with their samples and tokens through selection, mini batches and packing; so do losses."""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core import BatchConfig, PackedBatch, gae, token_rewards
+from ds_engine import TokenOutputs
+from rl_core import BatchConfig, LossAggregation, PackedBatch, gae, token_rewards
 from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.ranks.train_batch import TrainBatch
 from rl_runtime.ranks.trainer_worker import TrainerWorker
+from rl_runtime.training.policy import PolicyConfig, policy_loss, with_loss_weights
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,77 @@ def test_packed_columns_stay_aligned_with_their_tokens(groups: list[list[int]], 
             assert micro.input_ids_T[micro.target_index_K + 1].tolist() == micro.target_ids_K.tolist()
             seen += micro.num_targets
     assert seen == int(batch.response_lens_N.sum())
+
+
+def made_up(ids: Any) -> dict[str, Any]:
+    """Log-probs, entropies and advantages as functions of the token id."""
+    return {
+        "log_probs": -0.5 - ids % 7 * 0.1,
+        "old_log_probs": -0.5 - ids % 5 * 0.2,
+        "ref_log_probs": -0.5 - ids % 3 * 0.3,
+        "entropy": ids % 11 * 0.1,
+        "advantages": (ids % 13 - 6) / 3,
+    }
+
+
+@settings(max_examples=30)
+@given(
+    groups=groups_of_lengths,
+    num_ranks=st.integers(1, 3),
+    budget=st.integers(8, 64),
+    mode=st.sampled_from(get_args(LossAggregation)),
+)
+def test_micro_batches_share_the_policy_loss_and_metrics_of_their_mini_batch(
+    groups: list[list[int]], num_ranks: int, budget: int, mode: Any
+) -> None:
+    config = PolicyConfig(clip_low=0.1, clip_high=0.4, loss_aggregation=mode, entropy_coef=0.01)
+    batch = make_batch(groups)
+    ids_K = batch.flat("tag").double()
+    for name in ("old_log_probs", "ref_log_probs", "advantages"):
+        batch = batch.with_column(name, [made_up(tag.astype(np.float64))[name] for tag in batch.columns["tag"]])
+    batch = with_loss_weights(batch, config, max_tokens=16)
+    found: dict[str, float] = {}
+    for micro in (micro for rank in packed(batch, num_ranks, budget) for micro in rank if micro.num_targets):
+        own = made_up(micro.target_ids_K.double())
+        outputs = TokenOutputs(log_probs_K=own["log_probs"], entropy_K=own["entropy"])
+        share = policy_loss(outputs, micro, config=config, kl_coef=0.3)
+        for name, value in {"loss": share.loss, **share.metrics}.items():
+            found[name] = found.get(name, 0.0) + float(value)
+
+    lens_N = batch.response_lens_N.double()
+    length_K = lens_N.repeat_interleave(batch.response_lens_N)
+    divisor_K = {
+        "token_mean": torch.full_like(length_K, float(lens_N.sum())),
+        "seq_mean_token_sum": torch.full_like(length_K, len(lens_N)),
+        "seq_mean_token_mean": len(lens_N) * length_K,
+        "fixed_length": torch.full_like(length_K, len(lens_N) * 16),
+    }[mode]
+    token = made_up(ids_K)
+    ratio_K = (token["log_probs"] - token["old_log_probs"]).exp()
+    clipped_K = ratio_K.clamp(0.9, 1.4)
+    pg_K = -torch.minimum(ratio_K * token["advantages"], clipped_K * token["advantages"])
+    log_ref_K = token["ref_log_probs"] - token["log_probs"]
+    kl_K = ratio_K * (log_ref_K.exp() - 1 - log_ref_K)
+    assert found == pytest.approx(
+        {
+            "loss": float(((pg_K + 0.3 * kl_K - 0.01 * token["entropy"]) / divisor_K).sum()),
+            "pg_loss": float((pg_K / divisor_K).sum()),
+            "clip_fraction": float((pg_K != -ratio_K * token["advantages"]).double().mean()),
+            "entropy": float(token["entropy"].mean()),
+            "kl": float(kl_K.mean()),
+        },
+        rel=1e-4,
+        abs=1e-5,
+    )
+
+
+def test_every_mini_batch_has_loss_weights_of_its_own() -> None:
+    batch = make_batch([[3, 2], [9], [1, 4]])
+    minis = batch.mini_batch_indices(1)
+    weighted = with_loss_weights(batch, PolicyConfig(), max_tokens=16, mini_batches=minis)
+    for mini in map(weighted.select, minis):
+        assert float(mini.flat("weights").sum()) == pytest.approx(1)
+        assert float(mini.flat("mean_weights").sum()) == pytest.approx(1)
 
 
 def test_a_column_of_the_wrong_length_is_refused() -> None:

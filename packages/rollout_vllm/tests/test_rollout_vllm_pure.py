@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import random
@@ -24,6 +25,7 @@ from rollout_vllm.client.protocol import MalformedAnswerError, completion_body, 
 from rollout_vllm.client.retry import backoff_s, classify_status
 from rollout_vllm.config import RolloutConfig, SamplingConfig
 from rollout_vllm.samples import Endpoint, request_seed
+from rollout_vllm.servers.auth import ApiKeyMiddleware
 from rollout_vllm.servers.checks import (
     available_memory_bytes,
     check_context,
@@ -355,6 +357,39 @@ def test_cpu_threads(cores: int, servers: int) -> None:
     assert threads >= 1
     assert threads == 1 or threads * servers <= cores / 2
     assert plan_cpu_threads(cores, servers, 7) == 7
+
+
+@pytest.mark.parametrize(
+    ("given", "passes"),
+    [
+        (b"Bearer right", True),
+        (b"bearer  right ", True),
+        (b"Bearer wrong", False),
+        (b"Bearer righ", False),
+        (b"Bearer ", False),
+        (b"Basic right", False),
+        (b"right", False),
+        (None, False),
+    ],
+)
+def test_only_requests_with_the_key_reach_the_server(
+    monkeypatch: pytest.MonkeyPatch, given: bytes | None, passes: bool
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    reached: list[str] = []
+    sent: list[object] = []
+
+    async def app(scope: object, receive: object, send: object) -> None:
+        reached.append(scope["type"])  # type: ignore[index]
+
+    async def send(message: object) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"x")] + ([] if given is None else [(b"Authorization", given)])
+    for kind in ("http", "websocket"):
+        asyncio.run(ApiKeyMiddleware(app)({"type": kind, "headers": headers}, None, send))  # type: ignore[arg-type]
+    assert reached == (["http", "websocket"] if passes else [])
+    assert [m.get("status", m.get("code")) for m in sent] == ([] if passes else [401, None, 1008])  # type: ignore[attr-defined]
 
 
 def test_detect_device() -> None:
