@@ -1,7 +1,7 @@
 """The vLLM plugin without a server."""
 
-from collections import deque
-from importlib import import_module
+from collections import Counter, deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.utils import replace_parameter
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
-from weight_sync import ReceiverError, TensorEntry, WeightManifest, plan_buckets
-from weight_sync.vllm_plugin import layout
-from weight_sync.vllm_plugin.adapters import patch_adapter_loading
+from weight_sync import BucketPlan, ReceiverError, SyncConfigError, TensorEntry, WeightManifest, plan_buckets
+from weight_sync.vllm_plugin import layout, stale_replies
+from weight_sync.vllm_plugin import patch as patch_module
 from weight_sync.vllm_plugin.apply import ModelLoader
-from weight_sync.vllm_plugin.patch import REPLACED, replace_method
+from weight_sync.vllm_plugin.patch import PATCHES, Patch, records
+from weight_sync.vllm_plugin.processing import recording
 from weight_sync.vllm_plugin.stale_replies import patch_executor
 
 
@@ -75,17 +77,6 @@ def test_replies_stay_in_order_after_a_failed_call() -> None:
     assert not any(replies)
 
 
-def test_replaced_methods_are_recorded_and_exist() -> None:
-    patch_executor()
-    patch_adapter_loading()
-    for path in REPLACED:
-        module, owner, name = path.rsplit(".", 2)
-        assert hasattr(getattr(import_module(module), owner), name)
-    assert {path.rpartition(".")[2] for path in REPLACED} == {"collective_rpc", "_load_adapter"}
-    with pytest.raises(AttributeError, match="renamed_upstream"):
-        replace_method(MultiprocExecutor, "renamed_upstream", lambda method: method)
-
-
 class Attention(MLAAttention):
     """Stand-in for MLA attention: derives a parameter from another layer's weight after loading."""
 
@@ -112,27 +103,195 @@ class Mla(nn.Module):
             getattr(param, "weight_loader", default_weight_loader)(param, tensor)
 
 
+def process(model: nn.Module) -> None:
+    """Processing after loading, with this package's record of it."""
+
+    def process_weights(model: nn.Module, model_config: Any, target_device: torch.device) -> None:
+        for module in model.modules():
+            if hasattr(module, "quant_method"):
+                module.quant_method.process_weights_after_loading(module)
+        for module in model.modules():
+            if isinstance(module, MLAAttention):
+                module.process_weights_after_loading(model_config.dtype)
+
+    recording(process_weights)(model, SimpleNamespace(dtype=torch.float32), torch.device("cpu"))
+
+
+def plan_of(model: nn.Module, *names: str) -> BucketPlan:
+    shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
+    entries = [TensorEntry(name=name, shape=shape, dtype="float32") for name, shape in shapes.items()]
+    return plan_buckets(WeightManifest.of(entries), 1024)
+
+
 def test_derived_parameters_are_recomputed_and_not_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
     model = Mla()
     record_metadata_for_reloading(model)
+    process(model)
     loader = ModelLoader(model, SimpleNamespace(dtype=torch.float32), torch.device("cpu"))
-    entries = {
-        "weight": TensorEntry(name="weight", shape=(4, 4), dtype="float32"),
-        "bias": TensorEntry(name="bias", shape=(4,), dtype="float32"),
-    }
-    plan = plan_buckets(WeightManifest.of(entries.values()), 1024)
-    assert loader.check(plan).direct
-    model.attention.process_weights_after_loading(torch.float32)
-    for missing in entries:  # vLLM does not record a bias for reloading either, but it is required
-        part = plan_buckets(WeightManifest.of(entry for name, entry in entries.items() if name != missing), 1024)
+    for missing, sent in (("weight", "bias"), ("bias", "weight")):
         with pytest.raises(ReceiverError, match="receives 0 of its") as caught:
-            loader.check(part)
+            loader.check(plan_of(model, sent))
         assert caught.value.tensor == missing
-
+    plan = plan_of(model, "weight", "bias")
     loader.begin(loader.check(plan))
-    loader.load(plan.buckets[0], torch.ones(plan.buckets[0].nbytes // 4).view(torch.uint8))
+    ones = torch.ones(plan.buckets[0].nbytes // 4).view(torch.uint8)
+    loader.load(plan.buckets[0], ones)
     assert loader.finish() == 2
     assert model.weight.eq(1).all()
     assert model.bias.eq(1).all()
     assert model.attention.get_parameter("W_UV").eq(2).all()
+    loader.begin_verify()
+    loader.verify(plan.buckets[0], ones)
+    assert loader.finish_verify() == 2
+    model.attention.get_parameter("W_UV")[1, 1] = 3
+    loader.begin_verify()
+    loader.verify(plan.buckets[0], ones)
+    with pytest.raises(ReceiverError, match=r"verify 'attention': .* W_UV differ"):
+        loader.finish_verify()
+
+
+class Packing(QuantizeMethodBase):
+    """Reverses a weight's rows after loading at the same shape, once, as vLLM packs experts on the CPU."""
+
+    def __init__(self, kind: str = "") -> None:
+        self.kind = kind
+        self.kernel: Any = None
+        self.num_calls = 0
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    def apply(self, layer: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.num_calls += 1
+        if self.kernel is None and self.kind != "plain":
+            replace_parameter(layer, "weight", layer.weight.data.flip(0).contiguous())
+            self.kernel = SimpleNamespace()
+            if self.kind == "hidden":
+                self.kernel.scale = layer.weight.amax().clone()
+        if self.kind == "random":
+            layer.weight.data[0, 0] = torch.rand(())
+
+
+def experts(kind: str = "", weight: Any = None) -> Any:
+    """A module with this kind of packing, with metadata for vLLM's reload."""
+    torch.manual_seed(0)
+    model: Any = Mla()
+    del model.attention
+    model.weight.data.copy_(torch.randn(4, 4) if weight is None else weight)
+    model.bias.data.copy_(torch.randn(4))
+    model.quant_method = Packing(kind)
+    record_metadata_for_reloading(model)
+    process(model)
+    return model
+
+
+def push(model: Any, *, layerwise: bool = False) -> tuple[ModelLoader, Any]:
+    loader = ModelLoader(model, SimpleNamespace(dtype=torch.float32), torch.device("cpu"))
+    plan = plan_of(model, "weight", "bias")
+    values = torch.arange(plan.buckets[0].nbytes // 4, dtype=torch.float32).view(torch.uint8)
+    loader.begin(loader.check(plan), layerwise=layerwise)
+    loader.load(plan.buckets[0], values)
+    assert loader.finish() == 2
+    return loader, (plan.buckets[0], values)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("weight", [None, torch.zeros(4, 4)], ids=["random", "constant"])
+def test_packed_weights_are_packed_again_and_verified(
+    layerwise: bool, weight: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+    model = experts(weight=weight)
+    kernel, address = model.quant_method.kernel, model.weight.data_ptr()
+    loader, sent = push(model, layerwise=layerwise)
+    assert torch.equal(model.weight, torch.arange(16.0).view(4, 4).flip(0))
+    assert (model.quant_method.kernel, model.weight.data_ptr()) == (kernel, address)
+    loader.begin_verify()
+    loader.verify(*sent)
+    assert loader.finish_verify() == 2
+    model.weight.data.copy_(model.weight.flip(0))  # the bytes that were sent, unpacked
+    loader.begin_verify()
+    with pytest.raises(ReceiverError, match=r"verify 'weight': .* bytes of the processed weight differ"):
+        loader.verify(*sent)
+
+
+def test_unchanged_weights_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+    model = experts("plain")
+    push(model)
+    assert torch.equal(model.weight, torch.arange(16.0).view(4, 4))
+    assert model.quant_method.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("hidden", "changed quant_method, which"), ("random", "gives other weights when it is rep")]
+)
+def test_processing_that_cannot_be_repeated_is_refused(kind: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+    with pytest.raises(ReceiverError, match=reason):
+        push(experts(kind))
+    push(experts(kind), layerwise=True)
+
+
+def test_model_that_was_loaded_without_the_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+    with pytest.raises(ReceiverError, match="plan 'weight': this load format bypasses vLLM's own loader"):
+        ModelLoader(Mla(), None, torch.device("cpu")).check(plan_of(Mla(), "weight"))
+
+
+# ---- the fence -------------------------------------------------------------------------------------------------------
+def test_installed_vllm_has_every_declared_part() -> None:
+    rows = records()
+    assert {row["name"]: row["problem"] for row in rows if row["state"] != "active"} == {}
+    assert len(rows) == 6
+    assert all(row["reason"] and row["tested"] == "vllm>=0.26,<0.34" for row in rows)
+
+
+@pytest.mark.parametrize("patch", [pytest.param(patch, id=patch.name) for patch in PATCHES])
+def test_renamed_part_of_vllm_is_refused_by_name(patch: Patch) -> None:
+    for table in ("replaces", "reads"):
+        for owner, names in getattr(patch, table).items():
+            for part in names:
+                head = part.partition("(")[0]
+                renamed = replace(patch, **{table: {owner: (part.replace(head, f"{head}_renamed"),)}})
+                PATCHES.remove(renamed)
+                with pytest.raises(SyncConfigError, match=f"{patch.name} cannot work: {owner} has no {head}_renamed"):
+                    renamed.check()
+                if "(" in part:
+                    changed = replace(patch, **{table: {owner: (part.replace("(", "(inserted, "),)}})
+                    PATCHES.remove(changed)
+                    with pytest.raises(SyncConfigError, match=rf"{head} takes \(.*, not \(inserted, "):
+                        changed.check()
+
+
+def test_untested_vllm_is_refused_or_runs_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_module, "_untested", lambda: "vllm 0.99 is not tested (>=0.26,<0.34 is)")
+    with pytest.raises(SyncConfigError, match=r"stale replies cannot work: vllm 0.99 .* Install vllm>=0.26,<0.34"):
+        stale_replies.PATCH.check()
+    exact = replace(stale_replies.PATCH, stock=True)
+    PATCHES.remove(exact)
+    assert not exact.check()
+    assert {row["state"] for row in records()} == {"refused"}
+    monkeypatch.setattr(MultiprocExecutor, "collective_rpc", MultiprocExecutor.collective_rpc)
+    before = MultiprocExecutor.collective_rpc
+    patch_executor()
+    assert MultiprocExecutor.collective_rpc is before
+
+
+def test_replacement_is_made_once_counted_and_restored() -> None:
+    class Owner:
+        def collective_rpc(self) -> str:
+            return "original"
+
+    patch = replace(stale_replies.PATCH, calls=Counter())
+    PATCHES.remove(patch)
+    restore = patch.replace(Owner, "collective_rpc", lambda original: lambda self: f"wrapped {original(self)}")
+    patch.replace(Owner, "collective_rpc", lambda original: lambda self: f"twice {original(self)}")
+    assert Owner().collective_rpc() == "wrapped original"
+    assert patch.calls == {"collective_rpc": 1}
+    restore()
+    assert Owner().collective_rpc() == "original"
+    with pytest.raises(AssertionError, match="does not declare"):
+        patch.replace(Owner, "other", lambda original: original)

@@ -6,6 +6,7 @@ from torch import Tensor
 from .plan import ALIGN_BYTES, Slot
 
 _WORDS = ALIGN_BYTES // 8
+_ROW_BYTES = 64 * ALIGN_BYTES
 _block_weights_of: dict[torch.device, Tensor] = {}
 
 
@@ -45,3 +46,20 @@ def _block_weights(num_blocks: int, device: torch.device) -> Tensor:
         weights = (index_B * 0x2545_F491_4F6C_DD1D) ^ (index_B << 17) | 1
         _block_weights_of[device] = weights
     return weights[:num_blocks]
+
+
+def digest(tensor: Tensor) -> tuple[int, int]:
+    """Checksums of any tensor's contents by blocks and by positions in larger ones: detects exchanged elements, too."""
+    bytes_N = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if bytes_N.numel() % _ROW_BYTES:
+        bytes_N = torch.nn.functional.pad(bytes_N, (0, -bytes_N.numel() % _ROW_BYTES))
+    sums_W = bytes_N.view(torch.int64).view(-1, _ROW_BYTES // 8).sum(0)
+    return checksum(bytes_N), int((sums_W * _block_weights(sums_W.numel(), sums_W.device)).sum().item())
+
+
+def like(origin: Tensor, values: Tensor) -> Tensor:
+    """``values`` with the shape, class and attributes (including vLLM's weight loaders) of ``origin``."""
+    tensor = values.view(origin.shape)
+    tensor.__class__ = origin.__class__
+    tensor.__dict__ = origin.__dict__.copy()
+    return tensor

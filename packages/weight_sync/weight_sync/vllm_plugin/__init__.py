@@ -7,8 +7,10 @@ def register() -> None:
     """Register the engine with vLLM's factory. vLLM calls this in every process, sometimes more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from .processing import record_processing
     from .stale_replies import patch_executor
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "weight_sync.vllm_plugin.engine", "PlinthEngine")
+    record_processing()
     patch_executor()

@@ -16,7 +16,21 @@ from ..adapter import Adapter
 from ..errors import ReceiverError, SyncConfigError
 from ..plan import Bucket, BucketPlan, Slot
 from ..tensors import slot_view
-from .patch import replace_method
+from .patch import Patch
+
+PATCH = Patch(
+    name="LoRA adapters in memory",
+    reason="vLLM loads a pushed adapter from the worker's memory instead of a folder",
+    stock=False,
+    replaces={"vllm.lora.worker_manager:WorkerLoRAManager": ("_load_adapter(lora_request)",)},
+    reads={
+        "vllm.lora.worker_manager:WorkerLoRAManager": ("_adapter_manager",),
+        "vllm.lora.model_manager:LoRAModelManager": ("modules", "packed_modules", "lora_config", "remove_all_adapters"),
+        "vllm.lora.lora_model:LoRAModel": ("from_lora_tensors",),
+        "vllm.lora.peft_helper:PEFTHelper": ("from_dict", "validate_legal"),
+        "vllm.lora.utils": ("parse_fine_tuned_lora_name",),
+    },
+)
 
 #: Attribute of vLLM's adapter manager: the pushed adapters by path.
 _STORE = "pushed_by_weight_sync"
@@ -160,9 +174,10 @@ class AdapterLoader:
 
 def patch_adapter_loading() -> None:
     """Make vLLM's worker load pushed adapters from memory. Can be called twice."""
+    PATCH.check()
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    replace_method(WorkerLoRAManager, "_load_adapter", _loading_from_memory)
+    PATCH.replace(WorkerLoRAManager, "_load_adapter", _loading_from_memory)
 
 
 def _loading_from_memory(read_folder: Any) -> Any:

@@ -1,13 +1,14 @@
 """Loads received tensors into vLLM's model, in one of two ways.
 
-direct     Dense unquantized models: replays the copies recorded by the dry run on the live parameters. vLLM's CPU build
-           keeps linear weights packed and frees the plain ones: there a layer is packed straight from the bucket if its
-           bytes are contiguous in it, else it is first assembled in a scratch buffer.
-layerwise  All other models: vLLM's own layerwise reload. It keeps references to tensors until a layer is complete, so
-           tensors that are still pending are cloned before a bucket's memory is reused.
+direct     Replays the copies recorded by the dry run on the live parameters. A module whose weights vLLM processed
+           after loading (on the CPU all linear layers and experts) is processed again when its parameters are complete,
+           straight from the bucket if their bytes are contiguous in it, else from a scratch buffer.
+layerwise  Models with parameters that vLLM derives from other modules: vLLM's own layerwise reload. It keeps references
+           to tensors until a layer is complete, so tensors that are still pending are cloned before a bucket's memory
+           is reused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +22,28 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from ..errors import ReceiverError
 from ..plan import Bucket, BucketPlan
-from ..tensors import slot_view
-from .layout import DryRun, Layout, Target, like
+from ..tensors import like, slot_view
+from .layout import DryRun, Layout, Target
+from .patch import Patch
+from .processing import first_processing, processed, record_of, take_over
 from .scratch import ScratchPool
 from .verify import Verifier
+
+_RELOAD = "vllm.model_executor.model_loader.reload"
+
+PATCH = Patch(
+    name="layerwise reload",
+    reason="loads models with derived parameters, and restores the model after a failed push",
+    stock=False,
+    reads={
+        f"{_RELOAD}.layerwise": (
+            "finalize_layerwise_reload",
+            "initialize_layerwise_reload(model)",
+        ),
+        f"{_RELOAD}.types:LayerReloadingInfo": ("kernel_tensors", "loaded_weights", "can_load", "reset"),
+        "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm(layer, remove_weight)",),
+    },
+)
 
 
 class ModelLoader:
@@ -46,7 +65,13 @@ class ModelLoader:
         return DryRun(self._model, self._device).run(plan)
 
     def begin(self, layout: Layout, *, layerwise: bool = False) -> None:
-        """Start a sync; ``layerwise`` forces vLLM's layerwise reload."""
+        """Start a sync; ``layerwise`` forces vLLM's layerwise reload.
+
+        Raises ReceiverError('plan', name, ...) for a module whose processing cannot be repeated exactly.
+        """
+        if any(layout.problem) and not layerwise:
+            name, reason = layout.problem
+            raise ReceiverError("plan", name, f"{reason}; apply='layerwise' reloads it by vLLM's own, unproven way")
         self._loaded, self._layout = set(), layout
         self._active = self._direct if layout.direct and not layerwise else self._layerwise
         self._active.begin(layout)
@@ -62,8 +87,7 @@ class ModelLoader:
     def finish(self) -> int:
         """Complete the sync; returns the number of tensors loaded. Raises ReceiverError('count', name, ...)."""
         self._active.finish()
-        if self._device.type == "cpu":
-            pack_heads(self._model)
+        derive_copies(self._model)
         self._synchronize()
         return len(self._loaded)
 
@@ -97,7 +121,7 @@ class ModelLoader:
 
 
 class DirectLoader:
-    """Writes into the live parameters; packs each CPU layer when it is complete."""
+    """Writes into the live parameters; processes a module when it is complete."""
 
     def __init__(self, model: nn.Module, device: torch.device, scratch: ScratchPool) -> None:
         self._model: Any = model
@@ -105,11 +129,16 @@ class DirectLoader:
         self._scratch = scratch
         self._layout = Layout()
         self._left: dict[Target, int] = {}
+        self._unprocessed: dict[nn.Module, list[Target]] = {}
 
     def begin(self, layout: Layout) -> None:
         """Start a sync."""
         self._layout = layout
         self._left = {target: target.received for target in layout.targets}
+        self._unprocessed = {}
+        for target in layout.targets:
+            if target.received and not target.in_place:
+                self._unprocessed.setdefault(target.module, []).append(target)
 
     def load(self, bucket: Bucket, bytes_N: Tensor) -> None:
         """Load one bucket; its memory may be reused after the device has finished the copies."""
@@ -123,8 +152,9 @@ class DirectLoader:
         for slot in bucket.slots:
             for copy in self._layout.copies[slot.name]:
                 self._left[copy.target] -= copy.numel
-                if self._left[copy.target] == 0 and not copy.target.in_place:
-                    self._pack(copy.target)
+                targets = self._unprocessed.get(copy.target.module, [])
+                if targets and not any(self._left[target] for target in targets):
+                    self._process(self._unprocessed.pop(copy.target.module))
 
     def finish(self) -> None:
         """Check that every parameter is complete. Raises ReceiverError('count', name, ...)."""
@@ -146,6 +176,8 @@ class DirectLoader:
             flat = bytes_N[start : start + target.meta.numel() * target.meta.element_size()].view(target.meta.dtype)
         else:
             flat = self._scratch.acquire(target)
+            if target.received < target.meta.numel():
+                flat.zero_()  # padding
         target.module._parameters[target.name] = like(target.meta, flat)  # type: ignore[assignment]
 
     def _replay(self, bucket: Bucket, bytes_N: Tensor) -> None:
@@ -163,11 +195,15 @@ class DirectLoader:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _pack(self, target: Target) -> None:
-        repack(target.module)
-        target.module._parameters[target.name] = target.live  # type: ignore[assignment]
-        if target in self._scratch:
-            self._scratch.release(target)
+    def _process(self, targets: list[Target]) -> None:
+        module, raw = targets[0].module, {}
+        for target in targets:
+            raw[target.name] = module._parameters[target.name]
+            module._parameters[target.name] = target.live  # type: ignore[assignment]
+        process_again(module, raw)
+        for target in targets:
+            if target in self._scratch:
+                self._scratch.release(target)
 
 
 class LayerwiseLoader:
@@ -177,10 +213,12 @@ class LayerwiseLoader:
         self._model: Any = model
         self._model_config = model_config
         self._reloading = False
+        self._restore_kernels: Callable[[], None] = lambda: None
 
     def begin(self, layout: Layout) -> None:
         """Start a sync: the parameters move to the meta device."""
         initialize_layerwise_reload(self._model)
+        self._restore_kernels = first_processing(self._model)
         self._reloading = True
 
     def load(self, bucket: Bucket, bytes_N: Tensor) -> None:
@@ -196,12 +234,14 @@ class LayerwiseLoader:
     def finish(self) -> None:
         """Process the remaining layers."""
         finalize_layerwise_reload(self._model, self._model_config)
+        self._restore_kernels()
         self._reloading = False
 
     def abort(self) -> None:
         """Restore the parameters, which would stay on the meta device. Values may be mixed until a full resend."""
         if self._reloading:
             self._reloading = False
+            self._restore_kernels()
             for module in self._model.modules():
                 info = get_layerwise_info(module)
                 if info.can_load():
@@ -224,27 +264,34 @@ def load_by_name(model: Any, bucket: Bucket, bytes_N: Tensor) -> None:
         raise ReceiverError("load", current, f"{type(error).__name__}: {error}") from error
 
 
-def pack_heads(model: nn.Module) -> None:
-    """Pack the output head again: on the CPU, embeddings and heads keep their plain weight and a packed copy.
+def derive_copies(model: nn.Module) -> None:
+    """Fill packed copies again that are kept next to a plain weight: of embeddings and output heads on the CPU.
 
     vLLM's own finalization skips a head that is tied to the embedding, which would keep the old policy's packed copy.
     An embedding that is not a head never multiplies with its packed copy, so that copy is freed.
     """
-    embeddings: list[Any] = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
-    has_head = any(isinstance(m, ParallelLMHead) for m in embeddings)
-    for module in embeddings:
-        if not hasattr(module, "cpu_linear"):
+    has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
+    for module in model.modules():
+        record = record_of(module)
+        if record is None or not record.copies or record.changed:
             continue
-        if isinstance(module, ParallelLMHead) or not has_head:
-            repack(module)
-        else:
+        if has_head and isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
             module.cpu_linear = nn.functional.linear
+        else:
+            process_again(module, {})
 
 
-def repack(module: Any) -> None:
-    """Pack a CPU layer's weight. Frees the old packed copy first, so that the new one reuses its mapped pages."""
-    module.cpu_linear = None
-    module.quant_method.process_weights_after_loading(module)
+def process_again(module: nn.Module, raw: Mapping[str, Any]) -> None:
+    """Process the parameters ``raw``, else the module's own, and take over the results.
+
+    Frees old packed copies first, so that new ones reuse their mapped pages.
+    """
+    record = record_of(module)
+    assert record is not None
+    for name in record.copies:
+        if not isinstance(module.__dict__[name], Tensor):
+            module.__dict__[name] = None
+    take_over(module, processed(module, raw))
 
 
 def _view(tensor: Tensor, view: tuple[tuple[int, ...], tuple[int, ...], int]) -> Tensor:

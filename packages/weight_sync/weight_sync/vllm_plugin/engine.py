@@ -1,4 +1,4 @@
-"""The weight-transfer engine that vLLM creates in every worker, for vLLM 0.26 to 0.32.
+"""The weight-transfer engine that vLLM creates in every worker, for vLLM 0.26 to 0.33.
 
 vLLM calls ``init_transfer_engine`` (a pusher claims this worker), ``start_weight_update``, ``update_weights`` (once per
 sync: the worker connects to the pusher and returns when it has loaded everything) and ``finish_weight_update``.
@@ -28,9 +28,30 @@ from ..tensors import checksum
 from ..transports.base import Receiver
 from ..transports.select import make_receiver
 from ..transports.shm import ShmReceiver
+from . import apply, layout, processing, stale_replies
 from .adapters import AdapterLoader
 from .apply import ModelLoader
 from .layout import Layout
+from .patch import Patch
+
+PATCH = Patch(
+    name="weight-transfer engine",
+    reason="vLLM's interface for engines that receive weights, which changes between releases",
+    stock=False,
+    reads={
+        "vllm.distributed.weight_transfer.base": ("WeightTransferInitInfo", "WeightTransferUpdateInfo"),
+        "vllm.distributed.weight_transfer.base:WeightTransferEngine": (
+            "init_transfer_engine(init_info)",
+            "parse_update_info(update_dict)",
+            "update_weights",
+            "receive_weights",
+            "start_weight_update",
+            "finish_weight_update",
+            "shutdown",
+        ),
+        "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory": ("_registry", "register_engine"),
+    },
+)
 
 logger = init_logger(__name__)
 
@@ -73,6 +94,8 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        for patch in (PATCH, processing.PATCH, stale_replies.PATCH, layout.PATCH, apply.PATCH):
+            patch.check()
         super().__init__(config, vllm_config, device, model)
         self._owner: PusherInfo | None = None
         self._plans: dict[str, BucketPlan] = {}

@@ -15,14 +15,27 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES, SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from ..errors import ReceiverError
 from ..plan import Bucket, BucketPlan, Slot
-from ..tensors import dtype_name, torch_dtype
+from ..tensors import dtype_name, like, torch_dtype
+from .patch import Patch
+from .processing import layout_of, record_of
 
-_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_RELOAD = "vllm.model_executor.model_loader.reload"
+
+PATCH = Patch(
+    name="plan check",
+    reason="runs the model's weight loaders on meta tensors, with the layout that they expect",
+    stock=False,
+    reads={
+        f"{_RELOAD}.layerwise": ("get_layerwise_info(layer)",),
+        f"{_RELOAD}.types:LayerReloadingInfo": ("restore_metadata",),
+        f"{_RELOAD}.sanitize": ("restore_layer_refs(tensor, layer)",),
+        "vllm.model_executor.layers.vocab_parallel_embedding": ("VocabParallelEmbedding", "ParallelLMHead"),
+    },
+)
 
 
 @dataclass(eq=False)
@@ -34,22 +47,20 @@ class Target:
     qualname: str
     meta: Tensor
     live: Tensor
-    created_after_load: bool = False
-    """Whether vLLM created it after loading the model."""
+    is_derived: bool
+    """Whether vLLM computes it from other parameters (MLA's W_UV and W_UK_T)."""
+
+    is_processed: bool
+    """Whether vLLM's processing after loading changed it."""
 
     received: int = 0
     """Number of elements that the plan's tensors write into it."""
 
     @property
-    def is_derived(self) -> bool:
-        """Whether vLLM computes it from other parameters (MLA's W_UV and W_UK_T). Valid after the dry run."""
-        return self.created_after_load and self.received == 0 and self.meta.numel() > 0
-
-    @property
     def in_place(self) -> bool:
-        """Whether the live parameter has the loader's layout. Packed CPU layers keep an empty parameter."""
+        """Whether received bytes may be written into the live parameter."""
         same = self.live.shape == self.meta.shape and self.live.stride() == self.meta.stride()
-        return same and self.live.numel() > 0
+        return same and self.live.numel() > 0 and not self.is_processed
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +92,11 @@ class Layout:
     """Whether the recorded copies are everything that the loaders do."""
 
     direct: bool = True
-    """Whether every parameter can be written in place or packed layer by layer. If not, vLLM's layerwise reload loads
-    the model, which also recomputes derived parameters."""
+    """Whether every parameter can be written in place or processed module by module. If not, vLLM's layerwise reload
+    loads the model, which also recomputes derived parameters."""
+
+    problem: tuple[str, str] = ("", "")
+    """A parameter whose processing cannot be repeated, and the reason."""
 
     contiguous: dict[Target, tuple[int, int]] = field(default_factory=dict)
     """Parameters whose bytes are contiguous in one bucket: bucket index and first byte."""
@@ -123,6 +137,7 @@ class DryRun:
                 self._check_tensor(slot)
         self._check_parameters()
         layout.direct = all(self._is_direct(target) for target in layout.targets)
+        layout.problem = next(filter(any, map(_problem, self._model.named_modules())), layout.problem)
         if layout.replayable:
             layout.contiguous = _contiguous_parameters(plan, layout)
         return layout
@@ -149,7 +164,6 @@ class DryRun:
 
     def _swap(self, swapped: list[tuple[dict[str, Any], str, Any]]) -> None:
         copies: dict[int, Tensor] = {}
-        is_recorded = any(any(get_layerwise_info(module).restore_metadata) for module in self._model.modules())
         for prefix, module in self._model.named_modules():
             restored = get_layerwise_info(module).restore_metadata
             for table, metas in ((module._parameters, restored[0]), (module._buffers, restored[1])):
@@ -158,10 +172,6 @@ class DryRun:
                         continue
                     if id(live) not in copies:
                         copies[id(live)] = self._meta(module, prefix, name, live, metas.get(name))
-                        if is_recorded and id(live) in self._targets and name not in metas:
-                            # vLLM does not record the tensors that it leaves in place during a reload either
-                            skipped = name in SKIP_TENSORS or type(module).__name__ in SKIP_MODULES
-                            self._targets[id(live)].created_after_load = not skipped
                     swapped.append((table, name, live))
                     table[name] = copies[id(live)]
 
@@ -172,7 +182,11 @@ class DryRun:
         _unwrap_loader(meta)
         self._metas.append(meta)  # keeps the address of its storage from being reused
         if name in module._parameters:
-            target = Target(module, name, f"{prefix}.{name}" if prefix else name, meta, live)
+            qualname, record = f"{prefix}.{name}" if prefix else name, record_of(module)
+            if record is None:
+                raise ReceiverError("plan", qualname, "this load format bypasses vLLM's own loader: use another")
+            is_derived, is_processed = name in record.derived, name in record.changed
+            target = Target(module, name, qualname, meta, live, is_derived, is_processed)
             self._targets[id(live)] = target
             self._by_storage[_storage(meta)] = target
         return meta
@@ -212,11 +226,10 @@ class DryRun:
     def _is_direct(self, target: Target) -> bool:
         if target.is_derived:
             return False  # no copy would update it
-        method = getattr(target.module, "quant_method", None)
-        if method is not None and type(method).__name__ not in _PLAIN_METHODS:
-            return False
-        packed = self._device.type == "cpu" and target.live.numel() == 0 and method is not None
-        return target.in_place or packed or target.meta.numel() == 0
+        record = record_of(target.module)
+        assert record is not None
+        as_loaded = target.is_processed and record.layouts[target.name] == layout_of(target.meta)
+        return target.in_place or as_loaded or target.meta.numel() == 0
 
 
 class _WriteRecorder(TorchDispatchMode):
@@ -238,25 +251,27 @@ class _WriteRecorder(TorchDispatchMode):
 _ZEROING = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 
 
-def like(origin: Tensor, flat_N: Tensor) -> Tensor:
-    """``flat_N`` with the shape, class and attributes (including weight loaders) of ``origin``."""
-    tensor = flat_N.view(origin.shape)
-    tensor.__class__ = origin.__class__
-    tensor.__dict__ = origin.__dict__.copy()
-    return tensor
+def _problem(named: tuple[str, nn.Module]) -> tuple[str, str]:
+    record = record_of(named[1])
+    return (named[0], record.problem) if record is not None and record.problem else ("", "")
 
 
 def _contiguous_parameters(plan: BucketPlan, layout: Layout) -> dict[Target, tuple[int, int]]:
-    """Parameters whose bytes are contiguous in one bucket: single tensors, or neighbors that are fused."""
+    """Parameters whose bytes are contiguous in one bucket: single tensors, or neighbors that are fused.
+
+    A module is processed when all its parameters are there, so all of them have to be in that bucket.
+    """
     found: dict[Target, set[tuple[int, int]]] = {}
+    buckets: dict[nn.Module, set[int]] = {}
     for bucket in plan.buckets:
         for slot in bucket.slots:
             for copy in layout.copies[slot.name]:
                 found.setdefault(copy.target, set()).add(_origin(bucket, slot, copy))
+                buckets.setdefault(copy.target.module, set()).add(bucket.index)
     complete = {
         target: next(iter(origins))
         for target, origins in found.items()
-        if len(origins) == 1 and target.received == target.meta.numel()
+        if len(origins) == 1 and target.received == target.meta.numel() and len(buckets[target.module]) == 1
     }
     return {target: origin for target, origin in complete.items() if origin[1] >= 0}
 

@@ -7,7 +7,19 @@ start of the next call, not at once: another worker may still be waiting for the
 
 from typing import Any
 
-from .patch import replace_method
+from .patch import Patch
+
+_EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
+
+PATCH = Patch(
+    name="stale replies",
+    reason="keeps the replies of several workers in order after a failed call",
+    stock=False,
+    replaces={
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor": ("collective_rpc(method, timeout, args, kwargs)",)
+    },
+    reads={"vllm.v1.executor.multiproc_executor:MultiprocExecutor": ("response_mqs",)},
+)
 
 #: Calls that can fail without an engine crash: a rejected pusher or plan, a failed sync, a missing adapter.
 _CALLS = (
@@ -41,9 +53,10 @@ class _Queue:
 
 def patch_executor() -> None:
     """Make vLLM's multi-worker executor read the replies that a failed call left. Can be called twice."""
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+    if PATCH.problem() is None:  # else the engine refuses to start
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    replace_method(MultiprocExecutor, "collective_rpc", _reading_stale_replies)
+        PATCH.replace(MultiprocExecutor, "collective_rpc", _reading_stale_replies)
 
 
 def _reading_stale_replies(call: Any) -> Any:

@@ -1,7 +1,9 @@
-"""Compares a worker's parameters with a second transfer, byte for byte.
+"""Compares what a worker computes with with a second transfer, byte for byte.
 
 The model's own ``load_weights`` (not the replayed copies, which are thus verified too) assembles every parameter in a
-scratch buffer, which is compared with the live parameter. A packed CPU layer is read back by multiplying unit vectors.
+scratch buffer. Where vLLM processes weights after loading, a stand-in of the module is processed from these buffers as
+vLLM did after loading; the results are compared with the live tensors. A packed CPU layer is read back by multiplying
+unit vectors.
 """
 
 from typing import Any
@@ -11,8 +13,9 @@ from torch import Tensor, nn
 
 from ..errors import ReceiverError
 from ..plan import Bucket
-from ..tensors import slot_view
-from .layout import Layout, Target, like
+from ..tensors import like, slot_view
+from .layout import Layout, Target
+from .processing import difference, processed, record_of
 from .scratch import ScratchPool
 
 
@@ -25,12 +28,17 @@ class Verifier:
         self._scratch = scratch
         self._layout = Layout()
         self._left: dict[Target, int] = {}
+        self._unprocessed: dict[nn.Module, list[Target]] = {}
         self._num_tensors = 0
 
     def begin(self, layout: Layout) -> None:
         """Start a comparison."""
         self._layout = layout
         self._left = {target: target.received for target in layout.targets}
+        self._unprocessed = {}
+        for target in layout.targets:
+            if target.received and not target.in_place:
+                self._unprocessed.setdefault(target.module, []).append(target)
         self._num_tensors = 0
 
     def verify(self, bucket: Bucket, bytes_N: Tensor) -> None:
@@ -43,39 +51,57 @@ class Verifier:
         self._model.load_weights((slot.name, slot_view(bytes_N, slot)) for slot in bucket.slots)
         for copy in copies:
             self._left[copy.target] -= copy.numel
-            if self._left[copy.target] == 0:
-                self._compare(copy.target)
+            targets = [copy.target] if copy.target.in_place else self._unprocessed.get(copy.target.module, [])
+            if targets and not any(self._left[target] for target in targets):
+                self._unprocessed.pop(copy.target.module, None)
+                self._compare(targets)
         self._num_tensors += len(bucket.slots)
 
     def finish(self) -> int:
-        """The number of tensors compared. Raises ReceiverError('count', name, ...)."""
+        """The number of tensors compared. Raises ReceiverError('count' or 'verify', name, ...)."""
         for target, left in self._left.items():
             if left:
                 raise ReceiverError("count", target.qualname, f"{left} elements were not compared")
         self._scratch.trim()
+        for name, module in self._model.named_modules():
+            record = record_of(module)
+            if record is not None and not record.changed and (record.derived or record.copies):
+                self._compare_module(name, module, {})
         return self._num_tensors
 
-    def _compare(self, target: Target) -> None:
-        expected = target.module._parameters[target.name]
+    def _compare(self, targets: list[Target]) -> None:
+        module = targets[0].module
+        raw = {target.name: module._parameters[target.name] for target in targets}
+        for target in targets:
+            module._parameters[target.name] = target.live  # type: ignore[assignment]
+            self._scratch.release(target)
+        (target, *_) = targets
+        expected = raw[target.name]
         assert expected is not None
-        target.module._parameters[target.name] = target.live  # type: ignore[assignment]
-        found = target.live.data if target.in_place else self._unpacked(target)
-        self._scratch.release(target)
+        if not target.in_place:
+            self._compare_module(target.qualname, module, raw)
+            return
+        found = target.live.data
         if found.dtype != expected.dtype or found.shape != expected.shape:
             raise ReceiverError("verify", target.qualname, f"cannot be compared: the server stores it as {found.dtype}")
         wrong = int((found.view(torch.uint8) != expected.data.view(torch.uint8)).sum())
         if wrong:
             raise ReceiverError("verify", target.qualname, f"{wrong} bytes differ from the trainer's")
-        for module in self._model.modules() if self._device.type == "cpu" else ():
-            is_tied = module is not target.module and module._parameters.get(target.name) is target.live
-            has_copy = is_tied and hasattr(module, "cpu_linear")  # a tied output head keeps a packed copy
-            if has_copy and not torch.equal(_unpack_cpu_layer(module, target.live), expected):
-                raise ReceiverError("verify", target.qualname, "the packed copy in the output head differs")
 
-    def _unpacked(self, target: Target) -> Tensor:
-        if self._device.type != "cpu":
-            raise ReceiverError("verify", target.qualname, "cannot be compared: the server stores it in another layout")
-        return _unpack_cpu_layer(target.module, target.meta)
+    def _compare_module(self, qualname: str, module: nn.Module, raw: dict[str, Any]) -> None:
+        """Compare what a processed module computes with; ``raw``: its unprocessed parameters that it does not keep."""
+        record = record_of(module)
+        assert record is not None
+        if record.problem:
+            raise ReceiverError("verify", qualname, f"cannot be compared: {record.problem}")
+        wrong = difference(module, processed(module, raw))
+        weight = raw.get("weight", module._parameters.get("weight"))
+        if "cpu_linear" in record.copies and getattr(module, "cpu_linear", None) is not nn.functional.linear:
+            assert weight is not None
+            num_wrong = int((_unpack_cpu_layer(module, weight) != weight).sum())
+            wrong = wrong or (num_wrong and f"{num_wrong} elements of the packed weight") or ""
+        if wrong:
+            raise ReceiverError("verify", qualname, f"{wrong} differ from the trainer's")
 
 
 def _unpack_cpu_layer(module: Any, shaped: Tensor) -> Tensor:

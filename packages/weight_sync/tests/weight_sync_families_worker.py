@@ -1,0 +1,103 @@
+"""Serves random models of several families with vLLM, one after another in this process, and loads other weights.
+
+Run by test_weight_sync_families.py: `weight_sync_families_worker.py FOLDER`, where FOLDER/<family>/old and new are the
+two models. Prints one JSON line for each family.
+"""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}
+
+import torch
+from vllm import LLM, SamplingParams
+
+from weight_sync import HfFolderSource, ReceiverError, plan_buckets
+
+PROMPTS = [[5, 6, 7, 8, 2, 90, 33, 71, 14, 15, 60, 4], [11, 3, 42, 9, 17, 23], list(range(2, 60))]
+
+
+class Served:
+    """A model in vLLM."""
+
+    def __init__(self, folder: Path) -> None:
+        self._llm = LLM(
+            str(folder),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=128,
+            max_num_seqs=8,
+            kv_cache_memory_bytes=64 << 20,
+            enable_chunked_prefill=False,
+            enable_prefix_caching=False,
+            weight_transfer_config={"backend": "plinth"},
+            disable_log_stats=True,
+        )
+        worker: Any = self._llm.llm_engine.model_executor.driver_worker
+        self.loader = worker.weight_transfer_engine._loader
+
+    def log_probs(self) -> list[float]:
+        """Log-probs of the prompts' tokens."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+        return [
+            entry[token].logprob
+            for output, prompt in zip(outputs, PROMPTS, strict=True)
+            for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+        ]
+
+    def push(self, folder: Path, *, layerwise: bool = False) -> None:
+        """Load and verify the weights of a folder in several buckets."""
+        source = HfFolderSource(folder)
+        plan = plan_buckets(source.manifest(), 60_000)
+        self.loader.begin(self.loader.check(plan), layerwise=layerwise)
+        for pass_ in (self.loader.load, self.loader.verify):
+            if pass_ == self.loader.verify:
+                self.loader.begin_verify()
+            for bucket in plan.buckets:
+                bytes_N = torch.empty(bucket.nbytes, dtype=torch.uint8)
+                source.fill(bucket, bytes_N)
+                pass_(bucket, bytes_N)
+                bytes_N.fill_(0xAB)  # the memory of a bucket is reused
+            count = self.loader.finish() if pass_ == self.loader.load else self.loader.finish_verify()
+            assert count == plan.num_tensors
+
+
+def largest_difference(ours: list[float], theirs: list[float]) -> float:
+    assert len(ours) == len(theirs)
+    return max(math.inf if math.isnan(a - b) else abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+def check(folder: Path) -> dict[str, Any]:
+    """Differences of log-probs after pushes, from before and from a fresh start with the pushed weights."""
+    found: dict[str, Any] = {}
+    fresh = Served(folder / "new").log_probs()
+    served = Served(folder / "old")
+    before = served.log_probs()
+    found["moved"] = largest_difference(before, fresh)
+    for layerwise in (False, True):
+        try:
+            served.push(folder / "old", layerwise=layerwise)
+            same = largest_difference(served.log_probs(), before)
+            served.push(folder / "new", layerwise=layerwise)
+            other = largest_difference(served.log_probs(), fresh)
+        except ReceiverError as error:
+            found["layerwise" if layerwise else "auto"] = str(error)
+            served.loader.abort()
+            continue
+        found["layerwise" if layerwise else "auto"] = [same, other]
+    return found
+
+
+if __name__ == "__main__":
+    for family in sys.argv[2:]:
+        try:
+            found = check(Path(sys.argv[1]) / family)
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        print("family", json.dumps({"family": family, **found}), flush=True)
