@@ -11,7 +11,7 @@ from typing import Any
 
 from .config import DataConfig
 from .errors import DataError
-from .parquet import Row, open_parquet, question_row, require_columns, row_error
+from .parquet import Row, open_parquet, question_row, records, require_columns, row_error
 from .prompts import conversation, encode, render, report_filtered, too_long, uses_chat_template
 from .tokenizer import TokenizerLike
 
@@ -40,7 +40,7 @@ def _rows(file: str | Path) -> list[tuple[Row, list[str]]]:
     parquet = open_parquet(file)
     require_columns(parquet, file, ("question", "answer"), _HELP)
     rows = []
-    for index, row in enumerate(parquet.read(columns=["question", "answer"]).to_pylist()):
+    for index, row in enumerate(records(parquet, file, ("question", "answer"))):
         question, parts = row["question"], _parts(row["answer"])
         has_question = isinstance(question, str) and bool(question.strip())
         if not has_question or parts is None:

@@ -8,13 +8,17 @@ The columns of each file determine its schema:
 Rows are counted from 0, as in pandas and pyarrow.
 """
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Any, Literal
 
 from .errors import DataError, UnknownDataSourceError
-from .scoring import clean_number, reward_for
+from .scoring import clean_number, gsm8k_score, is_number_or_list, reward_for
 
 GSM8K_DATA_SOURCE = "openai/gsm8k"
 Schema = Literal["gsm8k", "verl"]
@@ -28,7 +32,10 @@ _SCHEMA_HELP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row before tokenization: the conversation, the right answer, and the data source that selects the reward."""
+    """One row before tokenization: the conversation, the right answer, and the data source that selects the reward.
+
+    `ground_truth` is text; of a list (accepted answers) or a struct it is the JSON text.
+    """
 
     file: str
     row: int
@@ -45,19 +52,27 @@ def open_parquet(file: str | Path) -> Any:
     import pyarrow.parquet as pq
 
     path, name = Path(file), str(file)
-    if not path.exists():
-        raise DataError(f"{name}: no such file. Check the path; relative paths start at {Path.cwd()}.", file=name)
-    if path.is_dir():
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as error:
+        why = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", "") or error
+        what = f"{name}: {why}. Check the path; relative paths start at {Path.cwd()}."
+        raise DataError(what, file=name) from None
+    if not name:
+        raise DataError("an empty file name was given. Name a parquet file, or give an empty list: [].", file=name)
+    if S_ISDIR(status.st_mode):
         found = sorted(child.name for child in path.glob("*.parquet"))
         hint = f"it contains {', '.join(found[:5])}" if found else "it contains no parquet file"
         raise DataError(f"{name}: is a folder ({hint}). Give the parquet files themselves.", file=name)
-    if path.stat().st_size == 0:
+    if not S_ISREG(status.st_mode):
+        raise DataError(f"{name}: is a device, pipe or socket. Give a regular file.", file=name)
+    if status.st_size == 0:
         raise DataError(f"{name}: the file is empty (0 bytes). Write or copy it again.", file=name)
     try:
         parquet = pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(
-            f"{name}: cannot be read as parquet ({str(error).splitlines()[0]}). Convert it to parquet, or copy it "
+            f"{name}: cannot be read as parquet ({_first_line(error)}). Convert it to parquet, or copy it "
             "again if it is incomplete.",
             file=name,
         ) from error
@@ -67,12 +82,15 @@ def open_parquet(file: str | Path) -> Any:
 
 
 def require_columns(parquet: Any, file: str | Path, columns: Sequence[str], help_text: str) -> None:
-    """Raise DataError, naming the columns found, if one of `columns` is missing."""
+    """Raise DataError, naming the columns found, if one of `columns` is missing or occurs twice."""
     found = parquet.schema_arrow.names
     for column in columns:
+        if found.count(column) > 1:
+            what = f"{file}: column {column!r} occurs {found.count(column)} times. Rename or drop all but one."
+            raise DataError(what, file=str(file), column=column)
         if column not in found:
             raise DataError(
-                f"{file}: column {column!r} is missing; the columns found are {', '.join(found)}. {help_text}",
+                f"{file}: column {column!r} is missing; the columns found are {', '.join(found)[:1000]}. {help_text}",
                 file=str(file),
                 column=column,
             )
@@ -121,7 +139,9 @@ def _gsm8k_row(file: str, index: int, row: Mapping[str, Any]) -> Row:
     if ground_truth is None:
         what = f"no answer; found {_shorten(row['answer'])}"
         raise row_error(file, index, "answer", what, "It must end in '#### n'; fill it in or drop the row.")
-    return question_row(file, index, question, ground_truth, row.get("data_source") or GSM8K_DATA_SOURCE)
+    data_source = row.get("data_source")
+    source = GSM8K_DATA_SOURCE if data_source is None else _data_source(file, index, data_source)
+    return question_row(file, index, question, ground_truth, source)
 
 
 def question_row(
@@ -138,6 +158,9 @@ def _verl_row(file: str, index: int, row: Mapping[str, Any]) -> Row:
     prompt = row["prompt"]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
+    if prompt and not isinstance(prompt, list):
+        what = f"neither text nor a list of messages: {_shorten(prompt)}"
+        raise row_error(file, index, "prompt", what, "Give text, or messages with 'role' and 'content'.")
     if not prompt:
         raise row_error(file, index, "prompt", "no messages", "Fill it in or drop the row.")
     messages = []
@@ -149,24 +172,60 @@ def _verl_row(file: str, index: int, row: Mapping[str, Any]) -> Row:
             raise row_error(file, index, "prompt", what, "Each message needs both.")
         messages.append({"role": message["role"], "content": message["content"]})
     ground_truth = (row["reward_model"] or {}).get("ground_truth")
-    if ground_truth is None or not str(ground_truth).strip():
+    text = _ground_truth_text(ground_truth)
+    if text is None:
+        what = f"its field 'ground_truth' is {_shorten(ground_truth)}"
+        remedy = "Give text, a finite number, or a list or struct of these; or drop the row."
+        raise row_error(file, index, "reward_model", what, remedy)
+    if not text:
         what = "no answer in its field 'ground_truth'"
         raise row_error(file, index, "reward_model", what, "Fill it in or drop the row.")
-    if not row["data_source"]:
-        raise row_error(file, index, "data_source", "empty", f"Name one, such as {GSM8K_DATA_SOURCE}.")
     return Row(
         file=file,
         row=index,
         messages=tuple(messages),
-        ground_truth=str(ground_truth).strip(),
-        data_source=row["data_source"],
+        ground_truth=text,
+        data_source=_data_source(file, index, row["data_source"]),
         is_question=False,
     )
+
+
+def _ground_truth_text(value: Any) -> str | None:
+    """The answer as text, empty if there is none; JSON for a list or struct. None for a value that has no text."""
+    if value is None or isinstance(value, str):
+        return (value or "").strip()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, (int, float, Decimal)):
+        return str(value)
+    if not isinstance(value, (list, dict)):
+        return None
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_json_number) if value else ""
+    except (TypeError, ValueError):  # bytes, dates, nan
+        return None
+
+
+def _json_number(value: Any) -> str:
+    if isinstance(value, Decimal):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no JSON text")
+
+
+def _data_source(file: str, index: int, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        what = f"no text: {_shorten(value)}" if value else "empty"
+        raise row_error(file, index, "data_source", what, f"Name one, such as {GSM8K_DATA_SOURCE}.")
+    return value
 
 
 def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
 def iter_rows(file: str | Path) -> Iterator[Row]:
@@ -175,12 +234,46 @@ def iter_rows(file: str | Path) -> Iterator[Row]:
     schema = _schema(parquet, file)
     wanted = ("question", "answer", "data_source") if schema == "gsm8k" else ("prompt", "reward_model", "data_source")
     columns = [name for name in wanted if name in parquet.schema_arrow.names]
+    require_columns(parquet, file, columns, _SCHEMA_HELP)
     parse = _gsm8k_row if schema == "gsm8k" else _verl_row
-    index = 0
-    for batch in parquet.iter_batches(batch_size=4096, columns=columns):
-        for row in batch.to_pylist():
-            yield parse(str(file), index, row)
-            index += 1
+    for index, row in enumerate(records(parquet, file, columns)):
+        yield parse(str(file), index, row)
+
+
+def records(parquet: Any, file: str | Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows as Python values, read one record batch at a time.
+
+    Raises DataError for a damaged file, and with row and column for a value that Python cannot hold, such as text that
+    is not UTF-8.
+    """
+    num_read = 0
+    batches = parquet.iter_batches(batch_size=4096, columns=list(columns))
+    while True:
+        try:
+            batch = next(batches, None)
+        except Exception as error:  # pyarrow raises many kinds for damaged, encrypted and unsupported data
+            what = f"{file}: cannot be read after row {num_read} ({_first_line(error)}). Copy it again."
+            raise DataError(what, file=str(file)) from error
+        if batch is None:
+            return
+        try:
+            rows = batch.to_pylist()
+        except Exception as error:
+            raise _unreadable_value(batch, str(file), num_read) from error
+        yield from rows
+        num_read += len(rows)
+
+
+def _unreadable_value(batch: Any, file: str, first_row: int) -> DataError:
+    """The error of the first value of a batch that cannot be converted to Python."""
+    for index in range(batch.num_rows):
+        for name in batch.schema.names:
+            try:
+                batch.column(name)[index].as_py()
+            except Exception as error:
+                what = "text that is not UTF-8" if isinstance(error, UnicodeDecodeError) else _first_line(error)
+                return row_error(file, first_row + index, name, what, "Mend the value or drop the row.")
+    return DataError(f"{file}: its rows cannot be read. Write the file again.", file=file)
 
 
 def check_files(files: Sequence[str | Path], *, any_source: bool = False) -> int:
@@ -188,20 +281,23 @@ def check_files(files: Sequence[str | Path], *, any_source: bool = False) -> int
 
     Call it before any process starts. Raises DataError for a file that is missing, empty or not parquet, for a missing
     column (naming those found), for the first row without a question or an answer, and for the first row whose
-    `data_source` has no scoring function (unless `any_source`: the caller scores all sources itself).
+    `data_source` has no scoring function or whose answer that function can never score (unless `any_source`: the caller
+    scores all sources itself).
     """
     num_rows = 0
     for file in files:
         for row in iter_rows(file):
             try:
-                if not any_source:
-                    reward_for(row.data_source)
+                rule = None if any_source else reward_for(row.data_source)
             except UnknownDataSourceError as error:
-                raise DataError(
-                    f"{file}: row {row.row} (counted from 0): {error}",
-                    file=str(file),
-                    row=row.row,
-                    column="data_source",
-                ) from error
+                what, _, remedy = str(error).partition(". ")
+                raise row_error(row.file, row.row, "data_source", what, remedy) from error
+            if rule is gsm8k_score and not is_number_or_list(row.ground_truth):
+                column = "answer" if row.is_question else "reward_model"
+                what = (
+                    f"the answer {_shorten(row.ground_truth)} is no number, which the rule of {row.data_source} needs"
+                )
+                remedy = "Give a number or a list of numbers, drop the row, or score with a function of your own."
+                raise row_error(row.file, row.row, column, what, remedy)
             num_rows += 1
     return num_rows

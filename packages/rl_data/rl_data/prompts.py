@@ -29,7 +29,8 @@ _BATCH_SIZE = 1024
 class Prompt:
     """One prompt, ready for rollout.
 
-    `id` is `<file stem>:<row>`, unique among the files loaded together and the same in every run.
+    `id` is `<file stem>:<row>`, unique among the files loaded together and the same in every run. `ground_truth` is
+    text; of a list (accepted answers) or a struct it is the JSON text.
     """
 
     id: str

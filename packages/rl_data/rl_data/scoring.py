@@ -4,6 +4,7 @@ A scoring function is pure: (response text, ground truth, config) -> float. The 
 special tokens.
 """
 
+import json
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -36,6 +37,22 @@ def extract_answer(text: str, method: str) -> str | None:
     return clean_number(found[-1]) if found else None
 
 
+def _accepted(ground_truth: str) -> list[str]:
+    """The accepted answers: the items of a JSON list, or the text itself; without commas and $."""
+    text = ground_truth.strip()
+    if text.startswith("["):
+        try:
+            return [clean_number(str(item).strip()) for item in json.loads(text)]
+        except (ValueError, RecursionError):
+            pass
+    return [clean_number(text)]
+
+
+def is_number_or_list(ground_truth: str) -> bool:
+    """Whether the GSM8K rule can find this answer: a number, or a JSON list of numbers."""
+    return all(re.fullmatch(_NUMBER, answer) for answer in _accepted(ground_truth))
+
+
 def _equal(answer: str, ground_truth: str) -> bool:
     if answer == ground_truth:
         return True
@@ -46,11 +63,14 @@ def _equal(answer: str, ground_truth: str) -> bool:
 
 
 def gsm8k_score(text: str, ground_truth: str, config: RewardConfig) -> float:
-    """GSM8K rule: config.score for the right answer, config.format_score for a wrong answer, 0 without an answer."""
+    """GSM8K rule: config.score for the right answer, config.format_score for a wrong answer, 0 without an answer.
+
+    `ground_truth` is a number, or a JSON list of numbers, each of which is right.
+    """
     answer = extract_answer(text, config.method)
     if answer is None:
         return 0.0
-    return config.score if _equal(answer, clean_number(ground_truth.strip())) else config.format_score
+    return config.score if any(_equal(answer, right) for right in _accepted(ground_truth)) else config.format_score
 
 
 _REGISTRY: dict[str, RewardFn] = {"openai/gsm8k": gsm8k_score, "gsm8k": gsm8k_score}

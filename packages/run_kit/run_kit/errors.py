@@ -25,6 +25,9 @@ OWN_PACKAGES = (
 """Packages whose ValueErrors are user errors and whose loggers log from INFO up."""
 
 
+_MAX_MESSAGE = 1_000  # a message that repeats a value of any length is still readable
+
+
 class RunKitError(Exception):
     """Base class of this package's errors."""
 
@@ -41,9 +44,12 @@ class ConfigProblem:
     """Where the value came from: a file, `command line`; empty when it is a default."""
 
     def __str__(self) -> str:
-        head = f"{self.path}: " if self.path else ""
+        message = self.message
+        if len(message) > _MAX_MESSAGE:
+            message = f"{message[: _MAX_MESSAGE // 2]} … {message[-_MAX_MESSAGE // 2 :]}"
+        head = f"{self.path[:_MAX_MESSAGE]}: " if self.path else ""
         tail = f" (from {self.source})" if self.source else ""
-        return f"{head}{self.message}{tail}"
+        return f"{head}{message}{tail}"
 
 
 class ConfigError(RunKitError, ValueError):

@@ -103,7 +103,7 @@ def _file_layers(cls: type, path: Path, problems: list[ConfigProblem], below: tu
     except OSError as error:
         problems.append(ConfigProblem(path="", message=f"cannot read the file {path}: {error.strerror or error}"))
         return []
-    except (YamlError, UnicodeDecodeError) as error:
+    except ValueError as error:  # YamlError, bytes that are not UTF-8, a path that no system call takes
         problems.append(ConfigProblem(path="", message=str(error), source=source))
         return []
     if tree is None:

@@ -54,16 +54,16 @@ def read_rollouts(folder: Path) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for path in sorted(folder.glob("step_*.jsonl")):
         for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+            if not line:
+                continue
             try:
-                record = json.loads(line) if line else None
+                record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise TrackingError(f"{path}, line {number}: not JSON ({error})") from None
-            if line and not _is_record(record):
-                raise TrackingError(
-                    f"{path}, line {number}: not a rollout, which has a number `step`, texts `prompt` and `response` and "
-                    "a number `reward`"
-                )
-            records += [record] if line else []
+            if not _is_record(record):
+                needs = "a number `step`, texts `prompt` and `response` and a number `reward`"
+                raise TrackingError(f"{path}, line {number}: not a rollout, which has {needs}")
+            records.append(record)
     return records
 
 
