@@ -100,6 +100,7 @@ class Copy:
 
     def __init__(self, original: Path, folder: Path) -> None:
         self.root = folder
+        self._process: subprocess.Popen[bytes] | None = None
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=original, capture_output=True, check=True,
@@ -130,22 +131,26 @@ class Copy:
         """Exit code (None: stopped after `timeout_s`) and output of the copy's Python, in the copy."""
         hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
         env = {name: value for name, value in os.environ.items() if name not in hidden}
-        # No bytecode: its time stamp cannot tell two versions of a file that are a moment apart. CI: fixed examples.
-        env |= {"PYTHONDONTWRITEBYTECODE": "1", "CI": "1", "OMP_NUM_THREADS": "1"}
+        # No bytecode: its time stamp cannot tell two versions of a file that are a moment apart.
+        env |= {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_PROFILE": "mutants", "OMP_NUM_THREADS": "1"}
         with tempfile.TemporaryFile("w+", errors="replace") as log:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [str(self.python), *arguments], cwd=self.root, env=env, stdout=log, stderr=log, start_new_session=True
             )
             code: int | None = None
-            try:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(timeout_s)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(timeout_s)
+            self.stop()  # also what an ended process left behind
+            self._process.wait()
+            self._process = None
             log.seek(0)
             return code, log.read()
+
+    def stop(self) -> None:
+        """Kills what `run` has started and not waited for."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def run_tests(self, tests: Sequence[str], *options: str, timeout_s: float = TIMEOUT_S) -> tuple[int | None, str]:
         """Runs pytest quietly on node ids."""
@@ -246,15 +251,10 @@ def drill(original: Path, faults: Sequence[Fault], *, jobs: int, probe: bool = T
     files = sorted(set(map(_file, tests)))
     with tempfile.TemporaryDirectory(prefix="mutants") as folder, ThreadPoolExecutor(jobs) as pool:
         copies = [Copy(original, Path(folder).resolve() / f"copy{index}") for index in range(jobs)]
-        if probe:
-            check_imports(copies[0])
-        shares = [[test for test in tests if _file(test) in files[index::jobs]] for index in range(jobs)]
-        useless: dict[str, str] = {}
-        for found in pool.map(failures_without_fault, copies, shares):
-            useless |= found
         free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for copy in copies:
             free.put(copy)
+        useless: dict[str, str] = {}
 
         def attempt(fault: Fault) -> Result:
             if reasons := [useless[test] for test in fault.tests if test in useless]:
@@ -265,8 +265,18 @@ def drill(original: Path, faults: Sequence[Fault], *, jobs: int, probe: bool = T
             finally:
                 free.put(copy)
 
-        for done in as_completed([pool.submit(attempt, fault) for fault in faults]):
-            yield done.result()
+        try:
+            if probe:
+                check_imports(copies[0])
+            shares = [[test for test in tests if _file(test) in files[index::jobs]] for index in range(jobs)]
+            for found in pool.map(failures_without_fault, copies, shares):
+                useless |= found
+            for done in as_completed([pool.submit(attempt, fault) for fault in faults]):
+                yield done.result()
+        finally:  # after an interrupt the threads wait for processes
+            pool.shutdown(wait=False, cancel_futures=True)
+            for copy in copies:
+                copy.stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -275,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: 2)")
     parser.add_argument("--list", action="store_true", help="print the faults and exit")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the tests too
     started = time.monotonic()
     results = []
     try:

@@ -34,9 +34,11 @@ class EchoEngine:
     def __init__(self) -> None:
         self.given: list[Any] = []
         self.trained: list[list[Any]] = []
+        self.temperatures: list[float] = []
 
     def log_probs(self, micro_batches: list[Any], *, temperature: float) -> list[TokenOutputs]:
         self.given = micro_batches
+        self.temperatures.append(temperature)
         return [TokenOutputs(log_probs_K=b.target_ids_K.float(), entropy_K=-b.target_ids_K.float()) for b in self.given]
 
     def values(self, micro_batches: list[Any]) -> list[torch.Tensor]:
@@ -44,6 +46,7 @@ class EchoEngine:
 
     def train_mini_batch(self, micro_batches: list[Any], loss_fn: Any, *, temperature: float) -> StepStats:
         self.trained.append(micro_batches)
+        self.temperatures.append(temperature)
         return StepStats(
             loss=0.0, metrics={}, grad_norm=0.0, lr=0.0, num_micro_batches=len(micro_batches), num_empty_micro_batches=0
         )
@@ -180,6 +183,14 @@ def test_ranks_of_a_replica_get_the_same_micro_batches(world_size: int, sp: int,
     assert sum(tokens) == batch.num_tokens
     sizes = [len(micro.cu_seqlens_S1) - 1 for micros in given for micro in micros]
     assert max(sizes) <= 2 * sp if micro_batch_size else max(tokens) <= 16 * sp
+
+
+def test_log_probs_and_updates_use_the_temperature_of_the_rollout() -> None:
+    ranks = InProcessRanks(2, "actor")
+    actor = ModelHandle(ranks, "actor", BatchConfig(token_budget=16), temperature=0.7)  # type: ignore[arg-type]
+    actor.log_probs(make_batch([3, 9]))
+    actor.update(make_batch([3, 9]), any_loss)
+    assert [engine.temperatures for engine in ranks.engines("actor")] == [[0.7, 0.7]] * 2
 
 
 @pytest.mark.parametrize("separate", [False, True])
