@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from rollout_vllm import (
     GroupResult,
     PartialGroup,
     Request,
+    RewardOutcome,
     RolloutConfig,
     Sample,
     SamplingConfig,
@@ -193,6 +195,37 @@ def test_a_users_reward_that_fails_leaves_the_sample_out() -> None:
     assert "no idea" in collected.reason
 
 
+def test_a_reward_that_hangs_is_named_at_once_and_ends_the_step_soon() -> None:
+    """40 samples of 0.2 s with one worker: after 4 timeouts without an answer no further call is made."""
+    lines: list[str] = []
+    config = ScoringConfig(function="rl_runtime_user_functions:moody_reward", timeout_s=0.2)
+    with Scorer(config, report=lines.append) as scorer:
+        prompts = [Prompt("hangs")] * 40
+        with pytest.raises(
+            RolloutFailed, match=r"step 1: reward.function=.*moody_reward hangs: its last 4 calls .*=0.2"
+        ):
+            phase(ScriptedClient([[2]] * 40, n=1), scorer).collect(prompts, SamplingConfig(n=1), step=1)
+        with pytest.raises(RolloutFailed, match="hangs"):
+            phase(ScriptedClient([[2]], n=1), scorer).validate([Prompt("fine")], SamplingConfig(n=1), step=0)
+    assert len(lines) == 1
+    assert lines[0].startswith(
+        "warning: reward.function=rl_runtime_user_functions:moody_reward hangs: its last 1 calls"
+    )
+
+
+def test_timeouts_between_answers_are_tolerated() -> None:
+    lines: list[str] = []
+    with Scorer(ScoringConfig(num_workers=2), report=lines.append) as scorer:
+        timeout, answer = RewardOutcome(None, "timeout"), RewardOutcome(1.0, "ok")
+        for outcome in [answer, *[timeout] * 31, answer, *[timeout] * 31, RewardOutcome(None, "exception"), timeout]:
+            scorer._count(outcome)
+        assert not scorer.gave_up
+        assert len(lines) == 2
+        for _ in range(31):
+            scorer._count(timeout)
+        assert "its last 32 calls" in scorer.gave_up
+
+
 def test_partial_rollouts_come_first_in_the_next_step(scorer: Scorer) -> None:
     client = ScriptedClient([], n=2)
     rollout = phase(client, scorer, oversampling=OversamplingConfig(extra_prompts=1))
@@ -351,6 +384,27 @@ def test_scoring_that_cannot_work_is_refused(settings: dict[str, Any], message: 
 def test_a_wrong_reward_is_refused(name: str, message: str) -> None:
     with pytest.raises(InputError, match=f"reward.function is .*{message}"):
         load_reward(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("import os; os._exit(0)", r"os._exit\(0\)"),
+        ("raise RuntimeError('no\\nlicense')", "RuntimeError: no license"),
+        ("def f(:", "SyntaxError"),
+    ],
+)
+def test_a_module_that_does_not_import_is_refused(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sys.exit(0) in it must not end the run with success."""
+    (tmp_path / "plinth_bad_reward.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    exit_process = os._exit
+    with pytest.raises(InputError, match=f"reward.function is .*plinth_bad_reward cannot be imported .*{message}"):
+        load_reward("plinth_bad_reward:f")
+    assert os._exit is exit_process
 
 
 def test_a_rollout_function_has_to_be_a_coroutine_function() -> None:

@@ -6,6 +6,8 @@ import asyncio
 import importlib
 import math
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from rollout_vllm import RewardOutcome, RewardPool
 
 # Workers import functions by name, so these functions are written to a module file.
 MODULE = """
-import os, time
+import os, subprocess, time
 def length(text, scale):
     return len(text) * scale
 def fail(text):
@@ -39,6 +41,17 @@ def word():
     return "good"
 def pid():
     return float(os.getpid())
+def start_processes(then):
+    # A child, and a daemon that has left the session and the process tree.
+    child = subprocess.Popen(["sleep", "1000"]).pid
+    daemon = subprocess.check_output("setsid sleep 1000 >/dev/null & echo $!", shell=True)
+    with open(os.environ["STARTED"], "a") as file:
+        print(child, int(daemon), file=file)
+    if then == "hang":
+        time.sleep(1000)
+    if then == "exit":
+        os._exit(3)
+    return 1.0
 """
 
 
@@ -103,6 +116,50 @@ def test_close_ends_the_workers(functions: Any) -> None:
         assert not Path(f"/proc/{int(pid)}").exists()
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit(math.sqrt, 4.0)
+
+
+KILLED_LAUNCHER = """
+import os, signal, sys
+from plinth_test_reward_functions import start_processes
+from rollout_vllm import RewardPool
+
+if __name__ == "__main__":
+    pool = RewardPool(timeout_s=60)
+    assert pool.submit(start_processes, "return").result(60).score == 1
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_processes_that_a_function_started_end_with_its_worker(
+    functions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a normal end, a timeout, a crash of the worker, and when the launcher is killed."""
+    monkeypatch.setenv("STARTED", str(tmp_path / "started"))
+    with RewardPool(num_workers=1, timeout_s=1.0) as pool:
+        kinds = [pool.submit(functions.start_processes, then).result(60).kind for then in ("exit", "hang", "return")]
+    assert kinds == ["crash", "timeout", "ok"]
+    (tmp_path / "launcher.py").write_text(KILLED_LAUNCHER)
+    environment = {**os.environ, "PYTHONPATH": str(Path(functions.__file__).parent)}
+    launcher = subprocess.run([sys.executable, str(tmp_path / "launcher.py")], env=environment, timeout=60, check=False)
+    assert launcher.returncode == -signal.SIGKILL
+    started = (tmp_path / "started").read_text().split()
+    assert len(started) == 8
+
+    def alive() -> list[str]:
+        return [pid for pid in started if Path(f"/proc/{pid}").exists() and is_running(pid)]
+
+    deadline = time.monotonic() + 10
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert alive() == []
+
+
+def is_running(pid: str) -> bool:
+    """Not a zombie that nobody reaps."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 SLOW_MODULE = """

@@ -144,7 +144,7 @@ class RolloutPhase:
         wait for the last `extra_prompts` groups.
 
         Raises:
-            RolloutFailed: no sample is left to train on; gives the first reason.
+            RolloutFailed: no sample is left to train on (gives the first reason), or the reward hangs.
         """
         phase = phase or (lambda _: nullcontext())
         with phase("gen"):
@@ -152,6 +152,7 @@ class RolloutPhase:
             scoring, metrics = self._client.run(self._generate(prompts, sampling, step, num_groups))
         with phase("reward"):  # scoring that did not overlap with generation
             items, reasons = self._client.run(_finish(scoring, min_samples=min(2, sampling.n), at_most=num_groups))
+        self._check_scorer(step)
         num_failed = len(scoring) * sampling.n - len(items)
         if not items:
             raise RolloutFailed(f"step {step}: none of {num_failed} samples was generated and scored: {reasons[0]}")
@@ -164,6 +165,7 @@ class RolloutPhase:
         """Scores held-out prompts; accuracy is the share of samples with the full score."""
         scoring, _ = self._client.run(self._generate(prompts, sampling, -1 - step, None))
         items, reasons = self._client.run(_finish(scoring, min_samples=1, at_most=len(prompts)))
+        self._check_scorer(step)
         if not items:
             raise RolloutFailed(f"validation after step {step}: no sample was generated and scored: {reasons[0]}")
         scores = np.array([item.score for item in items])
@@ -173,6 +175,10 @@ class RolloutPhase:
             num_samples=len(items),
             num_failed=len(prompts) * sampling.n - len(items),
         )
+
+    def _check_scorer(self, step: int) -> None:
+        if self._scorer.gave_up:
+            raise RolloutFailed(f"step {step}: {self._scorer.gave_up}")
 
     def state_dict(self) -> dict[str, Any]:
         """The partial rollouts; JSON-able."""

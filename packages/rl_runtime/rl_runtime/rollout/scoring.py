@@ -19,19 +19,30 @@ from ..config import ScoringConfig
 from ..experience import PromptLike
 from .user_functions import load_function
 
+_SERVICE_CALLS = 64
+"""Calls that a service gets at the same time."""
+_ROUNDS_WITHOUT_ANSWER, _ROUNDS_AFTER_AN_ANSWER = 4, 16
+"""Timeouts in a row, as a multiple of the calls at the same time, after which scoring is given up."""
+
 
 class Scorer:
     """Scores responses while others are generated: functions in processes of their own, services over HTTP.
 
-    A call that raises, times out, ends its process or gets no answer affects only its own sample. Close the scorer, or
-    use it as a context manager.
+    A call that raises, times out, ends its process or gets no answer affects only its own sample. Timeouts in a row are
+    reported, and after several rounds of them every call fails at once (`gave_up`), so that a function that always
+    hangs cannot stall the run for hours. Close the scorer, or use it as a context manager.
 
     Raises:
         InputError: `config.function` cannot be imported or called.
     """
 
-    def __init__(self, config: ScoringConfig) -> None:
-        self._config = config
+    def __init__(self, config: ScoringConfig, *, report: Callable[[str], None] = print) -> None:
+        """`report` gets a line when as many calls in a row as run at the same time have timed out."""
+        self._config, self._report = config, report
+        self._num_timeouts, self._has_answered = 0, False
+        self._calls: set[asyncio.Future[RewardOutcome]] = set()
+        self.gave_up = ""
+        """Why no call is made any more; empty while calls are made."""
         self._function = load_reward(config.function) if config.function is not None else None
         self._pool: RewardPool | None = None
         self._service: RemoteReward | None = None
@@ -49,6 +60,42 @@ class Scorer:
 
     async def score(self, text: str, prompt: PromptLike) -> RewardOutcome:
         """The score of a response, or the reason why it has none."""
+        if self.gave_up:
+            return RewardOutcome(None, "timeout", self.gave_up)
+        call = asyncio.ensure_future(self._score(text, prompt))
+        self._calls.add(call)
+        try:
+            outcome = await call
+        except asyncio.CancelledError:
+            if not self.gave_up:
+                raise
+            return RewardOutcome(None, "timeout", self.gave_up)
+        finally:
+            self._calls.discard(call)
+        self._count(outcome)
+        return outcome
+
+    def _count(self, outcome: RewardOutcome) -> None:
+        """Reports timeouts in a row, and gives up where they do not end."""
+        if outcome.kind != "timeout":
+            self._num_timeouts, self._has_answered = 0, self._has_answered or outcome.kind == "ok"
+            return
+        self._num_timeouts += 1
+        config = self._config
+        at_once = config.num_workers if self._pool is not None else _SERVICE_CALLS
+        limit = at_once * (_ROUNDS_AFTER_AN_ANSWER if self._has_answered else _ROUNDS_WITHOUT_ANSWER)
+        what = f"reward.url={config.url}" if config.url else f"reward.function={config.function or 'built in'}"
+        hangs = (
+            f"{what} hangs: its last {self._num_timeouts} calls took longer than reward.timeout_s={config.timeout_s:g}"
+        )
+        if self._num_timeouts == at_once:
+            self._report(f"warning: {hangs}; the run ends after {limit} such calls in a row")
+        elif self._num_timeouts == limit:
+            self.gave_up = f"{hangs}; mend it, raise reward.timeout_s, or score more at a time (reward.num_workers)"
+            for call in self._calls:
+                call.cancel()
+
+    async def _score(self, text: str, prompt: PromptLike) -> RewardOutcome:
         if self._pool is None:
             return await self._ask_service(text, prompt)
         if self._function is not None:

@@ -2,10 +2,29 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
-from typing import Any
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from ..errors import InputError
+
+
+@contextmanager
+def _no_exit() -> Iterator[None]:
+    """os._exit raises SystemExit in this process: a module that calls it would end the run with success."""
+    own, exit_process = os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != own:
+            exit_process(status)
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = exit_process
 
 
 def load_function(name: str, *, key: str, arguments: tuple[str, ...], is_coroutine: bool = False) -> Callable[..., Any]:
@@ -18,12 +37,12 @@ def load_function(name: str, *, key: str, arguments: tuple[str, ...], is_corouti
     if not (module_name and colon and attribute):
         raise InputError(f"{key} is {name!r}; allowed: package.module:function")
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise InputError(
-            f"{key} is {name!r}, but {module_name} cannot be imported ({error}); run in the folder of the module, or "
-            "add it to PYTHONPATH"
-        ) from error
+        with _no_exit():
+            module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        hint = "; run in the folder of the module, or add it to PYTHONPATH" * isinstance(error, ImportError)
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"{key} is {name!r}, but {module_name} cannot be imported ({what}){hint}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise InputError(f"{key} is {name!r}, but {module_name} has no function {attribute!r}")

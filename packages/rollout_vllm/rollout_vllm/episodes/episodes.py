@@ -205,7 +205,7 @@ async def _run_one(episode: Episode, function: RolloutFunction, timeout_s: float
         if limit.expired():
             return _failure(episode, "deadline", f"not finished within {timeout_s:g} s", 1)
         return _failure(episode, "rollout", f"TimeoutError: {error}", 1)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit in the user's function must not end the run
         return _failure(episode, "rollout", f"{type(error).__name__}: {error}", 1)
 
 

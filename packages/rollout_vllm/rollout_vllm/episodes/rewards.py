@@ -4,7 +4,8 @@
         outcome = await pool.score(my_reward, text, ground_truth)
 
 A function that raises, hangs or kills its process affects only the reward of its own sample. The time limit covers the
-call; starting the process and importing the function's module have a separate limit.
+call; starting the process and importing the function's module have a separate limit. Processes that a function starts
+end with its worker.
 """
 
 import asyncio
@@ -23,6 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -197,22 +201,74 @@ class _Worker:
         return f"the reward function could not be loaded: {problem}" if problem else ""
 
     def kill(self) -> None:
+        self._process.terminate()  # it kills what the functions have started, then itself
+        self._process.join(timeout=10.0)
         self._process.kill()
         self._process.join(timeout=10.0)
         self._pipe.close()
 
 
 def _work(pipe: Connection, parent: int) -> None:
-    """Main loop of a worker.
+    """A worker: a child process calls the functions; this one ends with it or with the launcher, and so does every
+    process that they have started, since it becomes a child of this one when its parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
+    signal.signal(signal.SIGTERM, _end)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        return
+    keeper = os.getpid()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == keeper:
+            _answer_calls(pipe)
+        return
+    pipe.close()
+    ended = status = 0
+    while ended != child:
+        ended, status = os.wait()
+    _kill_descendants()
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:  # by a signal: end in the same way
+        with suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(keeper, -code)
+    os._exit(code)
+
+
+def _prctl(option: int, value: int) -> None:
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _end(*_: object) -> None:
+    _kill_descendants()
+    os._exit(0)
+
+
+def _kill_descendants() -> None:
+    """Kills the children of this process until there is none: a subreaper gets those of a child that has ended."""
+    while children := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_child(pid)]:
+        for pid in children:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _is_child(pid: int) -> bool:
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1]) == os.getpid()
+    return False
+
+
+def _answer_calls(pipe: Connection) -> None:
+    """Main loop of the process that calls the functions.
 
     It sends one message when it is ready. For each call it receives two messages (function, arguments) and sends two:
     why they could not be loaded (empty on success), and the result.
     """
-    with suppress(OSError, AttributeError):  # exit together with the launcher, even during a call
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     pipe.send_bytes(b"ready")
     while True:
         try:
