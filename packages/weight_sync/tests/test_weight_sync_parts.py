@@ -4,10 +4,12 @@ import json
 import os
 import re
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,11 +37,11 @@ from weight_sync import (
     check_server,
     plan_buckets,
 )
-from weight_sync.channel import Channel, Listener, connect
+from weight_sync.channel import HELLO_WAIT_S, MAX_HELLO_BYTES, Channel, Listener, connect
 from weight_sync.errors import ChannelError
 from weight_sync.push.session import Link, PushSession
 from weight_sync.tensors import checksum, slot_view
-from weight_sync.transports.nccl import NcclSender, await_workers, join_rendezvous
+from weight_sync.transports.nccl import NcclSender, await_workers, create_store, join_rendezvous
 from weight_sync.transports.shm import ShmReceiver, ShmSender
 from weight_sync.vllm_plugin.adapters import _weights_mapper
 
@@ -122,11 +124,19 @@ def test_checksum_of_an_empty_tensor() -> None:
     assert checksum(torch.empty(0, dtype=torch.uint8)) == 0
 
 
+def greet(listener: Listener) -> tuple[Channel, Channel]:
+    """A worker's connection: its end and the pusher's."""
+    worker = connect(listener.address, 5.0)
+    worker.send({"token": listener.token, "worker": "0.0"})
+    accepted = listener.accept(5.0, 5.0)
+    assert accepted is not None
+    assert accepted[1]["worker"] == "0.0"
+    return worker, accepted[0]
+
+
 def test_channel_sends_messages_and_descriptors() -> None:
     listener = Listener()
-    worker = connect(listener.address, 5.0)
-    pusher = listener.accept(5.0, 5.0)
-    assert pusher is not None
+    worker, pusher = greet(listener)
     read_end, write_end = os.pipe()
     sending = threading.Thread(target=pusher.send, args=({"type": "plan", "text": "é" * 700_000}, [read_end]))
     sending.start()
@@ -145,6 +155,91 @@ def test_channel_sends_messages_and_descriptors() -> None:
     listener.close()
     with pytest.raises(ChannelError, match="cannot reach the pusher"):
         connect(listener.address, 1.0)
+
+
+STRANGERS = {
+    "six bytes": b"\x00\x00\x00\x02{x",
+    "deep JSON": struct.pack("!I", 60_000) + b"[" * 60_000,
+    "deep JSON, closed": struct.pack("!I", 60_000) + b"[" * 30_000 + b"]" * 30_000,
+    "no UTF-8": b"\x00\x00\x00\x02\xff\xfe",
+    "no object": b"\x00\x00\x00\x01" + b"7",
+    "oversize": struct.pack("!I", MAX_HELLO_BYTES + 1) + b"{" * 1000,
+    "huge": b"\xff" * 100_000,
+    "more than a hello": b"\x00\x00\x00\x02{}{}",
+    "wrong token": b"\x00\x00\x00\x0d" + b'{"token":"x"}',
+    "token of another type": b"\x00\x00\x00\x0e" + b'{"token":[[1]]}'[:14],
+    "token beyond ASCII": struct.pack("!I", 18) + b'{"token":"\xc3\xa9\xc3\xa9"}  ',
+    "HTTP": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+}
+
+
+def stranger(listener: Listener, data: bytes) -> socket.socket:
+    if listener.address.startswith("unix:"):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect("\0" + listener.address.removeprefix("unix:"))
+    else:
+        _, port, host = listener.address.split(":")
+        sock = socket.create_connection((host, int(port)))
+    with suppress(OSError):  # the pusher may have hung up already
+        sock.sendall(data)
+    sock.settimeout(5.0)
+    return sock
+
+
+def is_closed(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["unix", "tcp"])
+def test_strangers_are_turned_away_and_delay_no_worker(host: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_sync.channel.HELLO_WAIT_S", 0.5)
+    listener = Listener(host)
+    started = time.monotonic()
+    silent = [stranger(listener, b"") for _ in range(300)]  # more than are kept
+    rude = {name: stranger(listener, data) for name, data in STRANGERS.items()}
+    slow = stranger(listener, b"\x00\x00\x00\x02{")
+    worker, pusher = greet(listener)
+    assert time.monotonic() - started < 4.0
+    worker.send({"type": "ready"})
+    assert pusher.receive() == {"type": "ready"}
+    for sock in [*rude.values(), *silent[:40], silent[-1], slow]:
+        assert is_closed(sock)
+        sock.close()
+    assert listener.accept(0.0, 1.0) is None
+    listener.close()
+    listener.close()
+    for sock in silent:
+        sock.close()
+
+
+def test_processes_of_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = Listener()
+    if os.getuid() == 0:
+        if (child := os.fork()) == 0:
+            os.setuid(65534)
+            os._exit(0 if is_closed(stranger(listener, b"")) else 1)
+        started = time.monotonic()
+        assert os.waitpid(child, 0)[1] == 0
+        assert time.monotonic() - started < HELLO_WAIT_S  # closed at once, not after the wait for a hello
+    else:
+        monkeypatch.setattr("weight_sync.channel.os.getuid", lambda: os.geteuid() + 1)
+        assert is_closed(stranger(listener, b""))
+        with pytest.raises(ChannelError, match="another user"):
+            connect(listener.address, 1.0)
+    listener.close()
+
+
+def test_nccl_store_listens_on_one_interface() -> None:
+    store = create_store("127.0.0.1", 5.0)
+    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"]
+    assert f"0100007F:{store.port:04X}" in listening
+    assert f"00000000:{store.port:04X}" not in listening
+    client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=5))
+    client.set("a", b"1")
+    assert store.get("a") == b"1"
 
 
 def test_channel_receive_times_out() -> None:
@@ -197,8 +292,8 @@ WHERE = ["http://h:1 worker 0.0", "http://h:1 worker 0.1"]
 def test_rendezvous_of_all_workers(rendezvous: Any) -> None:
     store, pushers, workers = rendezvous
     with ThreadPoolExecutor(2) as pool:
-        joins = [pool.submit(join_rendezvous, store, 3, rank, workers[rank - 1], 5.0) for rank in (1, 2)]
-        await_workers(store, 3, WHERE, pushers, 5.0)
+        joins = [pool.submit(join_rendezvous, store, "3", rank, workers[rank - 1], 5.0) for rank in (1, 2)]
+        await_workers(store, "3", WHERE, pushers, 5.0)
         for join in joins:
             join.result(5)
 
@@ -206,9 +301,9 @@ def test_rendezvous_of_all_workers(rendezvous: Any) -> None:
 def test_rendezvous_timeout_names_the_missing_worker(rendezvous: Any) -> None:
     store, pushers, workers = rendezvous
     with ThreadPoolExecutor(1) as pool:
-        join = pool.submit(join_rendezvous, store, 4, 1, workers[0], 30.0)
+        join = pool.submit(join_rendezvous, store, "4", 1, workers[0], 30.0)
         with pytest.raises(WeightSyncError, match=r"^http://h:1 worker 0\.1: did not join .* within 0\.3 s"):
-            await_workers(store, 4, WHERE, pushers, 0.3)
+            await_workers(store, "4", WHERE, pushers, 0.3)
         pushers[0].close()  # as after a failed push: the workers that joined stop waiting
         with pytest.raises(ChannelError, match="before the communicator was created"):
             join.result(5)
@@ -218,7 +313,7 @@ def test_rendezvous_timeout_names_the_missing_worker(rendezvous: Any) -> None:
 def test_error_of_a_worker_before_the_rendezvous_is_reported(rendezvous: Any, detail: str) -> None:
     store, pushers, workers = rendezvous
     sender = NcclSender.__new__(NcclSender)
-    sender._comm, sender._store, sender._generation, sender._timeout_s = None, store, 5, 30.0
+    sender._comm, sender._store, sender._generation, sender._timeout_s = None, store, "5", 30.0
     sender._where = WHERE
     session = PushSession.__new__(PushSession)
     session._sender, session._config = sender, SyncConfig()

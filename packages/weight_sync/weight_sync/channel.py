@@ -13,17 +13,27 @@ one push, in order:
     worker -> pusher   done     (every tensor counted, layers processed)
 
 Either side may send ``error`` or ``abort`` at any point. A closed socket means that the other side died.
+
+Anybody on the host can connect to an abstract socket, and anybody on the network to a TCP port. A connection gets
+nowhere, and delays no other, unless its peer is a process of this user or of root (Unix) and its first message, of at
+most 64 KiB and within 2 s, holds the pusher's token.
 """
 
 import array
 import contextlib
+import errno
 import json
 import os
+import queue
 import secrets
 import select
+import selectors
 import socket
 import struct
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ChannelError
@@ -34,6 +44,11 @@ PROTOCOL = 1
 _HEADER = struct.Struct("!I")
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _MAX_FDS = 8
+
+#: Limits of a hello and of the connections that have not sent theirs yet.
+MAX_HELLO_BYTES = 64 * 1024
+HELLO_WAIT_S = 2.0
+_MAX_STRANGERS = 256
 
 Message = dict[str, Any]
 
@@ -74,10 +89,7 @@ class Channel:
         size = _HEADER.unpack(self._read(_HEADER.size))[0]
         if size > _MAX_MESSAGE_BYTES:
             raise ChannelError(f"a message of {size} bytes exceeds the limit of {_MAX_MESSAGE_BYTES}")
-        message = json.loads(self._read(size))
-        if not isinstance(message, dict):
-            raise ChannelError("received a message that is not a JSON object")
-        return message
+        return _decode(self._read(size))
 
     def take_fds(self) -> list[int]:
         """File descriptors received so far. The caller owns them and must close them."""
@@ -147,8 +159,38 @@ class Channel:
         return b"".join(parts)
 
 
+@dataclass
+class _Stranger:
+    """A connection that has not sent its hello yet."""
+
+    sock: socket.socket
+    deadline: float
+    received: bytearray = field(default_factory=bytearray)
+
+    def hello(self) -> Message | None:
+        """Read what has arrived; the hello once it is complete. Raises ChannelError for anything else."""
+        try:
+            data = self.sock.recv(MAX_HELLO_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ChannelError(f"cannot receive: {_reason(error)}") from error
+        if not data:
+            raise ChannelError("the other side closed the connection")
+        self.received += data
+        if len(self.received) < _HEADER.size:
+            return None
+        size = _HEADER.unpack_from(self.received)[0]
+        if size > MAX_HELLO_BYTES or len(self.received) > _HEADER.size + size:
+            raise ChannelError(f"a hello of {size} bytes exceeds the limit, or is followed by more")
+        return _decode(self.received[_HEADER.size :]) if len(self.received) == _HEADER.size + size else None
+
+
 class Listener:
-    """The pusher's listening socket: an abstract Unix socket (same host), or TCP when ``host`` is given."""
+    """The pusher's listening socket: an abstract Unix socket (same host), or TCP when ``host`` is given.
+
+    A thread accepts connections and reads their hellos side by side, so that silent ones delay no worker.
+    """
 
     def __init__(self, host: str | None = None) -> None:
         self.token = secrets.token_hex(16)
@@ -161,19 +203,82 @@ class Listener:
             self._sock = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
             self.address = f"tcp:{self._sock.getsockname()[1]}:{host}"
         self._sock.listen(128)
+        self._sock.setblocking(False)
+        self._known: queue.SimpleQueue[tuple[socket.socket, Message]] = queue.SimpleQueue()
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="weight_sync_listener", daemon=True)
+        self._thread.start()
 
-    def accept(self, wait_s: float, timeout_s: float) -> Channel | None:
-        """The next connection, or None if none arrives within ``wait_s`` seconds."""
-        self._sock.settimeout(wait_s)
+    def accept(self, wait_s: float, timeout_s: float) -> tuple[Channel, Message] | None:
+        """The next connection with the right token, and its hello; None if none arrives within ``wait_s`` seconds."""
         try:
-            sock, _ = self._sock.accept()
-        except TimeoutError:
+            sock, hello = self._known.get(timeout=wait_s)
+        except queue.Empty:
             return None
-        return Channel(sock, timeout_s)
+        return Channel(sock, timeout_s), hello
 
     def close(self) -> None:
-        """Stop listening. The servers then accept another pusher."""
-        self._sock.close()
+        """Stop listening. The servers then accept another pusher. Can be called twice."""
+        self._wake.close()
+        self._thread.join()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._known.get_nowait()[0].close()
+
+    def _run(self) -> None:
+        strangers: dict[socket.socket, _Stranger] = {}
+        with self._sock, self._woken, selectors.DefaultSelector() as selector:
+            selector.register(self._sock, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+
+            def forget(sock: socket.socket, hello: Message | None = None) -> None:
+                selector.unregister(sock)
+                del strangers[sock]
+                if hello is not None and self._is_right(hello.get("token")):
+                    self._known.put((sock, hello))
+                else:
+                    sock.close()
+
+            while True:
+                oldest = next(iter(strangers.values()), None)
+                wait_s = None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
+                ready = {key.fileobj for key, _ in selector.select(wait_s)}
+                if self._woken in ready:
+                    break
+                for sock, stranger in list(strangers.items()):
+                    try:
+                        hello = stranger.hello() if sock in ready else None
+                    except ChannelError:
+                        forget(sock)
+                        continue
+                    if hello is not None or time.monotonic() > stranger.deadline:
+                        forget(sock, hello)
+                for sock in self._accept() if self._sock in ready else ():
+                    if len(strangers) == _MAX_STRANGERS:  # a worker sends its hello at once: the oldest is none
+                        forget(next(iter(strangers)))
+                    strangers[sock] = _Stranger(sock, time.monotonic() + HELLO_WAIT_S)
+                    selector.register(sock, selectors.EVENT_READ)
+        for sock in strangers:
+            sock.close()
+
+    def _accept(self) -> Iterator[socket.socket]:
+        """All connections that wait, from processes of this user."""
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # its peer has gone, or no descriptor is left
+                time.sleep(0.01)
+                return
+            sock.setblocking(False)
+            if _is_trusted(sock):
+                yield sock
+            else:
+                sock.close()
+
+    def _is_right(self, token: object) -> bool:
+        return isinstance(token, str) and secrets.compare_digest(token.encode(errors="replace"), self.token.encode())
 
 
 def connect(address: str, timeout_s: float) -> Channel:
@@ -184,16 +289,40 @@ def connect(address: str, timeout_s: float) -> Channel:
         if kind == "unix":
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.settimeout(timeout_s)
-            sock.connect("\0" + rest)
+            deadline = time.monotonic() + timeout_s
+            while (code := sock.connect_ex("\0" + rest)) == errno.EAGAIN and time.monotonic() < deadline:
+                time.sleep(0.01)  # too many connections wait to be accepted
+            if code:
+                raise OSError(code, os.strerror(code))
+            if not _is_trusted(sock):
+                raise OSError("its process belongs to another user")
         else:
             port, _, host = rest.partition(":")
             sock = socket.create_connection((host, int(port)), timeout=timeout_s)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         if sock is not None:
             sock.close()
         raise ChannelError(f"cannot reach the pusher at {address}: {_reason(error)}") from error
     return Channel(sock, timeout_s)
 
 
-def _reason(error: OSError) -> str:
-    return "timed out" if isinstance(error, TimeoutError) else (error.strerror or str(error))
+def _is_trusted(sock: socket.socket) -> bool:
+    """Whether the peer's process is of this user or of root. True for TCP, where only the token tells."""
+    if sock.family != socket.AF_UNIX:
+        return True
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1] in (os.getuid(), 0)
+
+
+def _decode(body: bytes | bytearray) -> Message:
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ChannelError(f"received a message that is not JSON: {type(error).__name__}") from error
+    if not isinstance(message, dict):
+        raise ChannelError("received a message that is not a JSON object")
+    return message
+
+
+def _reason(error: Exception) -> str:
+    return "timed out" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)

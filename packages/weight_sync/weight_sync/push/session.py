@@ -194,9 +194,9 @@ class PushSession:
         links: list[Link] = []
         deadline = time.monotonic() + self._config.pause_timeout_s + self._config.timeout_s
         while len(links) < sum(self._num_workers):
-            channel = self._listener.accept(0.05, self._config.timeout_s)
-            if channel is not None:
-                link = self._accept_worker(attempt, channel)
+            accepted = self._listener.accept(0.05, self._config.timeout_s)
+            if accepted is not None:
+                link = self._accept_worker(attempt, *accepted)
                 if link is not None:
                     links.append(link)
                     attempt.links = links
@@ -208,17 +208,14 @@ class PushSession:
                 raise ChannelError(f"{len(links)} of {sum(self._num_workers)} workers connected in time")
         return sorted(links, key=lambda link: (link.hello["server"], link.hello["worker"]))
 
-    def _accept_worker(self, attempt: "_Attempt", channel: Channel) -> Link | None:
-        """The link of a new connection; None, with the connection closed, if its token or session is wrong."""
-        try:
-            hello = channel.receive()
-        except ChannelError:
-            hello = {}
-        if hello.get("token") != self._listener.token or hello.get("session") != attempt.session:
+    def _accept_worker(self, attempt: "_Attempt", channel: Channel, hello: Message) -> Link | None:
+        """The link of a worker's connection; None, with the connection closed, if it belongs to another attempt."""
+        server: Any = hello.get("server")
+        is_known = server in range(len(self._controls)) and isinstance(hello.get("worker"), str)
+        if hello.get("session") != attempt.session or not is_known:
             channel.close()
             return None
-        url = self._controls[int(hello["server"])].url
-        return Link(channel, hello, f"{url} worker {hello['worker']}")
+        return Link(channel, hello, f"{self._controls[server].url} worker {hello['worker']}")
 
     def _send_plan(self, attempt: "_Attempt", plan: BucketPlan, version: int) -> None:
         """Send the plan to every worker and wait until all have accepted it. No weights are sent before."""

@@ -6,6 +6,8 @@ worker dies during a broadcast, ``reset`` aborts the communicator and the next p
 """
 
 import datetime
+import secrets
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +37,7 @@ class NcclSender(Sender):
         self._host = host
         self._timeout_s = timeout_s
         self._store: TCPStore | None = None
-        self._generation = 0
+        self._generation = ""
         self._greeted: list[str] = []
         self._where: list[str] = []
         self._members: tuple[str, ...] = ()
@@ -60,9 +62,7 @@ class NcclSender(Sender):
                 f"transport: 'nccl' cannot reach a server on {hello.get('device')}; use 'shm' or 'tcp'"
             )
         if self._store is None:
-            self._store = TCPStore(
-                self._host, 0, is_master=True, wait_for_workers=False, timeout=_seconds(self._timeout_s)
-            )
+            self._store = create_store(self._host, self._timeout_s)
         self._greeted.append(f"{hello['server']}/{hello['worker']}/{hello['process']}")
         self._where.append(str(hello.get("where", f"worker {hello['worker']}")))
         return {"host": self._host, "port": self._store.port, "rank": len(self._greeted)}, []
@@ -72,7 +72,7 @@ class NcclSender(Sender):
         members = tuple(self._greeted)
         if members != self._members:
             self.reset()
-            self._generation += 1
+            self._generation = secrets.token_hex(16)  # in the name of every key: strangers can reach the store
             self._members = members
         return {"size": len(members) + 1, "generation": self._generation}
 
@@ -145,8 +145,17 @@ class NcclReceiver:
         self._buffers, self._store = [], None
 
 
+def create_store(host: str, timeout_s: float) -> TCPStore:
+    """The pusher's store, which listens only on ``host``; torch itself would listen on every interface."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family)
+    port = listening.getsockname()[1]
+    timeout, fd = _seconds(timeout_s), listening.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
+
+
 def await_workers(
-    store: TCPStore, generation: int, where: Sequence[str], channels: Sequence[Channel], timeout_s: float
+    store: TCPStore, generation: str, where: Sequence[str], channels: Sequence[Channel], timeout_s: float
 ) -> None:
     """The pusher's side of the rendezvous: wait until every worker has joined. ``where``, ``channels``: in rank order.
 
@@ -172,7 +181,7 @@ def await_workers(
     rendezvous.set("0", b"1")
 
 
-def join_rendezvous(store: TCPStore, generation: int, rank: int, channel: Channel, timeout_s: float) -> None:
+def join_rendezvous(store: TCPStore, generation: str, rank: int, channel: Channel, timeout_s: float) -> None:
     """A worker's side: join, then wait until the pusher has seen all workers. Raises ChannelError."""
     rendezvous = _rendezvous_store(store, generation)
     rendezvous.set(str(rank), b"1")
@@ -185,11 +194,11 @@ def join_rendezvous(store: TCPStore, generation: int, rank: int, channel: Channe
         time.sleep(_RENDEZVOUS_POLL_S)
 
 
-def _rendezvous_store(store: TCPStore, generation: int) -> Any:
+def _rendezvous_store(store: TCPStore, generation: str) -> Any:
     return PrefixStore(f"plinth_weight_sync/members/{generation}", store)
 
 
-def create_communicator(store: TCPStore, rank: int, size: int, generation: int, timeout_s: float) -> Any:
+def create_communicator(store: TCPStore, rank: int, size: int, generation: str, timeout_s: float) -> Any:
     """An NCCL communicator outside torch's default process group. Raises SyncConfigError without NCCL."""
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:
