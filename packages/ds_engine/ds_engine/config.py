@@ -264,6 +264,9 @@ class EngineConfig:
     attention: Attention = "auto"
     """auto: on CUDA flash-attn-4 (flash4, Hopper only) or flash-attn (flash) if installed, otherwise torch's varlen
     attention; on the CPU SDPA, one sequence at a time."""
+    dropout: bool = False
+    """Train with the model's own dropout (residual, embedding, MLP). If false, every such rate is 0: policy gradients
+    compare log-probs of training with log-probs computed without noise. Packed attention never drops."""
     seed: int = 0
     """Seed of dropout and of weights that the model folder does not contain."""
     collective_guard: Guard = "off"

@@ -20,6 +20,7 @@ from .micro_batch import MicroBatches
 from .model.attention import choose_kernel
 from .model.loading import check_offload, load_model, prepare_model, torch_dtype
 from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
+from .model.packed_model import row_kernel
 from .model.sequence_parallel import join_sequence_group
 from .state.checkpoint import load_state, save_state
 from .state.export import export_tensors
@@ -68,7 +69,9 @@ class ZeroEngine:
         self.zero_stage: int = config.zero.stage
         self._total_steps = total_steps if total_steps is not None else config.optim.total_steps
         check_schedule(config.optim, self._total_steps)
-        kernel = choose_kernel(config.attention, device_type=device.type, dtype=torch_dtype(config.dtype))
+        kernel = row_kernel(module) or choose_kernel(
+            config.attention, device_type=device.type, dtype=torch_dtype(config.dtype)
+        )
         self._num_steps = 0
         prepare_model(
             module, config, log_prob_fn=log_prob_fn, device=device, kernel=kernel, trainable=trainable, head=head

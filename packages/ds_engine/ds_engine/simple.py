@@ -73,10 +73,21 @@ class SimpleBatch:
 
 
 def dense_log_prob(
-    hidden_KH: Tensor, weight_VH: Tensor, targets_K: Tensor, temperature: float, *, bias: Tensor | None = None
+    hidden_KH: Tensor,
+    weight_VH: Tensor,
+    targets_K: Tensor,
+    temperature: float,
+    *,
+    bias: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log_probs_K, entropy_K) of softmax(hidden @ weight.T / temperature) in fp32; materializes the logits [K, V]."""
-    logits_KV = torch.nn.functional.linear(hidden_KH, weight_VH, bias).float() / temperature
-    log_p_KV = logits_KV.log_softmax(-1)
+    """(log_probs_K, entropy_K) of softmax(logits / temperature) in fp32; materializes the logits [K, V].
+
+    logits = hidden @ weight.T + bias; with `soft_cap` c they become c * tanh(logits / c).
+    """
+    logits_KV = torch.nn.functional.linear(hidden_KH, weight_VH, bias).float()
+    if soft_cap is not None:
+        logits_KV = soft_cap * torch.tanh(logits_KV / soft_cap)
+    log_p_KV = (logits_KV / temperature).log_softmax(-1)
     entropy_K = -(log_p_KV.exp() * log_p_KV).sum(-1)
     return log_p_KV.gather(1, targets_K[:, None])[:, 0], entropy_K

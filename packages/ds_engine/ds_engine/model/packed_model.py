@@ -5,25 +5,42 @@ The module and its parameter names stay the same. `install_packed_forward` adds 
 call the head. The LM head runs the injected log-prob function and returns [2, K], log-probs and entropies; the value
 head returns [1, K]. The computation runs inside the head's own forward because ZeRO-3 gathers the head's weight there,
 also when it is tied to the embedding.
+
+An architecture that is not exact on a packed row (see trial.py) computes `PaddedRows` instead, with upstream's own
+attention and recurrence: one call of the backbone per micro batch, so that ranks issue the same collectives at stage 3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import BatchError, ModelError
 from .attention import PackedLayout
-from .parts import VALUE_HEAD, find_backbone
+from .parts import VALUE_HEAD, find_backbone, transformer_layers
+from .rotary import rotary_per_sequence
 from .sequence_parallel import SequenceGroup, TargetShare, gather_outputs, share_targets
 
 if TYPE_CHECKING:
     from ..batch import LogProbFn, TokenBatch
+
+
+ROWS = "rows"
+"""In place of an attention kernel: upstream's own forward of one padded row per sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedRows:
+    """The sequences of a micro batch as S rows, padded with zeros on the right to the longest one's L tokens."""
+
+    input_ids_SL: Tensor
+    mask_SL: Tensor
+    """int64; 0 at padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +52,20 @@ class PackedInputs:
     packing: PackedLayout
     target_index_K: Tensor
     target_ids_K: Tensor
+    rows: PaddedRows | None = None
+    """Set with kernel `ROWS`: `target_index_K` then counts the S * L tokens of the rows."""
     share: TargetShare | None = None
     """Set with sequence parallelism: T and K are then this rank's part, and `share` says how to gather all outputs."""
+
+
+def mark_rows(model: nn.Module, rows: bool) -> None:
+    """Record on `model` that it computes padded rows, for `row_kernel`."""
+    model.computes_padded_rows = rows  # type: ignore[assignment]
+
+
+def row_kernel(model: nn.Module) -> str | None:
+    """`ROWS` if `model` computes padded rows; None if it has packed attention."""
+    return ROWS if getattr(model, "computes_padded_rows", False) else None
 
 
 def packed_inputs(
@@ -48,7 +77,8 @@ def packed_inputs(
     so takes part in every collective. The caller must multiply its output by zero.
 
     Raises:
-        BatchError: `cu_seqlens_S1` does not describe the tokens of `input_ids_T`.
+        BatchError: `cu_seqlens_S1` does not describe the tokens of `input_ids_T`, or, with kernel `ROWS`, the positions
+            of a sequence do not count its tokens from 0.
     """
     num_targets = batch.target_ids_K.numel()
     if num_targets == 0:
@@ -62,7 +92,9 @@ def packed_inputs(
                 f"cu_seqlens_S1 describes sequences of {lengths[:8]} tokens, "
                 f"but input_ids_T has {ids.numel()}; lengths must be positive and add up"
             )
-    share = None
+    share = rows = None
+    if kernel == ROWS:
+        rows, index = _padded_rows(ids, positions, lengths, index, device)
     if sp_group is not None:
         ids, positions, lengths = _pad(ids, positions, lengths, sp_group.size)
         part = len(ids) // sp_group.size
@@ -86,8 +118,21 @@ def packed_inputs(
         packing=packing,
         target_index_K=index.to(device),
         target_ids_K=targets.to(device),
+        rows=rows,
         share=share,
     ), num_targets
+
+
+def _padded_rows(
+    ids_T: Tensor, positions_T: Tensor, lengths: list[int], index_K: Tensor, device: torch.device
+) -> tuple[PaddedRows, Tensor]:
+    """The rows, and `index_K` for their flattened tokens."""
+    if positions_T.tolist() != [position for n in lengths for position in range(n)]:
+        raise BatchError("position_ids_T must count the tokens of each sequence from 0: this model numbers them itself")
+    ids_SL = nn.utils.rnn.pad_sequence(ids_T.split(lengths), batch_first=True)
+    mask_SL = nn.utils.rnn.pad_sequence([ids_T.new_ones(n) for n in lengths], batch_first=True)
+    place_T = mask_SL.flatten().nonzero()[:, 0]
+    return PaddedRows(input_ids_SL=ids_SL.to(device), mask_SL=mask_SL.to(device)), place_T[index_K]
 
 
 def _pad(ids_T: Tensor, positions_T: Tensor, lengths: list[int], multiple: int) -> tuple[Tensor, Tensor, list[int]]:
@@ -99,11 +144,15 @@ def _pad(ids_T: Tensor, positions_T: Tensor, lengths: list[int], multiple: int) 
     return torch.cat((ids_T, zeros)), torch.cat((positions_T, zeros)), [*lengths, missing]
 
 
-def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None) -> None:
+def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None, *, count_calls: bool = True) -> None:
     """Add the packed forward to `model`, in place. Calls without `packed` work as before.
+
+    The first packed row is refused with a ModelError unless each layer calls packed attention once: another token mixer
+    does not know the borders of the sequences.
 
     Args:
         model: a transformers causal LM; if `log_prob_fn` is None, a model with a value head (`VALUE_HEAD`).
+        count_calls: False for compiled layers, whose graphs the count would be a part of.
 
     Raises:
         ModelError: the model has no separate backbone, or its head is missing or not supported.
@@ -123,17 +172,29 @@ def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None) -> None:
         hidden_scale = _hidden_scale(model)
         _install_lm_forward(head, log_prob_fn, _head_options(model, head))
     original: Callable[..., Any] = model.forward
+    set_rotary_layout = rotary_per_sequence(backbone)
+    uncounted = count_calls
+
+    def hidden_states(packed: PackedInputs) -> Tensor:
+        """Hidden states of all tokens, packed [T, H] or of the rows [S * L, H]."""
+        nonlocal uncounted
+        set_rotary_layout(packed.packing)
+        if packed.rows is not None:
+            out = backbone(input_ids=packed.rows.input_ids_SL, attention_mask=packed.rows.mask_SL, use_cache=False)
+            return cast("Tensor", out[0]).flatten(0, 1)
+        packing = replace(packed.packing, calls=[]) if uncounted else packed.packing
+        out = backbone(
+            input_ids=packed.input_ids_1T, position_ids=packed.position_ids_1T, use_cache=False, packing=packing
+        )
+        if uncounted:
+            _check_calls(model, backbone, packing.calls or [])
+            uncounted = False
+        return cast("Tensor", out[0][0])
 
     def forward(*args: Any, packed: PackedInputs | None = None, temperature: float = 1.0, **kwargs: Any) -> Any:
         if packed is None:
             return original(*args, **kwargs)
-        hidden_TH = backbone(
-            input_ids=packed.input_ids_1T,
-            position_ids=packed.position_ids_1T,
-            use_cache=False,
-            packing=packed.packing,
-        )[0][0]
-        hidden_KH = hidden_TH.index_select(0, packed.target_index_K)
+        hidden_KH = hidden_states(packed).index_select(0, packed.target_index_K)
         if hidden_scale != 1.0:
             hidden_KH = hidden_KH * hidden_scale
         rows_RK = head(hidden_KH, targets_K=packed.target_ids_K, temperature=temperature)
@@ -142,6 +203,23 @@ def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None) -> None:
         return rows_RK
 
     model.forward = forward
+
+
+def _check_calls(model: Any, backbone: nn.Module, calls: list[int]) -> None:
+    """Raise ModelError unless each transformer layer called packed attention exactly once."""
+    layers = transformer_layers(backbone)
+    for layer in layers:
+        num_calls = sum(id(module) in calls for module in layer.modules())
+        if num_calls != 1:
+            mixers = ", ".join(type(child).__name__ for child in layer.children())
+            raise ModelError(
+                f"{type(model).__name__}: a {type(layer).__name__} ({mixers}) calls packed attention {num_calls} times "
+                "instead of once, so another part of it mixes tokens without the borders of the sequences"
+            )
+    if len(calls) != len(layers):
+        raise ModelError(
+            f"{type(model).__name__} calls packed attention {len(calls)} times in {len(layers)} transformer layers"
+        )
 
 
 def _install_lm_forward(head: Any, log_prob_fn: LogProbFn, options: dict[str, Any]) -> None:

@@ -1,0 +1,229 @@
+"""Tries an architecture on a small random copy before it is trained: packed must equal each sequence alone.
+
+Two sequences are computed by upstream's own forward, each alone with full logits, and by ours, first packed, then as
+padded rows. Outputs and all gradients must be equal. Ours runs in training mode and upstream's in evaluation mode, so
+that noise in training is found too. The copy is in fp32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from ..simple import SimpleBatch, dense_log_prob
+from .attention import ATTENTION_NAME, register_packed_attention
+from .packed_model import ROWS, install_packed_forward, packed_inputs
+from .small_copy import randomize, small_config
+
+if TYPE_CHECKING:
+    from ..batch import Head
+
+TOLERANCE = 1e-3
+"""Largest difference of an output, and of a gradient relative to the largest gradient of its parameter (but at least
+one percent of the largest of all). Rounding gives up to 1e-4, a border or window that is not known 1e-2 and more."""
+LENGTHS = (13, 8)
+"""Tokens of the two sequences: both are longer than the copy's windows, one than its `ORIGINAL_LENGTH`."""
+_MAX_PARAMETERS = 60_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """How an architecture is computed exactly."""
+
+    architecture: str
+    way: Literal["packed", "rows"]
+    """packed: one row of all sequences. rows: one padded row per sequence, by upstream's own forward."""
+    why_not_packed: str
+    """Empty if packed."""
+    seconds: float
+    """Duration of the trial."""
+
+    def __str__(self) -> str:
+        cost = f"tried on a small random copy in {self.seconds:.1f} s"
+        if self.way == "packed":
+            return f"{self.architecture}: packed sequences equal each one alone ({cost})"
+        return (
+            f"{self.architecture}: each sequence is a padded row of transformers' own forward, exact but slower, as "
+            f"packed {self.why_not_packed} ({cost})"
+        )
+
+
+def try_model(config: Any, *, head: Head = "lm") -> Trial:
+    """Try the architecture of a transformers configuration; later calls in this process return the same trial.
+
+    Raises:
+        ModelError: neither packed sequences nor padded rows equal each sequence alone.
+    """
+    return _try_once(_Key(config), head)
+
+
+class _Key:
+    """A configuration that is equal to others of the same content."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        content = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "dtype", "architectures")}
+        self.text = f"{type(config).__name__} {sorted(content.items(), key=str)}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+@functools.lru_cache(maxsize=32)
+def _try_once(key: _Key, head: Head) -> Trial:
+    started = time.monotonic()
+    with _quiet(), torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
+        torch.manual_seed(0)
+        small, model = _reference(key.config, head)
+        architecture = type(model).__name__
+        sequences = _sequences(model)
+        if not _is_causal(model, sequences[0], head):
+            raise ModelError(f"{architecture} cannot be trained: the log-prob of a token depends on later tokens")
+        expected = _outputs_and_gradients(model, [_alone(model, ids, head) for ids in sequences])
+        reasons = {}
+        for way in ("packed", "rows"):
+            reasons[way] = _why_not(way, small, model, sequences, head, expected)
+            if not reasons[way]:
+                return Trial(
+                    architecture=architecture,
+                    way=cast("Any", way),
+                    why_not_packed=reasons["packed"],
+                    seconds=time.monotonic() - started,
+                )
+    raise ModelError(f"{architecture} cannot be trained: packed {reasons['packed']}; in padded rows {reasons['rows']}")
+
+
+Result = tuple[Tensor, Mapping[str, Tensor]]
+"""Outputs of all sequences, and the gradients of a weighted sum of them."""
+
+
+def _why_not(way: str, small: Any, reference: Any, sequences: list[Tensor], head: Head, expected: Result) -> str:
+    """Why sequences computed in this way do not equal each one alone; empty if they do."""
+    try:
+        register_packed_attention()
+        options = {"attn_implementation": ATTENTION_NAME} if way == "packed" else {}
+        model = _auto_class(head).from_config(copy.deepcopy(small), dtype=torch.float32, **options)
+        model.load_state_dict(reference.state_dict())
+        install_packed_forward(model.train(), dense_log_prob if head == "lm" else None)
+        batch = SimpleBatch.pack([_split(ids, head) for ids in sequences])
+        kernel = "sdpa" if way == "packed" else ROWS
+        inputs, _ = packed_inputs(batch, device=torch.device("cpu"), kernel=kernel)
+        outputs, gradients = _outputs_and_gradients(model, [model(packed=inputs)])
+    except ModelError as error:
+        return f"it is refused: {error}"
+    except Exception as error:  # whatever a model raises that does not know our attention, or our head's inputs
+        return f"it fails with {type(error).__name__}: {str(error)[:200]}"
+    difference = float((outputs - expected[0]).abs().max())
+    if not difference <= TOLERANCE:
+        return f"its {'log-probs' if head == 'lm' else 'values'} differ by {difference:.1g} from each sequence alone"
+    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
+    for name, gradient in expected[1].items():
+        difference = float((gradients.get(name, torch.zeros(())) - gradient).abs().max())
+        if not difference <= TOLERANCE * max(0.01 * largest, float(gradient.abs().max())):
+            return f"the gradient of {name} differs by {difference:.1g} from each sequence alone"
+    return ""
+
+
+def _auto_class(head: Head) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+
+
+def _reference(config: Any, head: Head) -> tuple[Any, Any]:
+    """(configuration, upstream's model in evaluation mode) of the small random copy.
+
+    Raises:
+        ModelError: it cannot be built, or its outputs are not finite.
+    """
+    failures = []
+    for widths in ("fixed", "scaled", "kept"):
+        try:
+            small = small_config(config, widths=cast("Any", widths))
+            small.num_labels = 1
+            with torch.device("meta"):
+                size = sum(p.numel() for p in _auto_class(head).from_config(copy.deepcopy(small)).parameters())
+            if size > _MAX_PARAMETERS:
+                failures.append(f"a copy has {size:,} parameters")
+                continue
+            model = _auto_class(head).from_config(copy.deepcopy(small), dtype=torch.float32).eval()
+            randomize(model)
+            with torch.no_grad():
+                outputs = [_alone(model, ids, head) for ids in _sequences(model)]
+        except Exception as error:  # whatever a model raises that is not made for these sizes
+            failures.append(f"{type(error).__name__}: {str(error)[:300]}")
+            continue
+        if all(bool(output.isfinite().all()) for output in outputs):
+            return small, model
+        failures.append("its outputs are not finite")
+    raise ModelError(
+        f"{type(config).__name__}: no small copy of this architecture can be tried ({'; '.join(failures)})"
+    )
+
+
+def _sequences(model: Any) -> list[Tensor]:
+    """Token ids of the two sequences, without padding tokens."""
+    config = model.config.get_text_config()
+    ids_T = torch.randint(4, int(config.vocab_size), (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    ids_T[ids_T == getattr(config, "pad_token_id", None)] = 3
+    return list(ids_T.split(list(LENGTHS)))
+
+
+def _split(ids_T: Tensor, head: Head) -> tuple[list[int], list[int]]:
+    """Prompt and response: every token is a target but the first one, for a value head only the last one."""
+    num_prompt = 1 if head == "lm" else len(ids_T) - 1
+    return ids_T[:num_prompt].tolist(), ids_T[num_prompt:].tolist()
+
+
+def _alone(model: Any, ids_T: Tensor, head: Head) -> Tensor:
+    """Upstream's outputs for the targets of one sequence: [2, K] log-probs and entropies, or values [1, 1]."""
+    if head == "value":
+        return cast("Tensor", model(input_ids=ids_T[None, :-1], use_cache=False).logits)
+    log_p_KV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    return torch.stack((log_p_KV.gather(1, ids_T[1:, None])[:, 0], -(log_p_KV.exp() * log_p_KV).sum(-1)))
+
+
+def _is_causal(model: Any, ids_T: Tensor, head: Head) -> bool:
+    """Whether the last token leaves the outputs before it as they are. Upstream's values are only those at the end."""
+    if head == "value":
+        return True
+    other_T = torch.cat((ids_T[:-1], ids_T[:1]))
+    with torch.no_grad():
+        before, after = (_alone(model, each, head)[:, :-1] for each in (ids_T, other_T))
+    return bool((before - after).abs().max() <= TOLERANCE)
+
+
+def _outputs_and_gradients(model: nn.Module, outputs: list[Tensor]) -> Result:
+    rows_RK = torch.cat(outputs, dim=1)
+    weights_RK = torch.linspace(-1.0, 1.3, rows_RK.numel()).view_as(rows_RK)
+    model.zero_grad()
+    (rows_RK * weights_RK).sum().backward()
+    return rows_RK.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence upstream's remarks about the copy, such as missing kernels."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)

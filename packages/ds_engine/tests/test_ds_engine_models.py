@@ -1,0 +1,188 @@
+"""Architectures of transformers: the engine computes what transformers computes, or refuses the model by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from ds_engine_architectures import PACKED, REFUSED, ROWS, padded_loss, tiny_architecture, write_architecture
+from ds_engine_testkit import Sample, make_batch, make_samples, token_loss
+
+from ds_engine import EngineConfig, EngineConfigError, ModelError, OptimConfig, ZeroConfig, check_model, dense_log_prob
+from ds_engine.errors import BatchError
+from ds_engine.model.attention import ATTENTION_NAME, register_packed_attention
+from ds_engine.model.loading import load_model
+from ds_engine.model.packed_model import install_packed_forward, packed_inputs, row_kernel
+from ds_engine.model.trial import try_model
+from plinth_testing import RankPool
+
+CPU = torch.device("cpu")
+FP32 = EngineConfig(dtype="float32")
+TABLE = {**{name: ("packed", changes) for name, changes in PACKED.items()}, **{k: ("rows", v) for k, v in ROWS.items()}}
+SAMPLES = make_samples(5, seed=11, longest=32)
+PER_SEQUENCE = ("phi3",)
+"""Transformers' own padded rows depend on the longest one: their reference is one sequence at a time."""
+
+
+def load(folder: Path, config: EngineConfig = FP32) -> Any:
+    model = load_model(str(folder), config, device=CPU, ds_config={}).train()
+    install_packed_forward(model, dense_log_prob)
+    return model
+
+
+def outputs(model: Any, samples: list[Sample]) -> torch.Tensor:
+    inputs, _ = packed_inputs(make_batch(samples), device=CPU, kernel=row_kernel(model) or "sdpa")
+    return model(packed=inputs)
+
+
+def reference(folder: Path, samples: list[Sample], *, alone: bool = False) -> tuple[Any, torch.Tensor]:
+    """Transformers' model with the gradients of the loss, and its log-probs; from each sequence `alone`, if true."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    log_probs = []
+    for part in [[s] for s in samples] if alone else [samples]:
+        loss, log_probs_K = padded_loss(model, part)
+        loss.backward()
+        log_probs.append(log_probs_K)
+    return model, torch.cat(log_probs)
+
+
+def assert_equal_gradients(model: Any, expected: Any) -> None:
+    gradients = {name: p.grad for name, p in expected.named_parameters() if p.grad is not None}
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, parameter in model.named_parameters():
+        if name not in gradients:
+            assert parameter.grad is None or not parameter.grad.any(), name
+            continue
+        scale = max(float(gradients[name].abs().max()), 0.01 * largest)
+        assert float((parameter.grad - gradients[name]).abs().max()) <= 1e-4 * scale, name
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_log_probs_and_gradients_equal_transformers_padded_ones(tmp_path: Path, name: str) -> None:
+    """In training mode, where ours has no dropout and no jitter."""
+    way, changes = TABLE[name]
+    folder = write_architecture(tmp_path, name, changes)
+    assert check_model(str(folder), FP32).way == way
+    expected, log_probs_K = reference(folder, SAMPLES, alone=name in PER_SEQUENCE)
+    model = load(folder)
+    rows_RK = outputs(model, SAMPLES)
+    token_loss(*rows_RK, make_batch(SAMPLES).columns["weights"]).backward()
+    torch.testing.assert_close(rows_RK[0], log_probs_K, rtol=1e-4, atol=1e-4)
+    assert_equal_gradients(model, expected)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_architectures_that_are_not_exact_are_refused_by_name(name: str) -> None:
+    changes, message = REFUSED[name]
+    with pytest.raises(ModelError, match=message):
+        try_model(tiny_architecture(name, changes))
+
+
+@pytest.mark.parametrize(("name", "layer"), [("qwen3_5_text", "Qwen3_5DecoderLayer"), ("bloom", "BloomBlock")])
+def test_first_forward_refuses_a_layer_without_packed_attention(name: str, layer: str) -> None:
+    """A model that was loaded past the trial: a mixer without borders, and an attention that is never called."""
+    register_packed_attention()
+    config = tiny_architecture(name, TABLE[name][1])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    install_packed_forward(model, dense_log_prob)
+    with pytest.raises(ModelError, match=rf"{type(model).__name__}: a {layer} .* calls packed attention 0 times"):
+        outputs(model, SAMPLES)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_positions_do_not_depend_on_neighbors(tmp_path: Path, kind: str) -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    name, rope = {"dynamic": ("llama", dynamic), "longrope": ("phi3", PACKED["phi3"]["rope_parameters"])}[kind]
+    folder = write_architecture(tmp_path, name, {"rope_parameters": rope, "max_position_embeddings": 12})
+    samples = sorted(SAMPLES, key=lambda s: -len(s.ids))
+    assert len(samples[1].ids) > 12 > len(samples[-1].ids)
+    with torch.no_grad():
+        together = outputs(load(folder), samples)[0]
+    alone = torch.cat([reference(folder, [sample], alone=True)[1] for sample in samples])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_padded_rows_refuse_what_needs_packed_sequences(tmp_path: Path) -> None:
+    folder = write_architecture(tmp_path, "mamba", ROWS["mamba"])
+    settings = {"sequence_parallel": 2, "compile": True, "attention": "sdpa"}
+    for name, value in settings.items():
+        with pytest.raises(EngineConfigError, match=f"{name}={value} needs packed sequences, but MambaForCausalLM"):
+            check_model(str(folder), replace(FP32, **{name: value}))
+    batch = make_batch(SAMPLES)
+    shifted = type(batch)(**{**vars(batch), "position_ids_T": batch.position_ids_T + 1})
+    with pytest.raises(BatchError, match="from 0"):
+        packed_inputs(shifted, device=CPU, kernel="rows")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_dropout_is_off_unless_it_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    folder = write_architecture(tmp_path, name, PACKED[name])
+    for dropout in (False, True):
+        caplog.clear()
+        model = load(folder, replace(FP32, dropout=dropout))
+        with torch.no_grad():
+            first, second = outputs(model, SAMPLES), outputs(model, SAMPLES)
+        assert torch.equal(first, second) is not dropout
+        assert ("trained without its" in caplog.text) is not dropout
+
+
+def test_value_heads_are_tried_too(tmp_path: Path) -> None:
+    """BLOOM's packed attention is never called in the model with a value head either."""
+    packed = check_model(str(write_architecture(tmp_path / "llama", "llama", {})), FP32, head="value")
+    rows = check_model(str(write_architecture(tmp_path / "bloom", "bloom", {})), FP32, head="value")
+    assert (packed.architecture, packed.way) == ("LlamaForSequenceClassification", "packed")
+    assert (rows.architecture, rows.way) == ("BloomForSequenceClassification", "rows")
+    assert "BloomBlock" in str(rows)
+    assert f"{rows.seconds:.1f} s" in str(rows)
+
+
+def test_a_head_that_is_not_upstreams_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial compares with upstream's own logits: scale, cap and bias of the head must reach the log-probs."""
+    import ds_engine.model.packed_model as packed_model
+
+    monkeypatch.setattr(packed_model, "_hidden_scale", lambda model: 1.0)
+    with pytest.raises(ModelError, match="CohereForCausalLM cannot be trained: packed its log-probs differ"):
+        try_model(tiny_architecture("cohere", {"logit_scale": 0.41}))
+    monkeypatch.setattr(packed_model, "_head_options", lambda model, head: {})
+    with pytest.raises(ModelError, match="Gemma3ForCausalLM cannot be trained: packed its log-probs differ"):
+        try_model(tiny_architecture("gemma3_text", {**PACKED["gemma3_text"], "final_logit_softcapping": 3.1}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["gpt2", "deepseek_v3", "qwen3_5_text"],
+        pytest.param([name for name in TABLE if name not in PER_SEQUENCE], marks=pytest.mark.thorough),
+    ],
+    ids=["some", "all"],
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_on_two_ranks_equals_transformers(
+    two_ranks: RankPool, tmp_path: Path, stage: int, names: list[str]
+) -> None:
+    """Log-probs before and after a step of AdamW, and the gradient norm; the ranks have different numbers of rows."""
+    folders = {name: write_architecture(tmp_path / name, name, TABLE[name][1]) for name in names}
+    optim = OptimConfig(lr=3e-3, eps=1e-4, grad_clip=None)
+    config = replace(FP32, zero=ZeroConfig(stage=stage, param_persistence_elements=0), optim=optim)
+    results = two_ranks.run(
+        "train_architectures",
+        [{"mine": SAMPLES[:2]}, {"mine": SAMPLES[2:]}],
+        folders={name: str(folder) for name, folder in folders.items()},
+        config=config,
+        samples=SAMPLES,
+    )
+    for name, folder in folders.items():
+        model, expected_K = reference(folder, SAMPLES)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        torch.optim.AdamW(model.parameters(), lr=optim.lr, eps=optim.eps, weight_decay=0.0).step()
+        with torch.no_grad():
+            after_K = padded_loss(model, SAMPLES)[1]
+        for before, grad_norm, after in (rank[name] for rank in results):
+            torch.testing.assert_close(before, expected_K, rtol=1e-4, atol=1e-4, msg=name)
+            assert grad_norm == pytest.approx(float(norm), rel=1e-4), name
+            torch.testing.assert_close(after, after_K, rtol=1e-4, atol=1e-4, msg=name)
