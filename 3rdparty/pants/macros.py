@@ -4,8 +4,9 @@
 
 def plinth_package(module):
     """Targets of a package: sources, data files, tests, and the wheel."""
-    python_sources(name="lib", sources=[f"{module}/**/*.py"], dependencies=[":data"])
-    resources(name="data", sources=[f"{module}/**/*", f"!{module}/**/*.py", "!**/__pycache__/**"])
+    # The stubs list the lazy exports: inference follows their imports.
+    python_sources(name="lib", sources=[f"{module}/**/*.py", f"{module}/**/*.pyi"], dependencies=[":data"])
+    resources(name="data", sources=[f"{module}/**/*", f"!{module}/**/*.py*", "!**/__pycache__/**"])
     python_test_utils(name="test_utils", sources=["tests/**/*.py", "!tests/**/test_*.py"])
     # Lazy exports are imported by name at run time, which inference cannot follow: tests depend on the whole package.
     python_tests(
