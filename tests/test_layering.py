@@ -29,11 +29,11 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "losses": "_tensors.py batching kl options.py",
     },
     "ds_engine": {
-        "guard": "",
-        "model": "batch.py config.py distributed.py dtypes.py",
+        "guard": "upstream.py",
+        "model": "batch.py config.py distributed.py dtypes.py upstream.py",
         "planning": "config.py dtypes.py",
-        "state": "model",
-        "zero": "config.py distributed.py dtypes.py model",
+        "state": "model upstream.py",
+        "zero": "config.py distributed.py dtypes.py model upstream.py",
     },
     "rollout_vllm": {
         "client": "config.py samples.py",
@@ -47,9 +47,9 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "vllm_plugin": "adapter.py channel.py config.py plan.py tensors.py transports",
     },
     "ckpt": {
-        "savers": "digest.py files.py hf_export.py manager.py reader.py",
+        "savers": "digest.py files.py hf_export.py manager.py reader.py upstream.py",
         "tools": "files.py hf_export.py manager.py manifest.py reader.py retention.py zero",
-        "zero": "",
+        "zero": "upstream.py",
     },
     "run_kit": {
         "config": "",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +12,14 @@ import torch
 import torch.distributed as dist
 
 from .errors import EngineError
+from .upstream import Patch
 
+SHARED_MEMORY = Patch(
+    name="DeepSpeed's shared-memory all-reduce",
+    reason="only its inference engine uses it, and compiling it takes a minute and can leave a lock behind",
+    stock=True,
+    replaces={"deepspeed.ops": ("__compatible_ops__",)},
+)
 # torch 2.13 renamed these two and warns at every call of the old names.
 _dist: Any = dist
 all_gather_single = getattr(dist, "all_gather_single", None) or _dist.all_gather_into_tensor
@@ -47,16 +56,16 @@ def init_distributed(
             f"DeepSpeed uses {get_accelerator().device_name()} in this process, but the device is {device}: "
             f"set DS_ACCELERATOR={device.type} before importing deepspeed"
         )
-    # Otherwise DeepSpeed compiles a shared-memory all-reduce here that only its inference engine uses. That takes a
-    # minute on two cores, and an interrupted compiler leaves a lock that blocks every later process.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if SHARED_MEMORY.check():
+        operators = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}
+        SHARED_MEMORY.replace(deepspeed.ops, __compatible_ops__=operators)
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "nccl"
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{master_addr}:{master_port}",
+        store=_open_store(rank, world_size, master_addr, master_port, timedelta(seconds=timeout_s)),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -65,10 +74,22 @@ def init_distributed(
     deepspeed.comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
+def _open_store(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> dist.Store:
+    """The store in which the ranks meet. A TCPStore has no password and listens on every interface; where all ranks are
+    on one host (a loopback address), rank 0 gives it a socket that only this host reaches."""
+    listening = None
+    if rank == 0 and ipaddress.ip_address(socket.gethostbyname(address)).is_loopback:
+        listening = socket.create_server((address, port)).detach()
+    return dist.TCPStore(
+        address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening, multi_tenant=True
+    )
+
+
 def shutdown_distributed() -> None:
     """Destroy the process group, so that the process exits without warnings and can join another group."""
-    import deepspeed.comm.comm as ds_comm
+    import deepspeed.comm
 
-    if dist.is_initialized():
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    elif dist.is_initialized():
         dist.destroy_process_group()
-    ds_comm.cdb = None

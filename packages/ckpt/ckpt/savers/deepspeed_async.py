@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,21 @@ from typing import IO, Any, cast
 from ..digest import FileEntry, HashedFile
 from ..errors import CheckpointSpaceError, CheckpointUsageError
 from ..files import is_disk_full
+from ..upstream import Patch
 from .capture import Capture, HostCopies, tensor_identity
+
+ENGINE = Patch(
+    name="background saves of DeepSpeed's checkpoint",
+    reason="DeepSpeed writes during the call; its checkpoint engine is where all state dicts pass",
+    replaces={"deepspeed.runtime.engine:DeepSpeedEngine": ("checkpoint_engine",)},
+    reads={
+        "deepspeed.runtime.engine:DeepSpeedEngine": ("zero_nvme_offload_optimizer()",),
+        "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine": (
+            *("create(info)", "makedirs(path, exist_ok)", "save(state_dict, path)", "commit(info)"),
+            *("is_decoupled()", "preserves_storage_sharing()"),
+        ),
+    },
+)
 
 
 class DeepSpeedState(Capture):
@@ -37,8 +52,11 @@ class DeepSpeedState(Capture):
     def __init__(self, engine: Any, save: Callable[[str], object]) -> None:
         """`engine` is the engine from `deepspeed.initialize`; `save(folder)` calls its `save_checkpoint(folder)`.
 
-        Raises CheckpointUsageError for an optimizer on NVMe, whose files DeepSpeed copies itself.
+        Raises CheckpointUsageError for an optimizer on NVMe, whose files DeepSpeed copies itself, and for a DeepSpeed
+        whose checkpoint engine is not the tested one.
         """
+        if "deepspeed" in sys.modules:  # otherwise the engine is not DeepSpeed's
+            ENGINE.check()
         if engine.zero_nvme_offload_optimizer():
             raise CheckpointUsageError("cannot save an optimizer on NVMe in the background: DeepSpeed copies its files")
         self._engine = engine
@@ -53,14 +71,13 @@ class DeepSpeedState(Capture):
 
     def take(self) -> None:
         """Call `save` and record its state dicts. It contains DeepSpeed's barriers, so every rank must call it."""
-        original = self._engine.checkpoint_engine
         with tempfile.TemporaryDirectory(prefix="ckpt-deepspeed-") as folder:
-            recorder = _Recorder(original, Path(folder), self._copies)
-            self._engine.checkpoint_engine = recorder
+            recorder = _Recorder(self._engine.checkpoint_engine, Path(folder), self._copies)
+            restore = ENGINE.replace(self._engine, "checkpoint_engine", recorder)
             try:
                 self._save(folder)
             finally:
-                self._engine.checkpoint_engine = original
+                restore()
             # Files that DeepSpeed writes without its checkpoint engine: zero_to_fp32.py and `latest`.
             self._small_files = {
                 path.relative_to(folder).as_posix(): path.read_bytes()
@@ -152,6 +169,7 @@ class _Recorder:
     def save(self, state_dict: Any, path: str) -> None:
         name = Path(path).relative_to(self._folder).as_posix()
         self.names.append(name)
+        ENGINE.calls["checkpoint_engine"] += 1
         self._copies.setdefault(name, _HostCopy()).take(state_dict)
 
     def commit(self, info: Any) -> bool:

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import CheckpointUsageError, UntrustedFileError
+from ..upstream import Patch
 
 #: Classes that DeepSpeed stores besides tensors and plain values. They hold numbers; creating one has no side effects.
 _DEEPSPEED_CLASSES = (
@@ -20,6 +21,17 @@ _DEEPSPEED_CLASSES = (
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+)
+
+ENGINE = Patch(
+    name="loading without pickle",
+    reason="DeepSpeed unpickles checkpoints; its checkpoint engine is where it opens them",
+    replaces={"deepspeed.runtime.engine:DeepSpeedEngine": ("checkpoint_engine",)},
+    reads={
+        "deepspeed.runtime.engine:DeepSpeedEngine": ("load_universal_checkpoint()", "has_moe_layers"),
+        "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine": ("load(path, map_location)",),
+        **{module: tuple(n for m, n in _DEEPSPEED_CLASSES if m == module) for module, _ in _DEEPSPEED_CLASSES},
+    },
 )
 
 
@@ -35,19 +47,19 @@ def loading_without_pickle(engine: Any, *, classes: Sequence[type] = ()) -> Iter
     DeepSpeed loads as usual.
 
     Raises CheckpointUsageError for universal checkpoints and mixtures of experts, whose files DeepSpeed opens without
-    its checkpoint engine.
+    its checkpoint engine, and for a DeepSpeed whose checkpoint engine is not the tested one.
     """
+    ENGINE.check()
     if engine.load_universal_checkpoint() or engine.has_moe_layers:
         raise CheckpointUsageError(
             "DeepSpeed unpickles the files of universal checkpoints and of mixtures of experts without its checkpoint "
             "engine: load them without loading_without_pickle, and only from a folder you trust"
         )
-    original = engine.checkpoint_engine
-    engine.checkpoint_engine = _SafeReader(original, classes)
+    restore = ENGINE.replace(engine, "checkpoint_engine", _SafeReader(engine.checkpoint_engine, classes))
     try:
         yield
     finally:
-        engine.checkpoint_engine = original
+        restore()
 
 
 class _SafeReader:
@@ -65,6 +77,7 @@ class _SafeReader:
 
         import torch
 
+        ENGINE.calls["checkpoint_engine"] += 1
         try:
             with torch.serialization.safe_globals(self._classes):
                 return torch.load(path, map_location=map_location, weights_only=True)

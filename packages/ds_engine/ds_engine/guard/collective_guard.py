@@ -34,8 +34,27 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ..errors import CollectiveMismatchError, RankStalledError
+from ..upstream import Patch
 from .collective_log import METHODS, CollectiveRecord, GroupLog, RankDump, call_site, describe_call, diagnose
 
+COLLECTIVES = Patch(
+    name="collective guard",
+    reason="torch has no hook before a collective, and no public name of the rendezvous store and of the abort",
+    stock=False,
+    replaces={
+        "torch.distributed:ProcessGroup": (
+            *("allgather", "allreduce", "alltoall", "barrier", "broadcast", "gather", "reduce", "reduce_scatter"),
+            *("scatter", "_allgather_base|all_gather_single", "_reduce_scatter_base|reduce_scatter_single"),
+            *("alltoall_base|all_to_all_single", "allreduce_coalesced", "allgather_coalesced"),
+            "allgather_into_tensor_coalesced|all_gather_single_coalesced",
+            "reduce_scatter_tensor_coalesced|reduce_scatter_single_coalesced",
+        )
+    },
+    reads={
+        "torch.distributed.distributed_c10d": ("_get_default_store()",),
+        "torch.distributed:ProcessGroup": ("_get_backend",),
+    },
+)
 _TICK_S = 0.5
 _DUMP_WAIT_S = 5.0
 _EXIT_CODE = 71
@@ -67,8 +86,7 @@ def num_guarded() -> int:
 def _patched(before: Callable[[Any, str, tuple[Any, ...]], None]) -> Iterator[None]:
     """Call `before(group, method, args)` before every collective of every group of this process."""
     group_class = dist.ProcessGroup
-    # From vars: getattr would unwrap the method descriptors, which then could not be restored.
-    originals = {name: vars(group_class)[name] for name in METHODS if name in vars(group_class)}
+    COLLECTIVES.check()
     inside = threading.local()
 
     def wrap(name: str, original: Any) -> Any:
@@ -84,13 +102,12 @@ def _patched(before: Callable[[Any, str, tuple[Any, ...]], None]) -> Iterator[No
 
         return call
 
-    for name in originals:
-        setattr(group_class, name, wrap(name, getattr(group_class, name)))
+    wrapped = {name: wrap(name, getattr(group_class, name)) for name in METHODS if name in vars(group_class)}
+    restore = COLLECTIVES.replace(group_class, **wrapped)
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(group_class, name, original)
+        restore()
 
 
 @contextmanager

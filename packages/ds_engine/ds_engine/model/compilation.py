@@ -9,9 +9,24 @@ from typing import Any
 import torch
 
 from ..errors import EngineConfigError, ModelError
-from .attention import ATTENTION_NAME, packed_attention
+from ..upstream import Patch
+from .attention import ATTENTION_NAME, packed_attention, varlen_parameters
 from .parts import transformer_layers
 
+RECOMPUTATION = Patch(
+    name="recomputation in compiled layers",
+    reason="the backward pass recomputes norms and products from tensors that are kept anyway",
+    stock=True,
+    replaces={"torch._functorch.config": ("ban_recompute_materialized_backward",)},
+    reads={"torch._inductor.compile_fx": ("compile_fx",)},
+)
+LINEAR = Patch(
+    name="linear in compiled layers",
+    reason="DeepSpeed's replacement of it at stage 3 reads attributes of weights that recompile each layer",
+    stock=True,
+    replaces={"torch.nn.functional": ("linear",), "torch.nn:Module": ("_compiled_call_impl",)},
+    reads={"torch._C._nn": ("linear",)},
+)
 FUNCTORCH_CONFIG = {"ban_recompute_materialized_backward": False}
 """Config for the layers' graphs: the backward pass recomputes normalized inputs and the MLP's product from tensors that
 are kept anyway, fused into the kernels that read them."""
@@ -22,10 +37,11 @@ def _inductor(graph: Any, inputs: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
     with torch._functorch.config.patch(FUNCTORCH_CONFIG):
+        RECOMPUTATION.calls["ban_recompute_materialized_backward"] += 1
         return compile_fx(graph, inputs)
 
 
-def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2, backend: Any = _inductor) -> None:
+def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2, backend: Any = None) -> None:
     """Compile each transformer layer in place; names, parameters and activation checkpointing stay the same.
 
     One compilation serves any number of tokens. SDPA attention is excluded: it loops over the sequence lengths, so
@@ -35,7 +51,7 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2,
     Args:
         kernel: the engine's attention kernel, see `choose_kernel`.
         stage: ZeRO stage; the hooks with which stage 3 gathers a layer's weights stay outside the graph.
-        backend: backend of torch.compile.
+        backend: backend of torch.compile; None: inductor.
 
     Raises:
         EngineConfigError: no C++ compiler is found (CPU).
@@ -50,12 +66,19 @@ def compile_layers(model: Any, *, device_type: str, kernel: str, stage: int = 2,
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
+    # Here and not as a decorator, which imports the compiler (2 s) also where nothing is compiled.
+    torch.compiler.assume_constant_result(varlen_parameters)
+    if backend is None:
+        backend = _inductor if RECOMPUTATION.check() else "inductor"
+    has_own_linear = LINEAR.check()
     for layer in layers:
         if stage == 3:
-            layer.forward = _with_own_linear(torch.compile(layer.forward, dynamic=True, backend=backend))
+            compiled = torch.compile(layer.forward, dynamic=True, backend=backend)
+            layer.forward = _with_own_linear(compiled) if has_own_linear else compiled
         else:
             layer.compile(dynamic=True, backend=backend)
-            layer._compiled_call_impl = _with_own_linear(layer._compiled_call_impl)
+            if has_own_linear:
+                LINEAR.replace(layer, _compiled_call_impl=_with_own_linear(layer._compiled_call_impl))
 
 
 def _with_own_linear(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,11 +90,10 @@ def _with_own_linear(call: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def with_own_linear(*args: Any, **kwargs: Any) -> Any:
-        functional: Any = torch.nn.functional
-        replaced, functional.linear = functional.linear, torch._C._nn.linear
+        restore = LINEAR.replace(torch.nn.functional, linear=torch._C._nn.linear)
         try:
             return call(*args, **kwargs)
         finally:
-            functional.linear = replaced
+            restore()
 
     return with_own_linear

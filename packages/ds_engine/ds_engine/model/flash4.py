@@ -12,6 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..upstream import Patch
+
+KERNELS = Patch(
+    name="FlashAttention-4",
+    reason="its public function does not return the log-sum-exp that a custom operator must save; others replace it",
+    stock=True,
+    reads={"flash_attn.cute.interface": ("_flash_attn_fwd", "_flash_attn_bwd")},
+)
+
 
 def flash4_attention(
     q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None

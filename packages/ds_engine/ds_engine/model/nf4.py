@@ -27,8 +27,20 @@ from torch import Tensor, nn
 
 from ..dtypes import NF4_BLOCK, NF4_CHUNK, nf4_bytes
 from ..errors import ModelError
+from ..upstream import Patch
 from .parts import linear_layers
 
+SHARDS = Patch(
+    name="sharded NF4 weights",
+    reason="DeepSpeed shards only parameters of modules that it converts itself",
+    stock=False,
+    replaces={"deepspeed.runtime.zero.partition_parameters": ("ds_tensor",)},
+    reads={
+        "deepspeed.runtime.zero.partition_parameters": (
+            *("ds_id", "ds_shape", "convert_to_zero_parameters(param_list)"),
+        )
+    },
+)
 VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -187,10 +199,13 @@ def _packed(linear: nn.Linear, device: torch.device) -> Nf4Linear:
         return Nf4Linear(linear, nn.Parameter(packed.pack(old.to(device)), requires_grad=False), packed)
     import deepspeed
 
+    SHARDS.check()
     with deepspeed.zero.GatheredParameters([old]):
         weight_M = nn.Parameter(packed.pack(old), requires_grad=False)
     old.convert_to_zero_parameters(param_list=[weight_M])
-    old.ds_tensor = None  # frees the shard now: DeepSpeed's closures keep the old parameter in a reference cycle
+    # Frees the shard now: DeepSpeed's closures keep the old parameter in a reference cycle.
+    vars(old).pop("ds_tensor")
+    SHARDS.replace(old, ds_tensor=None)
     return Nf4Linear(linear, weight_M, packed)
 
 

@@ -10,7 +10,17 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ModelError
+from ..upstream import Patch
 from .parts import transformer_layers
+
+INPUTS = Patch(
+    name="inputs of recomputed layers in CPU memory",
+    reason="transformers has no option for it; without it they stay on the device",
+    stock=True,
+    replaces={
+        "transformers.modeling_layers:GradientCheckpointingLayer": ("_gradient_checkpointing_func",),
+    },
+)
 
 
 def enable_checkpointing(model: Any, *, every: int = 1, to_cpu: bool = False) -> None:
@@ -29,8 +39,8 @@ def enable_checkpointing(model: Any, *, every: int = 1, to_cpu: bool = False) ->
         raise ModelError(f"{type(model).__name__} has no layers that support activation checkpointing")
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every == 0
-        if to_cpu:
-            layer._gradient_checkpointing_func = _checkpoint_to_cpu
+        if to_cpu and INPUTS.check():
+            INPUTS.replace(layer, _gradient_checkpointing_func=_checkpoint_to_cpu)
 
 
 def _checkpoint_to_cpu(call: Callable[..., Any], *args: Any) -> Any:

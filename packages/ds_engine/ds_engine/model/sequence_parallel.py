@@ -24,6 +24,14 @@ from torch.distributed import distributed_c10d
 
 from ..distributed import all_gather_single
 from ..errors import EngineConfigError
+from ..upstream import Patch
+
+GROUPS = Patch(
+    name="process groups by name",
+    reason="custom operators take a group's name, because torch.compile cannot trace a group",
+    stock=False,
+    reads={"torch.distributed.distributed_c10d": ("_resolve_process_group",)},
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +59,7 @@ def join_sequence_group(sp: int) -> SequenceGroup | None:
         raise EngineConfigError(f"sequence_parallel={sp} does not divide the {world_size} ranks: use one of {fits}")
     if sp == 1:
         return None
+    GROUPS.check()
     group, _ = dist.new_subgroups(group_size=sp)
     return SequenceGroup(group=group, rank=dist.get_rank() % sp, size=sp, name=str(group.group_name))
 
@@ -62,8 +71,8 @@ def check_heads(model_config: Any, sp: int) -> None:
         EngineConfigError: it does not; the message lists the values that do.
     """
     text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
-    num_heads = int(text_config.num_attention_heads)
-    if num_heads % sp != 0:
+    num_heads = getattr(text_config, "num_attention_heads", None)
+    if isinstance(num_heads, int) and num_heads % sp != 0:
         fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise EngineConfigError(
             f"sequence_parallel={sp} does not divide the {num_heads} attention heads: use one of {fits}"

@@ -10,6 +10,14 @@ from typing import Any
 from torch import nn
 
 from ..errors import CheckpointError
+from ..upstream import Patch
+
+STAGE = Patch(
+    name="ZeRO stage in checkpoints of BF16_Optimizer",
+    reason="without it zero_to_fp32.py does not recognize them; this package loads them either way",
+    stock=True,
+    replaces={"deepspeed.runtime.bf16_optimizer:BF16_Optimizer": ("state_dict()",)},
+)
 
 
 def save_state(engine: Any, folder: str | Path, tag: str, *, num_steps: int) -> None:
@@ -84,12 +92,12 @@ def _with_stage(optimizer: Any) -> Iterator[None]:
     """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-    if not isinstance(optimizer, BF16_Optimizer):
+    if not isinstance(optimizer, BF16_Optimizer) or not STAGE.check():
         yield
         return
     original = optimizer.state_dict
-    optimizer.state_dict = lambda: original() | {"zero_stage": 1}
+    restore = STAGE.replace(optimizer, state_dict=lambda: original() | {"zero_stage": 1})
     try:
         yield
     finally:
-        del optimizer.state_dict
+        restore()

@@ -16,12 +16,43 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..upstream import Patch
 
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
 Shape = tuple[int, ...]
 _MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 _SCALER_VALUES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _NUM_SHOWN = 3
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_LINKED = ("_hp_optimizer_states_linked",)
+STATE = Patch(
+    name="loading a state into another layout",
+    reason="DeepSpeed loads only the files of the same number of ranks, stage, offload and dtype",
+    stock=False,
+    replaces={
+        _ENGINE: ("global_steps", "global_samples", "skipped_steps"),
+        "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler": _SCALER_VALUES,
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": _LINKED,
+        "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": _LINKED,
+    },
+    reads={
+        _ENGINE: ("param_names", "_get_zero_param_shapes()"),
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
+            *("bit16_groups", "loss_scaler", "_lazy_init_hp_params_optimizer_state()", "update_lp_params()"),
+        ),
+        "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": (
+            *("bf16_groups", "_lazy_init_hp_params_optimizer_state()", "update_lp_params()"),
+        ),
+        "deepspeed.utils.mixed_precision_linkage": ("_hp_mapping",),
+        "deepspeed.utils.tensor_fragment:tensor_fragment": ("lp_fragment_address", "hp_fragment_address"),
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": (
+            *("fp16_groups", "fp32_partitioned_groups_flat", "sub_group_to_group_id", "persistent_parameters"),
+            *("checkpoint_event_prologue()", "checkpoint_event_epilogue()", "_get_param_partition_rank(param)"),
+            "_reassign_or_swap_out_partitioned_parameters(sub_group_id)",
+        ),
+        "deepspeed.runtime.zero.partition_parameters": ("ds_numel", "partition_numel()"),
+    },
+)
 
 
 class StateLayout(Protocol):
@@ -95,7 +126,9 @@ def fill_state(engine: Any, module: nn.Module, source: StateSource) -> int:
 
     Raises, on every rank and before any change:
         CheckpointError: on some rank the source cannot be read, or its parameters differ from the engine's.
+        EngineConfigError: the installed DeepSpeed is not a tested one.
     """
+    STATE.check()
     _agree(_problem(engine, source))
     zero = engine.optimizer
     is_sharded = engine.zero_optimization_stage() == 3
@@ -110,7 +143,7 @@ def fill_state(engine: Any, module: nn.Module, source: StateSource) -> int:
             zero.persistent_parameters[0].partition(zero.persistent_parameters)
         zero.checkpoint_event_epilogue()
     else:
-        zero._hp_optimizer_states_linked = False
+        STATE.replace(zero, _hp_optimizer_states_linked=False)
         if source.adam_steps:
             zero._lazy_init_hp_params_optimizer_state()
         zero.update_lp_params()
@@ -184,13 +217,12 @@ def _fill(
 
 
 def _set_counts(engine: Any, source: StateSource) -> None:
-    for name, value in source.counters.items():
-        setattr(engine, name, value)
+    STATE.replace(engine, **source.counters)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if getattr(scaler, "dynamic", False) and "last_overflow_iter" in source.loss_scaler:
-        for name in _SCALER_VALUES:
-            if name in source.loss_scaler:
-                setattr(scaler, name, source.loss_scaler[name])
+        STATE.replace(
+            scaler, **{name: source.loss_scaler[name] for name in _SCALER_VALUES if name in source.loss_scaler}
+        )
 
 
 def _problem(engine: Any, source: StateSource) -> str | None:

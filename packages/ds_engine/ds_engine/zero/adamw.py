@@ -16,6 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..upstream import Patch
+
+KERNEL = Patch(
+    name="AdamW kernel",
+    reason="torch's fused AdamW writes the unscaled gradient back and splits long tensors",
+    stock=True,
+    reads={
+        "torch.optim.adam:Adam": (
+            "_init_group(group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)",
+            "grad_scale",
+        ),
+        "torch": ("_foreach_add_",),
+    },
+)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang")))
 """Triton compiles its kernel launcher with a C compiler. Without one, torch's own step is used."""
 
@@ -41,8 +55,9 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient."""
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not _HAS_TRITON or closure is not None or not all(map(_is_supported, stepped)):
+        if not _HAS_TRITON or closure is not None or not all(map(_is_supported, stepped)) or not KERNEL.check():
             return super().step(closure)
+        KERNEL.calls["step"] += 1
         for group in self.param_groups:
             self._step_group(group)
         return None

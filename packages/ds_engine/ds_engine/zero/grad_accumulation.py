@@ -16,11 +16,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..upstream import Patch
+
+COUNT = Patch(
+    name="number of micro batches, counted by DeepSpeed",
+    reason="zero.step_each_micro: the number differs between mini batches, and DeepSpeed's default keeps only the last",
+    stock=False,
+    replaces={
+        "deepspeed.runtime.engine:DeepSpeedEngine": ("micro_steps",),
+        "deepspeed.runtime.config:DeepSpeedConfig": ("gradient_accumulation_steps",),
+    },
+    reads={"deepspeed.runtime.engine:DeepSpeedEngine": ("_config",)},
+)
+GRADIENTS = Patch(
+    name="gradient accumulation of stage 2",
+    reason="one kernel per bucket casts gradients into the fp32 accumulator, while the next bucket is reduced",
+    stock=True,
+    replaces={
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
+            "setup_buckets()",
+            "reduce_independent_p_g_buckets_and_remove_grads(param, i)",
+            "reduce_ipg_grads(comm_dtype)",
+        )
+    },
+    reads={
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
+            *("ready_for_gradients", "micro_step_id", "ipg_buckets", "reduce_bucket_size", "params_already_reduced"),
+            *("dp_process_group", "real_dp_process_group", "grad_start_offset", "partition_size"),
+            *("grad_partition_insertion_offset", "get_param_comm_dtype(param)", "get_param_id(param)"),
+            "_get_compact_grad_partition_buffer(group_idx)",
+            "_get_compact_grad_partition_slice(group_idx, partition_id, param_id, num_elements)",
+        ),
+        "deepspeed.runtime.zero.stage_1_and_2:IPGBucket": ("params", "grads", "elements", "clear()"),
+        "torch": ("_foreach_copy_", "_foreach_add_"),
+    },
+)
+
 
 def set_num_micro_batches(deepspeed_engine: Any, num_micro_batches: int) -> None:
     """Start a mini batch of which DeepSpeed itself counts the micro batches."""
-    deepspeed_engine._config.gradient_accumulation_steps = num_micro_batches
-    deepspeed_engine.micro_steps = 0
+    COUNT.check()
+    COUNT.replace(deepspeed_engine._config, gradient_accumulation_steps=num_micro_batches)
+    COUNT.replace(deepspeed_engine, micro_steps=0)
 
 
 def fuse_grad_accumulation(zero_optimizer: Any) -> None:
@@ -29,10 +66,14 @@ def fuse_grad_accumulation(zero_optimizer: Any) -> None:
     Args:
         zero_optimizer: of an engine whose settings have `EngineConfig.fuses_grad_accumulation`.
     """
-    accumulation = _GradAccumulation(zero_optimizer)
-    zero_optimizer.setup_buckets = accumulation.begin
-    zero_optimizer.reduce_independent_p_g_buckets_and_remove_grads = accumulation.add_to_bucket
-    zero_optimizer.reduce_ipg_grads = accumulation.reduce
+    if GRADIENTS.check():
+        accumulation = _GradAccumulation(zero_optimizer)
+        GRADIENTS.replace(
+            zero_optimizer,
+            setup_buckets=accumulation.begin,
+            reduce_independent_p_g_buckets_and_remove_grads=accumulation.add_to_bucket,
+            reduce_ipg_grads=accumulation.reduce,
+        )
 
 
 _ParamKey = tuple[int, int, int]

@@ -7,15 +7,36 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..errors import EngineConfigError
+from ..upstream import Patch
 from .adamw import AdamW
 from .grad_accumulation import fuse_grad_accumulation
 from .optimizer_step import fuse_grad_norm, keep_weight_views
 from .zero3_gather import coalesce_gathers, keep_gathered
 from .zero3_gradients import fuse_zero3_gradients, keep_nvme_gradients_in_memory
-from .zero3_hooks import add_fetch_fast_path, fuse_leaf_hooks, set_leaf_modules
+from .zero3_hooks import LEAVES, add_fetch_fast_path, fuse_leaf_hooks, set_leaf_modules
 
 if TYPE_CHECKING:
     from ..config import EngineConfig, OptimConfig
+
+SHARDS = Patch(
+    name="shards of stage 3",
+    reason="weight decay, exports, LoRA and NF4 need the shape and the number of elements of a sharded parameter",
+    stock=False,
+    reads={"deepspeed.runtime.zero.partition_parameters": ("ds_id", "ds_shape", "ds_numel", "ds_tensor")},
+)
+OPTIMIZERS = Patch(
+    name="list of tested optimizers",
+    reason="DeepSpeed compares the exact class, and would warn of our AdamW",
+    stock=True,
+    replaces={"deepspeed.runtime.zero.utils": ("ZERO_SUPPORTED_OPTIMIZERS",)},
+)
+NVTX = Patch(
+    name="NVTX ranges",
+    reason="they query torch.compile before and after every hook while the device waits; restore this to profile",
+    stock=True,
+    replaces={"deepspeed.utils.nvtx": ("enable_nvtx",)},
+)
 
 
 def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
@@ -44,25 +65,31 @@ def start_deepspeed(
         settings: `deepspeed_config` of `config`.
     """
     import deepspeed
-    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+    from deepspeed.runtime.zero import utils as zero_utils
     from deepspeed.utils import nvtx
 
     zero = config.zero
     if optimizer is None and zero.stage < 3:
         return module  # whole and frozen: DeepSpeed has nothing to do
-    if optimizer is not None and type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
-        ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))  # DeepSpeed compares the exact class, and would warn
-    # DeepSpeed's NVTX ranges query torch.compile before and after every hook while the device waits. To profile with
-    # them, set this to True again.
-    nvtx.enable_nvtx = False
-    if zero.gathers_layers:
+    if zero.stage == 3:
+        SHARDS.check()
+    if optimizer is not None and OPTIMIZERS.check():
+        known = zero_utils.ZERO_SUPPORTED_OPTIMIZERS
+        if type(optimizer) not in known:
+            OPTIMIZERS.replace(zero_utils, ZERO_SUPPORTED_OPTIMIZERS=[*known, type(optimizer)])
+    if NVTX.check():
+        NVTX.replace(nvtx, enable_nvtx=False)
+    gathers_layers = zero.gathers_layers and LEAVES.check()
+    if gathers_layers:
         set_leaf_modules(module)
+    elif zero.stage == 3 and config.compile:
+        raise EngineConfigError(f"compile=True at stage 3 cannot work: {LEAVES.problem()}. Use compile=False")
     engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     if optimizer is not None:
         _replace_step(engine.optimizer, config)
     if zero.stage == 3:
         coalesce_gathers(module, engine.optimizer)
-        if zero.gathers_layers:
+        if gathers_layers:
             fuse_leaf_hooks(module, engine.optimizer)
             add_fetch_fast_path(engine.optimizer)
         keep_gathered(engine.optimizer)

@@ -19,7 +19,66 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import EngineConfigError
+from ..upstream import Patch
 
+_STAGE_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_NORM_READS = ("averaged_gradients", "device", "dp_process_group", "optimizer", "loss_scale", "clip_grad")
+_NORM_REASON = "one norm of all gradients is also the overflow check; AdamW unscales and clips while it reads them"
+NORM_2 = Patch(
+    name="gradient norm of stages 1 and 2",
+    reason=_NORM_REASON,
+    stock=True,
+    replaces={
+        _STAGE_2: (
+            "scaled_global_norm(norm_type)",
+            "check_overflow(partition_gradients)",
+            "unscale_and_clip_grads(grad_groups_flat, total_norm)",
+        )
+    },
+    reads={_STAGE_2: _NORM_READS, "torch": ("_foreach_norm",), "torch.optim.adam:Adam": ("grad_scale",)},
+)
+NORM_3 = Patch(
+    name="gradient norm of stage 3",
+    reason=_NORM_REASON,
+    stock=True,
+    replaces={
+        _STAGE_3: (
+            "_get_norm_groups()",
+            "check_overflow(partition_gradients)",
+            "unscale_and_clip_grads(sub_group_id, total_norm)",
+        )
+    },
+    reads={_STAGE_3: _NORM_READS, "torch": ("_foreach_norm",), "torch.optim.adam:Adam": ("grad_scale",)},
+)
+VIEWS_2 = Patch(
+    name="weight views of stages 1 and 2",
+    reason="parameters that already point into the flat weights are not assigned again after each step",
+    stock=True,
+    replaces={_STAGE_2: ("_update_model_bit16_weights(group_index)",)},
+    reads={_STAGE_2: ("bit16_groups_flat", "round_robin_bit16_groups", "round_robin_bit16_offsets")},
+)
+VIEWS_3 = Patch(
+    name="weight views of stage 3",
+    reason=VIEWS_2.reason,
+    stock=True,
+    replaces={_STAGE_3: ("_unflatten_partitioned_parameters(sub_group_id)",)},
+    reads={_STAGE_3: ("fp16_partitioned_groups_flat", "fp16_partitioned_groups")},
+)
+LOSS_SCALE = Patch(
+    name="loss scale in float16",
+    reason="DeepSpeed doubles the scale within a step, and keeps an overflowed gradient with optimizer offload",
+    stock=False,
+    replaces={
+        _STAGE_2: ("averaged_gradients",),
+        "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler": ("cur_scale",),
+    },
+    reads={
+        _STAGE_2: ("loss_scale", "loss_scaler", "overflow", "all_grad_tensors"),
+        _STAGE_3: ("loss_scale", "loss_scaler", "overflow"),
+        "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler": ("cur_iter", "last_overflow_iter", "dynamic"),
+    },
+)
 _CHUNK = 2**24
 """Elements of a flat gradient whose squares are summed in fp32; the sums of chunks are added in fp64."""
 
@@ -30,12 +89,19 @@ def fuse_grad_norm(zero_optimizer: Any) -> None:
     Args:
         zero_optimizer: of an engine whose settings have `EngineConfig.fuses_grad_norm`.
     """
-    if hasattr(zero_optimizer, "_get_norm_groups"):  # stage 3
-        zero_optimizer._get_norm_groups = lambda: [_global_norm(zero_optimizer)]
-    else:
-        zero_optimizer.scaled_global_norm = partial(_global_norm, zero_optimizer)
-    zero_optimizer.check_overflow = _do_nothing  # the norm is not finite after an overflow
-    zero_optimizer.unscale_and_clip_grads = _do_nothing  # AdamW divides by its grad_scale
+    # The norm is not finite after an overflow, and AdamW divides by its grad_scale.
+    unused = {"check_overflow": _do_nothing, "unscale_and_clip_grads": _do_nothing}
+    if _is_stage_3(zero_optimizer):
+        if NORM_3.check():
+            NORM_3.replace(zero_optimizer, _get_norm_groups=lambda: [_global_norm(zero_optimizer)], **unused)
+    elif NORM_2.check():
+        NORM_2.replace(zero_optimizer, scaled_global_norm=partial(_global_norm, zero_optimizer), **unused)
+
+
+def _is_stage_3(zero_optimizer: Any) -> bool:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    return isinstance(zero_optimizer, DeepSpeedZeroOptimizer_Stage3)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -77,7 +143,7 @@ def _square_norm(gradients: Iterable[Tensor | None] | None, device: torch.device
 
 def global_grad_norm(deepspeed_engine: Any) -> float:
     """L2 norm of the last step's gradient before clipping, over all ranks; inf after an overflow."""
-    return float(deepspeed_engine._global_grad_norm)
+    return float(deepspeed_engine.get_global_grad_norm())
 
 
 def keep_weight_views(zero_optimizer: Any) -> None:
@@ -89,11 +155,16 @@ def keep_weight_views(zero_optimizer: Any) -> None:
     Args:
         zero_optimizer: of class DeepSpeedZeroOptimizer or DeepSpeedZeroOptimizer_Stage3.
     """
-    if hasattr(zero_optimizer, "_update_model_bit16_weights"):
-        method, flats = "_update_model_bit16_weights", zero_optimizer.bit16_groups_flat
-        groups, offsets = zero_optimizer.round_robin_bit16_groups, zero_optimizer.round_robin_bit16_offsets
+    patch, method = VIEWS_2, "_update_model_bit16_weights"
+    if _is_stage_3(zero_optimizer):
+        patch, method = VIEWS_3, "_unflatten_partitioned_parameters"
+    if not patch.check():
+        return
+    if patch is VIEWS_2:
+        flats, groups = zero_optimizer.bit16_groups_flat, zero_optimizer.round_robin_bit16_groups
+        offsets = zero_optimizer.round_robin_bit16_offsets
     else:
-        method, flats = "_unflatten_partitioned_parameters", zero_optimizer.fp16_partitioned_groups_flat
+        flats = zero_optimizer.fp16_partitioned_groups_flat
         groups = zero_optimizer.fp16_partitioned_groups
         offsets = [[0, *accumulate(shard.numel() for shard in group)][:-1] for group in groups]
     reassign: Callable[[int], None] = getattr(zero_optimizer, method)
@@ -103,7 +174,7 @@ def keep_weight_views(zero_optimizer: Any) -> None:
         if any(p.data_ptr() != start + size * offset for p, offset in zip(groups[group], offsets[group], strict=True)):
             reassign(group)
 
-    setattr(zero_optimizer, method, reassign_if_moved)
+    patch.replace(zero_optimizer, **{method: reassign_if_moved})
 
 
 class LossScale:
@@ -136,23 +207,24 @@ class LossScale:
         """Drop an overflowed gradient and update the scale. Call it after each step, applied or not."""
         # Stage 3 has no such attribute and clears its gradients itself.
         if getattr(self._optimizer, "overflow", False) and hasattr(self._optimizer, "all_grad_tensors"):
-            self._optimizer.averaged_gradients = dict.fromkeys(self._optimizer.averaged_gradients)
+            LOSS_SCALE.replace(self._optimizer, averaged_gradients=dict.fromkeys(self._optimizer.averaged_gradients))
         scaler: Any = getattr(self._optimizer, "loss_scaler", None)
         if not getattr(scaler, "dynamic", False):
             return
         num_good = scaler.cur_iter - scaler.last_overflow_iter - 1
         if num_good > 0 and num_good % self._window == 0:
-            scaler.cur_scale *= 2.0
+            LOSS_SCALE.replace(scaler, cur_scale=2.0 * scaler.cur_scale)
 
 
 def check_fp16(dtype: str, device_type: str) -> None:
     """Refuse float16 where DeepSpeed would.
 
     Raises:
-        EngineConfigError: this device does not compute in float16.
+        EngineConfigError: this device does not compute in float16, or DeepSpeed's loss scale is not the tested one.
     """
     if dtype != "float16":
         return
+    LOSS_SCALE.check()
     from deepspeed.accelerator import get_accelerator
 
     if not get_accelerator().is_fp16_supported():

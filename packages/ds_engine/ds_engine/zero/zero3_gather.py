@@ -17,6 +17,51 @@ from torch import Tensor, nn
 
 from ..distributed import all_gather_single
 from ..errors import EngineError
+from ..upstream import Patch
+
+_PARAMETERS = "deepspeed.runtime.zero.partition_parameters"
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
+_STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_STATUS = {f"{_PARAMETERS}:ZeroParamStatus": ("AVAILABLE", "NOT_AVAILABLE", "INFLIGHT")}
+GATHERS = Patch(
+    name="gathers of stage 3",
+    reason="one kernel and one wait serve all parameters of a collective",
+    stock=True,
+    replaces={
+        _PARAMETERS: (
+            "all_gather(param_list, async_op, hierarchy)",
+            "all_gather_coalesced(params, safe_mode, quantize)",
+            "partition(param_list, hierarchy, has_been_updated, free_data)",
+        ),
+        _OFFLOAD: ("partition_all_parameters()",),
+    },
+    reads={
+        _PARAMETERS: (
+            *("ds_id", "ds_status", "ds_shape", "ds_numel", "ds_tensor", "ds_secondary_tensor", "ds_persist"),
+            *("ds_process_group", "ds_active_sub_modules", "nvme_swapper"),
+        ),
+        _OFFLOAD: ("ds_inflight_param_registry",),
+        _STAGE_3: ("persistent_parameters", "parameter_offload"),
+        f"{_PARAMETERS}:AllGatherCoalescedHandle": ("wait(handle_dependency)",),
+        **_STATUS,
+        "torch._C._nn": ("unflatten_dense_tensors",),
+    },
+)
+KEPT = Patch(
+    name="gathers of stage 3 on one rank",
+    reason="nothing is gathered or released between forward pass and step: a parameter is a view of its only shard",
+    stock=True,
+    replaces={
+        _COORDINATOR: (
+            "reset_step()",
+            "fetch_sub_module(current_submodule, forward)",
+            "release_sub_module(submodule, forward)",
+        ),
+        _STAGE_3: ("persistent_parameters",),
+    },
+    reads={_OFFLOAD: ("get_param_coordinator()", "module"), _STAGE_3: ("parameter_offload",), **_STATUS},
+)
 
 
 def coalesce_gathers(module: nn.Module, zero_optimizer: Any) -> None:
@@ -28,6 +73,8 @@ def coalesce_gathers(module: nn.Module, zero_optimizer: Any) -> None:
     Args:
         zero_optimizer: DeepSpeed's stage 3 optimizer, or None.
     """
+    if not GATHERS.check():
+        return
     gathers = _Gathers(module)
     for parameter in module.parameters():
         gathers.take_over(parameter)
@@ -35,7 +82,7 @@ def coalesce_gathers(module: nn.Module, zero_optimizer: Any) -> None:
     if persistent and gathers.share_collective(persistent):
         _gather_persistent_together(persistent)
     if zero_optimizer is not None:
-        parameter_offload(zero_optimizer).partition_all_parameters = gathers.release_all
+        GATHERS.replace(parameter_offload(zero_optimizer), partition_all_parameters=gathers.release_all)
 
 
 def _gather_persistent_together(persistent: Sequence[Any]) -> None:
@@ -52,7 +99,7 @@ def _gather_persistent_together(persistent: Sequence[Any]) -> None:
             missing[0].all_gather_coalesced(missing).wait()
         return None
 
-    persistent[0].all_gather = all_gather
+    GATHERS.replace(persistent[0], all_gather=all_gather)
 
 
 def keep_gathered(zero_optimizer: Any) -> None:
@@ -65,6 +112,8 @@ def keep_gathered(zero_optimizer: Any) -> None:
         zero_optimizer: DeepSpeed's stage 3 optimizer, or the DeepSpeedZeRoOffload of a frozen model, after
             `coalesce_gathers`.
     """
+    if not (GATHERS.check() and KEPT.check()):
+        return
     offload = parameter_offload(zero_optimizer)
     params = list(offload.module.parameters())
     single_rank = all(dist.get_world_size(p.ds_process_group) == 1 for p in params)
@@ -78,11 +127,14 @@ def keep_gathered(zero_optimizer: Any) -> None:
     def do_nothing(submodule: Any, forward: bool = False) -> None:
         pass
 
-    coordinator = offload.get_param_coordinator()
-    coordinator.reset_step = reset_step
-    coordinator.fetch_sub_module = coordinator.release_sub_module = do_nothing
+    KEPT.replace(
+        offload.get_param_coordinator(),
+        reset_step=reset_step,
+        fetch_sub_module=do_nothing,
+        release_sub_module=do_nothing,
+    )
     # DeepSpeed would gather these into separate memory after each step.
-    zero_optimizer.persistent_parameters = []
+    KEPT.replace(zero_optimizer, persistent_parameters=[])
 
 
 def parameter_offload(zero_optimizer: Any) -> Any:
@@ -144,8 +196,7 @@ class _Gathers:
             parameter.data = empty
             parameter.ds_status = not_available
 
-        parameter.all_gather_coalesced = all_gather_coalesced
-        parameter.partition = release
+        GATHERS.replace(parameter, all_gather_coalesced=all_gather_coalesced, partition=release)
 
     def release_all(self) -> None:
         """Release parameters that are still gathered when `step()` begins, including unused prefetches."""

@@ -19,11 +19,62 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed import reduce_scatter_single
+from ..upstream import Patch
 
 _PRIVATE = "_DeepSpeedZeroOptimizer_Stage3__"
 
 _READERS = ("_get_fp32_grad_state_partition", "update_fp32_grad_for_param_vectorized", "offload_states")
 """Methods behind DeepSpeed's tools (`safe_get_full_grad`, ...) that may read the accumulator at any time."""
+
+_STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+GRADIENTS = Patch(
+    name="gradient accumulation of stage 3",
+    reason="one call reduces and accumulates a bucket; the fp32 accumulator exists from the first gradient to the step",
+    stock=True,
+    replaces={
+        _STAGE_3: (
+            f"{_PRIVATE}avg_scatter_grads(params_to_reduce, communication_data_type)",
+            "reduce_ready_partitions_and_remove_grads(param)",
+            "partition_grads(params_to_release, grad_partitions)",
+            "independent_gradient_partition_epilogue()",
+            "_post_step(timer_names)",
+            "_prepare_fp32_grad_for_sub_group(sub_group_id)",
+            *_READERS,
+        )
+    },
+    reads={
+        _STAGE_3: (
+            *("micro_step_id", "ipg_buckets", "reduce_bucket_size", "params_already_reduced", "averaged_gradients"),
+            *("communication_data_type", "gradient_accumulation_dtype", "reduce_and_partition_stream", "fp16_groups"),
+            *("grad_partitions_flat_buffer", "fp32_partitioned_groups_flat", "_epilogue_ran_this_backward"),
+            f"{_PRIVATE}param_id_to_grad_partition",
+            f"{_PRIVATE}reduce_and_partition_ipg_grads(communication_data_type)",
+        ),
+        "deepspeed.runtime.zero.stage3:IPGBucketZ3": ("params", "elements", "process_group"),
+        "deepspeed.runtime.zero.partition_parameters": ("ds_id", "ds_numel", "ds_process_group"),
+        "torch": ("_foreach_copy_", "_foreach_add_"),
+    },
+)
+NVME_GRADIENTS = Patch(
+    name="gradients of states on NVMe",
+    reason="DeepSpeed reads gradients from the disk at offsets that direct I/O does not support, and steps with others",
+    stock=False,
+    replaces={
+        _STAGE_3: (
+            "_offload_grad_partition_at_boundary(param, grad_buffer, offload_fp32_gradients, offload_fp32_offsets)",
+        )
+    },
+    reads={
+        _STAGE_3: (
+            *("grad_position", "norm_for_param_grads", "fp32_partitioned_groups_flat", "optimizer_swapper"),
+            *("get_param_id(param)", "_constant_buffered_norm2(input, buffer_size)"),
+            "_swappable_optimizer_subgroup(sub_group_id)",
+            f"{_PRIVATE}param_id_to_grad_partition",
+        ),
+        "deepspeed.runtime.swap_tensor.optimizer_utils:OptimizerSwapper": ("swap_params_info",),
+        "deepspeed.runtime.swap_tensor.optimizer_utils:OptimizerStateSwapInfo": ("unswapped_gradients",),
+    },
+)
 
 
 def fuse_zero3_gradients(zero_optimizer: Any) -> None:
@@ -32,15 +83,20 @@ def fuse_zero3_gradients(zero_optimizer: Any) -> None:
     Args:
         zero_optimizer: of an engine whose settings have `EngineConfig.fuses_zero3_gradients`.
     """
-    setattr(zero_optimizer, f"{_PRIVATE}avg_scatter_grads", _reduce_scatter)
-    zero_optimizer.reduce_ready_partitions_and_remove_grads = partial(_add_to_bucket, zero_optimizer)
-    zero_optimizer.partition_grads = partial(_accumulate, zero_optimizer)
-    zero_optimizer.independent_gradient_partition_epilogue = partial(_end_backward, zero_optimizer)
-    zero_optimizer._post_step = partial(_end_step, zero_optimizer, zero_optimizer._post_step)
+    if not GRADIENTS.check():
+        return
+    methods: dict[str, Callable[..., Any]] = {
+        f"{_PRIVATE}avg_scatter_grads": _reduce_scatter,
+        "reduce_ready_partitions_and_remove_grads": partial(_add_to_bucket, zero_optimizer),
+        "partition_grads": partial(_accumulate, zero_optimizer),
+        "independent_gradient_partition_epilogue": partial(_end_backward, zero_optimizer),
+        "_post_step": partial(_end_step, zero_optimizer, zero_optimizer._post_step),
+    }
     if zero_optimizer.gradient_accumulation_dtype == torch.float32:
-        zero_optimizer._prepare_fp32_grad_for_sub_group = partial(_pass_to_optimizer, zero_optimizer)
+        methods["_prepare_fp32_grad_for_sub_group"] = partial(_pass_to_optimizer, zero_optimizer)
     for name in _READERS:
-        setattr(zero_optimizer, name, partial(_read_accumulator, zero_optimizer, getattr(zero_optimizer, name)))
+        methods[name] = partial(_read_accumulator, zero_optimizer, getattr(zero_optimizer, name))
+    GRADIENTS.replace(zero_optimizer, **methods)
     _free_accumulator(zero_optimizer)
 
 
@@ -171,6 +227,7 @@ def keep_nvme_gradients_in_memory(zero_optimizer: Any) -> None:
     Args:
         zero_optimizer: DeepSpeed's stage 3 optimizer with `offload.optimizer` "nvme".
     """
+    NVME_GRADIENTS.check()
     original = zero_optimizer._offload_grad_partition_at_boundary
     accumulators: dict[int, Tensor] = getattr(zero_optimizer, f"{_PRIVATE}param_id_to_grad_partition")
 
@@ -185,4 +242,4 @@ def keep_nvme_gradients_in_memory(zero_optimizer: Any) -> None:
         info = zero_optimizer.optimizer_swapper.swap_params_info[flat.ds_id]
         info.unswapped_gradients[offset] = accumulators[param.ds_id].narrow(0, 0, gradient.numel())
 
-    zero_optimizer._offload_grad_partition_at_boundary = offload
+    NVME_GRADIENTS.replace(zero_optimizer, _offload_grad_partition_at_boundary=offload)

@@ -19,8 +19,63 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..model.parts import transformer_layers
+from ..upstream import Patch
 from .zero3_gather import param_status, parameter_offload
 
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
+_PRIVATE = "_PartitionedParameterCoordinator__"
+LEAVES = Patch(
+    name="layers of stage 3 as leaf modules",
+    reason="DeepSpeed gathers a layer's weights together, and finds them in a cache",
+    stock=True,
+    replaces={_COORDINATOR: ("iter_params(module, recurse)",), _OFFLOAD: ("iter_params",)},
+    reads={
+        "deepspeed.utils.z3_leaf_module": ("set_z3_leaf_module(model, flag)",),
+        _COORDINATOR: ("ds_external_parameters",),
+    },
+)
+HOOKS = Patch(
+    name="hooks of stage 3's layers",
+    reason="one autograd function at each end of a layer, only where there are gradients",
+    stock=True,
+    replaces={f"{_OFFLOAD}:DeepSpeedZeRoOffload": ("pre_bwd_fn", "post_bwd_fn")},
+    reads={
+        f"{_OFFLOAD}:DeepSpeedZeRoOffload": (
+            "ds_grads_remaining",
+            "pre_sub_module_backward_function(sub_module)",
+            "post_sub_module_backward_function(sub_module)",
+        ),
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": ("_leaf_module_hooks", "parameter_offload"),
+        "torch.nn:Module": ("_backward_hooks",),
+    },
+)
+FETCH = Patch(
+    name="fetch and release of gathered layers",
+    reason="no bookkeeping for a module whose parameters are gathered, once nothing is left to prefetch",
+    stock=True,
+    replaces={
+        f"{_COORDINATOR}:PartitionedParameterCoordinator": (
+            "fetch_sub_module(current_submodule, forward)",
+            "release_sub_module(submodule, forward)",
+        )
+    },
+    reads={
+        f"{_COORDINATOR}:PartitionedParameterCoordinator": (
+            *("is_complete_trace()", f"{_PRIVATE}params_to_release(submodule_to_release, step_id)"),
+            *(f"{_PRIVATE}{name}" for name in ("param_queue", "step_id", "n_available_params")),
+            f"{_PRIVATE}active_backward_submodules",
+        ),
+        _COORDINATOR: ("iter_params(module, recurse)", "ds_recompute_parameters"),
+        f"{_OFFLOAD}:DeepSpeedZeRoOffload": ("get_param_coordinator()",),
+        "deepspeed.runtime.zero.partition_parameters": (
+            *("ds_id", "ds_status", "ds_numel", "ds_active_sub_modules", "is_external_param"),
+            "partition(param_list, hierarchy, has_been_updated, free_data)",
+        ),
+        "deepspeed.utils.z3_leaf_module": ("z3_leaf_module(model)",),
+        "torch._C": ("_current_graph_task_id",),
+    },
+)
 _CACHED_PARAMETERS = "_ds_engine_parameters"
 """Attribute of a leaf module, and of the model, with all of its parameters."""
 
@@ -50,6 +105,8 @@ def fuse_leaf_hooks(model: Any, zero_optimizer: Any) -> None:
         zero_optimizer: DeepSpeed's stage 3 optimizer, or the DeepSpeedZeRoOffload of a frozen model, started after
             `set_leaf_modules`.
     """
+    if not HOOKS.check():
+        return
     offload = parameter_offload(zero_optimizer)
     deepspeed_hooks = {handle.id for handle in getattr(zero_optimizer, "_leaf_module_hooks", ())}
     for layer in transformer_layers(model):
@@ -57,8 +114,9 @@ def fuse_leaf_hooks(model: Any, zero_optimizer: Any) -> None:
             continue  # the order of all hooks is kept
         hooks = list(layer._backward_hooks.values())
         layer._backward_hooks.clear()
-        layer.pre_bwd_fn = _IfGradEnabled(partial(_BeforeBackward.apply, layer, offload))
-        layer.post_bwd_fn = _IfGradEnabled(partial(_AfterBackward.apply, layer, offload, hooks))
+        before = HOOKS.counted("pre_bwd_fn", partial(_BeforeBackward.apply, layer, offload))
+        after = HOOKS.counted("post_bwd_fn", partial(_AfterBackward.apply, layer, offload, hooks))
+        HOOKS.replace(layer, pre_bwd_fn=_IfGradEnabled(before), post_bwd_fn=_IfGradEnabled(after))
 
 
 @dataclass(frozen=True)
@@ -135,8 +193,8 @@ def _cache_iter_params() -> None:
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
     original = partitioned_param_coordinator.iter_params
-    if getattr(original, "is_cached", False):
-        return
+    if original.__module__ != partitioned_param_coordinator.__name__:
+        return  # it is replaced already
 
     def iter_params(module: Any, recurse: bool = False) -> Iterable[nn.Parameter]:
         own = getattr(module, _CACHED_PARAMETERS, None) if recurse else None
@@ -144,12 +202,8 @@ def _cache_iter_params() -> None:
             return cast("Iterable[nn.Parameter]", original(module, recurse=recurse))
         return chain(own, (parameter for _, parameter in module.ds_external_parameters()))
 
-    iter_params.is_cached = True  # type: ignore[attr-defined]
     for user in (parameter_offload, partitioned_param_coordinator):
-        user.iter_params = iter_params
-
-
-_PRIVATE = "_PartitionedParameterCoordinator__"
+        LEAVES.replace(user, iter_params=iter_params)
 
 
 def add_fetch_fast_path(zero_optimizer: Any) -> None:
@@ -164,10 +218,10 @@ def add_fetch_fast_path(zero_optimizer: Any) -> None:
         zero_optimizer: DeepSpeed's stage 3 optimizer, or the DeepSpeedZeRoOffload of a frozen model; no parameters on
             NVMe.
     """
-    coordinator = parameter_offload(zero_optimizer).get_param_coordinator()
-    fast_path = _FastPath(coordinator)
-    coordinator.fetch_sub_module = fast_path.fetch
-    coordinator.release_sub_module = fast_path.release
+    if FETCH.check():
+        coordinator = parameter_offload(zero_optimizer).get_param_coordinator()
+        fast_path = _FastPath(coordinator)
+        FETCH.replace(coordinator, fetch_sub_module=fast_path.fetch, release_sub_module=fast_path.release)
 
 
 class _FastPath:
