@@ -76,22 +76,26 @@ def test_the_same_model_in_another_dtype_is_loaded(tmp_path: Path) -> None:
 
 
 class RankOfThisProcess:
-    """A group of one real `TrainerWorker` without engines; draws a random number after every call."""
+    """A group of one real `TrainerWorker` without engines; draws a random number after every call.
+
+    Its generator is the driver's, which `seed` sets to another state than the worker's.
+    """
 
     world_size = 1
 
-    def __init__(self) -> None:
-        self.worker = TrainerWorker(0, 1, device="cpu", num_threads=1)
+    def __init__(self, seed: int) -> None:
+        self.worker, self.seed = TrainerWorker(0, 1, device="cpu", num_threads=1), seed
         self.drawn: dict[str, float] = {}
 
     def run(self, method: Any, *args: Any) -> None:
         method(self.worker, *args)
         self.drawn[method.__name__] = random.random()
+        random.seed(self.seed)
 
 
 def test_ranks_and_driver_draw_on_where_the_checkpoint_was_saved(tmp_path: Path) -> None:
     trainer = TrainerConfig(save_freq=1, background_save=False)
-    before, after = RankOfThisProcess(), RankOfThisProcess()
+    before, after = RankOfThisProcess(1), RankOfThisProcess(2)
     with RunCheckpoints(tmp_path, trainer, [before], roles={}, parts={}, config="") as run:  # type: ignore[list-item]
         run.save(1, {})
         drawn_by_driver = random.random()
