@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -71,6 +72,9 @@ def test_requests_for_token_strings_get_them(pair: ServerGroup, model_folder: Pa
     choice = json.loads(text)["choices"][0]
     assert [vocabulary[token] for token in choice["logprobs"]["tokens"]] == choice["token_ids"]
     assert all(len(top) in (2, 3) and set(top) <= set(vocabulary) for top in choice["logprobs"]["top_logprobs"])
+    log = pair.servers[0].log_path.read_text()
+    for line in ("forked engine: get_mp_context", "log-probs without token strings: from_new_request"):
+        assert f"{line} is replaced and in use" in log
 
 
 def test_groups_of_samples(client: RolloutClient) -> None:
@@ -460,6 +464,9 @@ def test_failed_starts_and_killed_launchers_leave_no_process(model_folder: Path,
         launcher.kill()  # must also end the engine, a grandchild of the supervisor
         launcher.wait()
     wait_until(lambda: not process_group_alive(supervisor), timeout_s=20)
+    for log in (tmp_path / "server_0.log", log_path):
+        (sockets,) = re.findall(r"^VLLM_RPC_BASE_PATH=(.+)$", log.read_text(), re.MULTILINE)
+        assert not Path(sockets).exists()
 
 
 # ---- examples -------------------------------------------------------------------------------------------------------

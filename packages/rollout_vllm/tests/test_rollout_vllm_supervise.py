@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import pytest
 
 import rollout_vllm
 from plinth_testing import wait_until
+from rollout_vllm import Endpoint
+from rollout_vllm.servers.process import ServerProcess, _socket_folder
 
 SUPERVISE = str(Path(rollout_vllm.__file__).with_name("servers") / "_supervise.py")
 
@@ -44,6 +48,14 @@ def running(pid: int) -> bool:
         return False
 
 
+def with_sockets(folder: Path) -> dict[str, str]:
+    """The environment of a supervisor that removes FOLDER/sockets at the end."""
+    (folder / "sockets").mkdir()
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(folder / "sockets" / "left"))
+    return os.environ | {"PLINTH_SERVER_SOCKETS": str(folder / "sockets")}
+
+
 def start(folder: Path, *flags: str, grace_s: float = 0.3) -> tuple[subprocess.Popen[bytes], list[int]]:
     command = [
         sys.executable,
@@ -56,7 +68,7 @@ def start(folder: Path, *flags: str, grace_s: float = 0.3) -> tuple[subprocess.P
         str(folder),
         *flags,
     ]
-    supervisor = subprocess.Popen(command, start_new_session=True)
+    supervisor = subprocess.Popen(command, start_new_session=True, env=with_sockets(folder))
     wait_until((folder / "pids").exists)
     return supervisor, [int(p) for p in (folder / "pids").read_text().split()]
 
@@ -68,12 +80,14 @@ def test_sigterm_ends_the_tree(tmp_path: Path, flags: tuple[str, ...]) -> None:
     supervisor.terminate()
     assert supervisor.wait(20) == 128 + (signal.SIGKILL if flags else signal.SIGTERM)
     assert not any(running(p) for p in pids)
+    assert not (tmp_path / "sockets").exists()
 
 
 def test_exit_of_the_command_ends_its_descendants(tmp_path: Path) -> None:
     supervisor, pids = start(tmp_path, "exit")
     assert supervisor.wait(20) == 7
     assert not any(running(p) for p in pids)
+    assert not (tmp_path / "sockets").exists()
 
 
 def test_killed_command_ends_its_descendants(tmp_path: Path) -> None:
@@ -81,6 +95,7 @@ def test_killed_command_ends_its_descendants(tmp_path: Path) -> None:
     os.kill(pids[0], signal.SIGKILL)
     assert supervisor.wait(20) == 128 + signal.SIGKILL
     assert not any(running(p) for p in pids)
+    assert not (tmp_path / "sockets").exists()
 
 
 def test_killed_launcher_ends_the_tree(tmp_path: Path) -> None:
@@ -89,7 +104,8 @@ def test_killed_launcher_ends_the_tree(tmp_path: Path) -> None:
         "subprocess.Popen([sys.executable, sys.argv[1], str(os.getpid()), '0.3', sys.executable, '-c', *sys.argv[2:]],"
         " start_new_session=True); time.sleep(600)"
     )
-    launcher = subprocess.Popen([sys.executable, "-c", launcher_code, SUPERVISE, TREE, str(tmp_path)])
+    command = [sys.executable, "-c", launcher_code, SUPERVISE, TREE, str(tmp_path)]
+    launcher = subprocess.Popen(command, env=with_sockets(tmp_path))
     try:
         wait_until((tmp_path / "pids").exists)
         pids = [int(p) for p in (tmp_path / "pids").read_text().split()]
@@ -97,6 +113,7 @@ def test_killed_launcher_ends_the_tree(tmp_path: Path) -> None:
         launcher.kill()
         launcher.wait()
     wait_until(lambda: not any(running(p) for p in pids))
+    wait_until(lambda: not (tmp_path / "sockets").exists())
 
 
 def test_launcher_that_has_already_exited_is_detected(tmp_path: Path) -> None:
@@ -115,3 +132,27 @@ def test_killed_supervisor_ends_the_command(tmp_path: Path) -> None:
     wait_until(lambda: not running(pids[1]))
     for pid in pids[2:]:  # in their own sessions, outside the process group
         os.kill(pid, signal.SIGKILL)
+
+
+def test_each_server_has_a_folder_of_sockets_that_goes_with_it(tmp_path: Path) -> None:
+    env = os.environ | {"VLLM_RPC_BASE_PATH": str(tmp_path)}
+    endpoint = Endpoint("http://127.0.0.1:9")
+    server = ServerProcess(0, endpoint, ["--help"], env, tmp_path / "server.log")
+    for _ in range(2):
+        server.start()
+        (folder,) = tmp_path.glob("plinth-vllm-*")
+        assert f"VLLM_RPC_BASE_PATH={folder}\n" in (tmp_path / "server.log").read_text()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)  # the supervisor, which would have removed it
+        server.stop()
+        assert not folder.exists()
+    long = "/".join([str(tmp_path), "x" * 80])
+    os.makedirs(long)
+    tempfile.tempdir = long
+    try:
+        folder = Path(_socket_folder(None))
+    finally:
+        tempfile.tempdir = None
+    assert len(str(folder)) <= 70
+    folder.rmdir()

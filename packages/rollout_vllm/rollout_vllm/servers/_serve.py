@@ -9,56 +9,66 @@ import multiprocessing
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 AUTH_MODULE = "plinth_server_auth"
 FORK_VARIABLE = "PLINTH_ROLLOUT_FORK"
 
 
-def _load_auth() -> None:
-    """Make auth.py importable under a fixed name, independently of where this package is installed."""
-    spec = importlib.util.spec_from_file_location(AUTH_MODULE, Path(__file__).with_name("auth.py"))
+def _load(name: str, file: str) -> Any:
+    """Make a neighboring file importable under a fixed name, independently of where this package is installed."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(file))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[AUTH_MODULE] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
+    return module
 
 
-def _fork_engine_and_worker() -> None:
+def _fork_engine_and_worker(patch: Any) -> None:
     """Fork the CPU engine and its worker from this process instead of spawning new interpreters.
 
-    Each new interpreter imports vLLM, torch and transformers again, which takes 8 to 20 s. Forking is safe as long as
-    no OpenMP pool exists. That holds with one thread, and the launcher enables forking only then.
+    Forking is safe as long as no OpenMP pool exists. That holds with one thread, and the launcher enables forking only
+    then.
     """
-    from vllm.utils import system_utils
+    if patch.check():
+        from vllm.utils import system_utils
 
-    if hasattr(system_utils, "get_mp_context"):
-        system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
-    import vllm.v1.engine.core
-    import vllm.v1.executor.multiproc_executor
-    import vllm.v1.worker.cpu_model_runner
-    import vllm.v1.worker.cpu_worker  # noqa: F401  (imported once, before the fork)
+        patch.replace(system_utils, "get_mp_context", lambda: multiprocessing.get_context("fork"))
+        import vllm.v1.engine.core
+        import vllm.v1.executor.multiproc_executor
+        import vllm.v1.worker.cpu_model_runner
+        import vllm.v1.worker.cpu_worker  # noqa: F401  (imported once, before the fork)
 
 
-def _skip_log_prob_decoding() -> None:
-    """Stop the front end from decoding every token that has a log-prob, in addition to decoding the text.
+def skip_token_strings(patch: Any, marker: str) -> Any:
+    """Stop the front end from decoding every token that has a log-prob, for requests that carry `marker`.
 
-    One tokenizer call per token is most of the cost of a log-prob there (see docs/rollout_vllm.md). The client of this
-    package uses token ids. Other clients still get token strings: vLLM decodes them when it writes the response.
+    Other requests get vLLM's own token strings. Returns a function that restores vLLM's own path.
     """
+    if not patch.check():
+        return None
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     original = LogprobsProcessor.from_new_request
-    LogprobsProcessor.from_new_request = lambda tokenizer, request: original(None, request)
+
+    def from_new_request(tokenizer: Any, request: Any) -> Any:
+        skips = marker in (request.sampling_params.extra_args or {})
+        return original(None if skips else tokenizer, request)
+
+    return patch.replace(LogprobsProcessor, "from_new_request", from_new_request)
 
 
 def main() -> None:
     import runpy
 
-    _load_auth()
-    _skip_log_prob_decoding()
+    _load(AUTH_MODULE, "auth.py")
+    patch = _load("plinth_server_patch", "patch.py")
+    patch.SOCKETS.check()
+    skip_token_strings(patch.TOKEN_STRINGS, patch.SKIP_STRINGS)
     if os.environ.get(FORK_VARIABLE) == "1":
-        _fork_engine_and_worker()
+        _fork_engine_and_worker(patch.FORK)
     sys.argv[0] = "plinth-rollout-server"
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
 

@@ -9,11 +9,14 @@ receive SIGKILL. The exit status is that of the command, or 128 + its signal.
 
 If this process itself is killed, the command dies with it (parent-death signal), and the launcher kills the process
 group.
+
+At the end it removes the folder named by PLINTH_SERVER_SOCKETS, if set: vLLM leaves its sockets behind.
 """
 
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,6 +101,8 @@ def main() -> int:
             break
     exited = status is not None
     status = _kill_tree(child, status, 0.5 if exited else grace_s)
+    if folder := os.environ.get("PLINTH_SERVER_SOCKETS"):
+        shutil.rmtree(folder, ignore_errors=True)
     return 128 + signal.SIGTERM if status is None else status
 
 

