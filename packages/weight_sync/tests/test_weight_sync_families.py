@@ -1,4 +1,7 @@
-"""Other architectures and several servers: Llama on one worker and on two, Phi-3 with fused projections."""
+"""Other architectures and several servers: experts on one worker and on two, Phi-3 with fused projections.
+
+The thorough test goes through the families that vLLM's CPU build can serve, in one process.
+"""
 
 import os
 import signal
@@ -10,7 +13,7 @@ import pytest
 import weight_sync_helpers as helpers
 from weight_sync_helpers import Server, assert_serves
 
-from weight_sync import ModuleSource, ReceiverError, SyncConfig, WeightPusher, WeightSyncError
+from weight_sync import HfFolderSource, ModuleSource, ReceiverError, SyncConfig, WeightPusher, WeightSyncError
 
 pytestmark = pytest.mark.slow
 
@@ -19,10 +22,10 @@ Servers = dict[str, tuple[Server, Path]]
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Three servers: two of Llama, the second with tensor parallelism, and one of Phi-3."""
+    """Three servers: two of Qwen3-MoE, the second with tensor parallelism, and one of Phi-3."""
     running: Servers = {}
     try:
-        for name, family, args in (("one", "llama", []), ("two", "llama", TWO_RANKS), ("phi3", "phi3", [])):
+        for name, family, args in (("one", "qwen3_moe", []), ("two", "qwen3_moe", TWO_RANKS), ("phi3", "phi3", [])):
             folder = tmp_path_factory.mktemp(name)
             helpers.save_model(helpers.tiny_model(family, tied=False, seed=1), folder / "model")
             server = helpers.start_server(folder / "model", folder / "server.log", extra_args=args)
@@ -44,6 +47,15 @@ def check_agreement(name: str, server: Server, model: Any) -> None:
     assert difference <= 1e-4
 
 
+def experts(*, seed: int, hidden: int = 64) -> Any:
+    return helpers.tiny_model("qwen3_moe", tied=False, hidden=hidden, seed=seed)
+
+
+def folder_of(model: Any, folder: Path) -> HfFolderSource:
+    """The model's tensors under the names of its folder: transformers fuses experts after loading."""
+    return HfFolderSource(helpers.save_model(model, folder))
+
+
 def test_fused_projections(servers: Servers) -> None:
     model = helpers.tiny_model("phi3", tied=False, seed=2)
     with WeightPusher(ModuleSource(model), [servers["phi3"][0]], SyncConfig(verify=True)) as pusher:
@@ -51,34 +63,59 @@ def test_fused_projections(servers: Servers) -> None:
     check_agreement("phi3", servers["phi3"][0], model)
 
 
-def test_tensor_parallel_server_recovers_after_failed_pushes(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallel_server_recovers_after_failed_pushes(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     server = servers["two"][0]
-    model = helpers.tiny_model("llama", tied=False, seed=4)
-    with monkeypatch.context() as patch, WeightPusher(ModuleSource(model), [server]) as pusher:
+    model = experts(seed=4)
+    source = folder_of(model, tmp_path / "4")
+    with monkeypatch.context() as patch, WeightPusher(source, [server]) as pusher:
         helpers.flip_bytes(patch, 1)
         assert pusher.push(1).num_attempts == 2
-        other = WeightPusher(ModuleSource(model), [server])
+        other = WeightPusher(source, [server])
         with other, pytest.raises(WeightSyncError, match="owned by the live pusher"):
             other.push(2)
-        check_agreement("llama on two ranks, resent", server, model)
-    misfit = helpers.tiny_model("llama", tied=False, hidden=32, seed=4)
-    with WeightPusher(ModuleSource(misfit), [server]) as pusher, pytest.raises(ReceiverError, match="plan"):
+        check_agreement("experts on two ranks, resent", server, model)
+    misfit = experts(hidden=128, seed=4)
+    with (
+        WeightPusher(folder_of(misfit, tmp_path / "misfit"), [server]) as pusher,
+        pytest.raises(ReceiverError, match="plan"),
+    ):
         pusher.push(3)
     assert helpers.is_paused(server)
-    model = helpers.tiny_model("llama", tied=False, seed=5)
-    with WeightPusher(ModuleSource(model), [server]) as pusher:
+    model = experts(seed=5)
+    with WeightPusher(folder_of(model, tmp_path / "5"), [server]) as pusher:
         assert pusher.push(4).num_attempts == 1
-    check_agreement("llama on two ranks, after a rejected plan", server, model)
+    check_agreement("experts on two ranks, after a rejected plan", server, model)
 
 
-def test_all_servers_or_none_and_a_restarted_server(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("apply", ["auto", "layerwise"])
+def test_experts_are_packed_again_and_verified_in_that_form(servers: Servers, apply: Any, tmp_path: Path) -> None:
+    server, folder = servers["one"]
+    before = [helpers.generate(server, prompt) for prompt in helpers.PROMPTS]
+    config = SyncConfig(verify=True, apply=apply)
+    with WeightPusher(HfFolderSource(folder / "model"), [server], config) as pusher:
+        assert pusher.push(1).num_attempts == 1
+    assert [helpers.generate(server, prompt) for prompt in helpers.PROMPTS] == before
+    model = experts(seed=7)
+    with WeightPusher(folder_of(model, tmp_path / "other"), [server], config) as pusher:
+        pusher.push(2)
+    check_agreement(f"experts, {apply}", server, model)
+    with WeightPusher(HfFolderSource(folder / "model"), [server], config) as pusher:
+        pusher.push(3)
+    assert "calls of replaced parts: {'process_weights_after_loading': 1}" in server.log.read_text()
+
+
+def test_all_servers_or_none_and_a_restarted_server(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (one, _), (two, folder) = servers["one"], servers["two"]
-    model = helpers.tiny_model("llama", tied=False, seed=2)
-    source = ServerKillingSource(model)
+    model = experts(seed=2)
+    source = ServerKillingSource(helpers.save_model(model, tmp_path / "model"))
     with WeightPusher(source, [one, two], SyncConfig(verify=True)) as pusher:
         pusher.push(1)
-        check_agreement("llama", one, model)
-        check_agreement("llama on two ranks", two, model)
+        check_agreement("experts", one, model)
+        check_agreement("experts on two ranks", two, model)
     monkeypatch.setattr(SyncConfig, "bucket_bytes", lambda *_: 40_000)
     with WeightPusher(source, [one, two]) as pusher:
         source.process_group = two.process.pid
@@ -99,7 +136,7 @@ def test_all_servers_or_none_and_a_restarted_server(servers: Servers, monkeypatc
             helpers.stop_server(again)
 
 
-class ServerKillingSource(ModuleSource):
+class ServerKillingSource(HfFolderSource):
     """Kills a process group when it fills the fourth bucket."""
 
     process_group: int | None = None

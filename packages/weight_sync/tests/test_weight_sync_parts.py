@@ -4,12 +4,11 @@ import json
 import os
 import re
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
+from weight_sync_helpers import STRANGERS, stranger
 
 from plinth_testing import launch_ranks
 from weight_sync import (
@@ -37,7 +37,7 @@ from weight_sync import (
     check_server,
     plan_buckets,
 )
-from weight_sync.channel import HELLO_WAIT_S, MAX_HELLO_BYTES, Channel, Listener, connect
+from weight_sync.channel import HELLO_WAIT_S, Channel, Listener, connect
 from weight_sync.errors import ChannelError
 from weight_sync.push.session import Link, PushSession
 from weight_sync.tensors import checksum, slot_view
@@ -155,35 +155,6 @@ def test_channel_sends_messages_and_descriptors() -> None:
     listener.close()
     with pytest.raises(ChannelError, match="cannot reach the pusher"):
         connect(listener.address, 1.0)
-
-
-STRANGERS = {
-    "six bytes": b"\x00\x00\x00\x02{x",
-    "deep JSON": struct.pack("!I", 60_000) + b"[" * 60_000,
-    "deep JSON, closed": struct.pack("!I", 60_000) + b"[" * 30_000 + b"]" * 30_000,
-    "no UTF-8": b"\x00\x00\x00\x02\xff\xfe",
-    "no object": b"\x00\x00\x00\x01" + b"7",
-    "oversize": struct.pack("!I", MAX_HELLO_BYTES + 1) + b"{" * 1000,
-    "huge": b"\xff" * 100_000,
-    "more than a hello": b"\x00\x00\x00\x02{}{}",
-    "wrong token": b"\x00\x00\x00\x0d" + b'{"token":"x"}',
-    "token of another type": b"\x00\x00\x00\x0e" + b'{"token":[[1]]}'[:14],
-    "token beyond ASCII": struct.pack("!I", 18) + b'{"token":"\xc3\xa9\xc3\xa9"}  ',
-    "HTTP": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-}
-
-
-def stranger(listener: Listener, data: bytes) -> socket.socket:
-    if listener.address.startswith("unix:"):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.connect("\0" + listener.address.removeprefix("unix:"))
-    else:
-        _, port, host = listener.address.split(":")
-        sock = socket.create_connection((host, int(port)))
-    with suppress(OSError):  # the pusher may have hung up already
-        sock.sendall(data)
-    sock.settimeout(5.0)
-    return sock
 
 
 def is_closed(sock: socket.socket) -> bool:

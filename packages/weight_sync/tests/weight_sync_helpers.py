@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ import torch
 import plinth_testing as testing
 from plinth_testing import free_port, start_process, stop_process
 from weight_sync import SyncConfig, TensorSource, WeightManifest, server_args, server_env
+from weight_sync.channel import MAX_HELLO_BYTES, Listener
 from weight_sync.push.session import PushSession
 
 VOCAB_SIZE = 96
@@ -35,6 +38,10 @@ class Server:
 
 def tiny_model(family: str = "qwen3", *, seed: int, tied: bool = True, hidden: int = 64) -> Any:
     """A random float32 model that vLLM can serve."""
+    if family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        config = family_config("Qwen3MoeConfig", hidden_size=hidden, tie_word_embeddings=tied, **experts)
+        return testing.random_model(config, seed=seed, random_norms=True)
     num_heads = 4 if family == "qwen3" else 2
     config = testing.tiny_config(
         family,
@@ -49,6 +56,28 @@ def tiny_model(family: str = "qwen3", *, seed: int, tied: bool = True, hidden: i
         pad_token_id=0,
     )
     return testing.random_model(config, seed=seed, random_norms=True)
+
+
+def family_config(name: str, *without: str, **changes: Any) -> Any:
+    """A tiny config of any class of transformers that vLLM's CPU build can serve (heads of 32)."""
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    } | changes
+    return getattr(transformers, name)(**{key: value for key, value in sizes.items() if key not in without})
 
 
 def save_model(model: Any, folder: Path) -> Path:
@@ -214,3 +243,34 @@ def flip_bytes(monkeypatch: Any, times: int, from_index: int = 0) -> None:
         announce(self, push, bucket, value)
 
     monkeypatch.setattr(PushSession, "_announce", corrupt)
+
+
+#: What a stranger may send instead of a hello.
+STRANGERS = {
+    "six bytes": b"\x00\x00\x00\x02{x",
+    "deep JSON": struct.pack("!I", 60_000) + b"[" * 60_000,
+    "deep JSON, closed": struct.pack("!I", 60_000) + b"[" * 30_000 + b"]" * 30_000,
+    "no UTF-8": b"\x00\x00\x00\x02\xff\xfe",
+    "no object": b"\x00\x00\x00\x01" + b"7",
+    "oversize": struct.pack("!I", MAX_HELLO_BYTES + 1) + b"{" * 1000,
+    "huge": b"\xff" * 100_000,
+    "more than a hello": b"\x00\x00\x00\x02{}{}",
+    "wrong token": b"\x00\x00\x00\x0d" + b'{"token":"x"}',
+    "token of another type": b"\x00\x00\x00\x0e" + b'{"token":[[1]]}'[:14],
+    "token beyond ASCII": struct.pack("!I", 18) + b'{"token":"\xc3\xa9\xc3\xa9"}  ',
+    "HTTP": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+}
+
+
+def stranger(listener: Listener, data: bytes) -> socket.socket:
+    """A connection of somebody without the token."""
+    if listener.address.startswith("unix:"):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect("\0" + listener.address.removeprefix("unix:"))
+    else:
+        _, port, host = listener.address.split(":")
+        sock = socket.create_connection((host, int(port)))
+    with contextlib.suppress(OSError):  # the pusher may have hung up already
+        sock.sendall(data)
+    sock.settimeout(5.0)
+    return sock

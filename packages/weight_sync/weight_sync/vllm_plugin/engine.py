@@ -32,7 +32,7 @@ from . import apply, layout, processing, stale_replies
 from .adapters import AdapterLoader
 from .apply import ModelLoader
 from .layout import Layout
-from .patch import Patch
+from .patch import Patch, num_calls
 
 PATCH = Patch(
     name="weight-transfer engine",
@@ -53,7 +53,7 @@ PATCH = Patch(
     },
 )
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.weight_sync")  # vLLM shows only its own loggers' lines
 
 #: Plans kept, with their layouts in the model; newest last.
 _MAX_PLANS = 4
@@ -210,7 +210,8 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
         started = time.perf_counter()
         begin()
         num_tensors = self._stream(channel, plan, receiver, loader.load, loader.finish)
-        logger.info("weight sync: %d tensors in %.3f s", num_tensors, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        logger.info("weight sync: %d tensors in %.3f s; calls of replaced parts: %s", num_tensors, seconds, num_calls())
         if message.get("verify"):
             loader.begin_verify()
             self._stream(channel, plan, receiver, loader.verify, loader.finish_verify)

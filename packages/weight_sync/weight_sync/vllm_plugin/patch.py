@@ -114,6 +114,11 @@ def records() -> list[dict[str, str]]:
     return rows
 
 
+def num_calls() -> dict[str, int]:
+    """Calls of replaced functions in this process, by name."""
+    return {name: number for patch in PATCHES for name, number in patch.calls.items()}
+
+
 _ABSENT = "vllm is not installed"
 
 
