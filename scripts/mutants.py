@@ -198,7 +198,7 @@ def failures_without_fault(copy: Copy, tests: Sequence[str]) -> dict[str, str]:
         by_file = [[test for test in tests if _file(test) == file] for file in dict.fromkeys(map(_file, tests))]
         if len(by_file) > 1:
             return {test: why for part in by_file for test, why in failures_without_fault(copy, part).items()}
-        return dict.fromkeys(tests, f"pytest ended with {code} without the fault: {output[-600:]}")
+        return dict.fromkeys(tests, f"pytest ended with {code} without the fault: {_reason(output)}")
     found = {}
     for test in tests:
         failed = [node for node in _nodes(output, "FAILED", "ERROR") if _selects(test, node)]
@@ -213,6 +213,13 @@ def _nodes(output: str, *outcomes: str) -> list[str]:
     """Node ids of pytest's short summary (-rA) with these outcomes."""
     lines = (line.split(" ", 1) for line in output.splitlines() if line.startswith(outcomes))
     return [rest[0].split(" - ", 1)[0] for _, *rest in lines if rest and "::" in rest[0]]
+
+
+def _reason(output: str) -> str:
+    """The line of pytest's output that says most about an error outside of tests."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(("E  ", "ERROR"))]
+    return (errors or lines[-1:] or ["no output"])[0]
 
 
 def _file(test: str) -> str:
@@ -234,7 +241,10 @@ def try_fault(copy: Copy, fault: Fault) -> Result:
     elif code == 0:
         verdict, detail = "SURVIVED", "all of its tests pass"
     else:
-        verdict, detail = "BROKEN", f"pytest {'did not end' if code is None else f'ended with {code}'}: {output[-600:]}"
+        verdict, detail = (
+            "BROKEN",
+            f"pytest {'did not end' if code is None else f'ended with {code}'}: {_reason(output)}",
+        )
     return Result(fault=fault, verdict=verdict, seconds=time.monotonic() - started, detail=detail)
 
 
