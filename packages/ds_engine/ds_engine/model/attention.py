@@ -179,7 +179,7 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    known = _varlen_parameters()
+    known = varlen_parameters()
     num_groups = q_Thd.shape[1] // k_Thd.shape[1]
     options: dict[str, Any] = {"scale": scale}
     if "enable_gqa" in known:
@@ -196,9 +196,8 @@ def _varlen(
     return out
 
 
-@torch.compiler.assume_constant_result
-def _varlen_parameters() -> tuple[str, ...]:
-    """Parameter names of this torch version's varlen_attn; a constant because torch.compile cannot trace `inspect`."""
+def varlen_parameters() -> tuple[str, ...]:
+    """Parameter names of this torch version's varlen_attn. `compile_layers` declares them constant."""
     from torch.nn.attention.varlen import varlen_attn
 
     return tuple(inspect.signature(varlen_attn).parameters)
