@@ -297,6 +297,13 @@ def frozen_log_probs(
     return outputs, refused, num_exported
 
 
+def export_tensors(model_path: str, config: EngineConfig) -> dict[str, torch.Tensor]:
+    engine = build(model_path, config)
+    tensors = {name: tensor.clone() for name, tensor in engine.export_parameters()}
+    engine.close()
+    return tensors
+
+
 def train_steps(engine: ZeroEngine, steps: range) -> list[list[float]]:
     """(loss, norm) of each step on samples of this rank's own."""
     stats = [
@@ -340,3 +347,19 @@ def offload_cycle(model_path: str, config: EngineConfig) -> Any:
     stats = engine.memory_stats()
     engine.close()
     return report, stats
+
+
+def train_architectures(
+    folders: dict[str, str], config: EngineConfig, mine: list[Sample], samples: list[Sample]
+) -> dict[str, tuple[torch.Tensor, float, torch.Tensor]]:
+    """By architecture: log-probs of `samples`, gradient norm of a step on this rank's `mine`, log-probs after it."""
+    results = {}
+    for name, folder in folders.items():
+        engine = build(folder, config)
+        before = engine.log_probs([make_batch(samples)])[0].log_probs_K
+        # The second micro batch has no targets: one token runs every module.
+        stats = engine.train_mini_batch([make_batch(mine), make_batch([])], weighted_loss)
+        after = engine.log_probs([make_batch(samples)])[0].log_probs_K
+        results[name] = (before, stats.grad_norm, after)
+        engine.close()
+    return results

@@ -13,13 +13,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import EngineConfigError, ModelError
+from ..upstream import Patch
+from .folder_names import TensorView, folder_views
 from .nf4 import Nf4Linear, Nf4Packing, nf4_packings
 from .parts import VALUE_HEAD, linear_layers
 
@@ -28,6 +30,13 @@ if TYPE_CHECKING:
     from ..config import LoraConfig
 
 
+OFF = Patch(
+    name="adapters off",
+    reason="PEFT's own switch also toggles requires_grad, which DeepSpeed's hooks must not see",
+    stock=False,
+    replaces={"peft.tuners.tuners_utils:BaseTunerLayer": ("_disable_adapters",)},
+    reads={"peft.tuners.lora:LoraLayer": ("lora_A", "lora_B", "scaling")},
+)
 _ADAPTER = "default"
 _PEFT_PREFIX = "base_model.model."
 
@@ -57,31 +66,46 @@ class NamedTensor:
     """A tensor to export, and the parameters it is computed from."""
 
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
+    """A parameter, or a persistent buffer."""
     low_rank: LowRank | None = None
-    packed: Nf4Packing | None = None
-    """Shape and dtype of the weight if the parameter is in NF4."""
+    packed: Nf4Packing | TensorView | None = None
+    """How to read the tensor from the parameter: shape and dtype of an NF4 weight, or the part that it is."""
 
     @property
-    def parts(self) -> list[nn.Parameter]:
+    def parts(self) -> list[Tensor]:
         """Parameters that must be gathered before `value`."""
         return [self.parameter, *(self.low_rank.parts if self.low_rank else [])]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the gathered parts and, for NF4, of the dequantized weight."""
-        unpacked = self.packed.numel * self.packed.dtype.itemsize if self.packed else 0
-        return unpacked + sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.parts)
+        unpacked = self.packed.numel * self.packed.dtype.itemsize if isinstance(self.packed, Nf4Packing) else 0
+        return unpacked + sum(_numel(part) * part.element_size() for part in self.parts)
+
+    @property
+    def meta(self) -> Tensor:
+        """An empty meta tensor of the whole tensor's shape and dtype; gathers nothing."""
+        holder: Any = self.packed or self.parameter
+        return torch.empty(getattr(holder, "ds_shape", holder.shape), dtype=holder.dtype, device="meta")
 
     @torch.no_grad()
     def value(self, dtype: torch.dtype | None = None, *, copy: bool = False) -> Tensor:
-        """The tensor in `dtype` (default: its own); a copy only if a cast, an adapter, NF4 or `copy` requires one."""
+        """The tensor in `dtype` (default: its own); a copy only if a cast, an adapter, NF4 or `copy` requires one.
+
+        Buffers keep their dtype: integers, and the routers' biases that transformers keeps in fp32.
+        """
+        dtype = dtype if isinstance(self.parameter, nn.Parameter) else None
         weight = self.parameter.detach()
         if self.packed is not None:
-            weight, copy = self.packed.unpack(weight), False
+            weight, copy = self.packed.unpack(weight), copy and isinstance(self.packed, TensorView)
         if self.low_rank is not None:
             return self.low_rank.merged(weight).to(dtype or weight.dtype)
         return weight.to(dtype or weight.dtype, copy=copy)
+
+
+def _numel(tensor: Any) -> int:
+    return int(getattr(tensor, "ds_numel", tensor.numel()))
 
 
 def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None:
@@ -91,12 +115,13 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None
 
     Raises:
         EngineConfigError: PEFT is not installed.
-        ModelError: a name in `target_modules` matches no linear layer of the backbone.
+        ModelError: a name in `target_modules` matches no linear layer of the backbone, or the experts of a mixture.
     """
     try:
         import peft
     except ImportError as error:
         raise EngineConfigError("lora needs PEFT: pip install peft") from error
+    OFF.check()
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -110,6 +135,7 @@ def add_adapters(model: Any, lora: LoraConfig, *, head: Head, seed: int) -> None
         torch.manual_seed(seed)
         # Not get_peft_model: it wraps the model and changes every parameter name.
         peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+    _check_layers(model)
     if head == "value":
         # Set after injection, for adapter_config.json only: otherwise PEFT trains a copy of the head under a new name.
         settings.modules_to_save = [VALUE_HEAD]
@@ -133,6 +159,19 @@ def _target_names(model: Any, lora: LoraConfig) -> list[str]:
     return list(lora.target_modules)
 
 
+def _check_layers(model: Any) -> None:
+    """Refuse adapters of the experts of a mixture: PEFT adds them for names that linear layers elsewhere have, too."""
+    inside = [(name, layer) for name, layer in _layers(model) if not isinstance(layer.get_base_layer(), nn.Linear)]
+    if inside:
+        name, layer = inside[0]
+        others = {name.rpartition(".")[2] for name, layer in _layers(model) if isinstance(layer.base_layer, nn.Linear)}
+        allowed = sorted(others - {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+        raise ModelError(
+            f"lora.target_modules adapts {name.replace('.base_layer', '')}.{layer.parameter_name} of "
+            f"{type(model).__name__}; adapters of experts cannot be merged for exports and syncs; allowed: {allowed}"
+        )
+
+
 def has_adapters(module: nn.Module) -> bool:
     """Whether `add_adapters` has added adapters to `module`."""
     return getattr(module, "peft_config", None) is not None
@@ -152,14 +191,13 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Context in which `module` computes without its adapters: the base model."""
     layers = [layer for _, layer in _layers(module)]
-    # PEFT's own switch also toggles requires_grad, which DeepSpeed's hooks must not see.
-    for layer in layers:
-        layer._disable_adapters = True
+    OFF.check()
+    restores = [OFF.replace(layer, _disable_adapters=True) for layer in layers]
     try:
         yield
     finally:
-        for layer in layers:
-            layer._disable_adapters = False
+        for restore in restores:
+            restore()
 
 
 def low_rank_terms(module: nn.Module) -> dict[str, LowRank]:
@@ -173,7 +211,10 @@ def low_rank_terms(module: nn.Module) -> dict[str, LowRank]:
 
 
 def whole_tensors(module: nn.Module, *, merged: bool = True) -> list[NamedTensor]:
-    """The model's tensors as an export sees them: Hugging Face names, in the module's order, tied parameters once.
+    """The model's tensors as its folder has them: parameters, then persistent buffers, in the model's order.
+
+    Names and shapes are those of the Hugging Face folder; tied parameters appear once. Parts of one parameter, such as
+    the experts of a layer, follow one another.
 
     Args:
         merged: merge the adapters into the weights; False returns the frozen base model.
@@ -181,16 +222,34 @@ def whole_tensors(module: nn.Module, *, merged: bool = True) -> list[NamedTensor
     terms = low_rank_terms(module)
     packed = nf4_packings(module)
     adapters = {id(p) for term in terms.values() for p in (term.a_RI, term.b_OR)}
-    return [
+    held = [
         NamedTensor(
             name=name.replace(".base_layer.", "."),
             parameter=parameter,
             low_rank=terms.get(name) if merged else None,
             packed=packed.get(name),
         )
-        for name, parameter in module.named_parameters()
+        for name, parameter in (*module.named_parameters(), *_persistent_buffers(module))
         if id(parameter) not in adapters
     ]
+    views = folder_views(module, {tensor.name: tensor.meta for tensor in held})
+    return [part for tensor in held for part in _parts_in_folder(tensor, views[tensor.name])]
+
+
+def _parts_in_folder(tensor: NamedTensor, views: list[TensorView]) -> list[NamedTensor]:
+    if len(views) == 1 and views[0].shape == tuple(tensor.meta.shape) and views[0].stride == tensor.meta.stride():
+        return [replace(tensor, name=views[0].name)]
+    assert tensor.low_rank is None, f"{tensor.name} has an adapter and is cut into {[view.name for view in views]}"
+    assert tensor.packed is None, f"{tensor.name} is in NF4 and is cut into {[view.name for view in views]}"
+    return [replace(tensor, name=view.name, packed=view) for view in views]
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of `module.state_dict()`, such as the bias of DeepSeek-V3's router."""
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), buffer
 
 
 def adapter_tensors(module: nn.Module) -> list[NamedTensor]:

@@ -35,9 +35,13 @@ def export_tensors(
 
 
 def _batches(tensors: Sequence[NamedTensor]) -> Iterator[list[NamedTensor]]:
+    """Groups of bounded size; parts of one parameter, which follow one another, share a group and its gather."""
     batch: list[NamedTensor] = []
     num_bytes = 0
     for tensor in tensors:
+        if batch and tensor.parameter is batch[-1].parameter:
+            batch.append(tensor)
+            continue
         if batch and num_bytes + tensor.num_bytes > _GATHER_BYTES:
             yield batch
             batch, num_bytes = [], 0
