@@ -5,6 +5,7 @@ Shapes: T packed tokens, S sequences (S1 = S + 1 boundaries), K predicted tokens
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
@@ -114,8 +115,8 @@ class StepStats:
     """Number of micro batches of each rank."""
     num_empty_micro_batches: int
     """Number of micro batches without targets, over all replicas."""
-    num_skipped_micro_batches: int = 0
-    """Number of micro batches whose collectives were skipped. Always 0: skipping one makes ranks hang."""
+    num_skipped_empty_micro_batches: int = 0
+    """Number of micro batches without targets that were not computed. Always 0: skipping one makes ranks hang."""
     step_applied: bool = True
     """False if a gradient of a bf16 or fp16 model was not finite: weights and optimizer states are unchanged. The
     learning-rate schedule counts the step anyway."""
@@ -123,3 +124,10 @@ class StepStats:
     """Loss scale of this step; always 1 except in fp16, where an overflow halves it for the next step."""
     num_guarded_collectives: int = 0
     """Number of collectives of this step that the collective guard compared between ranks; 0 if it is off."""
+
+    @property
+    def num_skipped_micro_batches(self) -> int:
+        """Deprecated name of `num_skipped_empty_micro_batches`."""
+        message = "num_skipped_micro_batches is deprecated: use num_skipped_empty_micro_batches"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.num_skipped_empty_micro_batches

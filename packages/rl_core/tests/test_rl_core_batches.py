@@ -228,8 +228,8 @@ def test_accepted_layouts_satisfy_deepspeeds_assertion(made: tuple[BatchConfig, 
         assert sequences % unit != 0
         return
     assert sequences % unit == 0
-    for told, world in ((False, layout.dp * layout.sp), (True, layout.dp)):
-        keys = layout.deepspeed_batch(told_sequence_parallel=told)
+    for sp_in_config, world in ((False, layout.dp * layout.sp), (True, layout.dp)):
+        keys = layout.deepspeed_batch(sp_in_config=sp_in_config)
         assert min(keys.values()) >= 1
         assert (
             keys["train_batch_size"]
@@ -281,9 +281,11 @@ def test_deepspeed_itself_accepts_the_layout() -> None:
     config = BatchConfig(train_batch_size=128, mini_batch_size=128, micro_batch_size=16)
     layout = batch_layout(config, samples_per_prompt=1, dp=2, sp=2)
     assert layout.gradient_accumulation_steps == 2
-    for told, world_size in ((False, 4), (True, 2)):
+    with pytest.warns(DeprecationWarning, match="use sp_in_config"):
+        assert layout.deepspeed_batch(told_sequence_parallel=True) == layout.deepspeed_batch(sp_in_config=True)
+    for sp_in_config, world_size in ((False, 4), (True, 2)):
         checked = object.__new__(deepspeed_config.DeepSpeedConfig)
-        for key, value in layout.deepspeed_batch(told_sequence_parallel=told).items():
+        for key, value in layout.deepspeed_batch(sp_in_config=sp_in_config).items():
             setattr(checked, key, value)
         checked.world_size = world_size
         checked._set_batch_related_parameters()

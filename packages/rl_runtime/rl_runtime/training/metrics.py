@@ -78,7 +78,7 @@ def update_metrics(prefix: str, stats: Sequence[StepStats]) -> dict[str, float]:
         f"{prefix}/num_skipped_updates": float(num_skipped),
         f"{prefix}/num_micro_batches": float(sum(s.num_micro_batches for s in stats)),
         f"{prefix}/guarded_collectives": float(sum(s.num_guarded_collectives for s in stats)),
-        f"{prefix}/skipped_inactive_micro": float(sum(s.num_skipped_micro_batches for s in stats)),
+        f"{prefix}/skipped_inactive_micro": float(sum(s.num_skipped_empty_micro_batches for s in stats)),
         **{f"{prefix}/{name}": float(np.mean([s.metrics[name] for s in made])) for name in names},
     }
 
