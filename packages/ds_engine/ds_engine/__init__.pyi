@@ -27,6 +27,7 @@ from .errors import RankStalledError as RankStalledError
 from .guard.collective_guard import CollectiveGuard as CollectiveGuard
 from .guard.collective_guard import mark as mark
 from .guard.collective_guard import record_collectives as record_collectives
+from .model.loading import check_model as check_model
 from .planning.memory_plan import MemoryEstimate as MemoryEstimate
 from .planning.memory_plan import estimate_memory as estimate_memory
 from .simple import SimpleBatch as SimpleBatch

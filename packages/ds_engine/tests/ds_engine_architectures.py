@@ -92,7 +92,10 @@ ROWS: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({}, "BertLMHeadModel cannot be trained: the log-prob of a token depends on later tokens"),
     "gemma3_text": ({"use_bidirectional_attention": True}, "Gemma3ForCausalLM .* depends on later tokens"),
-    "phimoe": ({"input_jitter_noise": 0.1}, "PhimoeForCausalLM cannot be trained: packed its log-probs"),
+    "phimoe": (
+        {"router_jitter_noise": 0.0, "input_jitter_noise": 0.1},
+        "PhimoeForCausalLM .*input_jitter_noise': 0.1.* random in training",
+    ),
     "modernbert-decoder": ({"pad_token_id": 0}, "ModernBertDecoderForCausalLM cannot be trained: packed its log-probs"),
     "recurrent_gemma": ({"head_dim": 8, "pad_token_id": 0}, "RecurrentGemmaForCausalLM cannot be trained"),
 }
@@ -137,3 +140,28 @@ def padded_loss(model: Any, samples: list[Sample]) -> tuple[Tensor, Tensor]:
         weights.append(torch.full((len(response),), sample.weight))
     log_probs_K = torch.cat(log_probs)
     return token_loss(log_probs_K, torch.cat(entropies), torch.cat(weights)), log_probs_K.detach()
+
+
+def all_architectures() -> dict[str, list[str]]:
+    """How every causal language model of transformers is computed, tried with its default configuration: names by way."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from ds_engine import ModelError
+    from ds_engine.model.trial import try_model
+
+    ways: dict[str, list[str]] = {"packed": [], "rows": [], "refused": [], "not tried": []}
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            way: str = try_model(CONFIG_MAPPING[name]()).way
+        except ModelError as error:
+            way = "not tried" if "no small copy" in str(error) else "refused"
+        except ValueError:  # a default configuration that is not valid
+            way = "not tried"
+        ways[way].append(name)
+    return ways
+
+
+if __name__ == "__main__":
+    for way, names in all_architectures().items():
+        print(f"{way}: {', '.join(f'`{name}`' for name in names)}\n")

@@ -89,7 +89,7 @@ def test_first_forward_refuses_a_layer_without_packed_attention(name: str, layer
     config = tiny_architecture(name, TABLE[name][1])
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
     install_packed_forward(model, dense_log_prob)
-    with pytest.raises(ModelError, match=rf"{type(model).__name__}: a {layer} .* calls packed attention 0 times"):
+    with pytest.raises(ModelError, match=rf"{type(model).__name__}: a {layer} .* does not call packed attention"):
         outputs(model, SAMPLES)
 
 
@@ -167,11 +167,22 @@ def test_a_step_on_two_ranks_equals_transformers(
 ) -> None:
     """Log-probs before and after a step of AdamW, and the gradient norm; the ranks have different numbers of rows."""
     folders = {name: write_architecture(tmp_path / name, name, TABLE[name][1]) for name in names}
-    optim = OptimConfig(lr=3e-3, eps=1e-4, grad_clip=None)
-    config = replace(FP32, zero=ZeroConfig(stage=stage, param_persistence_elements=0), optim=optim)
+    assert_step_equals_transformers(two_ranks, folders, zero=ZeroConfig(stage=stage, param_persistence_elements=0))
+
+
+@pytest.mark.slow
+def test_latent_attention_works_with_sequence_parallelism(two_ranks: RankPool, tmp_path: Path) -> None:
+    """DeepSeek's values have fewer features than its queries; the all-to-all sends both in one tensor."""
+    folder = write_architecture(tmp_path / "model", "deepseek_v3", PACKED["deepseek_v3"])
+    assert_step_equals_transformers(two_ranks, {"deepseek_v3": folder}, sequence_parallel=2)
+
+
+def assert_step_equals_transformers(two_ranks: RankPool, folders: dict[str, Path], **settings: Any) -> None:
+    config = replace(FP32, optim=OptimConfig(lr=3e-3, eps=1e-4, grad_clip=None), **settings)
+    shares = [SAMPLES[:2], SAMPLES[2:]] if config.sequence_parallel == 1 else [SAMPLES, SAMPLES]
     results = two_ranks.run(
         "train_architectures",
-        [{"mine": SAMPLES[:2]}, {"mine": SAMPLES[2:]}],
+        [{"mine": share} for share in shares],
         folders={name: str(folder) for name, folder in folders.items()},
         config=config,
         samples=SAMPLES,
@@ -179,7 +190,7 @@ def test_a_step_on_two_ranks_equals_transformers(
     for name, folder in folders.items():
         model, expected_K = reference(folder, SAMPLES)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
-        torch.optim.AdamW(model.parameters(), lr=optim.lr, eps=optim.eps, weight_decay=0.0).step()
+        torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, weight_decay=0.0).step()
         with torch.no_grad():
             after_K = padded_loss(model, SAMPLES)[1]
         for before, grad_norm, after in (rank[name] for rank in results):

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import EngineConfigError, ModelError
-from .flash4 import flash4_attention
+from .flash4 import KERNELS, flash4_attention
 from .sequence_parallel import SequenceGroup, gather_heads, scatter_heads
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class PackedLayout:
     """flash4, flash, varlen or sdpa."""
     sp_group: SequenceGroup | None = None
     """Ranks that share the row (sequence parallelism). Lengths describe the whole row, not this rank's slice."""
+    calls: list[int] | None = None
+    """Set in a model's first forward: packed attention appends the id of each module that calls it."""
 
 
 def choose_kernel(wanted: Attention, *, device_type: str, dtype: torch.dtype) -> str:
@@ -87,7 +89,7 @@ _MODULES = {
 
 def _runs_flash4(wanted: Attention) -> bool:
     """Whether this GPU is Hopper or, unless `wanted` is "auto", Blackwell, which is not measured."""
-    return torch.cuda.get_device_capability()[0] in ((9,) if wanted == "auto" else (9, 10))
+    return KERNELS.check() and torch.cuda.get_device_capability()[0] in ((9,) if wanted == "auto" else (9, 10))
 
 
 def _is_installed(module: str) -> bool:
@@ -144,16 +146,22 @@ def packed_attention(
         raise ModelError(
             f"{type(module).__name__} uses {', '.join(unsupported)}, which packed attention does not support"
         )
+    if packing.calls is not None:
+        packing.calls.append(id(module))
     if sliding_window is not None and sliding_window >= packing.max_seqlen:
         sliding_window = None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    # Latent attention has smaller values than queries, which all-to-alls, flash-attn and varlen do not know.
+    value_size = value.shape[-1]
+    if value_size != query.shape[-1] and (packing.sp_group is not None or packing.kernel in ("flash", "varlen")):
+        value = F.pad(value, (0, query.shape[-1] - value_size))
     q_Thd, k_Thd, v_Thd = (x[0].transpose(0, 1) for x in (query, key, value))
     if packing.sp_group is not None:
         q_Thd, k_Thd, v_Thd = scatter_heads(q_Thd, k_Thd, v_Thd, packing.sp_group)
     out = _KERNELS[packing.kernel](q_Thd, k_Thd, v_Thd, packing, scale, sliding_window)
     if packing.sp_group is not None:
         out = gather_heads(out, packing.sp_group)
-    return out.unsqueeze(0), None
+    return out[..., :value_size].unsqueeze(0), None
 
 
 def _flash4(
@@ -219,7 +227,8 @@ def _sdpa_per_sequence(
         else:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
         outs.append(out)
-    return torch.cat(outs, dim=2)[0].transpose(0, 1)
+    # Contiguous, as upstream's: some models take views of it, and the others would copy it in their reshape.
+    return torch.cat(outs, dim=2)[0].transpose(0, 1).contiguous()
 
 
 _KERNELS = {"flash4": _flash4, "flash": _flash, "varlen": _varlen, "sdpa": _sdpa_per_sequence}

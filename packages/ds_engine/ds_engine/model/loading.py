@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..errors import EngineConfigError, ModelError
+from ..upstream import Patch
 from .attention import ATTENTION_NAME, register_packed_attention
 from .compilation import compile_layers
+from .folder_names import drop_unused_conversions
 from .lora import add_adapters
 from .nf4 import quantize_base
-from .packed_model import install_packed_forward
+from .packed_model import install_packed_forward, mark_rows
 from .parts import VALUE_HEAD
 from .recomputation import enable_checkpointing
 from .sequence_parallel import check_heads
+from .small_copy import turn_off_dropout
+from .trial import Trial, try_model
 
 if TYPE_CHECKING:
     from ..batch import Head, LogProbFn
     from ..config import EngineConfig, OffloadConfig
+
+BUFFERS = Patch(
+    name="fp32 buffers of stage 3",
+    reason="DeepSpeed rounds rotary frequencies to the model's dtype, and positions shift",
+    stock=False,
+    reads={
+        "torch.nn:Module": ("_non_persistent_buffers_set",),
+        "transformers:PreTrainedModel": ("_init_weights(module)",),
+    },
+)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -52,8 +68,9 @@ def check_offload(offload: OffloadConfig) -> None:
 def load_model(
     model_path: str, config: EngineConfig, *, device: torch.device, ds_config: dict[str, Any], head: Head = "lm"
 ) -> nn.Module:
-    """Load the model in `config.dtype` with packed attention, on `device` (stage 3: sharded over the ranks).
+    """Try the architecture, then load the model in `config.dtype` on `device` (stage 3: sharded over the ranks).
 
+    It has packed attention, or upstream's own where only padded rows are exact (trial.py).
     With `lora.base_format="nf4"` the linear layers are quantized one at a time before the model moves to the device.
 
     Args:
@@ -62,21 +79,69 @@ def load_model(
             distribution, so that values start near zero.
 
     Raises:
-        ModelError: the folder does not exist, or transformers cannot load it with this head.
+        ModelError: the folder does not exist, transformers cannot load it with this head, or the engine cannot compute
+            this architecture exactly.
+        EngineConfigError: a setting does not suit the architecture.
     """
-    if not (Path(model_path) / "config.json").is_file():
-        raise ModelError(f"model path {model_path!r} is not a Hugging Face model folder: it has no config.json")
-    register_packed_attention()
+    model_config = _read_config(model_path)
+    trial = _checked_trial(model_config, config, head)
+    if trial.way == "rows":
+        _say(str(trial))
+    else:
+        register_packed_attention()
+    if not config.dropout and (rates := turn_off_dropout(model_config)):
+        _say(f"{trial.architecture}: trained without its {', '.join(f'{k} {v:g}' for k, v in rates.items())}")
+    options = {"config": model_config, "attn_implementation": ATTENTION_NAME if trial.way == "packed" else None}
     torch.manual_seed(config.seed)
     sharded = config.zero.stage == 3
     with _zero3_loading(ds_config) if sharded else nullcontext():
-        model = _read_folder(model_path, torch_dtype(config.dtype), head, seed=config.seed)
+        model = _read_folder(model_path, torch_dtype(config.dtype), head, options, seed=config.seed)
     if config.lora is not None and config.lora.base_format == "nf4":
         quantize_base(model, device=device)
+    mark_rows(model, trial.way == "rows")
     if not sharded:
         return model.to(device)
+    drop_unused_conversions(model)
     _restore_fp32_buffers(model)
     return model
+
+
+def check_model(model_path: str, config: EngineConfig, *, head: Head = "lm") -> Trial:
+    """Check that the engine computes the model in `model_path` exactly; says how. Needs no GPU and no process group.
+
+    Raises:
+        ModelError: transformers does not know the model, or the engine cannot compute its architecture exactly.
+        EngineConfigError: a setting does not suit the architecture.
+    """
+    return _checked_trial(_read_config(model_path), config, head)
+
+
+def _checked_trial(model_config: Any, config: EngineConfig, head: Head) -> Trial:
+    check_heads(model_config, config.sequence_parallel)
+    trial = try_model(model_config, head=head)
+    for name, default in (("sequence_parallel", 1), ("compile", False), ("attention", "auto")):
+        if trial.way == "rows" and getattr(config, name) != default:
+            raise EngineConfigError(
+                f"{name}={getattr(config, name)} needs packed sequences, but {trial}: use {name}={default}"
+            )
+    return trial
+
+
+def _say(line: str) -> None:
+    """Log one line on rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logging.getLogger("ds_engine").warning("%s", line)
+
+
+def _read_config(model_path: str) -> Any:
+    from transformers import AutoConfig
+
+    if not (Path(model_path) / "config.json").is_file():
+        raise ModelError(f"model path {model_path!r} is not a Hugging Face model folder: it has no config.json")
+    try:
+        return AutoConfig.from_pretrained(model_path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"cannot load the configuration of {model_path!r}: {error}") from error
 
 
 def prepare_model(
@@ -105,21 +170,22 @@ def prepare_model(
         enable_checkpointing(module, every=config.checkpoint_every, to_cpu=config.checkpoint_to_cpu)
     if config.compile:
         compile_layers(module, device_type=device.type, kernel=kernel, stage=config.zero.stage)
-    install_packed_forward(module, log_prob_fn if head == "lm" else None)
+    install_packed_forward(module, log_prob_fn if head == "lm" else None, count_calls=not config.compile)
     if not trainable:
         module.requires_grad_(False)
 
 
-def _read_folder(model_path: str, dtype: torch.dtype, head: Head, *, seed: int) -> nn.Module:
+def _read_folder(model_path: str, dtype: torch.dtype, head: Head, options: dict[str, Any], *, seed: int) -> nn.Module:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
+    options = {"dtype": dtype, **options}
     try:
         if head == "lm":
             return cast("nn.Module", AutoModelForCausalLM.from_pretrained(model_path, **options))
         with _without_warnings():
+            options["config"].num_labels = 1
             model, info = AutoModelForSequenceClassification.from_pretrained(
-                model_path, num_labels=1, output_loading_info=True, **options
+                model_path, output_loading_info=True, **options
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         kind = "causal language model" if head == "lm" else "model with a value head"
@@ -163,6 +229,7 @@ def _restore_fp32_buffers(model: Any) -> None:
     At stage 3 DeepSpeed casts every floating-point tensor created during construction to the model's dtype. In bf16,
     with 8 bits of precision, rotary frequencies shift the angles of far positions by whole radians.
     """
+    BUFFERS.check()
     for module in model.modules():
         buffers = {
             name: b for name, b in module.named_buffers(recurse=False) if name in module._non_persistent_buffers_set

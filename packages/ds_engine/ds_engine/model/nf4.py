@@ -204,7 +204,6 @@ def _packed(linear: nn.Linear, device: torch.device) -> Nf4Linear:
         weight_M = nn.Parameter(packed.pack(old), requires_grad=False)
     old.convert_to_zero_parameters(param_list=[weight_M])
     # Frees the shard now: DeepSpeed's closures keep the old parameter in a reference cycle.
-    vars(old).pop("ds_tensor")
     SHARDS.replace(old, ds_tensor=None)
     return Nf4Linear(linear, weight_M, packed)
 

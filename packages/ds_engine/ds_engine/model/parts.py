@@ -12,7 +12,9 @@ VALUE_HEAD = "score"
 
 def find_backbone(model: Any) -> tuple[str, nn.Module | None]:
     """(attribute name, module) of the model without its head; the module is None if the model has no such attribute."""
-    name = getattr(model, "base_model_prefix", "") or "model"
+    name = getattr(model, "base_model_prefix", "")
+    if not hasattr(model, name or " "):  # Llama 4 names another attribute than it has
+        name = "model"
     backbone = getattr(model, name, None)
     return name, backbone if isinstance(backbone, nn.Module) and backbone is not model else None
 

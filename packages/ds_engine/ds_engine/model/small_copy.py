@@ -127,6 +127,9 @@ def _dependent_widths(values: dict[str, Any], changes: dict[str, Any]) -> dict[s
     if "qk_rope_head_dim" in changes:
         rope, nope = changes["qk_rope_head_dim"], changes.get("qk_nope_head_dim", 0)
         widths |= {k: v for k, v in {"qk_head_dim": rope + nope, "head_dim": rope}.items() if k in values}
+    if "attention_hidden_size" in values and "hidden_size" in changes:  # Zamba: twice the hidden size
+        widths |= {"attention_hidden_size": 2 * changes["hidden_size"]}
+        widths |= {"attention_head_dim": 2 * changes["hidden_size"] // changes.get("num_attention_heads", 1)}
     # Mamba-2: heads * head size = expansion * hidden size.
     for num, size, expand in (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand")):
         if values.get(num) and values.get(expand) and size in changes:

@@ -92,6 +92,8 @@ def _try_once(key: _Key, head: Head) -> Trial:
         sequences = _sequences(model)
         if not _is_causal(model, sequences[0], head):
             raise ModelError(f"{architecture} cannot be trained: the log-prob of a token depends on later tokens")
+        if noise := {name: value for name, value in small.to_dict().items() if "jitter" in name and value}:
+            raise ModelError(f"{architecture} cannot be trained: {noise} makes its experts random in training")
         expected = _outputs_and_gradients(model, [_alone(model, ids, head) for ids in sequences])
         reasons = {}
         for way in ("packed", "rows"):
