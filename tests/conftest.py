@@ -66,6 +66,16 @@ class App:
     def children(self, name: str) -> list[psutil.Process]:
         return [p for p in psutil.process_iter() if self._is_ours(p) and name in " ".join(p.cmdline())]
 
+    def listeners(self) -> dict[str, str]:
+        """Address -> process, for every TCP port on which a process of this run accepts connections."""
+        app = psutil.Process(self.process.pid)
+        return {
+            f"{found.laddr.ip}:{found.laddr.port}": f"{process.name()} {' '.join(process.cmdline())[-80:]}"
+            for process in (app, *app.children(recursive=True))
+            for found in process.net_connections("tcp")
+            if found.status == psutil.CONN_LISTEN
+        }
+
     def stop(self) -> None:
         """Ends an app that a failed test left running."""
         if self.process.poll() is None:

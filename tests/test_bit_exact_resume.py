@@ -82,7 +82,7 @@ def test_killed_and_resumed_equals_uninterrupted(case: str, tmp_path: Path, star
     time.sleep(random.Random(case).uniform(0.0, 2.0))
     killed.process.kill()
     killed.finish()
-    assert not killed.survivors(grace_s=120)  # nothing tells Ray's processes: they find out that the driver is gone
+    assert not killed.survivors(grace_s=15)
     first = only((tmp_path / "killed").iterdir())
 
     resumed = start_app(tmp_path / "killed", *arguments, "trainer.experiment=job", "trainer.resume=auto", app=app)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,6 +24,7 @@ SHORT = (
     "batch.train_batch_size=8",
     "batch.mini_batch_size=4",
     "sampling.n=4",
+    "sampling.temperature=1.25",  # trainer and servers have to divide the logits alike
     # Pay for any number, so that a model this raw has groups whose scores differ, and a gradient.
     "reward.method=flexible",
     "reward.format_score=0.5",
@@ -48,6 +50,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 def test_two_steps_write_the_whole_run_folder(tmp_path: Path, start_app: StartApp) -> None:
     app = start_app(tmp_path, *SHORT)
+    app.wait_for("step 1/2")
+    check_that_strangers_are_kept_out(app)
     assert app.finish() == 0, app.output
     assert not app.survivors()
 
@@ -74,6 +78,19 @@ def test_two_steps_write_the_whole_run_folder(tmp_path: Path, start_app: StartAp
     assert (run / "model" / "config.json").exists()
     assert "held-out accuracy" in app.output
     assert str(run) in app.output
+
+
+def check_that_strangers_are_kept_out(app: Any) -> None:
+    """All ports are on loopback, and Ray's refuse who has no token."""
+    listeners = app.listeners()
+    assert [text for text in listeners if not text.startswith(("127.", "::1:", "::ffff:127."))] == [], listeners
+    [(address, _)] = [(address, name) for address, name in listeners.items() if name.startswith("gcs_server")]
+    call = grpc.insecure_channel(address.removeprefix("::ffff:")).unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
+    with pytest.raises(grpc.RpcError) as refused:
+        call(b"", timeout=20)
+    assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    [gcs] = app.children("gcs_server")
+    call(b"", timeout=20, metadata=[("authorization", f"Bearer {gcs.environ()['RAY_AUTH_TOKEN']}")])
 
 
 @pytest.mark.thorough

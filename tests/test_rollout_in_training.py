@@ -2,7 +2,6 @@
 
 import csv
 import json
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages" / "rl_runtime" / "tests"))
 
 from rl_runtime_reward_service import quality, reward_service
+
+from rollout_vllm.episodes.remote_rewards import judge_prompt
 
 REPO = Path(__file__).resolve().parents[1]
 SMALL = (
@@ -30,20 +31,38 @@ SMALL = (
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 
-def test_tools_and_a_users_reward_survive_a_killed_server(
+REQUIRED_COLUMNS = {
+    "step",
+    "critic/score/mean",
+    "perf/throughput",
+    "timing_s/step",
+    "timing_s/gen",
+    "timing_s/sync",
+    "timing_s/update_actor",
+    "actor/grad_norm",
+    "actor/loss",
+    "actor/skipped_inactive_micro",
+    "rollout/log_prob_mismatch",
+    "response_length/mean",
+    "memory/host_gib",
+}
+
+
+def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_whole(
     tmp_path: Path, start_app: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPO / "packages" / "rl_runtime" / "tests"))
     app = start_app(
         tmp_path,
         "preset=calculator",
-        "trainer.total_training_steps=500",
-        "trainer.val_before_train=false",
+        "trainer.total_training_steps=6",
         "warm_start.steps=20",
+        "task.num_val=32",
         "task.num_demonstrations=2000",
         "batch.train_batch_size=8",
         "batch.mini_batch_size=4",
         "sampling.n=4",
+        "sampling.temperature=1.25",  # trainer and servers have to divide the logits alike
         "reward.function=rl_runtime_user_functions:length_reward",
         "actor.optim.lr=1e-3",
     )
@@ -52,31 +71,39 @@ def test_tools_and_a_users_reward_survive_a_killed_server(
     server.kill()
     app.wait_for("rollout server 0 restarted")
     app.wait_for("s/step")
-    app.wait_for("s/step")
-    app.process.send_signal(signal.SIGTERM)
-    assert app.finish() == 143, app.output
+    assert app.finish() == 0, app.output
     assert not app.survivors()
 
     (run,) = tmp_path.iterdir()
+    for name in ("config.yaml", "train.log", "curves.png"):
+        assert (run / name).stat().st_size > 0, name
+    assert list((run / "tensorboard").iterdir())
+    assert (run / "model" / "config.json").exists()
+    assert "held-out accuracy" in app.output
+    assert str(run) in app.output
     with (run / "metrics.tsv").open() as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    assert [int(row["step"]) for row in rows] == list(range(1, len(rows) + 1))
+        before, *rows = csv.DictReader(file, delimiter="\t")
+    assert float(before["val/num_samples"]) == 32
+    assert [before["step"], *(row["step"] for row in rows)] == [str(step) for step in range(7)]
+    assert set(rows[0]) >= REQUIRED_COLUMNS
     assert float(rows[-1]["rollout/num_restarts"]) == 1
     for row in rows:
         assert float(row["rollout/num_samples"]) == 32, "a sample was lost"
         assert float(row["rollout/num_failed"]) == 0
-        # Context is not counted, and the trainer reads it as the server did. A server with the weights of its model
-        # folder, or of another version, would differ by tenths.
+        # Two fp32 implementations of the same weights. Context is not counted, and the trainer reads it as the server
+        # did. A server with the weights of its model folder, or of another version, would differ by tenths.
         assert float(row["rollout/log_prob_mismatch"]) < 1e-4
+        assert float(row["actor/skipped_inactive_micro"]) == 0
+        parts = sum(float(v) for k, v in row.items() if k.startswith("timing_s/") and k != "timing_s/step" and v)
+        assert parts == pytest.approx(float(row["timing_s/step"]), rel=0.15)
     assert max(float(row["rollout/num_turns"]) for row in rows) > 1
     assert min(float(row["actor/grad_norm"]) for row in rows) > 0
-    samples = [
-        json.loads(line) for path in (run / "rollouts").iterdir() for line in path.read_text().splitlines() if line
-    ]
-    called = [sample for sample in samples if sample["num_context_tokens"]]
-    assert called
+    samples = read_samples(run)
+    assert [sample for sample in samples if sample["num_context_tokens"]]
     for sample in samples:
+        assert {"prompt", "response"} <= set(sample)
         assert sample["reward"] == len(sample["response"].split())
+        assert sample["policy_version"] == sample["step"] - 1
         assert sample["version_spans"] == [[sample["step"] - 1, sample["num_response_tokens"]]]
 
 
@@ -94,7 +121,9 @@ JUDGE = "Is {response} what {prompt} asks for? It should be {ground_truth}."
 
 
 @pytest.mark.thorough
-def test_existing_servers_and_an_existing_judge(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+def test_existing_servers_and_an_existing_judge(
+    tmp_path: Path, start_app: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The user's server gets the weights even if an earlier run left it paused, and keeps the last policy."""
     from rl_data import build_tiny_model
     from rollout_vllm import RolloutConfig, ServerGroup
@@ -116,15 +145,18 @@ def test_existing_servers_and_an_existing_judge(tmp_path: Path, start_app: Calla
         group.wait_ready()
         [endpoint] = group.endpoints
         assert call(endpoint, "POST", "/sleep?level=0&mode=wait")[0] == 200
+        key_file = tmp_path / "key"
+        key_file.write_text("the key\n")
+        monkeypatch.setenv("JUDGE_KEY", "secret")
         app = start_app(
             tmp_path / "outputs",
             *SMALL,
             f"rollout.urls={endpoint.url}",
-            "rollout.api_key=the key",
+            f"rollout.api_key_file={key_file}",
             f"reward.url={judge.url}",
             "reward.service=judge",
             f"reward.judge_prompt={JUDGE}",
-            "reward.api_key=secret",
+            "reward.api_key=${oc.env:JUDGE_KEY}",
             "trainer.total_training_steps=2",
         )
         assert app.finish() == 0, app.output
@@ -150,9 +182,12 @@ def test_existing_servers_and_an_existing_judge(tmp_path: Path, start_app: Calla
     samples = read_samples(run)
     assert samples
     for sample in samples:
-        asked = JUDGE.format(**{name: sample[name] for name in ("response", "prompt", "ground_truth")})
+        fields = {name: sample[name] for name in ("prompt", "response", "ground_truth")}
+        asked, _ = judge_prompt(JUDGE, fields, trusted=("prompt", "ground_truth"))
         assert sample["reward"] == pytest.approx(quality(asked))
     assert "the key" not in (run / "config.yaml").read_text()
+    assert "every user of this host" not in app.output
+    assert (run.stat().st_mode & 0o777) == 0o700
 
 
 def log_probs(folder: Path, prompt: list[int], response: list[int]) -> list[float]:

@@ -29,7 +29,8 @@ def main(config: SftConfig) -> None:
     """Trains on the demonstrations and writes the model."""
     placement = check(config)
     architectures = rl_runtime.check_architectures(config.model, {"engine": config.engine})
-    run = run_kit.RunFolder.create(config.trainer.output_dir, config.trainer.experiment)
+    trainer = config.trainer
+    run = run_kit.RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
     with run_kit.Tracker(run, config, num_steps=config.supervised.steps, supervised=True) as tracker:
         for line in architectures:
             tracker.info(line)

@@ -102,7 +102,7 @@ def _no_locks(path: Path) -> CheckpointUsageError:
 
 def _describe_self() -> str:
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    command = " ".join(sys.argv)[:200]
+    command = sys.argv[0][-200:]  # arguments may hold secrets
     return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": started, "command": command}) + "\n"
 
 

@@ -7,10 +7,15 @@ from urllib.parse import urlsplit
 
 from ds_engine import OptimConfig
 from rl_data import RewardConfig
+from rollout_vllm.config import read_api_key
 from run_kit import EXPERIMENT_PATTERN
 
+MAX_RANKS = 65_536
+"""A larger number is a slip, which plans of devices would turn into a full memory."""
 JUDGE_FIELDS = ("prompt", "response", "ground_truth", "data_source")
 """Fields that a judge prompt can use."""
+JUDGE_FIELDS_OF_DATA = ("prompt", "ground_truth", "data_source")
+"""Those that the policy did not write."""
 
 
 def _check_at_least(minimum: int, config: object, *names: str) -> None:
@@ -34,6 +39,8 @@ class RanksConfig:
     """Name of the run; the run folder is `<output_dir>/<experiment>_<timestamp>`."""
     output_dir: str = "outputs"
     """Parent of the run folders."""
+    private_output: bool = True
+    """Only this user can enter the run folder (mode 0700); false: as the umask allows."""
     num_ranks: int = 2
     """Number of trainer processes, one DeepSpeed rank each; on CUDA one GPU each."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -53,6 +60,8 @@ class RanksConfig:
 
     def __post_init__(self) -> None:
         _check_at_least(1, self, "num_ranks", "cpu_threads_per_rank")
+        if self.num_ranks > MAX_RANKS:
+            raise ValueError(f"num_ranks is {self.num_ranks}; allowed: at most {MAX_RANKS}")
         _check_at_least(0, self, "seed")
         if self.max_skipped_updates < 0:
             raise ValueError(f"max_skipped_updates is {self.max_skipped_updates}; allowed: 0 (no limit) or more")
@@ -177,12 +186,15 @@ class ScoringConfig(RewardConfig):
     `{"score": number}`. `classification`, `pooling`: a classifier or reward model behind vLLM's /classify or /pooling,
     which reads prompt and response. `judge`: a chat model."""
     judge_prompt: str | None = None
-    """The judge's prompt, with `{prompt}`, `{response}`, `{ground_truth}` and `{data_source}`; `{{` is a brace. The
-    last number of the answer is the score."""
+    """The judge's prompt, with `{prompt}`, `{response}`, `{ground_truth}` and `{data_source}`; `{{` is a brace.
+    The response is marked as text to grade, and the judge is told to end with a line `SCORE <mark>: <number>`."""
     label: int = 0
     """Index of the class whose probability is the score, for `service=classification`."""
     api_key: str | None = None
-    """Bearer token of the service."""
+    """Bearer token of the service. On a command line every user of the host could read it: write
+    `reward.api_key='${oc.env:NAME}'`, or give `api_key_file`."""
+    api_key_file: str | None = None
+    """File with the bearer token, instead of `api_key`."""
     num_workers: int = 1
     """Scoring processes, if no service scores."""
     timeout_s: float = 30.0
@@ -207,10 +219,16 @@ class ScoringConfig(RewardConfig):
             raise ValueError(f"label is {self.label}; allowed: 0 or more with service=classification, else 0")
         if self.service != "http" and self.url is None:
             raise ValueError(f"service is {self.service!r}; allowed: http where url is null")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ValueError(f"api_key_file is {self.api_key_file}; allowed: null if api_key is given")
         _check_at_least(1, self, "num_workers")
         for name in ("timeout_s", "start_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: above 0 seconds")
+
+    def read_api_key(self) -> str | None:
+        """The bearer token, from the file if one is given. Raises rollout_vllm.ApiKeyError if it cannot be read."""
+        return read_api_key(self.api_key, self.api_key_file)
 
     def _check_judge_prompt(self, judge_prompt: str) -> None:
         if self.service != "judge":

@@ -4,6 +4,7 @@ It scores a text by its length, so that a test can tell from a score which text 
 """
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,7 +65,8 @@ def _answer_to(path: str, body: Any) -> Any:
         return {"data": [{"index": 0, "object": "pooling", "data": [[0.0], [quality(body["input"])]]}]}
     if path == "/v1/chat/completions":
         [message] = body["messages"]
-        text = f"Out of 10 points this gets {quality(message['content'])}"
+        [number] = re.findall(r"SCORE (\d+): <number>", message["content"])
+        text = f"Out of 10 points:\n**SCORE {number}: {quality(message['content'])}**\n"
         return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}
     return None
 

@@ -32,6 +32,7 @@ from rollout_vllm import (
     VersionSpan,
 )
 from rollout_vllm.client.group_run import fresh_group
+from rollout_vllm.episodes.remote_rewards import judge_prompt
 from rollout_vllm.samples import PartialSample
 from run_kit.config.loader import to_yaml
 
@@ -280,18 +281,14 @@ def test_mismatch_of_tokens_of_older_versions_is_separate(scorer: Scorer) -> Non
 
 
 JUDGE_PROMPT = "Grade {{0 to 10}}: {prompt} {response} should be {ground_truth} in {data_source}"
-JUDGED = "Grade {0 to 10}: 1 + 1 = #### 22 should be 2 in openai/gsm8k"
+FIELDS = {"prompt": "1 + 1 =", "response": "#### 22", "ground_truth": "2", "data_source": "openai/gsm8k"}
+JUDGED = judge_prompt(JUDGE_PROMPT, FIELDS, trusted=("prompt", "ground_truth", "data_source"))[0]
 
 
 @pytest.mark.parametrize(
     ("settings", "path", "body", "scored"),
     [
-        (
-            {"service": "http"},
-            "/score",
-            {"prompt": "1 + 1 =", "response": "#### 22", "ground_truth": "2", "data_source": "openai/gsm8k"},
-            "#### 22",
-        ),
+        ({"service": "http"}, "/score", FIELDS, "#### 22"),
         ({"service": "classification", "label": 1}, "/classify", "1 + 1 =#### 22", "1 + 1 =#### 22"),
         ({"service": "pooling"}, "/pooling", "1 + 1 =#### 22", "1 + 1 =#### 22"),
         ({"service": "judge", "judge_prompt": JUDGE_PROMPT}, "/v1/chat/completions", JUDGED, JUDGED),
@@ -307,6 +304,10 @@ def test_a_service_of_every_kind_scores(settings: dict[str, Any], path: str, bod
             client = ScriptedClient([[2]], n=1)
             with pytest.raises(RolloutFailed, match=r"no reward: .*API key"):
                 phase(client, scorer).collect([Prompt("a")], SamplingConfig(n=1), step=1)
+    if path == "/v1/chat/completions":
+        assert "Grade {0 to 10}: 1 + 1 = \n[text " in body
+        assert "]\n#### 22\n[text " in body
+        assert " should be 2 in openai/gsm8k\n\nGrade what stands between" in body
     texts = [item.response_text for item in collected.batch.items]
     assert texts == ["#### 22", "#### 3", "#### 3", "#### 3"]
     expected = [quality(scored) - (text != "#### 22") / 1000 for text in texts]
@@ -337,12 +338,12 @@ def test_samples_without_a_score_from_the_service_are_left_out() -> None:
 
 def test_api_keys_are_removed_from_written_configurations() -> None:
     config = JobConfig(
-        rollout=RolloutConfig(urls=("http://a:1",), api_key="first"),
-        reward=ScoringConfig(url="http://b:2", api_key="second"),
+        rollout=RolloutConfig(urls=("http://me:third@a:1",), api_key="first"),
+        reward=ScoringConfig(url="http://fourth@b:2", api_key="second"),
     )
     text = to_yaml(without_secrets(config))
-    assert "http://b:2" in text
-    assert not {"first", "second"} & set(text.split())
+    assert "http://***@b:2" in text
+    assert not [secret for secret in ("first", "second", "third", "fourth") if secret in text]
 
 
 @pytest.mark.parametrize(

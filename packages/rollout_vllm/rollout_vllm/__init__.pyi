@@ -13,6 +13,7 @@ from .episodes.remote_rewards import judge_reward as judge_reward
 from .episodes.remote_rewards import pooling_reward as pooling_reward
 from .episodes.rewards import RewardOutcome as RewardOutcome
 from .episodes.rewards import RewardPool as RewardPool
+from .errors import ApiKeyError as ApiKeyError
 from .errors import ControlError as ControlError
 from .errors import KVCacheTooSmallError as KVCacheTooSmallError
 from .errors import ModelFolderError as ModelFolderError

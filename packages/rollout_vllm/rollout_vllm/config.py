@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+from .errors import ApiKeyError
 
 
 def _require(ok: bool, field: str, value: Any, allowed: str) -> None:
@@ -56,6 +59,7 @@ class RolloutConfig:
     # ---- existing servers ----------------------------------------------------------------------------------------
     urls: tuple[str, ...] = ()  # existing servers, e.g. ("http://10.0.0.1:8000",); no server is started
     api_key: str | None = None  # bearer token for every route; None: a random key for servers started here
+    api_key_file: str | None = None  # file with the token, instead of api_key
     # ---- client --------------------------------------------------------------------------------------------------
     request_timeout_s: float = 600.0  # time limit of one HTTP attempt
     connect_timeout_s: float = 10.0
@@ -69,6 +73,7 @@ class RolloutConfig:
         _require_positive(self, ("request_timeout_s", "connect_timeout_s", "retry_base_s", "retry_max_s"))
         _require_positive(self, ("max_samples_in_flight",))
         _require_positive(self, ("max_model_len", "kv_cache_gib", "cpu_threads"), or_none=True)
+        _require(self.num_servers <= 4096, "num_servers", self.num_servers, "at most 4096")
         rank_fits = self.max_lora_rank in (None, *_LORA_RANKS)
         _require(rank_fits, "max_lora_rank", self.max_lora_rank, f"one of {', '.join(map(str, _LORA_RANKS))}, or None")
         _require(self.stop_grace_s >= 0, "stop_grace_s", self.stop_grace_s, "0 or more seconds")
@@ -86,9 +91,32 @@ class RolloutConfig:
             _require(
                 not reserved, "extra_args", argument, "a vLLM argument other than " + ", ".join(_RESERVED_ARGUMENTS)
             )
+        one_key = self.api_key is None or self.api_key_file is None
+        _require(one_key, "api_key_file", self.api_key_file, "None if api_key is given")
         for url in self.urls:
             ok = url.startswith(("http://", "https://"))
             _require(ok, "urls", url, "http://host:port or https://host:port")
+
+    def read_api_key(self) -> str | None:
+        """The token, from the file if one is given. Raises ApiKeyError if the file cannot be read."""
+        return read_api_key(self.api_key, self.api_key_file)
+
+
+def read_api_key(api_key: str | None, file: str | None) -> str | None:
+    """A secret that is given as such, or as the name of a file that holds it.
+
+    Raises:
+        ApiKeyError: the file cannot be read or is empty.
+    """
+    if file is None:
+        return api_key
+    try:
+        text = Path(file).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ApiKeyError(f"api_key_file is {file}, which cannot be read: {error}") from None
+    if not text:
+        raise ApiKeyError(f"api_key_file is {file}, which is empty; allowed: a file with the key")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,5 +142,7 @@ class SamplingConfig:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in 0..1")
         ok = 0 <= self.min_tokens <= self.max_tokens
         _require(ok, "min_tokens", self.min_tokens, f"in 0..max_tokens ({self.max_tokens})")
+        ids_fit = all(0 <= token < 2**31 for token in self.stop_token_ids)
+        _require(ids_fit, "stop_token_ids", self.stop_token_ids, "token ids, 0 or more")
         greedy_group = self.temperature == 0 and self.n > 1
         _require(not greedy_group, "n", self.n, "1 when temperature is 0 (greedy samples would all be equal)")

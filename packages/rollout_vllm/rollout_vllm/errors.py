@@ -2,6 +2,7 @@
 
 RolloutError
 ├── RolloutConfigError (also ValueError)   an error in the user's configuration, found before any process starts
+│   ├── ApiKeyError                        the file with the API key cannot be read
 │   ├── ModelFolderError                   the model path is not a usable Hugging Face folder
 │   ├── PortInUseError                     another process listens on the configured port
 │   ├── KVCacheTooSmallError               the KV cache cannot hold one sequence of max_model_len tokens
@@ -23,6 +24,10 @@ class RolloutError(Exception):
 
 class RolloutConfigError(RolloutError, ValueError):
     """Invalid configuration or input. The message says what is allowed."""
+
+
+class ApiKeyError(RolloutConfigError):
+    """The file with the API key cannot be read."""
 
 
 class ModelFolderError(RolloutConfigError):

@@ -214,13 +214,12 @@ class _Touches:
 
 
 def test_judge_reward_with_a_real_server(pair: ServerGroup) -> None:
-    with judge_reward(pair.endpoints[0], prompt="w5 w6 {answer}", pattern=r"w(\d+)", max_tokens=8) as reward:
+    """Random weights give no verdict: no answer of theirs becomes a score."""
+    with judge_reward(pair.endpoints[0], prompt="w5 w6 {answer}", max_tokens=8) as reward:
         futures = [reward.submit({"answer": f"w{10 + i}"}) for i in range(6)]
         outcomes = [future.result(300) for future in futures]
-        again = reward.submit({"answer": "w10"}).result(300)
-    assert {o.kind for o in outcomes} == {"ok"}, outcomes
-    assert all(3 <= (o.score or 0) < 64 for o in outcomes)
-    assert again.score == outcomes[0].score
+    refusal = r"answer contains no reward: ValueError: the judge's answer (was cut at max_tokens=8|does not end with)"
+    assert all(re.search(refusal, outcome.message) for outcome in outcomes), outcomes
     with judge_reward(Endpoint(pair.endpoints[0].url, "wrong"), prompt="{answer}") as reward:
         assert reward.submit({"answer": "w1"}).result(300).kind in ("exception", "connection")
 

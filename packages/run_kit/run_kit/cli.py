@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 from .config.help import PresetFile, help_text, list_presets
 from .config.loader import load_config, to_yaml
+from .config.redaction import redact_urls, secrets_in
 from .config.schema import all_paths, nearest_paths
 from .errors import OWN_PACKAGES, ConfigError, ConfigProblem
 
@@ -83,6 +84,12 @@ def run_cli(
             _print_and_exit(to_yaml(config))
     except ConfigError as error:
         _fail(error, app_name)
+    for key in secrets_in(overrides):
+        print(
+            f"warning: every user of this host can read {key} on the command line; write {key}='${{oc.env:NAME}}' to "
+            f"take it from the environment, or {key}_file=FILE where there is such a key",
+            file=sys.stderr,
+        )
     _run(main, config, app_name, user_errors)
 
 
@@ -117,7 +124,9 @@ def _run(
             _fail(shown, app_name)
         if not _is_own(error):
             raise
-        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
+        print(
+            redact_urls("\n".join([f"error: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr, flush=True
+        )
         raise SystemExit(1) from None
     finally:
         INVOKED_AS.reset(token)
@@ -234,5 +243,5 @@ def _print_and_exit(text: str) -> NoReturn:
 
 def _fail(error: BaseException, app_name: str) -> NoReturn:
     hint = f"\nSee {app_name} --help" if isinstance(error, ConfigError) else ""
-    print(f"error: {error}{hint}", file=sys.stderr, flush=True)
+    print(redact_urls(f"error: {error}{hint}"), file=sys.stderr, flush=True)
     raise SystemExit(2) from None

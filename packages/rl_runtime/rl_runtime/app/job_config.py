@@ -10,6 +10,7 @@ from rl_core import BatchConfig
 from rl_data import DataConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit import TrackingConfig, run_cli
+from run_kit.config.redaction import redact_urls
 from weight_sync import SyncConfig
 
 from ..config import (
@@ -77,5 +78,11 @@ def run_job_cli(
 
 
 def without_secrets(config: JobConfigT) -> JobConfigT:
-    """The configuration without API keys, for files and logs."""
-    return replace(config, rollout=replace(config.rollout, api_key=None), reward=replace(config.reward, api_key=None))
+    """The configuration without API keys and credentials in URLs, for files and logs."""
+    urls = tuple(map(redact_urls, config.rollout.urls))
+    url = None if config.reward.url is None else redact_urls(config.reward.url)
+    return replace(
+        config,
+        rollout=replace(config.rollout, api_key=None, urls=urls),
+        reward=replace(config.reward, api_key=None, url=url),
+    )

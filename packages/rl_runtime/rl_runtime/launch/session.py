@@ -3,10 +3,9 @@
 They end on success, on errors and on Ctrl-C; no process is left.
 """
 
-import logging
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,9 +21,8 @@ from ..ranks.environment import visible_gpus
 from ..ranks.trainer_worker import TrainerWorker
 from ..ranks.worker_group import WorkerGroup
 from .cluster import join_cluster, launch_on_other_nodes
+from .local_ray import LocalRay
 from .placement import Placement, plan_placement
-
-NUM_RAY_ATTEMPTS = 3
 
 
 @contextmanager
@@ -34,7 +32,8 @@ def open_ranks(trainer: RanksConfig, placement: Placement) -> Iterator[WorkerGro
     Raises:
         RankError: a rank could not start.
     """
-    with _ray(None, placement.num_ranks), _ranks(trainer, placement.rank_gpus) as ranks:
+    with _ray(None, placement.num_ranks) as watch, _ranks(trainer, placement.rank_gpus) as ranks:
+        watch()
         yield ranks
 
 
@@ -97,13 +96,14 @@ def open_session(
     """
     with ExitStack() as stack:
         # Ray starts before the servers: its processes must start within 30 s, and vLLM's start uses every core.
-        stack.enter_context(_ray(trainer.ray_address, placement.num_ranks))
+        watch = stack.enter_context(_ray(trainer.ray_address, placement.num_ranks))
         servers = stack.enter_context(_servers(placement, trainer, rollout, model_path, log_dir, sync))
         ranks = stack.enter_context(_ranks(trainer, placement.rank_gpus))
         own_ranks = {
             role: stack.enter_context(_ranks(trainer, gpus, name=role))
             for role, gpus in placement.own_rank_gpus.items()
         }
+        watch()
         client = RolloutClient(servers.endpoints, rollout)
         stack.callback(client.close)
         yield Session(placement=placement, ranks=ranks, own_ranks=own_ranks, servers=servers, client=client)
@@ -194,40 +194,23 @@ def _ranks(trainer: RanksConfig, rank_gpus: Sequence[tuple[int, ...]], *, name: 
 
 
 @contextmanager
-def _ray(address: str | None, num_ranks: int) -> Iterator[None]:
+def _ray(address: str | None, num_ranks: int) -> Iterator[Callable[[], None]]:
     """Joins the cluster at `address`, or starts a local Ray.
+
+    Yields `LocalRay.watch`, which does nothing for a cluster that others have started.
 
     Ignores RAY_ADDRESS: it would join the ranks to an unrelated cluster.
     """
     terminate = signal.getsignal(signal.SIGTERM)
+    local = LocalRay(num_ranks) if address is None else None
     try:
-        if address is not None:
+        if local is not None:
+            local.start()
+        elif address is not None:
             join_cluster(address)
-        else:
-            _start_own_ray(num_ranks)
         if threading.current_thread() is threading.main_thread():
             # Ray has installed its own handler, which ends the process without the app's cleanup on a second signal.
             signal.signal(signal.SIGTERM, terminate)
-        yield
+        yield local.watch if local is not None else lambda: None
     finally:
-        ray.shutdown()
-
-
-def _start_own_ray(num_ranks: int) -> None:
-    for attempt in range(1, NUM_RAY_ATTEMPTS + 1):
-        try:
-            ray.init(
-                address="local",
-                num_cpus=num_ranks,
-                include_dashboard=False,
-                log_to_driver=True,
-                logging_level=logging.ERROR,
-                object_store_memory=256 * 1024 * 1024,
-                # Ray lowers the priority of its workers; the ranks need the normal one.
-                _system_config={"worker_niceness": 0},
-            )
-            return
-        except Exception:  # Ray raises a bare Exception if its processes do not start in 30 s, as on a busy machine
-            ray.shutdown()
-            if attempt == NUM_RAY_ATTEMPTS:
-                raise
+        ray.shutdown() if local is None else local.close()

@@ -1,6 +1,8 @@
 """Environment variables of the driver and the ranks. No other module of this package reads or sets any."""
 
 import os
+import secrets
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -53,12 +55,28 @@ def visible_gpus() -> list[int]:
     return [int(entry) for entry in ids]
 
 
+def protect_ray() -> None:
+    """Gives a Ray that this process starts a token of its own, unless the user has chosen.
+
+    Ray from 2.60 then requires it of every connection. Only this user's processes can read the variable.
+    """
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def ray_has_token() -> bool:
+    """Whether the Ray that this process has started requires a token."""
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
 def rank_env(gpus: Sequence[int], num_threads: int) -> dict[str, str]:
     """The environment of a trainer rank."""
     return {
         **{name: os.environ.get(name, value) for name, value in _QUIET.items()},
         "PYTHONPATH": python_path(),
         "PYTHONWARNINGS": "ignore::FutureWarning",
+        # All ranks are on this host: gloo would listen on the address of the host's name.
+        **({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if _has_loopback() else {}),
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         # Ray hides the GPUs of actors that reserve none; here the placement decides.
@@ -66,6 +84,10 @@ def rank_env(gpus: Sequence[int], num_threads: int) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
         "DS_ACCELERATOR": "cuda" if gpus else "cpu",
     }
+
+
+def _has_loopback() -> bool:
+    return "lo" in (name for _, name in socket.if_nameindex())
 
 
 def python_path() -> str:

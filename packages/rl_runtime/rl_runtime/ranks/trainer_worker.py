@@ -91,11 +91,9 @@ class TrainerWorker:
             Heartbeat(heartbeats, rank)
 
     def reserve_address(self) -> tuple[str, int]:
-        """A host name and a free port for the process group; called on rank 0."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = int(probe.getsockname()[1])
-        return ("127.0.0.1" if self.device.type == "cpu" else socket.gethostbyname(socket.gethostname())), port
+        """An address and a free port for the process group, whose ranks are all on this host; called on rank 0."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            return "127.0.0.1", int(probe.getsockname()[1])
 
     def connect(self, address: str, port: int) -> None:
         """Joins the process group."""
@@ -201,8 +199,7 @@ class TrainerWorker:
         engine = self._engines[role]
         pusher = partial(WeightPusher, endpoints=endpoints, config=config, rank=self.rank, device=self.device)
         if adapter is None:
-            whole = engine.module if engine.config.lora is None else engine.whole_tensors()
-            self._pusher = pusher(ZeroSource(whole))
+            self._pusher = pusher(ZeroSource(engine.whole_tensors()))
             return
         with pusher(ZeroSource(engine.whole_tensors(merged=False))) as base:
             base.push(0)

@@ -15,7 +15,7 @@ from rollout_vllm import (
     pooling_reward,
 )
 
-from ..config import ScoringConfig
+from ..config import JUDGE_FIELDS_OF_DATA, ScoringConfig
 from ..experience import PromptLike
 from .user_functions import load_function
 
@@ -61,19 +61,23 @@ class Scorer:
     async def score(self, text: str, prompt: PromptLike) -> RewardOutcome:
         """The score of a response, or the reason why it has none."""
         if self.gave_up:
-            return RewardOutcome(None, "timeout", self.gave_up)
+            return self._refusal()
         call = asyncio.ensure_future(self._score(text, prompt))
         self._calls.add(call)
         try:
             outcome = await call
         except asyncio.CancelledError:
-            if not self.gave_up:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
                 raise
-            return RewardOutcome(None, "timeout", self.gave_up)
+            return self._refusal()
         finally:
             self._calls.discard(call)
         self._count(outcome)
         return outcome
+
+    def _refusal(self) -> RewardOutcome:
+        return RewardOutcome(None, "timeout", self.gave_up)
 
     def _count(self, outcome: RewardOutcome) -> None:
         """Reports timeouts in a row, and gives up where they do not end."""
@@ -131,15 +135,16 @@ class Scorer:
 
 def connect_service(config: ScoringConfig, url: str) -> RemoteReward:
     """The client of the configured service."""
+    api_key = config.read_api_key()
     if config.service == "http":
-        return http_reward(url, api_key=config.api_key, timeout_s=config.timeout_s)
-    endpoint = Endpoint(url.rstrip("/"), config.api_key)
+        return http_reward(url, api_key=api_key, timeout_s=config.timeout_s)
+    endpoint = Endpoint(url.rstrip("/"), api_key)
     if config.service == "classification":
         return classification_reward(endpoint, label=config.label, timeout_s=config.timeout_s)
     if config.service == "pooling":
         return pooling_reward(endpoint, timeout_s=config.timeout_s)
     assert config.judge_prompt is not None
-    return judge_reward(endpoint, prompt=config.judge_prompt, timeout_s=config.timeout_s)
+    return judge_reward(endpoint, prompt=config.judge_prompt, trusted=JUDGE_FIELDS_OF_DATA, timeout_s=config.timeout_s)
 
 
 def load_reward(name: str) -> Callable[..., float]:

@@ -115,13 +115,15 @@ class ServerGroup:
         Raises the exceptions of `check_launch`, before any process starts.
         """
         if config.urls:
-            return cls([Endpoint(url.rstrip("/"), config.api_key) for url in config.urls], [], config.startup_timeout_s)
+            return cls(
+                [Endpoint(url.rstrip("/"), config.read_api_key()) for url in config.urls], [], config.startup_timeout_s
+            )
         device = check_launch(model_path, config)
         if gpu_ids_per_server is not None and len(gpu_ids_per_server) != config.num_servers:
             raise RolloutConfigError(
                 f"gpu_ids_per_server has {len(gpu_ids_per_server)} entries for num_servers={config.num_servers}"
             )
-        api_key = config.api_key or secrets.token_urlsafe(32)
+        api_key = config.read_api_key() or secrets.token_urlsafe(32)
         servers = [
             build_server(
                 index,

@@ -166,7 +166,7 @@ def launch_on_ray(
         _check_resources(resources, config.num_servers, ray.cluster_resources())
     settings = {
         "device": device,
-        "api_key": config.api_key or secrets.token_urlsafe(32),
+        "api_key": config.read_api_key() or secrets.token_urlsafe(32),
         "log_dir": Path(log_dir).absolute(),
         "extra_args": tuple(extra_args),
         "env": dict(env or {}),

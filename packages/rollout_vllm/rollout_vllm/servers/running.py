@@ -19,7 +19,7 @@ def check_running(config: RolloutConfig) -> None:
     RequestTooLongError: its context is shorter than max_model_len.
     """
     for url in config.urls:
-        _check(Endpoint(url.rstrip("/"), config.api_key), config)
+        _check(Endpoint(url.rstrip("/"), config.read_api_key()), config)
 
 
 def is_paused(endpoint: Endpoint, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
@@ -30,7 +30,7 @@ def is_paused(endpoint: Endpoint, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool
     try:
         status, text = call(endpoint, "GET", "/is_paused", timeout_s=timeout_s)
         return status == 200 and bool(json.loads(text)["is_paused"])
-    except (*NO_ANSWER, ValueError, LookupError, TypeError):
+    except (*NO_ANSWER, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 
@@ -50,8 +50,10 @@ def _check(endpoint: Endpoint, config: RolloutConfig) -> None:
     # top_k=1 leaves one token: its log-prob is 0 after the sampling settings are applied, and below 0 before.
     body = {"prompt": [1, 2], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "seed": 0}
     answer = _request(endpoint, "POST", "/v1/completions", body)
-    log_probs = (_first(answer, "choices").get("logprobs") or {}).get("token_logprobs") or [None]
-    if log_probs[0] is None or log_probs[0] < -1e-4:
+    found = _first(answer, "choices").get("logprobs")
+    log_probs = found.get("token_logprobs") if isinstance(found, dict) else None
+    first = log_probs[0] if isinstance(log_probs, list) and log_probs else None
+    if not isinstance(first, (int, float)) or not first >= -1e-4:
         raise RolloutConfigError(
             f"urls: {endpoint.url} returns log-probs of a distribution other than the one it samples from; start it "
             "with --logprobs-mode processed_logprobs"
@@ -72,7 +74,7 @@ def _request(endpoint: Endpoint, method: str, path: str, body: Any = None, *, mi
         raise RolloutConfigError(f"urls: {endpoint.url} has no route {path}; {missing}")
     try:
         answer = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if status != 200 or not isinstance(answer, dict):
         raise RolloutConfigError(f"urls: {endpoint.url} answers {path} with HTTP {status}: {text[:200]}")

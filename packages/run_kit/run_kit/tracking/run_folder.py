@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from ..config.loader import to_yaml
+from ..config.redaction import redact_urls
 from ..errors import OWN_PACKAGES, TrackingError
 from .metrics_table import atomic_write
 
@@ -55,9 +56,17 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, output_dir: str | Path, experiment: str, *, now: Callable[[], datetime] = datetime.now
+        cls,
+        output_dir: str | Path,
+        experiment: str,
+        *,
+        private: bool = True,
+        now: Callable[[], datetime] = datetime.now,
     ) -> "RunFolder":
         """Make `<output_dir>/<experiment>_<YYYYmmdd_HHMMSS>/`; appends `_2` if the folder exists.
+
+        Args:
+            private: only this user can enter it (mode 0700); False: as the umask allows.
 
         Raises:
             TrackingError: an invalid name, or a folder that cannot be created.
@@ -66,7 +75,8 @@ class RunFolder:
             raise TrackingError(
                 f"experiment is {experiment!r}; allowed: letters, digits and . _ + = -, with a letter or digit first"
             )
-        return cls(_make_new(Path(output_dir), f"{experiment}_{now():%Y%m%d_%H%M%S}"))
+        mode = 0o700 if private else 0o777
+        return cls(_make_new(Path(output_dir), f"{experiment}_{now():%Y%m%d_%H%M%S}", mode))
 
     @classmethod
     def open(cls, path: str | Path) -> "RunFolder":
@@ -85,8 +95,8 @@ class RunFolder:
         return self.path.name
 
     def write_config(self, config: Any) -> Path:
-        """Write the resolved configuration; `config=<this file>` repeats the run."""
-        atomic_write(self.config_file, to_yaml(config))
+        """Write the resolved configuration without credentials in URLs; `config=<this file>` repeats the run."""
+        atomic_write(self.config_file, redact_urls(to_yaml(config)))
         return self.config_file
 
     def __enter__(self) -> "RunFolder":
@@ -105,13 +115,13 @@ class RunFolder:
         self._stack.close()
 
 
-def _make_new(parent: Path, stem: str) -> Path:
+def _make_new(parent: Path, stem: str, mode: int) -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, 10_000):
             path = parent / (stem if attempt == 1 else f"{stem}_{attempt}")
             with contextlib.suppress(FileExistsError):
-                path.mkdir()
+                path.mkdir(mode)
                 return path.resolve()
     except OSError as error:
         raise TrackingError(f"cannot make a run folder in {parent}: {error.strerror or error}") from None
@@ -152,7 +162,7 @@ class LogFile:
 
     def _write_line(self, line: str) -> None:
         if not self._file.closed:
-            self._file.write(visible_line(line) + "\n")
+            self._file.write(redact_urls(visible_line(line)) + "\n")
             self._file.flush()
 
 

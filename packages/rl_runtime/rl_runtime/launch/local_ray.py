@@ -1,0 +1,121 @@
+"""A Ray of the run's own on this host: reachable by this user only, and gone with the driver."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+import ray
+
+from ..ranks.environment import protect_ray, ray_has_token
+
+NUM_ATTEMPTS = 3
+_log = logging.getLogger(__name__)
+_WATCHDOG = """
+import os, signal, sys
+started = lambda pid: open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[19]
+known = {}
+for line in sys.stdin:
+    for pid in line.split():
+        try:
+            known[pid] = started(pid)
+        except OSError:
+            pass
+for pid, at in known.items():
+    try:
+        if started(pid) == at:
+            os.kill(int(pid), signal.SIGKILL)
+    except OSError:
+        pass
+"""
+"""Reads process ids from stdin; kills those that still run when stdin ends, because the driver closed it or died."""
+
+
+class LocalRay:
+    """Ray with `num_cpus` CPUs, and a watchdog that ends its processes should this process be killed."""
+
+    def __init__(self, num_cpus: int) -> None:
+        self._num_cpus = num_cpus
+        self._before = set(psutil.Process().children())
+        command = [sys.executable, "-I", "-S", "-c", _WATCHDOG]
+        # In a session of its own, so that Ctrl-C and a signal to the driver's process group do not reach it.
+        self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+
+    def close(self) -> None:
+        """Ends Ray."""
+        self.watch()
+        ray.shutdown()
+        with suppress(OSError, subprocess.TimeoutExpired):
+            self._watchdog.communicate(timeout=10)
+
+    def watch(self) -> None:
+        """Adds the processes that Ray has now to those that end with this process, even if it is killed.
+
+        Ray's own processes notice a killed driver in up to a minute, some of them never.
+        """
+        roots = set(psutil.Process().children()) - self._before
+        roots = {process for process in roots if process.pid != self._watchdog.pid}
+        with suppress(psutil.Error, OSError):
+            pids = [member.pid for root in roots for member in (root, *root.children(recursive=True))]
+            assert self._watchdog.stdin is not None
+            print(*pids, file=self._watchdog.stdin, flush=True)
+
+    def start(self) -> None:
+        """Starts Ray; warns if other users can reach it."""
+        for attempt in range(1, NUM_ATTEMPTS + 1):
+            try:
+                with _on_loopback():
+                    protect_ray()
+                    ray.init(
+                        address="local",
+                        num_cpus=self._num_cpus,
+                        include_dashboard=False,
+                        log_to_driver=True,
+                        logging_level=logging.ERROR,
+                        object_store_memory=256 * 1024 * 1024,
+                        # Ray lowers the priority of its workers; the ranks need the normal one.
+                        _system_config={"worker_niceness": 0},
+                    )
+                self.watch()
+                _say_what_is_open()
+                return
+            except Exception:  # Ray raises a bare Exception if its processes do not start in 30 s, on a busy machine
+                self.watch()
+                ray.shutdown()
+                if attempt == NUM_ATTEMPTS:
+                    raise
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Ray listens on 127.0.0.1 only, as it does on laptops.
+
+    The variable RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 does the same, but Ray reads it when it is imported. `ray.init`
+    replaces a loopback `_node_ip_address` by one that other hosts reach.
+    """
+    from ray._private import ray_constants
+
+    if not hasattr(ray_constants, "ENABLE_RAY_CLUSTER"):  # `_say_what_is_open` reports it
+        yield
+        return
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _say_what_is_open() -> None:
+    """Warns where this version of Ray, or a variable of the user, leaves its ports open."""
+    address = ray.util.get_node_ip_address()
+    if not address.startswith("127."):
+        _log.warning("Ray %s listens on %s, not only on this host", ray.__version__, address)
+    if not ray_has_token():
+        _log.warning(
+            "Ray %s runs without a token, so every user of this host can run code in this run; use ray>=2.60 and do "
+            "not set RAY_AUTH_MODE",
+            ray.__version__,
+        )
