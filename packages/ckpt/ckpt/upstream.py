@@ -86,6 +86,15 @@ def records() -> list[dict[str, str]]:
     return rows
 
 
+def report() -> str:
+    """The tested versions, and one line for each of `records`."""
+    lines = [f"deepspeed: {_untested() or 'a tested version'} (tested: {TESTED})"]
+    for row in records():
+        problem = f": {row['problem']}" if row["problem"] else ""
+        lines.append(f"{row['state']:<14}{row['name']}{problem}")
+    return "\n".join(lines)
+
+
 def _listed(parts: Parts) -> str:
     return "; ".join(f"{owner}: {', '.join(names)}" for owner, names in parts.items())
 

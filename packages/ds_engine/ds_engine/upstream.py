@@ -16,7 +16,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
-from types import CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -96,14 +96,14 @@ class Patch:
     def replace(self, target: Any, **values: Any) -> Callable[[], None]:
         """Assign `values` to attributes of `target` after `check`; returns a function that restores them.
 
-        Calls of the values that are callable, and assignments of the others, are counted.
+        Calls of Python functions, and assignments of other values, are counted.
         """
         replaced = {name for names in self.replaces.values() for part in names for name in _names(part)}
         assert replaced >= values.keys(), f"{self.name} does not declare {values.keys() - replaced}"
         # From vars: getattr would bind or unwrap, which could not be restored.
         originals = {name: vars(target).get(name, _ABSENT) for name in values}
         for name, value in values.items():
-            if callable(value):
+            if callable(value) and not isinstance(value, BuiltinFunctionType):  # torch.compile traces those
                 value = self.counted(name, value)
             else:
                 self.calls[name] += 1
@@ -148,6 +148,21 @@ def records() -> list[dict[str, str]]:
             }
         )
     return rows
+
+
+def report() -> str:
+    """Installed and tested versions, and one line for each of `records`."""
+    lines = []
+    for name, tested in TESTED.items():
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            found = "not installed"
+        lines.append(f"{name} {found} (tested: {tested})")
+    for row in records():
+        problem = f": {row['problem']}" if row["problem"] else ""
+        lines.append(f"{row['state']:<14}{row['name']}{problem}")
+    return "\n".join(lines)
 
 
 def _listed(parts: Parts) -> str:

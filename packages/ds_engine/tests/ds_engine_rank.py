@@ -1,4 +1,4 @@
-"""Serves the functions of the three worker modules to rank pools (plinth_testing.RankPool)."""
+"""Serves the functions of the worker modules to rank pools (plinth_testing.RankPool)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (its import is slow; here it is paid once for all ranks)
 import ds_engine_collective_worker
 import ds_engine_gradient_worker
+import ds_engine_upstream_worker
 import ds_engine_worker
 import torch._dynamo
 
@@ -19,7 +20,7 @@ from plinth_testing import serve_ranks
 
 if __name__ == "__main__":
     serve_ranks(
-        (ds_engine_worker, ds_engine_gradient_worker, ds_engine_collective_worker),
+        (ds_engine_worker, ds_engine_gradient_worker, ds_engine_collective_worker, ds_engine_upstream_worker),
         join=partial(ds_engine.init_distributed, device=torch.device("cpu"), timeout_s=300.0),
         leave=ds_engine.shutdown_distributed,
         passed_on=(ds_engine.EngineError,),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from .. import upstream
 from ..errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, CheckpointUsageError
 from ..manager import LATEST_NAME, PARTIAL_PREFIX, CheckpointManager, folder_name
 from ..manifest import MANIFEST_NAME, verify_folder
@@ -220,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         parents=[source],
         help="write a DeepSpeed universal checkpoint, which loads with any number of ranks at any ZeRO stage",
     )
+    commands.add_parser("doctor", help="list what background saves and safe loads need of DeepSpeed, and its state here")
     pruner = commands.add_parser("prune", help="delete checkpoints that no rule keeps; a dry run without --yes")
     pruner.add_argument("dir", type=Path, help="folder of checkpoints")
     pruner.add_argument("--keep-last", type=int, metavar="K", help="keep the newest K")
@@ -234,6 +236,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with `argv`, default `sys.argv[1:]`; return the exit code."""
     options = _parser().parse_args(argv)
+    if options.command == "doctor":
+        print(upstream.report())
+        return 0
     try:
         if not options.dir.is_dir():
             raise CheckpointNotFoundError(f"{options.dir}: no such folder")

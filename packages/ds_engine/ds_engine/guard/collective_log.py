@@ -60,6 +60,7 @@ _PLUMBING = (
     "deepspeed/utils/nvtx",
     "typing_extensions",
     "ds_engine/guard/collective_",
+    "ds_engine/upstream",
 )
 
 
