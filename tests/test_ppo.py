@@ -5,10 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from apps.ppo.config import PpoConfig
-from apps.ppo.main import KlCoefficient, check, num_updates
+from apps.ppo.main import KlCoefficient, advantages, check, critic_loss, num_updates
+from ds_engine import SimpleBatch, ValueOutputs
+from rl_data import Prompt
+from rl_runtime import Experience, ExperienceBatch
 from run_kit import load_config
 
 DEMO = Path(__file__).resolve().parents[1] / "apps" / "ppo" / "presets" / "demo.yaml"
@@ -56,6 +61,62 @@ def test_an_adaptive_coefficient_resumes() -> None:
     kl.update(0.0, 10)
     resumed.update(0.0, 10)
     assert resumed.value == kl.value != 0.1
+
+
+def scored(score: float, values: list[float], kl: list[float]) -> ExperienceBatch:
+    """One sample with values, and with log-probs that exceed the reference model's by `kl`."""
+    item = Experience(
+        prompt=Prompt("p", "p", (1,), "1", "gsm8k"),
+        group_id=0,
+        sample_index=0,
+        response_ids=tuple(range(len(values))),
+        response_text="",
+        rollout_log_probs=np.zeros(len(values), np.float32),
+        finish_reason="stop",
+        version_spans=((0, len(values)),),
+        score=score,
+    )
+    columns = {"values": values, "old_log_probs": [-1.0] * len(values), "ref_log_probs": [-1.0 - x for x in kl]}
+    batch = ExperienceBatch(items=(item,))
+    for name, column in columns.items():
+        batch = batch.with_column(name, [np.array(column, np.float32)])
+    return batch
+
+
+@pytest.mark.parametrize(("kl_in", "penalty"), [("reward", 0.2), ("loss", 0.0)])
+def test_advantages_by_hand(kl_in: str, penalty: float) -> None:
+    """The KL to the reference model lowers the rewards; nothing passes from one sample to the next."""
+    algorithm = load(
+        f"algorithm.kl_in={kl_in}",
+        *("algorithm.kl_coef=0.2", "algorithm.kl_kind=k1", "algorithm.gamma=0.9", "algorithm.lam=0.5"),
+        "algorithm.whiten_advantages=false",
+    ).algorithm
+    one, two = scored(1.0, [0.3, 0.5], [0.4, -0.1]), scored(0.0, [0.7], [0.2])
+    batch = ExperienceBatch(
+        items=one.items + two.items, columns={name: one.columns[name] + two.columns[name] for name in one.columns}
+    )
+    advantages_K, returns_K, metrics = advantages(batch, algorithm, kl_coef=0.2)
+    last = 1 + penalty * 0.1 - 0.5
+    first = -penalty * 0.4 + 0.9 * 0.5 - 0.3 + 0.9 * 0.5 * last
+    other = -penalty * 0.2 - 0.7
+    assert advantages_K.tolist() == pytest.approx([first, last, other], abs=1e-6)
+    assert returns_K.tolist() == pytest.approx([first + 0.3, last + 0.5, other + 0.7], abs=1e-6)
+    assert metrics["actor/ref_kl"] == pytest.approx((0.4 - 0.1 + 0.2) / 3)
+
+
+def test_micro_batches_share_the_critics_loss() -> None:
+    """Half the squared error, clipped around the old value, as a mean over all tokens of the mini batch."""
+
+    def share(values: list[float], returns: list[float]) -> dict[str, float]:
+        columns = {"returns": returns, "values": [0.0] * len(values), "mean_weights": [1 / 3] * len(values)}
+        batch = SimpleBatch.pack([([1], list(range(len(values))))], columns)
+        found = critic_loss(ValueOutputs(values_K=torch.tensor(values)), batch, value_clip=0.2)
+        return {"loss": float(found.loss), "clip_fraction": float(found.metrics["clip_fraction"])}
+
+    assert share([0.1, 0.5], [1.0, 1.0]) == pytest.approx(
+        {"loss": (0.5 * 0.9**2 + 0.5 * 0.8**2) / 3, "clip_fraction": 1 / 3}
+    )
+    assert share([-0.4], [0.0]) == pytest.approx({"loss": 0.5 * 0.4**2 / 3, "clip_fraction": 0.0})
 
 
 @pytest.mark.slow

@@ -111,7 +111,9 @@ def made_up(ids: Any) -> dict[str, Any]:
 def test_micro_batches_share_the_policy_loss_and_metrics_of_their_mini_batch(
     groups: list[list[int]], num_ranks: int, budget: int, mode: Any
 ) -> None:
-    config = PolicyConfig(clip_low=0.1, clip_high=0.4, loss_aggregation=mode, entropy_coef=0.01)
+    config = PolicyConfig(
+        clip_low=0.1, clip_high=0.4, dual_clip=1.2, loss_aggregation=mode, kl_kind="k2", entropy_coef=0.01
+    )
     batch = make_batch(groups)
     ids_K = batch.flat("tag").double()
     for name in ("old_log_probs", "ref_log_probs", "advantages"):
@@ -135,15 +137,16 @@ def test_micro_batches_share_the_policy_loss_and_metrics_of_their_mini_batch(
     }[mode]
     token = made_up(ids_K)
     ratio_K = (token["log_probs"] - token["old_log_probs"]).exp()
-    clipped_K = ratio_K.clamp(0.9, 1.4)
-    pg_K = -torch.minimum(ratio_K * token["advantages"], clipped_K * token["advantages"])
-    log_ref_K = token["ref_log_probs"] - token["log_probs"]
-    kl_K = ratio_K * (log_ref_K.exp() - 1 - log_ref_K)
+    plain_K, bounded_K = -ratio_K * token["advantages"], -ratio_K.clamp(0.9, 1.4) * token["advantages"]
+    worse_K = torch.maximum(plain_K, bounded_K)
+    ceiling_K = torch.where(token["advantages"] < 0, -1.2 * token["advantages"], torch.inf)
+    pg_K = torch.minimum(worse_K, ceiling_K)
+    kl_K = ratio_K * (token["log_probs"] - token["ref_log_probs"]).square() / 2
     assert found == pytest.approx(
         {
             "loss": float(((pg_K + 0.3 * kl_K - 0.01 * token["entropy"]) / divisor_K).sum()),
             "pg_loss": float((pg_K / divisor_K).sum()),
-            "clip_fraction": float((pg_K != -ratio_K * token["advantages"]).double().mean()),
+            "clip_fraction": float(((bounded_K > plain_K) & (worse_K <= ceiling_K)).double().mean()),
             "entropy": float(token["entropy"].mean()),
             "kl": float(kl_K.mean()),
         },
