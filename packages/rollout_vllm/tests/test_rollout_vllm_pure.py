@@ -9,7 +9,9 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import Counter
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -439,6 +441,31 @@ def test_context_and_request_length() -> None:
     check_request_length(100, 28, 128)
     with pytest.raises(errors.RequestTooLongError, match="129"):
         check_request_length(101, 28, 128)
+
+
+@pytest.mark.parametrize("path", ["", ".", "~no-such-user/x", "a\0b", "x" * 5000, "/dev/null", "a/b/c"])
+def test_unusable_model_path_is_named(path: str) -> None:
+    with pytest.raises(errors.ModelFolderError, match="model "):
+        check_model_folder(path)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(json_values(), st.sampled_from(sorted([*QWEN, "layer_types", "kv_lora_rank", "head_dim", "rope_scaling"])))
+def test_odd_model_config_is_refused_or_not_judged(junk: object, key: str) -> None:
+    config = RolloutConfig(max_model_len=64, kv_cache_gib=1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "tokenizer.json").write_text("{}")
+        (Path(folder) / "config.json").write_text(json.dumps(junk))
+        if isinstance(junk, dict):
+            assert check_model_folder(folder, load_format="dummy") == junk
+        else:
+            with pytest.raises(errors.ModelFolderError, match=r"config.json is \w+ JSON, not an object"):
+                check_model_folder(folder, load_format="dummy")
+    odd = QWEN | {key: junk}
+    with suppress(errors.RolloutConfigError):
+        check_context(config, odd)
+    with suppress(errors.RolloutConfigError):
+        check_kv_cache(config, odd, "cpu")
 
 
 def test_memory() -> None:

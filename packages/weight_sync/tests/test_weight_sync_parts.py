@@ -4,6 +4,8 @@ import json
 import os
 import re
 import socket
+import struct
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 from weight_sync_helpers import STRANGERS, stranger
 
 from plinth_testing import launch_ranks
+from plinth_testing.strategies import json_values
 from weight_sync import (
     HfFolderSource,
     ModuleSource,
@@ -82,6 +85,24 @@ def test_folder_source_sends_the_saved_tensors(new_model: Any, tmp_path: Path) -
     for name, param in new_model.named_parameters():
         assert torch.equal(got.pop(name), param.detach())
     assert not got
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(json_values())
+def test_odd_safetensors_headers_are_refused_by_file(junk: object) -> None:
+    good = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    odd = [{"a": good | {key: junk}} for key in good if junk != good[key]]
+    odd += [{"a": good | {"data_offsets": [4, 12]}}, {"a": good | {"shape": [3]}}, {"a": junk}, [junk]]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.safetensors"
+        for header in odd:
+            text = json.dumps(header).encode()
+            file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+            with pytest.raises(SourceError, match=r"model\.safetensors: "):
+                HfFolderSource(folder)
+        file.write_bytes(struct.pack("<Q", 60_000) + b"[" * 60_000)
+        with pytest.raises(SourceError, match=r"model\.safetensors: cannot read the header"):
+            HfFolderSource(folder)
 
 
 def test_bad_folders_and_changed_modules_raise(tmp_path: Path) -> None:
@@ -344,6 +365,9 @@ def _http_server(answers: dict[str, tuple[int, Any]]) -> Iterator[str]:
         (REACHABLE | {"/server_info": (500, {})}, "ServerError: .*/server_info"),
         ({"/get_world_size": (401, {})}, "ServerError: .*check the API key"),
         ({}, "ServerError: .*no such route"),
+        ({"/get_world_size": (200, [1])}, "ServerError: .*world_size is None: is this a vLLM server"),
+        ({"/get_world_size": (200, {"world_size": "many"})}, "ServerError: .*world_size is 'many'"),
+        (REACHABLE | {"/server_info": (200, {"vllm_config": {"weight_transfer_config": "x"}})}, ""),
     ],
 )
 def test_check_server(answers: dict[str, tuple[int, Any]], error: str) -> None:
@@ -354,6 +378,12 @@ def test_check_server(answers: dict[str, tuple[int, Any]], error: str) -> None:
         with pytest.raises(WeightSyncError) as caught:
             check_server(SimpleNamespace(url=url, api_key="k"))
     assert re.match(error, f"{type(caught.value).__name__}: {caught.value}")
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://h:99999", "http://h:x", "http://", "h:1", "", None, 7])
+def test_bad_url_is_a_setting(url: Any) -> None:
+    with pytest.raises(SyncConfigError, match=r"endpoint url: .* given, expected http://host:port"):
+        check_server(SimpleNamespace(url=url, api_key=None))
 
 
 @pytest.mark.parametrize("method", ["get_rename_mapper", "get_unstacked_mapper"], ids=["0.29 on", "0.26 to 0.28"])

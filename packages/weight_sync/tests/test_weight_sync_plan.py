@@ -4,17 +4,19 @@ import dataclasses
 import itertools
 import json
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weight_sync
-from plinth_testing.strategies import shapes
+from plinth_testing.strategies import json_values, shapes
 from weight_sync import (
     ReceiverError,
     ServerError,
     SyncConfig,
+    SyncConfigError,
     TensorEntry,
     WeightManifest,
     WeightManifestError,
@@ -150,3 +152,28 @@ def test_importing_the_package_is_cheap() -> None:
     code = "import sys, weight_sync, weight_sync.config; print('torch' in sys.modules, 'vllm' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert output.split() == ["False", "False"]
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(json_values())
+def test_what_is_no_plan_is_rejected(junk: object) -> None:
+    digest = "0" * 64
+    odd: list[Any] = [junk, {"buckets": junk}, {"buckets": [[8, junk]]}, {"buckets": [[junk, []]], "digest": digest}]
+    odd += [{"buckets": [[256, [["a", junk, "int8", 0, 1, 256]]]], "digest": digest}]
+    for data in odd:
+        with pytest.raises(WeightManifestError):
+            BucketPlan.from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("bucket_mib", value) for value in (0, "64", True, 1.5)),
+        *(("timeout_s", value) for value in (0, "2", float("inf"), float("nan"))),
+        ("pause_timeout_s", None),
+        ("transport", ["shm"]),
+    ],
+)
+def test_bad_settings_are_named(key: str, value: Any) -> None:
+    with pytest.raises(SyncConfigError, match=f"^{key}: "):
+        SyncConfig(**{key: value})

@@ -12,7 +12,14 @@ TRANSPORTS = ("auto", "shm", "ipc", "nccl", "tcp")
 #: The name of this package's weight-transfer engine in vLLM (``--weight-transfer-config``).
 BACKEND = "plinth"
 
+#: Longest time limit; the operating system's timers take no infinite one.
+_LONGEST_S = 1e6
+
 ConfigT = TypeVar("ConfigT")
+
+
+def _is_number(value: Any, *types: type) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)
 
 
 def _accept_renamed_keys(cls: type[ConfigT]) -> type[ConfigT]:
@@ -78,12 +85,12 @@ class SyncConfig:
             raise SyncConfigError(f"apply: {self.apply!r} is not one of auto, layerwise")
         if self.quantize not in ("none", "fp8_blocks"):
             raise SyncConfigError(f"quantize: {self.quantize!r} is not one of none, fp8_blocks")
-        if self.bucket_mib is not None and self.bucket_mib < 1:
-            raise SyncConfigError(f"bucket_mib: {self.bucket_mib} given, must be at least 1")
+        if self.bucket_mib is not None and not (_is_number(self.bucket_mib, int) and self.bucket_mib >= 1):
+            raise SyncConfigError(f"bucket_mib: {self.bucket_mib!r} given, must be an integer, at least 1")
         for name in ("timeout_s", "pause_timeout_s"):
             value = getattr(self, name)
-            if not value > 0:
-                raise SyncConfigError(f"{name}: {value} given, must be above 0")
+            if not (_is_number(value, int, float) and 0 < value <= _LONGEST_S):
+                raise SyncConfigError(f"{name}: {value!r} given, must be above 0 and at most {_LONGEST_S:.0e} s")
 
     def __getattr__(self, name: str) -> Any:
         if name not in self.RENAMED_KEYS:

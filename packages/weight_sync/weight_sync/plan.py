@@ -76,16 +76,21 @@ class BucketPlan:
     def from_json(cls, data: dict[str, Any]) -> "BucketPlan":
         """Rebuild a plan from the wire and recompute its digest.
 
-        Raises WeightManifestError when the digest in ``data`` differs or a slot lies outside its bucket.
+        Raises WeightManifestError when ``data`` is no plan, its digest differs or a slot lies outside its bucket.
         """
-        buckets = tuple(
-            Bucket(index, tuple(Slot(n, tuple(s), d, o, b, r) for n, s, d, o, b, r in slots), nbytes)
-            for index, (nbytes, slots) in enumerate(data["buckets"])
-        )
-        digest = _digest(buckets)
-        if digest != data["digest"]:
-            raise WeightManifestError(f"the plan's digest is {data['digest']!r} but its content gives {digest!r}")
-        _check(buckets)
+        try:
+            buckets = tuple(
+                Bucket(index, tuple(Slot(n, tuple(s), d, o, b, r) for n, s, d, o, b, r in slots), nbytes)
+                for index, (nbytes, slots) in enumerate(data["buckets"])
+            )
+            announced, digest = data["digest"], _digest(buckets)
+            if digest != announced:
+                raise WeightManifestError(f"the plan's digest is {announced!r} but its content gives {digest!r}")
+            _check(buckets)
+        except (LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
+            if isinstance(error, WeightManifestError):
+                raise
+            raise WeightManifestError(f"this is no plan: {type(error).__name__}: {error}") from error
         return cls(buckets, digest)
 
 

@@ -4,7 +4,7 @@ import json
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..config import RolloutConfig
 from ..errors import KVCacheTooSmallError, ModelFolderError, PortInUseError, RequestTooLongError, RolloutConfigError
@@ -21,18 +21,24 @@ def check_model_folder(model_path: str, *, load_format: str = "auto") -> dict[st
 
     Raises ModelFolderError: the folder does not exist, or has no valid config.json, no tokenizer or no weights.
     """
-    folder = Path(model_path).expanduser()
-    if not folder.is_dir():
-        if not folder.exists() and model_path.count("/") == 1 and model_path[0] not in "./~":
+    try:
+        folder = Path(model_path).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # ~nobody, a zero byte, a name that is too long
+        raise ModelFolderError(f"model path {model_path!r} cannot be read: {error}") from None
+    if not is_folder or not model_path:
+        if not exists and model_path.count("/") == 1 and model_path[0] not in "./~":
             return None
         raise ModelFolderError(f"model path {model_path!r} is not a folder; give a Hugging Face folder or Hub name a/b")
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ModelFolderError(f"model folder {model_path!r} has no config.json; is it a Hugging Face model folder?")
     try:
-        model_config = json.loads(config_file.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
+        model_config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFolderError(f"{config_file} is not valid JSON: {error}") from None
+    if not isinstance(model_config, dict):
+        raise ModelFolderError(f"{config_file} is {type(model_config).__name__} JSON, not an object")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         names = ", ".join(_TOKENIZER_FILES)
         raise ModelFolderError(
@@ -81,17 +87,21 @@ def check_request_length(max_prompt_tokens: int, max_tokens: int, max_model_len:
 def kv_bytes_per_token(model_config: Mapping[str, Any], dtype: str, tensor_parallel_size: int) -> int | None:
     """KV cache bytes per token on one GPU; None for models with MLA, sliding-window or hybrid attention."""
     layer_types = model_config.get("layer_types") or []
-    special = "kv_lora_rank" in model_config or any(t != "full_attention" for t in layer_types)
+    is_plain = isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)
     layers, heads = model_config.get("num_hidden_layers"), model_config.get("num_attention_heads")
-    if special or not layers or not heads:
+    if "kv_lora_rank" in model_config or not is_plain or not _is_count(layers) or not _is_count(heads):
         return None
     kv_heads = model_config.get("num_key_value_heads") or heads
     hidden = model_config.get("hidden_size")
-    head_dim = model_config.get("head_dim") or (hidden // heads if hidden else None)
-    if head_dim is None:
+    head_dim = model_config.get("head_dim") or (hidden // heads if _is_count(hidden) else None)
+    if not _is_count(kv_heads) or not _is_count(head_dim):
         return None
     bytes_per_value = 4 if dtype == "float32" else 2
     return int(2 * layers * max(1, kv_heads // tensor_parallel_size) * head_dim * bytes_per_value)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and value > 0
 
 
 def check_kv_cache(config: RolloutConfig, model_config: Mapping[str, Any] | None, device: Device) -> None:
@@ -101,7 +111,7 @@ def check_kv_cache(config: RolloutConfig, model_config: Mapping[str, Any] | None
         return
     per_token = kv_bytes_per_token(model_config, config.dtype, config.tensor_parallel_size)
     max_len = config.max_model_len or model_config.get("max_position_embeddings")
-    if per_token is None or not isinstance(max_len, int):
+    if per_token is None or not _is_count(max_len):
         return
     block = _CPU_BLOCK_TOKENS if device == "cpu" else _GPU_BLOCK_TOKENS
     # vLLM reserves one block.

@@ -64,7 +64,7 @@ def is_sleeping(endpoint: Endpoint, *, timeout_s: float = 30.0) -> bool:
         if status == 200:
             return bool(json.loads(text)["is_sleeping"])
         problem = f"HTTP {status}"
-    except (*NO_ANSWER, ValueError, KeyError) as error:
+    except (*NO_ANSWER, ValueError, LookupError, TypeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
     raise ControlError(f"is_sleeping failed: {endpoint.url}: {problem}")
 

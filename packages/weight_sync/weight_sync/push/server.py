@@ -70,15 +70,19 @@ def check_server(endpoint: Endpoint, *, timeout_s: float = 120.0) -> None:
 
 
 class ServerControl:
-    """Synchronous HTTP client of one server's weight-transfer routes (VLLM_SERVER_DEV_MODE=1), vLLM 0.26 to 0.32.
+    """Synchronous HTTP client of one server's weight-transfer routes (VLLM_SERVER_DEV_MODE=1), vLLM 0.26 to 0.33.
 
     Opens a connection per call: uvicorn drops idle connections after seconds, and a sync makes about ten calls. Every
     method raises ServerError.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except (ValueError, TypeError, AttributeError):
+            is_valid = False
+        if not is_valid:
             raise SyncConfigError(f"endpoint url: {url!r} given, expected http://host:port")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._parts = urlsplit(self.url)
@@ -87,7 +91,10 @@ class ServerControl:
 
     def world_size(self) -> int:
         """Number of workers that receive weights: TP x PP x DP."""
-        return int(self._call("GET", "/get_world_size")["world_size"])
+        answer = self._call("GET", "/get_world_size").get("world_size")
+        if not isinstance(answer, int) or answer < 1:
+            raise ServerError(self.url, "GET /get_world_size", 200, f"world_size is {answer!r}: is this a vLLM server?")
+        return answer
 
     def backend(self) -> str | None:
         """The weight-transfer backend that the server was started with, or None. The first call takes seconds.
@@ -98,6 +105,8 @@ class ServerControl:
         if not isinstance(config, dict):
             raise LookupError("vllm_config")
         transfer = config["weight_transfer_config"]
+        if transfer is not None and not isinstance(transfer, dict):
+            raise LookupError("weight_transfer_config")
         return None if transfer is None else str(transfer["backend"])
 
     def claim(self, init_info: dict[str, Any]) -> None:
@@ -126,8 +135,8 @@ class ServerControl:
 
     def register_adapter(self, name: str, path: str) -> None:
         """Register an adapter by name unless it is registered; the workers hold its tensors under ``path``."""
-        models = self._call("GET", "/v1/models").get("data", [])
-        if not any(model.get("id") == name for model in models):
+        models = self._call("GET", "/v1/models").get("data")
+        if not any(isinstance(model, dict) and model.get("id") == name for model in models or ()):
             self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     def drop_caches(self) -> None:
@@ -166,7 +175,7 @@ class ServerControl:
             raise ServerError(self.url, step, response.status, _explain(response.status, text))
         try:
             answer = json.loads(text) if text else {}
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return {}
         return answer if isinstance(answer, dict) else {}
 
@@ -182,7 +191,7 @@ def _explain(status: int, text: str) -> str:
         return "rejected: check the API key"
     try:
         data = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text.strip()[:2000]
     for key in ("error", "detail", "message"):
         value = data.get(key) if isinstance(data, dict) else None

@@ -33,7 +33,7 @@ class HfFolderSource:
     def __init__(self, path: str | Path) -> None:
         self._files: dict[str, tuple[Path, int]] = {}
         entries = []
-        paths = sorted(Path(path).glob("*.safetensors"))
+        paths = [file for file in sorted(Path(path).glob("*.safetensors")) if file.is_file()]
         if not paths:
             raise SourceError(f"{path}: no *.safetensors file")
         for file in paths:
@@ -69,13 +69,20 @@ def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str, int]]:
         size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 0 < size <= file.stat().st_size - 8:
             raise SourceError(f"{file}: not a safetensors file")
-        header = json.loads(stream.read(size))
+        text = stream.read(size)
     found = []
-    for name, info in header.items():
-        if name == "__metadata__":
-            continue
-        if info["dtype"] not in _TORCH_NAMES:
-            raise SourceError(f"{file}: {name} has dtype {info['dtype']}, which cannot be sent")
-        dtype = _TORCH_NAMES[info["dtype"]]
-        found.append((name, tuple(info["shape"]), dtype, 8 + size + int(info["data_offsets"][0])))
+    name, end = "the header", file.stat().st_size - 8 - size
+    try:
+        for name, info in json.loads(text).items():
+            if name == "__metadata__":
+                continue
+            first, last = info["data_offsets"]
+            if info["dtype"] not in _TORCH_NAMES:
+                raise SourceError(f"{file}: {name} has dtype {info['dtype']}, which cannot be sent")
+            entry = TensorEntry(name=name, shape=tuple(info["shape"]), dtype=_TORCH_NAMES[info["dtype"]])
+            if not 0 <= first <= last <= end or last - first != entry.num_bytes:
+                raise SourceError(f"{file}: {name} lies at bytes {first} to {last} of {end}")
+            found.append((name, entry.shape, entry.dtype, 8 + size + first))
+    except (LookupError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        raise SourceError(f"{file}: cannot read {name}: {type(error).__name__}: {error}") from error
     return sorted(found, key=lambda item: item[3])
