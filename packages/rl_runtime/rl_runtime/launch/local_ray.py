@@ -39,6 +39,7 @@ class LocalRay:
     def __init__(self, num_cpus: int) -> None:
         self._num_cpus = num_cpus
         self._before = set(psutil.Process().children())
+        self._roots: list[psutil.Process] | None = None
         command = [sys.executable, "-I", "-S", "-c", _WATCHDOG]
         # In a session of its own, so that Ctrl-C and a signal to the driver's process group do not reach it.
         self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
@@ -53,13 +54,17 @@ class LocalRay:
     def watch(self) -> None:
         """Adds the processes that Ray has now to those that end with this process, even if it is killed.
 
-        Ray's own processes notice a killed driver in up to a minute, some of them never.
+        Ray's agents notice a killed driver in up to a minute.
         """
-        roots = set(psutil.Process().children()) - self._before
-        roots = {process for process in roots if process.pid != self._watchdog.pid}
-        with suppress(psutil.Error, OSError):
-            pids = [member.pid for root in roots for member in (root, *root.children(recursive=True))]
-            assert self._watchdog.stdin is not None
+        if self._roots is None:  # this process's children later include the servers, which have a supervisor
+            children = set(psutil.Process().children()) - self._before
+            self._roots = [process for process in children if process.pid != self._watchdog.pid]
+        pids: list[int] = []
+        for root in self._roots:
+            with suppress(psutil.Error):
+                pids += [root.pid, *(process.pid for process in root.children(recursive=True))]
+        assert self._watchdog.stdin is not None
+        with suppress(OSError):
             print(*pids, file=self._watchdog.stdin, flush=True)
 
     def start(self) -> None:
@@ -84,6 +89,7 @@ class LocalRay:
             except Exception:  # Ray raises a bare Exception if its processes do not start in 30 s, on a busy machine
                 self.watch()
                 ray.shutdown()
+                self._roots = None
                 if attempt == NUM_ATTEMPTS:
                     raise
 
