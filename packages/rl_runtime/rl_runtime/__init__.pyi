@@ -8,6 +8,7 @@ from .app.job import job_layout as job_layout
 from .app.job import run_job as run_job
 from .app.job_config import JobConfig as JobConfig
 from .app.job_config import run_job_cli as run_job_cli
+from .app.preflight import check_architectures as check_architectures
 from .app.preflight import check_engine as check_engine
 from .app.preflight import check_lengths as check_lengths
 from .app.preflight import check_prompt_files as check_prompt_files

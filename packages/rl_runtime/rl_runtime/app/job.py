@@ -4,18 +4,22 @@ An app is `run_job(config, check(config), compose)`: `check` is `check_job` with
 these engines and returns the update of one step.
 """
 
+import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from ckpt import Checkpoint
+from ckpt.reader import CheckpointReader
 from ds_engine import EngineConfig, Head
 from rl_core import BatchLayout, batch_layout
 from rl_data import PromptSampler
 from rollout_vllm import RolloutConfig
 from run_kit import RunFolder, Tracker, check_tracking
+from run_kit.cli import INVOKED_AS
 from run_kit.config.loader import to_yaml
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
@@ -37,6 +41,7 @@ from .inputs import Inputs, load_inputs
 from .job_config import JobConfig, without_secrets
 from .preflight import (
     check_adapters,
+    check_architectures,
     check_engine,
     check_functions,
     check_lengths,
@@ -62,11 +67,13 @@ class Algorithm:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """The result of `check_job`: devices and the checkpoint to resume from."""
+    """The result of `check_job`: devices, the checkpoint to resume from, and how models are computed."""
 
     placement: Placement
     resume_from: Checkpoint | None
     """The checkpoint that the run resumes from; its files are verified."""
+    architectures: Sequence[str] = ()
+    """How the engines compute the model, one line each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +112,22 @@ class Job:
         model.build_frozen(self.model_path, engine)
         return model
 
-    def _handle(self, role: str) -> ModelHandle:
+    def _handle(self, role: str, *, temperature: float | None = None) -> ModelHandle:
+        """`temperature`: default that of the rollout."""
         config = self.config
-        return ModelHandle(self.session.ranks_of(role), role, config.batch, temperature=config.sampling.temperature)
+        return ModelHandle(
+            self.session.ranks_of(role),
+            role,
+            config.batch,
+            temperature=temperature or config.sampling.temperature,
+            max_skipped_updates=config.trainer.max_skipped_updates,
+            report=self.tracker.info,
+        )
 
     def _warm_start(self, folder: Path) -> None:
         """Trains on the demonstrations and writes the model to `folder`."""
         config, inputs = self.config.warm_start, self.inputs
-        model = ModelHandle(self.session.ranks_of("actor"), "actor", self.config.batch)
+        model = self._handle("actor", temperature=1.0)
         model.build(str(inputs.model_path), replace(self.config.actor, optim=config.optim), total_steps=config.steps)
         seed = self.config.trainer.seed
         train_supervised(model, inputs.demonstrations, config, seed=seed, on_step=self.tracker.log_supervised)
@@ -159,22 +174,27 @@ def check_job(
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
         check_engine(engine, section=section, num_updates=num_updates, is_saved=config.trainer.save_freq > 0)
+    architectures = check_architectures(config.model, {section: engine for section, (engine, _) in engines.items()})
     validates = config.data.val or not config.data.train
     samplings = [config.sampling, config.validation] if validates else [config.sampling]
     check_lengths(config.rollout, config.data, samplings)
     check_adapters(config.actor, config.rollout, config.sync)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
-    return JobPlan(placement=placement, resume_from=find_checkpoint(config.trainer))
+    return JobPlan(placement=placement, resume_from=find_checkpoint(config.trainer), architectures=architectures)
 
 
 def run_job(config: JobConfig, plan: JobPlan, compose: Callable[[Job], Algorithm]) -> None:
     """Runs the job into a new run folder: processes, engines, training loop, export, summary."""
-    run = RunFolder.create(config.trainer.output_dir, config.trainer.experiment)
+    trainer = config.trainer
+    run = RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
     with (
         MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
         Tracker(run, without_secrets(config), num_steps=config.trainer.total_training_steps) as tracker,
+        _resume_command(run),
     ):
         tracker.info(f"run folder {run.path}; starting {config.trainer.num_ranks} ranks and the servers")
+        for line in plan.architectures:
+            tracker.info(line)
         inputs = load_inputs(
             config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed
         )
@@ -202,11 +222,26 @@ def run_job(config: JobConfig, plan: JobPlan, compose: Callable[[Job], Algorithm
         tracker.summary(result)
 
 
+@contextmanager
+def _resume_command(run: RunFolder) -> Iterator[None]:
+    """Adds the command that resumes the run to an error that ends it, if there is a checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        if steps := CheckpointReader(run.path / "checkpoints").steps():
+            command, folder = INVOKED_AS.get() or "APP", shlex.quote(str(run.path))
+            error.add_note(
+                f"To resume after step {max(steps)}: {command} config={shlex.quote(str(run.config_file))} "
+                f"trainer.resume=auto trainer.resume_from={folder}"
+            )
+        raise
+
+
 def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
     """All steps of the training loop."""
     config, session = job.config, job.session
     profiler = StepProfiler(session.recorder, job.folder / "profile", config.trainer.profile_steps)
-    with Scorer(config.reward) as scorer, _servers(job, algorithm.roles["actor"]) as servers:
+    with Scorer(config.reward, report=job.tracker.info) as scorer, _servers(job, algorithm.roles["actor"]) as servers:
         rollouts = _rollouts(job, scorer)
         checkpoints = RunCheckpoints(
             job.folder / "checkpoints",

@@ -4,18 +4,22 @@ Apps call them from their own `check`, so a run folder, a Ray cluster and server
 The errors tell the user how to fix the configuration.
 """
 
+import glob
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 from ckpt import Checkpoint, CheckpointManager
-from ds_engine import EngineConfig
+from ds_engine import EngineConfig, check_model
 from ds_engine.config import check_schedule
 from rl_data import (
     DataConfig,
+    DataError,
     build_tiny_model,
     check_demonstrations,
     check_files,
@@ -36,6 +40,20 @@ from ..rollout.scoring import load_reward
 from .inputs import BUILTIN_MODEL
 
 
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Errors about a file or folder name the configuration key that gave it.
+
+    Raises InputError for rl_data.DataError and OSError.
+    """
+    try:
+        yield
+    except DataError as error:
+        raise InputError(f"{key}: {error}") from error
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise InputError(f"{key}: {error.strerror or error}: {str(error.filename)[:200]!r}; give another") from error
+
+
 def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
     """Raises InputError if a user's function cannot be imported or called, or if no scoring service answers."""
     if episode.function is not None:
@@ -43,6 +61,7 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
     if reward.function is not None:
         load_reward(reward.function)
     if reward.url is not None:
+        reward.read_api_key()
         parts = urlsplit(reward.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         if why := why_unreachable(parts.hostname or "", port):
@@ -52,22 +71,40 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
 def check_prompt_files(model: ModelConfig, data: DataConfig, *, any_source: bool = False) -> None:
     """Checks the model folder and every row of the prompt files; `any_source`: the reward takes every data source.
 
-    Raises InputError or rl_data.DataError, naming the file or folder.
+    Raises InputError, naming the key and the file or folder.
     """
     if model.path != BUILTIN_MODEL:
-        check_model_folder(find_model_folder(model.path))
+        with _naming("model.path"):
+            check_model_folder(find_model_folder(model.path))
     elif data.train or data.val:
         raise InputError(
             f"model.path is {BUILTIN_MODEL}, whose vocabulary knows the built-in task only; "
             "give model.path=<Hugging Face folder> with data.train and data.val"
         )
-    check_files([*data.train, *data.val], any_source=any_source)
+    for key, files in (("data.train", data.train), ("data.val", data.val)):
+        with _naming(key):
+            check_files(files, any_source=any_source)
+
+
+def check_architectures(model: ModelConfig, engines: Mapping[str, EngineConfig]) -> list[str]:
+    """Checks that the engines compute the model exactly, on a small random copy; returns a line for each way.
+
+    Args:
+        engines: configuration section -> engine; the section `critic` has a value head.
+
+    Raises ds_engine.ModelError or ds_engine.EngineConfigError.
+    """
+    if model.path == BUILTIN_MODEL:
+        return []
+    folder = str(find_model_folder(model.path))
+    trials = [check_model(folder, e, head="value" if name == "critic" else "lm") for name, e in engines.items()]
+    return list(dict.fromkeys(map(str, trials)))
 
 
 def check_supervised(model: ModelConfig, data: DataConfig, supervised: SupervisedConfig, *, section: str) -> None:
     """Checks the demonstrations and the schedule of supervised steps; `section` is their configuration section.
 
-    Raises InputError, rl_data.DataError or ds_engine.EngineConfigError.
+    Raises InputError or ds_engine.EngineConfigError.
     """
     if supervised.steps == 0:
         return
@@ -80,7 +117,8 @@ def check_supervised(model: ModelConfig, data: DataConfig, supervised: Supervise
         raise InputError(
             f"{section}.files is given, but model.path is {BUILTIN_MODEL}, whose vocabulary knows its own task only"
         )
-    check_demonstrations(supervised.files)
+    with _naming(f"{section}.files"):
+        check_demonstrations(supervised.files)
     check_schedule(supervised.optim, supervised.steps)
 
 
@@ -89,6 +127,11 @@ def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_sav
 
     Raises InputError or ds_engine.EngineConfigError.
     """
+    if engine.dropout:
+        raise InputError(
+            f"{section}.dropout is true, but policy and value updates compare outputs of training with outputs "
+            "computed without noise; allowed: false"
+        )
     if engine.optim.total_steps is not None:
         raise InputError(
             f"{section}.optim.total_steps is {engine.optim.total_steps}, but the run sets it ({num_updates}); remove it"
@@ -97,6 +140,10 @@ def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_sav
         raise InputError(
             f"{section}.zero.offload.optimizer is nvme, whose files no checkpoint holds; "
             "use cpu, or trainer.save_freq=0"
+        )
+    if (folder := engine.zero.offload.nvme_path) is not None and not os.path.isdir(folder):
+        raise InputError(
+            f"{section}.zero.offload.nvme_path is {folder!r}; allowed: an existing folder, on a local NVMe drive"
         )
     check_schedule(engine.optim, num_updates)
 
@@ -159,13 +206,21 @@ def check_servers(
             )
         check_running(replace(rollout, control_routes=True))
         for url in rollout.urls:
-            check_server(Endpoint(url, rollout.api_key))
+            check_server(Endpoint(url, rollout.read_api_key()))
         return
+    rollout.read_api_key()
     if trainer.ray_address is not None:
         check_address(trainer.ray_address)
     elsewhere = trainer.ray_address is not None
-    if model.path != BUILTIN_MODEL:
-        check_launch(str(find_model_folder(model.path)), rollout, elsewhere=elsewhere)
+    builtin = model.path == BUILTIN_MODEL
+    model_folder = str(Path(trainer.output_dir).absolute() if builtin else find_model_folder(model.path))
+    if glob.escape(model_folder) != model_folder:
+        raise InputError(
+            f"{'trainer.output_dir' if builtin else 'model.path'} is {model_folder!r}, where vLLM finds no weights: it "
+            "reads the name as a pattern; allowed: a folder whose path has none of * ? ["
+        )
+    if not builtin:
+        check_launch(model_folder, rollout, elsewhere=elsewhere)
         return
     with TemporaryDirectory() as folder:
         check_launch(build_tiny_model(folder), rollout, elsewhere=elsewhere)
@@ -179,7 +234,10 @@ def find_checkpoint(trainer: TrainerConfig) -> Checkpoint | None:
     """
     if trainer.resume == "never":
         return None
-    found = _newest_of_folder(trainer.resume_from) if trainer.resume_from else _newest_of_experiment(trainer)
+    with _naming("trainer.output_dir" if trainer.resume_from is None else "trainer.resume_from"):
+        found = (
+            _newest_of_experiment(trainer) if trainer.resume_from is None else _newest_of_folder(trainer.resume_from)
+        )
     if found is None:
         return None
     run = found.path.parent.parent
