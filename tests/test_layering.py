@@ -30,7 +30,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "ds_engine": {
         "guard": "upstream.py",
-        "model": "batch.py config.py distributed.py dtypes.py upstream.py",
+        "model": "batch.py config.py distributed.py dtypes.py simple.py upstream.py",
         "planning": "config.py dtypes.py",
         "state": "model upstream.py",
         "zero": "config.py distributed.py dtypes.py model upstream.py",

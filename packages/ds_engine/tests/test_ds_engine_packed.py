@@ -13,6 +13,7 @@ from ds_engine_testkit import make_batch, make_samples
 from ds_engine import EngineConfig, EngineConfigError, ModelError, OffloadConfig, SimpleBatch, dense_log_prob
 from ds_engine.config import Attention
 from ds_engine.errors import BatchError
+from ds_engine.model import attention
 from ds_engine.model.attention import PackedLayout, choose_kernel, packed_attention
 from ds_engine.model.loading import check_offload, load_model
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs
@@ -159,6 +160,7 @@ def test_kernel_choice_by_what_is_installed(tmp_path: Path, monkeypatch: pytest.
     """flash-attn-4 alone also installs a folder flash_attn, which is not flash-attn."""
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(type(attention.KERNELS), "check", lambda self: True)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
