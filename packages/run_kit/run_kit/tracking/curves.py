@@ -52,7 +52,12 @@ def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[
         return None
     num_columns = min(_NUM_COLUMNS, len(panels))
     num_rows = -(-len(panels) // num_columns)
-    figure = Figure(figsize=(4.6 * num_columns, 2.75 * num_rows + 0.4), dpi=110, layout="constrained")
+    width, height = 4.6 * num_columns, 2.75 * num_rows + 0.4
+    figure = Figure(figsize=(width, height), dpi=110)
+    # Margins in inches: a layout that measures every label takes as long as drawing, and a step waits for both.
+    figure.subplots_adjust(
+        left=0.8 / width, right=1 - 0.15 / width, bottom=0.5 / height, top=1 - 0.65 / height, wspace=0.32, hspace=0.42
+    )
     FigureCanvasAgg(figure)
     if title:
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
