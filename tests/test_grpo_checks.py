@@ -33,6 +33,7 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
             "warmup_steps",
         ),
         (["actor.optim.total_steps=7"], "actor.optim.total_steps"),
+        (["actor.dropout=true"], "actor.dropout is true.* allowed: false"),
         (["sampling.max_tokens=64"], "max_model_len=68"),
         (["validation.max_tokens=64"], "max_model_len=68"),
         (["data.max_prompt_length=500"], "max_model_len=68"),
@@ -74,6 +75,20 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["trainer.resume=auto", "trainer.resume_from=nowhere"], "no run folder"),
         (["trainer.resume_from=nowhere"], "resume is never"),
         (["actor.zero.stage=2", "actor.zero.offload.param=cpu"], "offload.param"),
+        (
+            ["actor.zero.stage=3", "actor.zero.offload.optimizer=nvme", "actor.zero.offload.nvme_path=/no/where"],
+            "actor.zero.offload.nvme_path is '/no/where'; allowed: an existing folder",
+        ),
+        (["trainer.output_dir=a[1]"], r"trainer.output_dir is .*a\[1\]', where vLLM finds no weights"),
+        (["model.path=a*b", "warm_start.steps=0"], "model.path: .*no such folder"),
+        (["model.path=" + "a" * 5000, "warm_start.steps=0"], "model.path: .*no such folder"),
+        (["trainer.resume=auto", "trainer.resume_from="], "trainer.resume_from is , which is no run folder"),
+        (["trainer.resume=auto", "trainer.resume_from=" + "a" * 5000], "trainer.resume_from: File name too long"),
+        (["trainer.resume=auto", "trainer.output_dir=" + "a" * 5000], "trainer.output_dir: File name too long"),
+        (["trainer.num_ranks=1099511627776"], "trainer.num_ranks: is 1099511627776; allowed: at most 65536"),
+        (["rollout.num_servers=1099511627776"], "rollout.num_servers: got 1099511627776; must be at most 4096"),
+        (["sampling.stop_token_ids=[-1]"], "sampling.stop_token_ids"),
+        (["trainer.step_timeout_s=1e10"], "trainer.step_timeout_s: got 10000000000.0; allowed: at most 1e.09 seconds"),
     ],
 )
 def test_refused(overrides: list[str], message: str) -> None:
@@ -94,7 +109,7 @@ def test_a_data_source_without_a_reward_is_refused_with_its_row(tmp_path: Path) 
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     overrides = [f"model.path={model}", f"data.train={tmp_path / 'train.parquet'}"]
-    with pytest.raises(ValueError, match=r"row 1.*somebody/else"):
+    with pytest.raises(ValueError, match=r"data.train: .*train.parquet: row 1.*somebody/else"):
         check(load_config(GrpoConfig, presets=[], overrides=overrides))
 
 

@@ -143,7 +143,7 @@ def padded_loss(model: Any, samples: list[Sample]) -> tuple[Tensor, Tensor]:
 
 
 def all_architectures() -> dict[str, list[str]]:
-    """How every causal language model of transformers is computed, tried with its default configuration: names by way."""
+    """Every causal language model of transformers by way, tried with its default configuration."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -153,11 +153,14 @@ def all_architectures() -> dict[str, list[str]]:
     ways: dict[str, list[str]] = {"packed": [], "rows": [], "refused": [], "not tried": []}
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
-            way: str = try_model(CONFIG_MAPPING[name]()).way
+            config = CONFIG_MAPPING[name]()
+        except Exception:  # some default configurations are not valid
+            ways["not tried"].append(name)
+            continue
+        try:
+            way: str = try_model(config).way
         except ModelError as error:
             way = "not tried" if "no small copy" in str(error) else "refused"
-        except ValueError:  # a default configuration that is not valid
-            way = "not tried"
         ways[way].append(name)
     return ways
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ds_engine_architectures import PACKED, REFUSED, ROWS, padded_loss, tiny_architecture, write_architecture
+from ds_engine_architectures import (
+    PACKED,
+    REFUSED,
+    ROWS,
+    all_architectures,
+    padded_loss,
+    tiny_architecture,
+    write_architecture,
+)
 from ds_engine_testkit import Sample, make_batch, make_samples, token_loss
 
 from ds_engine import EngineConfig, EngineConfigError, ModelError, OptimConfig, ZeroConfig, check_model, dense_log_prob
@@ -197,3 +206,26 @@ def assert_step_equals_transformers(two_ranks: RankPool, folders: dict[str, Path
             torch.testing.assert_close(before, expected_K, rtol=1e-4, atol=1e-4, msg=name)
             assert grad_norm == pytest.approx(float(norm), rel=1e-4), name
             torch.testing.assert_close(after, after_K, rtol=1e-4, atol=1e-4, msg=name)
+
+
+DOCS = Path(__file__).parents[3] / "docs" / "models.md"
+
+
+def test_the_documented_table_is_that_of_the_tests() -> None:
+    """`model_type` and way of every row; the other tests show that the ways are right."""
+    rows = re.findall(r"^\| `([\w-]+)` \|.*\| (packed|rows|refused) \|", DOCS.read_text(), re.M)
+    assert sorted(rows) == sorted(
+        [*((name, way) for name, (way, _) in TABLE.items()), *((r, "refused") for r in REFUSED)]
+    )
+
+
+@pytest.mark.thorough
+def test_the_documented_lists_are_those_of_all_trials() -> None:
+    """Every causal language model of the documented version of transformers."""
+    text = DOCS.read_text()
+    if f"transformers {transformers.__version__}" not in text:
+        pytest.skip("docs/models.md describes another version of transformers")
+    for way, names in all_architectures().items():
+        documented = re.search(rf"^{way} \(\d+\): (.*?)\n\n", text, re.M | re.S)
+        assert documented is not None, way
+        assert re.findall(r"`([\w-]+)`", documented[1]) == names, way

@@ -140,7 +140,7 @@ def _read_config(model_path: str) -> Any:
         raise ModelError(f"model path {model_path!r} is not a Hugging Face model folder: it has no config.json")
     try:
         return AutoConfig.from_pretrained(model_path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers' strict configurations have exceptions of their own
         raise ModelError(f"cannot load the configuration of {model_path!r}: {error}") from error
 
 

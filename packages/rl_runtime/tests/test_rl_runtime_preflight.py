@@ -1,0 +1,28 @@
+"""Models that the preflight refuses, and how it says that the others are computed."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+from ds_engine import EngineConfig, ModelError
+from plinth_testing import tiny_config
+from rl_runtime import ModelConfig, check_architectures
+
+
+def test_architectures_are_tried_before_any_process_starts(tmp_path: Path) -> None:
+    """A model folder's config.json is enough; the critic is tried with its value head."""
+    tiny_config("llama").save_pretrained(tmp_path / "llama")
+    (actor, critic) = check_architectures(
+        ModelConfig(path=str(tmp_path / "llama")), {"actor": EngineConfig(), "critic": EngineConfig()}
+    )
+    assert actor.startswith("LlamaForCausalLM: packed sequences equal each one alone (tried ")
+    assert critic.startswith("LlamaForSequenceClassification: packed")
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
+    transformers.BertConfig(**sizes, is_decoder=False).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ModelError, match="BertLMHeadModel cannot be trained"):
+        check_architectures(ModelConfig(path=str(tmp_path / "bert")), {"engine": EngineConfig()})
+    (tmp_path / "bert" / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    with pytest.raises(ModelError, match=r"cannot load the configuration of .*hidden_size"):
+        check_architectures(ModelConfig(path=str(tmp_path / "bert")), {"engine": EngineConfig()})
+    assert check_architectures(ModelConfig(), {"actor": EngineConfig()}) == []
