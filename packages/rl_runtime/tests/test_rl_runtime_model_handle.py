@@ -16,9 +16,10 @@ import torch
 
 from ds_engine import EngineConfig, StepStats, TokenOutputs
 from rl_core import BatchConfig, BatchError, pack
+from rl_data import Demonstration
 from rl_runtime.app.job import job_layout
 from rl_runtime.app.job_config import JobConfig
-from rl_runtime.config import TrainerConfig
+from rl_runtime.config import SupervisedConfig, TrainerConfig
 from rl_runtime.errors import DivergedError, InputError
 from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.ranks import train_batch as train_batch_module
@@ -26,6 +27,7 @@ from rl_runtime.ranks.model_handle import ModelHandle, SkippedUpdates, run_concu
 from rl_runtime.ranks.train_batch import TrainBatch
 from rl_runtime.ranks.trainer_worker import Delivery, TrainerWorker
 from rl_runtime.training.metrics import update_metrics
+from rl_runtime.training.supervised import train_supervised
 
 
 class EchoEngine:
@@ -191,6 +193,23 @@ def test_log_probs_and_updates_use_the_temperature_of_the_rollout() -> None:
     actor.log_probs(make_batch([3, 9]))
     actor.update(make_batch([3, 9]), any_loss)
     assert [engine.temperatures for engine in ranks.engines("actor")] == [[0.7, 0.7]] * 2
+
+
+def test_supervised_steps_see_every_demonstration_once_an_epoch_and_weigh_its_tokens_alike() -> None:
+    ranks, steps = InProcessRanks(2, "actor"), []
+    demonstrations = [Demonstration((1,), (10 * number,) * number) for number in range(1, 6)]
+    config = SupervisedConfig(steps=5, batch_size=2)
+    train_supervised(handle(ranks, "actor"), demonstrations, config, seed=3, on_step=lambda *step: steps.append(step))
+    assert [number for number, _ in steps] == [1, 2, 3, 4, 5]
+    seen = []
+    for step in range(5):
+        micro_batches = [micro for engine in ranks.engines("actor") for micro in engine.trained[step]]
+        tokens_K = torch.cat([micro.target_ids_K for micro in micro_batches])
+        weights_K = torch.cat([micro.columns["weights"] for micro in micro_batches])
+        assert weights_K.tolist() == pytest.approx([1 / len(tokens_K)] * len(tokens_K))
+        seen += sorted(set(tokens_K.tolist()))
+    assert sorted(seen) == sorted([10, 20, 30, 40, 50] * 2)
+    assert len(set(seen[:4])) == 4
 
 
 @pytest.mark.parametrize("separate", [False, True])

@@ -16,7 +16,7 @@ import pytest
 from rl_runtime.app.job_config import JobConfig, without_secrets
 from rl_runtime.config import EpisodeConfig, OversamplingConfig, ScoringConfig
 from rl_runtime.errors import InputError, RolloutFailed
-from rl_runtime.rollout.phase import RolloutMeter, RolloutPhase, load_rollout
+from rl_runtime.rollout.phase import RolloutMeter, RolloutPhase, _finish, _Scored, load_rollout
 from rl_runtime.rollout.scoring import Scorer, load_reward
 from rl_runtime.training.metrics import mismatch
 from rollout_vllm import (
@@ -262,6 +262,18 @@ def test_without_partial_rollouts_unfinished_groups_are_dropped(scorer: Scorer) 
     collected = rollout.collect([Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=2), step=1)
     assert [item.prompt.id for item in collected.batch.items] == ["a", "a", "b", "b"]
     assert rollout.num_prompts(2) == 3
+
+
+def test_of_too_many_groups_the_fullest_are_kept_in_order() -> None:
+    async def finish(sizes: list[int]) -> list[Any]:
+        async def scored(group: int, size: int) -> _Scored:
+            return _Scored(items=[group] * size, reasons=[])  # type: ignore[list-item]
+
+        tasks = [asyncio.create_task(scored(group, size)) for group, size in enumerate(sizes)]
+        return (await _finish(tasks, min_samples=2, at_most=2))[0]
+
+    assert asyncio.run(finish([1, 3, 2, 4])) == [1, 1, 1, 3, 3, 3, 3]
+    assert asyncio.run(finish([2, 2, 2, 1])) == [0, 0, 1, 1]
 
 
 def test_mismatch_of_tokens_of_older_versions_is_separate(scorer: Scorer) -> None:
