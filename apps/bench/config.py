@@ -64,6 +64,10 @@ class BenchConfig:
             if override.partition("=")[0] in _OWN_KEYS:
                 raise ValueError(f"overrides contains {override!r}, which the benchmark sets itself; see --help")
 
+    def _check_seeds(self, name: str, seeds: tuple[int, ...]) -> None:
+        if min(seeds) < 0:
+            raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 or more")
+
     def _check_each_once(self, name: str, allowed: str) -> None:
         values = getattr(self, name)
         if not values or len(set(values)) < len(values):
@@ -84,6 +88,7 @@ class SixCaseConfig(BenchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_seeds("seed", (self.seed,))
         self._check_each_once("cases", f"one or more of {', '.join(SIX_CASES)}")
 
 
@@ -110,6 +115,7 @@ class StageGateConfig(BenchConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_each_once("seeds", "one or more")
+        self._check_seeds("seeds", self.seeds)
         self._check_each_once("step_each_micro", "one or more")
         if not 0 < self.confidence < 1:
             raise ValueError(f"confidence is {self.confidence}; allowed: between 0 and 1")

@@ -5,6 +5,7 @@ from typing import Literal
 
 from ds_engine import EngineConfig
 from rl_runtime import JobConfig, PolicyConfig, TrainerConfig
+from rl_runtime.config import MAX_RANKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +61,10 @@ class PpoTrainerConfig(TrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_critic_ranks < 0:
-            raise ValueError(f"num_critic_ranks is {self.num_critic_ranks}; allowed: 0 (the actor's ranks) or more")
+        if not 0 <= self.num_critic_ranks <= MAX_RANKS:
+            raise ValueError(
+                f"num_critic_ranks is {self.num_critic_ranks}; allowed: 0 (the actor's ranks) to {MAX_RANKS}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

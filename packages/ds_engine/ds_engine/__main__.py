@@ -3,6 +3,7 @@
     $ plinth plan path/to/model --dp 2 --tokens 16384 zero.stage=2 gradient_checkpointing=true
 
 Keys are those of EngineConfig; MODEL is a Hugging Face folder or a config.json. `python -m ds_engine plan` is the same.
+`python -m ds_engine doctor` lists the private parts of other packages that this one relies on, and their state here.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import math
 import typing
 from collections.abc import Sequence
 from typing import Any
 
 from .config import EngineConfig
 from .planning.memory_plan import LOG_PROB_BYTES, estimate_memory
+from .upstream import report
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -23,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m ds_engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    plan = parser.add_subparsers(dest="command", required=True).add_parser("plan", help="estimate the memory per rank")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="list what this package needs of DeepSpeed, torch, transformers and PEFT")
+    plan = commands.add_parser("plan", help="estimate the memory per rank")
     plan.add_argument("model", help="Hugging Face folder, or config.json")
     plan.add_argument("settings", nargs="*", metavar="section.key=value", help="of EngineConfig, such as zero.stage=2")
     plan.add_argument("--tokens", type=int, required=True, help="packed tokens per micro batch")
@@ -35,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args, rest = parser.parse_known_args(arguments)  # settings after an option are in rest
     if unknown := [argument for argument in rest if argument.startswith("-")]:
         parser.error(f"unknown options: {' '.join(unknown)}")
+    if args.command == "doctor":
+        print(report())
+        return
     try:
         estimate = estimate_memory(
             args.model,
@@ -71,7 +79,7 @@ def _configured(config_class: Any, settings: Sequence[str], prefix: str = "") ->
         if dot:
             sections.setdefault(name, []).append(f"{rest}={value}")
         else:
-            values[name] = _value(value)
+            values[name] = _value(prefix + key, value, types[name])
     for name, inner in sections.items():
         values[name] = _configured(_section(types[name]), inner, f"{prefix}{name}.")
     return config_class(**values)
@@ -83,16 +91,32 @@ def _section(annotation: Any) -> Any:
     return next((c for c in candidates if isinstance(c, type) and dataclasses.is_dataclass(c)), None)
 
 
-def _value(text: str) -> Any:
-    """Parse a number, true, false, null or a list; other text is returned as it is."""
-    words = {"true": True, "false": False, "null": None, "none": "none"}
-    if text.lower() in words:
-        return words[text.lower()]
+def _value(key: str, text: str, annotation: Any) -> Any:
+    """The number, true, false, null, list or text that `text` is, whichever fits the annotation."""
+    words = {"true": True, "false": False, "null": None}
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return tuple(value) if isinstance(value, list) else value
+        value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        value = text
+    for candidate in (tuple(value) if isinstance(value, list) else value, text, (value,), (text,)):
+        if _fits(candidate, annotation):
+            return candidate
+    allowed = "one of its keys, as in key.name=value" if _section(annotation) else str(annotation)
+    raise ValueError(f"{key}={text[:80]!r}: must be {allowed.removeprefix('typing.')}")
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return any(value == allowed and type(value) is type(allowed) for allowed in arguments)
+    if origin is tuple:
+        items = arguments[:1] * len(value) if isinstance(value, tuple) and ... in arguments else arguments
+        return isinstance(value, tuple) and len(value) == len(items) and all(map(_fits, value, items))
+    if arguments:  # a union
+        return any(_fits(value, member) for member in arguments)
+    if annotation is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is annotation
 
 
 if __name__ == "__main__":

@@ -243,6 +243,7 @@ def test_export_stays_callable_after_its_subpackage_is_imported() -> None:
         ({"temperature": float("nan")}, "temperature"),
         ({"soft_cap": -1.0}, "soft_cap: got -1.0"),
         ({"backend": "cuda"}, "backend: got 'cuda'"),
+        ({"backend": "triton"}, 'backend: "triton" needs'),
         ({"bias": torch.zeros(3)}, "bias: got"),
         ({"weight": torch.zeros(20, 8, dtype=torch.float64)}, "weight: got torch.float64"),
         ({"weight": torch.zeros(20, 9)}, "hidden, weight: got"),

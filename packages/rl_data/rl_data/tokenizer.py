@@ -1,5 +1,6 @@
 """Model folders and their tokenizers: checks by file name, without heavy imports, and loading."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ def find_model_folder(path: str | Path) -> Path:
 
     Nothing is downloaded. A path that does not exist is returned unchanged; `check_model_folder` then fails for it.
     """
-    if Path(path).exists() or str(path).count("/") != 1:
+    if os.path.exists(path) or str(path).count("/") != 1:
         return Path(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -46,8 +47,8 @@ def check_model_folder(path: str | Path, *, need_weights: bool = True) -> Path:
     False) its weights are missing.
     """
     folder, name = Path(path), str(path)
-    if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "no such folder"
+    if not os.path.isdir(folder):  # False too for names that no folder can have, where Path.is_dir raises
+        what = "is a file, not a folder" if os.path.exists(folder) else "no such folder"
         raise ModelFolderError(
             f"{name}: {what}. Give a local Hugging Face model folder, or OWNER/NAME after `hf download OWNER/NAME`.",
             file=name,

@@ -5,6 +5,7 @@ Shapes: ``T`` tokens, ``N`` tokens that are not ignored, ``H`` hidden size, ``V`
 
 import functools
 import math
+import os
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
@@ -126,6 +127,11 @@ def _choose_backend(name: BackendName, hidden: Tensor, deterministic: bool | Non
     has_triton = find_spec("triton") is not None
     if name == "triton" and not has_triton:
         raise ValueError('backend: "triton" needs the package triton, which is not installed; use "auto" or "chunked"')
+    if name == "triton" and not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f'backend: "triton" needs tensors on a GPU, got {hidden.device}; use "auto" or "chunked", or set '
+            "TRITON_INTERPRET=1 to interpret the kernels"
+        )
     fits = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and hidden.shape[1] % 16 == 0
     if name == "triton" or (name == "auto" and has_triton and fits):
         from .triton_backend import TritonBackend  # imported here: importing the package must not import Triton

@@ -335,7 +335,7 @@ def _validate(cls: type[ConfigT], tree: Any, layers: Sequence[_Layer], problems:
     unusable = [
         ConfigProblem(path=path, message=f"got {_short(value)}; allowed: {allowed}", source=_source_of(layers, path))
         for path, value in _leaves(tree)
-        if (allowed := _what_fits(value))
+        if (allowed := _what_fits(path, value))
     ]
     if unusable:
         raise ConfigError([*problems, *unusable])
@@ -353,12 +353,17 @@ def _validate(cls: type[ConfigT], tree: Any, layers: Sequence[_Layer], problems:
     return config
 
 
-def _what_fits(value: Any) -> str:
+_MAX_SECONDS = 1e9  # threading.TIMEOUT_MAX is 9e9: waiting longer raises OverflowError
+
+
+def _what_fits(path: str, value: Any) -> str:
     """What is allowed instead of a number or text that no process, file or tensor can hold; empty if it fits."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return "an integer of 64 bits"
+    if isinstance(value, (int, float)) and path.endswith("_s") and value > _MAX_SECONDS:
+        return f"at most {_MAX_SECONDS:.0e} seconds; names that end in _s are times"
     if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
         return "text without NUL characters and lone surrogates (bytes that are not UTF-8)"
     return ""
