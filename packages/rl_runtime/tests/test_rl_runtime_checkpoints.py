@@ -75,6 +75,12 @@ def test_the_same_model_in_another_dtype_is_loaded(tmp_path: Path) -> None:
     assert sampler.loaded == [{"at": 3}]
 
 
+@pytest.mark.parametrize(("save_freq", "steps"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6])])
+def test_every_nth_step_is_saved(save_freq: int, steps: list[int]) -> None:
+    run = RunCheckpoints(Path(), TrainerConfig(save_freq=save_freq), [], roles={}, parts={}, config="")
+    assert [step for step in range(1, 8) if run.is_due(step)] == steps
+
+
 class RankOfThisProcess:
     """A group of one real `TrainerWorker` without engines; draws a random number after every call.
 
