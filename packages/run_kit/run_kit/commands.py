@@ -30,8 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; nearest: {near[0]}" if near else ""
         print(f"error: unknown command {name!r}{hint}; available: {', '.join(commands)}", file=sys.stderr)
         return 2
+    try:
+        command = commands[name].load()
+    except (ImportError, AttributeError) as error:
+        what = f"{commands[name].value}, which the package {_package(commands[name])} registers, cannot be loaded"
+        print(f"error: {what} ({error}); install that package again", file=sys.stderr)
+        return 2
     INVOKED_AS.set(f"plinth {name}")
-    code = commands[name].load()(arguments[1:])
+    code = command(arguments[1:])
     return code if isinstance(code, int) else 0
 
 
@@ -44,8 +50,14 @@ def _overview(commands: dict[str, EntryPoint]) -> str:
 
 def _summary(command: EntryPoint) -> str:
     """First line of the docstring of the command's module, read without importing the module."""
-    spec = importlib.util.find_spec(command.module)
-    if spec is None or spec.origin is None:
-        return ""
-    doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    try:
+        spec = importlib.util.find_spec(command.module)
+        source = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin is not None else ""
+        doc = ast.get_docstring(ast.parse(source)) or ""
+    except (ImportError, OSError, SyntaxError, ValueError) as error:
+        doc = f"(cannot be loaded: {error})"
     return doc.partition("\n")[0]
+
+
+def _package(command: EntryPoint) -> str:
+    return command.dist.name if command.dist is not None else command.module.partition(".")[0]

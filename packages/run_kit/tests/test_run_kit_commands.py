@@ -48,6 +48,23 @@ def test_the_overview_shows_every_command_with_its_modules_first_line(
     assert "\n  report  `plinth report RUN_FOLDER" in out
 
 
+def test_a_command_of_a_broken_package_is_named_and_does_not_hide_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [
+        *commands.entry_points(group=""),
+        EntryPoint(name="odd", value="nowhere.at.all:main", group=commands.GROUP),
+    ]
+    monkeypatch.setattr(commands, "entry_points", lambda group: found)
+    assert commands.main(["odd"]) == 2
+    assert capsys.readouterr().err == (
+        "error: nowhere.at.all:main, which the package nowhere registers, cannot be loaded (No module named "
+        "'nowhere'); install that package again\n"
+    )
+    assert commands.main([]) == 0
+    assert "odd     (cannot be loaded: No module named 'nowhere')" in capsys.readouterr().out
+
+
 def test_the_console_script_runs() -> None:
     done = subprocess.run([sys.executable, "-c", "from run_kit.commands import main; main(['report', '--help'])"])
     assert done.returncode == 0

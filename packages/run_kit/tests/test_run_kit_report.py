@@ -192,6 +192,9 @@ def test_reports_from_the_command_line(run: RunFolder, tmp_path: Path, capsys: p
     (two / "config.yaml").write_text("a: &a [*a]\n")
     assert report_command([str(one), str(two)]) == 2
     assert "config.yaml of two: nested more than" in capsys.readouterr().err
+    for path in ("/no/where.html", "/dev/null/x.html", "a" * 5000, str(tmp_path)):
+        assert report_command([str(one), f"output={path}"]) == 2
+        assert capsys.readouterr().err.startswith(f"error: output={path}: ")
     assert report_command([]) == 2
     with pytest.raises(ReportError, match="two run folders"):
         write_comparison({"a": one}, tmp_path / "x.html")

@@ -25,6 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a folder that may not be read, a file that cannot be written
+        where = f"output={outputs[-1]}" if outputs else ", ".join(folders)
+        print(f"error: {where}: {error.strerror or error}; give another path", file=sys.stderr)
+        return 2
     print(path)
     return 0
 
