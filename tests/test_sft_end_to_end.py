@@ -1,6 +1,8 @@
 """The SFT app on real DeepSpeed ranks."""
 
 import csv
+import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,3 +60,31 @@ def test_a_run_that_diverges_exports_nothing_and_fails(tmp_path: Path, start_app
     assert not (run / "model").exists()
     assert "Traceback" in (run / "train.log").read_text()
     assert len((run / "metrics.tsv").read_text().splitlines()) < 10
+
+
+@pytest.mark.thorough
+def test_a_rank_that_stops_is_named_long_before_the_steps_timeout(
+    tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    app = start_app(
+        tmp_path,
+        "engine.dtype=float32",
+        "task.num_demonstrations=64",
+        "supervised.steps=100000",
+        "supervised.batch_size=8",
+        "trainer.stall_timeout_s=15",
+        app="sft",
+    )
+    app.wait_for(" 2/100000")
+    stopped = app.children("ray::TrainerWorker")[1]
+    stopped.suspend()
+    app.wait_for("warning: 'train' makes no progress: rank")
+    assert app.finish() == 1, app.output
+    rank = re.search(
+        rf"error: 'train' makes no progress on any rank \(trainer.stall_timeout_s=15\): rank [01] at .*"
+        rf"no heartbeat for \d+ s \({re.escape(socket.gethostname())}, pid {stopped.pid}\)\n",
+        app.output,
+    )
+    assert rank is not None, app.output
+    assert "; rank" not in rank.group(), "the other rank waits for it"
+    assert not app.survivors(grace_s=10)

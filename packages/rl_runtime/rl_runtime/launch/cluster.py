@@ -11,6 +11,7 @@ from rollout_vllm import RolloutConfig, ServerGroup, launch_on_ray
 from rollout_vllm.servers.ray_servers import default_resources
 
 from ..errors import InputError
+from .local_ray import warn_without_token
 from .placement import ClusterNode, plan_server_nodes
 from .reachability import why_unreachable
 
@@ -40,6 +41,7 @@ def join_cluster(address: str) -> None:
         ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(_no_cluster(address, " ".join(str(error).split()))) from None
+    warn_without_token("everybody who reaches the cluster's ports", "start the cluster with RAY_AUTH_MODE=token")
 
 
 def _no_cluster(address: str, why: str) -> str:

@@ -119,9 +119,10 @@ def _say_what_is_open() -> None:
     address = ray.util.get_node_ip_address()
     if not address.startswith("127."):
         _log.warning("Ray %s listens on %s, not only on this host", ray.__version__, address)
+    warn_without_token("every user of this host", "use ray>=2.60 and do not set RAY_AUTH_MODE")
+
+
+def warn_without_token(who: str, remedy: str) -> None:
+    """Warns if the Ray that this process is connected to lets everybody run code."""
     if not ray_has_token():
-        _log.warning(
-            "Ray %s runs without a token, so every user of this host can run code in this run; use ray>=2.60 and do "
-            "not set RAY_AUTH_MODE",
-            ray.__version__,
-        )
+        _log.warning("Ray %s asks for no token, so %s can run code in this run; %s", ray.__version__, who, remedy)
