@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,14 @@ def stats(*, norm: float = 1.0, scale: float = 1.0, loss: float = 0.5) -> StepSt
         step_applied=applied,
         loss_scale=scale,
     )
+
+
+def test_metrics_of_a_step_are_means_over_its_updates_and_sums_of_counts() -> None:
+    first = replace(stats(norm=2.0), loss=1.0, lr=0.5, metrics={"kl": 0.1}, num_micro_batches=2)
+    second = replace(stats(norm=4.0), loss=4.0, lr=0.25, metrics={"kl": 0.2}, num_micro_batches=3)
+    metrics = update_metrics("critic", [first, second])
+    expected = {"loss": 2.5, "grad_norm": 3.0, "lr": 0.25, "kl": 0.15, "num_updates": 2, "num_micro_batches": 5}
+    assert {name: metrics[f"critic/{name}"] for name in expected} == pytest.approx(expected)
 
 
 def test_updates_that_are_skipped_are_counted_named_once_and_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -417,10 +417,10 @@ def test_supervised_runs_fill_the_main_table(run: RunFolder, capsys: pytest.Capt
 def test_a_resumed_run_drops_the_steps_it_repeats(run: RunFolder) -> None:
     with Tracker(run, QUIET, num_steps=4) as tracker:
         for step in (1, 2, 3):
-            tracker.log(step, {"a": step})
+            tracker.log(step, {"a": step, "b": step})
     with Tracker(RunFolder.open(run.path), QUIET, num_steps=4, first_step=3) as tracker:
         tracker.log(3, {"a": 30})
-    assert run.metrics_file.read_text() == "step\ta\n1\t1\n2\t2\n3\t30\n"
+    assert run.metrics_file.read_text() == "step\ta\tb\n1\t1\t1\n2\t2\t2\n3\t30\t\n"
 
 
 def test_curves_are_redrawn_after_the_interval(run: RunFolder) -> None:
