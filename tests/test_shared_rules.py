@@ -1,7 +1,8 @@
 """Rules that packages hold copies of, since leaves import no other package: the copies agree with each other.
 
 PEFT's names and scale (ds_engine, ckpt, weight_sync; PEFT itself is the reference), what a model folder has to hold
-(rl_data, rollout_vllm), and the names and sizes of dtypes (ds_engine, weight_sync; torch is the reference).
+(rl_data, rollout_vllm), the names and sizes of dtypes (ds_engine, weight_sync; torch is the reference), and the tensors
+that ds_engine names and weight_sync sends.
 """
 
 import json
@@ -13,6 +14,7 @@ from typing import Any, get_args
 import peft
 import pytest
 import torch
+import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +30,7 @@ from ds_engine import EngineConfig, LoraConfig
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
 from plinth_testing import random_model, tiny_config
 from rollout_vllm.servers.checks import check_model_folder
-from weight_sync import peft_name
+from weight_sync import HfFolderSource, ZeroSource, peft_name, plan_buckets
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA = st.builds(
@@ -84,6 +86,23 @@ def test_adapters_are_merged_as_by_peft_in_two_packages(lora: LoraConfig) -> Non
     for name, tensor in by_ds_engine.items():
         torch.testing.assert_close(by_ckpt[name], tensor, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(by_peft.get(name, tensor), tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_a_push_carries_the_tensors_of_the_model_folder(tmp_path: Path) -> None:
+    """transformers fuses a mixture's experts and renames their layer; vLLM loads the names of the folder."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    random_model(transformers.MiniMaxM2Config(**sizes, **experts, head_dim=8)).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    folder, trainer = HfFolderSource(tmp_path), ZeroSource(whole_tensors(model))
+    entries = {entry.name: entry for entry in folder.manifest().entries}
+    assert {entry.name: entry for entry in trainer.manifest().entries} == entries
+    assert "model.layers.1.block_sparse_moe.e_score_correction_bias" in entries
+    for bucket in plan_buckets(trainer.manifest(), 10_000).buckets:
+        sent, saved = (torch.zeros(bucket.nbytes, dtype=torch.uint8) for _ in range(2))
+        trainer.fill(bucket, sent)
+        folder.fill(bucket, saved)
+        assert torch.equal(sent, saved), [slot.name for slot in bucket.slots]
 
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")

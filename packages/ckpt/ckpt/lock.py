@@ -30,7 +30,7 @@ class _ProcessLock:
         self._path = path
         self._pid = os.getpid()
         self._inode: tuple[int, int] | None = None
-        self._file = FileLock(path, thread_local=False)
+        self._file = FileLock(path, thread_local=False, mode=0o600)
         try:
             self._file.acquire(blocking=False)
         except Timeout:
@@ -45,6 +45,7 @@ class _ProcessLock:
         if _is_soft(self._file):
             self._file.release(force=True)
             raise _no_locks(path)
+        path.chmod(0o600)  # an earlier version may have created it readable for all
         path.write_text(_describe_self(), encoding="utf-8")
         self._inode = _inode(path)
 
@@ -102,8 +103,8 @@ def _no_locks(path: Path) -> CheckpointUsageError:
 
 def _describe_self() -> str:
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    command = sys.argv[0][-200:]  # arguments may hold secrets
-    return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": started, "command": command}) + "\n"
+    program = Path(sys.argv[0]).name  # arguments may hold secrets
+    return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": started, "command": program}) + "\n"
 
 
 def _read_holder(path: Path) -> str:

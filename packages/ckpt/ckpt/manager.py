@@ -31,10 +31,10 @@ from .errors import (
 )
 from .files import TRASH_PREFIX, check_space, is_disk_full, publish_folder, remove_folder, write_text
 from .lock import WriterLock
-from .manifest import MANIFEST_NAME, CheckpointManifest, FileEntry, ManifestError
+from .manifest import MANIFEST_NAME, CheckpointManifest, FileEntry, ManifestError, folder_name
 from .models import MODELS_NAME
 from .packages import package_versions
-from .reader import STATE_NAME, Checkpoint, CheckpointReader, folder_name
+from .reader import STATE_NAME, Checkpoint, CheckpointReader
 from .retention import Retention, steps_to_delete
 
 __all__ = ["LATEST_NAME", "PARTIAL_PREFIX", "Checkpoint", "CheckpointManager", "folder_name"]
@@ -271,7 +271,6 @@ class CheckpointManager(CheckpointReader):
 
 
 def state_to_json(state: Mapping[str, Any]) -> str:
-    """`state` as JSON text. Raises CheckpointStateError with the dotted path of a value that JSON cannot hold."""
     """`state` as JSON text. Raises CheckpointStateError with the dotted path of a value that JSON cannot hold."""
     try:
         text = json.dumps(dict(state), indent=1)

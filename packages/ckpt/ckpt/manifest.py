@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -32,6 +33,18 @@ FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 #: Files fsynced at a time.
 _NUM_FSYNCS = 8
+_STEP_FOLDER = re.compile(r"step_([0-9]{8,})")
+
+
+def folder_name(step: int) -> str:
+    """The name of a step's folder."""
+    return f"step_{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a folder's name states; None for other folders."""
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 class ManifestError(Exception):
@@ -143,7 +156,8 @@ class CheckpointManifest:
     def read(cls, folder: Path) -> CheckpointManifest:
         """Read the manifest of a checkpoint folder.
 
-        Raises ManifestError when it is missing, torn or altered, UnsupportedFormatError when its format is newer.
+        Raises ManifestError when it is missing, torn or altered or of another step than the folder's name, and
+        UnsupportedFormatError when its format is newer.
         """
         try:
             text = (folder / MANIFEST_NAME).read_text(encoding="utf-8")
@@ -165,6 +179,9 @@ class CheckpointManifest:
             )
         if checksum != _body_checksum(body):
             raise ManifestError("does not match its own checksum")
+        if step_of(folder) not in (None, body["step"]):
+            name = folder_name(body["step"])
+            raise ManifestError(f"is of step {body['step']}: the folder was renamed; rename it back to {name}")
         algorithm = _algorithm(version)
         files = {
             name: FileEntry(num_bytes=entry["bytes"], checksum=entry[algorithm])

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .errors import CheckpointDamagedError, CheckpointNotFoundError, UnsupportedFormatError
-from .manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, Problem, check_files, verify_folder
+from .manifest import (
+    MANIFEST_NAME,
+    CheckpointManifest,
+    ManifestError,
+    Problem,
+    check_files,
+    folder_name,
+    step_of,
+    verify_folder,
+)
 
 STATE_NAME = "state.json"
-_STEP_FOLDER = re.compile(r"step_([0-9]{8,})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +37,6 @@ class Checkpoint:
     """
 
 
-def folder_name(step: int) -> str:
-    """The name of a step's folder."""
-    return f"step_{step:08d}"
-
-
 class CheckpointReader:
     """The published checkpoints below `root`, which need not exist yet."""
 
@@ -45,8 +47,8 @@ class CheckpointReader:
         """The published steps, oldest first. Reads only folder names."""
         if not self.root.is_dir():
             return []
-        found = (_STEP_FOLDER.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir())
-        return sorted(int(match.group(1)) for match in found if match)
+        found = (step_of(path) for path in self.root.iterdir() if path.is_dir())
+        return sorted(step for step in found if step is not None)
 
     def latest(self) -> Checkpoint | None:
         """The newest published checkpoint, None if there is none.
@@ -90,18 +92,23 @@ class CheckpointReader:
         self._check_exists(step)
         return verify_folder(self._final(step))
 
-    def newest_good(self, *, verified: Checkpoint | None = None) -> Checkpoint | None:
+    def newest_good(
+        self, *, verified: Checkpoint | None = None, on_skip: Callable[[int, str], None] | None = None
+    ) -> Checkpoint | None:
         """The newest checkpoint that verifies, None if there is none. Reads all files of the checkpoints it tries.
 
-        `verified` as for `load`.
+        `verified` as for `load`. `on_skip` gets the step of each checkpoint that is passed over, and the reason.
         """
         for step in reversed(self.steps()):
             try:
                 problems, manifest_sha256 = self._check(step, verified)
-            except UnsupportedFormatError:
-                continue
-            if not problems:
-                return replace(self.read(step), verified=manifest_sha256)
+                if not problems:
+                    return replace(self.read(step), verified=manifest_sha256)
+                reason = _listed(problems)
+            except (UnsupportedFormatError, CheckpointDamagedError) as error:
+                reason = str(error)
+            if on_skip is not None:
+                on_skip(step, reason)
         return None
 
     def manifest(self, step: int) -> CheckpointManifest:
@@ -162,10 +169,13 @@ class CheckpointReader:
             if good is not None
             else "No other checkpoint in this folder is good."
         )
-        listed = "; ".join(map(str, problems[:5])) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise CheckpointDamagedError(
-            f"{self._final(step)}: the checkpoint is damaged: {listed}. {advice}",
+            f"{self._final(step)}: the checkpoint is damaged: {_listed(problems)}. {advice}",
             step=step,
             files=tuple(problem.file for problem in problems),
             newest_good=good,
         )
+
+
+def _listed(problems: tuple[Problem, ...]) -> str:
+    return "; ".join(map(str, problems[:5])) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from ckpt import ExportError, save_hf_folder
 from ckpt import hf_export as module
+from ckpt.tools.deepspeed_export import ModelFolder
 from plinth_testing import random_model, tiny_config
 from plinth_testing.strategies import shapes
 
@@ -207,3 +208,30 @@ def test_transformers_loads_it(tmp_path: Path, tied: bool, max_shard_bytes: int)
     expected = model.to(torch.bfloat16).state_dict()
     assert loaded.state_dict().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_names_and_dtypes_of_an_offline_export_are_the_model_folders(tmp_path: Path) -> None:
+    """transformers fuses Mixtral's experts and renames their layer; a DeepSpeed checkpoint holds its names."""
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = MixtralConfig(**sizes, num_hidden_layers=1, num_key_value_heads=2, num_local_experts=3)
+    random_model(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    state = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert "model.layers.0.block_sparse_moe.experts.2.w1.weight" in saved
+    for has_weights in (True, False):
+        if not has_weights:
+            (tmp_path / "model.safetensors").unlink()
+        folder = ModelFolder(tmp_path)
+        parts = [part for name, tensor in state.items() for part in folder.parts(name, tensor)]
+        assert {name for name, _ in parts} == saved.keys()
+        for name, part in parts:
+            assert torch.equal(part.to(folder.dtype(name)), saved[name]), name
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "dtype": None}))
+    with pytest.raises(ExportError, match=r"states no dtype in config\.json; pass a dtype"):
+        ModelFolder(tmp_path).dtype("lm_head.weight")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
+    with pytest.warns(UserWarning, match="tensors keep the checkpoint's names"):
+        assert [name for name, _ in ModelFolder(tmp_path).parts("w", torch.zeros(1))] == ["w"]

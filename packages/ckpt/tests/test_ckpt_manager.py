@@ -144,6 +144,24 @@ def test_no_good_checkpoint_is_left(tmp_path: Path) -> None:
     assert manager.newest_good() is None
 
 
+def test_a_step_folder_with_another_steps_name_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manager = CheckpointManager(tmp_path)
+    save(manager, 1)
+    save(manager, 20).rename(tmp_path / "step_00000030")
+    renamed = r"step 20: the folder was renamed; rename it back to step_00000020"
+    for read in (lambda: manager.load(30), manager.latest, lambda: manager.manifest(30)):
+        with pytest.raises(CheckpointDamagedError, match=renamed):
+            read()
+    skipped: dict[int, str] = {}
+    found = manager.newest_good(on_skip=skipped.__setitem__)
+    assert found is not None
+    assert found.step == 1
+    assert skipped.keys() == {30}
+    assert "is of step 20" in skipped[30]
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "rename it back" in capsys.readouterr().out
+
+
 def test_a_verified_checkpoint_is_not_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CheckpointManager(tmp_path)
     folder = save(manager, 1)

@@ -1,5 +1,6 @@
 """Retention, full disks, and the writer's lock."""
 
+import json
 import math
 import os
 import shutil
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt import CheckpointLockedError, CheckpointManager, CheckpointSpaceError, CheckpointUsageError, Retention
+from ckpt.lock import LOCK_NAME
 from ckpt.retention import steps_to_delete
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
@@ -236,6 +238,19 @@ def test_a_second_writer_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path: P
     assert not (tmp_path / ".partial_step_00000007").exists()
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert f"process {os.getpid()} on" in result.stderr
+
+
+def test_the_lock_file_is_private_and_holds_no_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/apps/grpo/main.py", "rollout.api_key=secret"])
+    (tmp_path / LOCK_NAME).write_text("rollout.api_key=older")
+    (tmp_path / LOCK_NAME).chmod(0o644)
+    manager = CheckpointManager(tmp_path)
+    manager.prepare(1)
+    holder = json.loads((tmp_path / LOCK_NAME).read_text())
+    assert holder.keys() == {"pid", "host", "since", "command"}
+    assert holder["command"] == "main.py"
+    assert (tmp_path / LOCK_NAME).stat().st_mode & 0o777 == 0o600
+    manager.close()
 
 
 def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:

@@ -111,10 +111,13 @@ class TrainerConfig(RanksConfig):
     best_metric: str = "critic/score/mean"
     """Metric of the step that `keep_best` compares."""
     resume: Literal["never", "auto"] = "never"
-    """`auto` resumes from the newest checkpoint that verifies, or starts at step 1 if there is none. The number of
-    ranks, the ZeRO stage and offload may differ from those of the checkpoint."""
+    """`auto` resumes from the newest checkpoint that verifies and says which ones it skips; without any checkpoint it
+    starts at step 1. The number of ranks, the ZeRO stage and offload may differ from those of the checkpoint."""
     resume_from: str | None = None
-    """The run folder to resume from; null: the newest one of this experiment in `output_dir` that has a checkpoint."""
+    """The run folder to resume from; null: the newest one of this experiment in `output_dir` that has a good
+    checkpoint."""
+    start_over_if_damaged: bool = False
+    """With `resume=auto`, start at step 1 if there are checkpoints and none of them can be read; false: refuse."""
     export_model: bool = True
     """Write the final policy to `<run folder>/model` as a Hugging Face folder."""
     profile_steps: tuple[int, ...] = ()

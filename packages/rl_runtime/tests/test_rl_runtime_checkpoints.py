@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt import ArchitectureMismatchError, Checkpoint, CheckpointManager, capture_rng
+from rl_runtime import find_checkpoint
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError
 from rl_runtime.ranks.trainer_worker import TrainerWorker
@@ -109,3 +110,48 @@ def test_ranks_and_driver_draw_on_where_the_checkpoint_was_saved(tmp_path: Path)
     resumed.load(CheckpointManager(tmp_path).load(1))
     assert random.random() == drawn_by_driver
     assert after.drawn == {"load_rng": before.drawn["save"]}
+
+
+def run_with(root: Path, name: str, *steps: int) -> CheckpointManager:
+    """A run folder with checkpoints of these steps."""
+    manager = CheckpointManager(root / name / "checkpoints")
+    for step in steps:
+        manager.prepare(step)
+        manager.publish(step, state={"seed": 1})
+    (root / name).mkdir(exist_ok=True)
+    return manager
+
+
+def find(root: Path, **settings: Any) -> tuple[int | None, list[str]]:
+    skipped: list[str] = []
+    trainer = TrainerConfig(output_dir=str(root), experiment="run", resume="auto", seed=1, **settings)
+    found = find_checkpoint(trainer, skipped.append)
+    return found and found.step, skipped
+
+
+def test_resume_says_which_checkpoints_and_runs_it_skips_and_why(tmp_path: Path) -> None:
+    assert find(tmp_path) == (None, [])
+    old, new = run_with(tmp_path, "run_20260101_000000", 3), run_with(tmp_path, "run_20260102_000000", 1, 2)
+    assert find(tmp_path) == (2, [])
+    (new.root / "step_00000002" / "state.json").write_text("{")
+    step, skipped = find(tmp_path)
+    assert step == 1
+    assert [line.partition("run_")[0] for line in skipped] == [f"step 2 of {tmp_path}/"]
+    assert "state.json: torn" in skipped[0]
+    (new.root / "step_00000001" / "manifest.json").unlink()
+    step, skipped = find(tmp_path)
+    assert step == 3
+    assert "step 1 of" in skipped[1]
+    assert "manifest.json: missing" in skipped[1]
+    assert skipped[2].endswith(f"resumes from the older {old.root.parent}")
+
+
+def test_a_run_does_not_start_over_while_all_checkpoints_are_damaged_unless_told_to(tmp_path: Path) -> None:
+    run = run_with(tmp_path, "run_20260101_000000", 1, 2)
+    for step in run.steps():
+        (run.root / f"step_{step:08d}" / "manifest.json").write_text("")
+    with pytest.raises(InputError, match=r"step 2 of .*manifest\.json.* and 1 more;.*start_over_if_damaged=true"):
+        find(tmp_path)
+    step, skipped = find(tmp_path, start_over_if_damaged=True)
+    assert step is None
+    assert skipped[-1].endswith("the run starts at step 1")

@@ -137,15 +137,16 @@ def _export(options: argparse.Namespace) -> int:
             options.out,
             model_files_from=options.model_files_from,
             tag=options.tag,
-            dtype=getattr(torch, options.dtype),
+            dtype=options.dtype and getattr(torch, options.dtype),
             max_shard_bytes=options.max_shard_bytes,
             overwrite=options.overwrite,
             on_tensor=lambda _, num_bytes: progress.add(num_bytes),
         )
     finally:
         progress.close()
+    dtype = options.dtype or "the model folder's dtype"
     shards = "1 file" if report.num_shards == 1 else f"{report.num_shards} files"
-    print(f"{report.path}: {report.num_tensors} tensors, {report.num_bytes:,} bytes in {options.dtype}, {shards}")
+    print(f"{report.path}: {report.num_tensors} tensors, {report.num_bytes:,} bytes in {dtype}, {shards}")
     return 0
 
 
@@ -214,14 +215,17 @@ def _parser() -> argparse.ArgumentParser:
     exporter.add_argument(
         "--model-files-from", type=Path, required=True, metavar="MODEL", help="folder with config.json and tokenizer"
     )
-    exporter.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    dtypes = ("float32", "bfloat16", "float16")
+    exporter.add_argument("--dtype", choices=dtypes, help="dtype of the weights (default: the model folder's)")
     exporter.add_argument("--max-shard-bytes", type=int, default=5_000_000_000, metavar="BYTES")
     commands.add_parser(
         "reshape",
         parents=[source],
         help="write a DeepSpeed universal checkpoint, which loads with any number of ranks at any ZeRO stage",
     )
-    commands.add_parser("doctor", help="list what background saves and safe loads need of DeepSpeed, and its state here")
+    commands.add_parser(
+        "doctor", help="list what background saves and safe loads need of DeepSpeed, and its state here"
+    )
     pruner = commands.add_parser("prune", help="delete checkpoints that no rule keeps; a dry run without --yes")
     pruner.add_argument("dir", type=Path, help="folder of checkpoints")
     pruner.add_argument("--keep-last", type=int, metavar="K", help="keep the newest K")

@@ -1,13 +1,20 @@
-"""Exports a DeepSpeed checkpoint to a Hugging Face folder, without DeepSpeed and without a process group."""
+"""Exports a DeepSpeed checkpoint to a Hugging Face folder, without DeepSpeed and without a process group.
+
+Names, shapes and dtypes are those of the model folder. transformers fuses some tensors while it loads a folder (the
+experts of a mixture); its own conversion, the one of `save_pretrained`, cuts them apart again.
+"""
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ExportError
-from ..hf_export import HfExport, save_hf_folder
+from ..hf_export import DTYPE_NAMES, HfExport, save_hf_folder
 from ..zero.zero_checkpoint import ZeroCheckpoint
 
 if TYPE_CHECKING:
@@ -43,12 +50,14 @@ def export_deepspeed(
     """Write the Hugging Face folder `out` from a DeepSpeed checkpoint of ZeRO-1, 2 or 3, without a process group.
 
     `checkpoint` is the folder passed to DeepSpeed's save_checkpoint, or one checkpoint in it; several need a `tag`. The
-    weights are the fp32 master weights, cast to `dtype` (None keeps fp32). `on_tensor` gets each tensor's name and its
-    size in bytes in the checkpoint, before it is written.
+    weights are the fp32 master weights, cast to `dtype`; None: to that of each tensor in `model_files_from`, or else in
+    its config.json. `on_tensor` gets each tensor's name and its size in bytes in the checkpoint, before it is written.
 
-    Raises ShardError as `ZeroCheckpoint` does, ExportError as `save_hf_folder` does and for LoRA adapters.
+    Raises ShardError as `ZeroCheckpoint` does, ExportError as `save_hf_folder` does, for LoRA adapters, and without a
+    `dtype` where the model folder states none.
     """
     shards = ZeroCheckpoint(Path(checkpoint), tag)
+    model = ModelFolder(Path(model_files_from))
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in iterate_deepspeed_weights(shards):
@@ -59,7 +68,8 @@ def export_deepspeed(
                 )
             if on_tensor is not None:
                 on_tensor(name, tensor.nbytes)
-            yield name, tensor
+            for folder_name, part in model.parts(name, tensor):
+                yield folder_name, part if dtype is not None else part.to(model.dtype(folder_name))
 
     return save_hf_folder(
         out,
@@ -69,3 +79,68 @@ def export_deepspeed(
         max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,
     )
+
+
+class ModelFolder:
+    """Names and dtypes of the tensors in a model folder, which may lack weights."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._folder = folder
+        self._dtypes: dict[str, str] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                file = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ExportError(f"{path}: cannot be read: {error}") from error
+            with file:
+                self._dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+
+    def parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the folder that the model's tensor `name` holds."""
+        if name in self._dtypes or (model := self._meta_model) is None:
+            yield name, tensor
+            return
+        from transformers.core_model_loading import revert_weight_conversion
+
+        yield from revert_weight_conversion(model, {name: tensor}).items()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor of the folder, or else of config.json."""
+        import torch
+
+        codes = {code: getattr(torch, dtype) for dtype, code in DTYPE_NAMES.items()}
+        if name in self._dtypes:
+            found: torch.dtype = codes[self._dtypes[name]]
+            return found
+        return self._config_dtype
+
+    @cached_property
+    def _config_dtype(self) -> torch.dtype:
+        import torch
+
+        config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
+        stated = config.get("dtype") or config.get("torch_dtype")
+        if stated not in DTYPE_NAMES:
+            raise ExportError(
+                f"{self._folder}: has no weights and states no dtype in config.json; pass a dtype (--dtype)"
+            )
+        found: torch.dtype = getattr(torch, stated)
+        return found
+
+    @cached_property
+    def _meta_model(self) -> Any | None:
+        """The model without memory; None, with a warning, where transformers cannot build it."""
+        try:
+            import torch
+            import transformers
+            from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
+
+            config = transformers.AutoConfig.from_pretrained(self._folder)
+            with torch.device("meta"):
+                return transformers.AutoModelForCausalLM.from_config(config)
+        except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
+            first = str(error).splitlines()[0]
+            warnings.warn(f"{self._folder}: tensors keep the checkpoint's names: {first}", stacklevel=2)
+            return None

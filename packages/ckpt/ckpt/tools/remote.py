@@ -28,8 +28,8 @@ from ..errors import (
 )
 from ..files import check_space, fsync_file
 from ..manager import CheckpointManager
-from ..manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, verify_folder
-from ..reader import Checkpoint, folder_name
+from ..manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, folder_name, verify_folder
+from ..reader import Checkpoint
 
 _UPLOAD_FOLDER = re.compile(r"step_([0-9]{8,})\.([0-9]{8}T[0-9]{12}Z-[0-9a-f]+)")
 

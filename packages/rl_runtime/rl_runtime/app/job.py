@@ -72,6 +72,8 @@ class JobPlan:
     placement: Placement
     resume_from: Checkpoint | None
     """The checkpoint that the run resumes from; its files are verified."""
+    skipped: Sequence[str] = ()
+    """Checkpoints and runs that `resume=auto` passed over, with reasons, one a line."""
     architectures: Sequence[str] = ()
     """How the engines compute the model, one line each."""
 
@@ -174,13 +176,16 @@ def check_job(
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
         check_engine(engine, section=section, num_updates=num_updates, is_saved=config.trainer.save_freq > 0)
-    architectures = check_architectures(config.model, {section: engine for section, (engine, _) in engines.items()})
+    tried = {section: engine for section, (engine, _) in engines.items()}
+    architectures = check_architectures(config.model, tried, on_gpu=placement.on_gpu)
     validates = config.data.val or not config.data.train
     samplings = [config.sampling, config.validation] if validates else [config.sampling]
     check_lengths(config.rollout, config.data, samplings)
     check_adapters(config.actor, config.rollout, config.sync)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
-    return JobPlan(placement=placement, resume_from=find_checkpoint(config.trainer), architectures=architectures)
+    skipped: list[str] = []
+    resume_from = find_checkpoint(config.trainer, skipped.append)
+    return JobPlan(placement=placement, resume_from=resume_from, skipped=skipped, architectures=architectures)
 
 
 def run_job(config: JobConfig, plan: JobPlan, compose: Callable[[Job], Algorithm]) -> None:
@@ -193,7 +198,7 @@ def run_job(config: JobConfig, plan: JobPlan, compose: Callable[[Job], Algorithm
         _resume_command(run),
     ):
         tracker.info(f"run folder {run.path}; starting {config.trainer.num_ranks} ranks and the servers")
-        for line in plan.architectures:
+        for line in (*plan.skipped, *plan.architectures):
             tracker.info(line)
         inputs = load_inputs(
             config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed

@@ -7,7 +7,7 @@ The errors tell the user how to fix the configuration.
 import glob
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 from ckpt import Checkpoint, CheckpointManager
-from ds_engine import EngineConfig, check_model
+from ds_engine import EngineConfig, UntriedModelError, check_model
 from ds_engine.config import check_schedule
 from rl_data import (
     DataConfig,
@@ -26,7 +26,7 @@ from rl_data import (
     check_model_folder,
     find_model_folder,
 )
-from rollout_vllm import Endpoint, RolloutConfig, SamplingConfig, check_launch, check_running
+from rollout_vllm import Endpoint, RequestTooLongError, RolloutConfig, SamplingConfig, check_launch, check_running
 from rollout_vllm.servers.checks import check_request_length
 from weight_sync import SyncConfig, check_server
 
@@ -86,19 +86,27 @@ def check_prompt_files(model: ModelConfig, data: DataConfig, *, any_source: bool
             check_files(files, any_source=any_source)
 
 
-def check_architectures(model: ModelConfig, engines: Mapping[str, EngineConfig]) -> list[str]:
+def check_architectures(model: ModelConfig, engines: Mapping[str, EngineConfig], *, on_gpu: bool) -> list[str]:
     """Checks that the engines compute the model exactly, on a small random copy; returns a line for each way.
 
     Args:
         engines: configuration section -> engine; the section `critic` has a value head.
+        on_gpu: the ranks have GPUs; they try a model whose kernels need one.
 
     Raises ds_engine.ModelError or ds_engine.EngineConfigError.
     """
     if model.path == BUILTIN_MODEL:
         return []
     folder = str(find_model_folder(model.path))
-    trials = [check_model(folder, e, head="value" if name == "critic" else "lm") for name, e in engines.items()]
-    return list(dict.fromkeys(map(str, trials)))
+    lines = []
+    for section, engine in engines.items():
+        try:
+            lines.append(str(check_model(folder, engine, head="value" if section == "critic" else "lm")))
+        except UntriedModelError as error:
+            if not on_gpu:
+                raise
+            lines.append(f"{error}; the ranks try it before the first step")
+    return list(dict.fromkeys(lines))
 
 
 def check_supervised(model: ModelConfig, data: DataConfig, supervised: SupervisedConfig, *, section: str) -> None:
@@ -159,8 +167,12 @@ def check_sequence_parallel(engine: EngineConfig, *, section: str, num_ranks: in
 
 
 def check_lengths(rollout: RolloutConfig, data: DataConfig, samplings: Sequence[SamplingConfig]) -> None:
-    """Raises rollout_vllm.RequestTooLongError if the longest prompt and response exceed the servers' context."""
-    check_request_length(data.max_prompt_length, max(s.max_tokens for s in samplings), rollout.max_model_len)
+    """Raises InputError if the longest prompt and response exceed the servers' context."""
+    try:
+        check_request_length(data.max_prompt_length, max(s.max_tokens for s in samplings), rollout.max_model_len)
+    except RequestTooLongError as error:
+        keys = "data.max_prompt_length, sampling.max_tokens, validation.max_tokens and rollout.max_model_len"
+        raise InputError(f"{keys} do not fit: {error}") from error
 
 
 def check_adapters(actor: EngineConfig, rollout: RolloutConfig, sync: SyncConfig) -> None:
@@ -226,48 +238,67 @@ def check_servers(
         check_launch(build_tiny_model(folder), rollout, elsewhere=elsewhere)
 
 
-def find_checkpoint(trainer: TrainerConfig) -> Checkpoint | None:
+def find_checkpoint(trainer: TrainerConfig, on_skip: Callable[[str], None] = lambda _: None) -> Checkpoint | None:
     """The checkpoint that `resume=auto` resumes from, with verified files; None to start at step 1.
 
+    Args:
+        on_skip: gets a line for each newer checkpoint or run that is passed over, with the reason.
+
     Raises:
-        InputError: `resume_from` is no run folder, no step is left to train, or the run had another seed.
+        InputError: `resume_from` is no run folder, no checkpoint can be read (unless `start_over_if_damaged`), no step
+            is left to train, or the run had another seed.
     """
     if trainer.resume == "never":
         return None
     with _naming("trainer.output_dir" if trainer.resume_from is None else "trainer.resume_from"):
-        found = (
-            _newest_of_experiment(trainer) if trainer.resume_from is None else _newest_of_folder(trainer.resume_from)
-        )
+        runs = _runs_of_experiment(trainer) if trainer.resume_from is None else [_run_folder(trainer.resume_from)]
+        damaged: list[str] = []
+        found = next(filter(None, (_newest_of_run(run, damaged.append) for run in runs)), None)
+    for line in damaged:
+        on_skip(line)
     if found is None:
+        if damaged and not trainer.start_over_if_damaged:
+            more = f", and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+            raise InputError(
+                f"trainer.resume is auto, but no checkpoint can be read: {damaged[0]}{more}; repair or remove them, "
+                "or start at step 1 with trainer.start_over_if_damaged=true"
+            )
+        if damaged or trainer.resume_from is not None:
+            on_skip(f"{runs[0]} has no good checkpoint: the run starts at step 1")
         return None
     run = found.path.parent.parent
+    if runs[0] != run:
+        on_skip(f"{runs[0]} has no good checkpoint: the run resumes from the older {run}")
     if found.step >= trainer.total_training_steps:
         raise InputError(
             f"the newest checkpoint in {run} is of step {found.step} and trainer.total_training_steps is "
             f"{trainer.total_training_steps}: nothing is left to train; raise it"
         )
-    if found.state["seed"] != trainer.seed:
+    seed = found.state.get("seed")
+    if seed != trainer.seed:
         raise InputError(
-            f"the run in {run} had trainer.seed={found.state['seed']}, not {trainer.seed}: its data order and samples "
+            f"the run in {run} had trainer.seed={seed}, not {trainer.seed}: its data order and samples "
             "cannot be continued; use the same seed"
         )
     return found
 
 
-def _newest_of_folder(folder: str) -> Checkpoint | None:
+def _run_folder(folder: str) -> Path:
     if not (Path(folder) / "config.yaml").is_file():
         raise InputError(
             f"trainer.resume_from is {folder}, which is no run folder (it has no config.yaml); "
             "give the folder of the run to resume, or trainer.resume_from=null"
         )
-    return CheckpointManager(Path(folder) / "checkpoints").newest_good()
+    return Path(folder)
 
 
-def _newest_of_experiment(trainer: TrainerConfig) -> Checkpoint | None:
-    """The checkpoint of the newest run of this experiment (by the time in its name) that has a good one."""
+def _runs_of_experiment(trainer: TrainerConfig) -> list[Path]:
+    """The run folders of this experiment, the newest by the time in its name first."""
     name = re.compile(re.escape(trainer.experiment) + r"_\d{8}_\d{6}(_\d+)?")
     runs = [path for path in Path(trainer.output_dir).glob("*") if name.fullmatch(path.name)]
-    for run in sorted(runs, key=lambda path: path.name, reverse=True):
-        if (run / "checkpoints").is_dir() and (found := CheckpointManager(run / "checkpoints").newest_good()):
-            return found
-    return None
+    return sorted(runs, key=lambda path: path.name, reverse=True)
+
+
+def _newest_of_run(run: Path, on_damaged: Callable[[str], None]) -> Checkpoint | None:
+    manager = CheckpointManager(run / "checkpoints")
+    return manager.newest_good(on_skip=lambda step, reason: on_damaged(f"step {step} of {run} is skipped: {reason}"))

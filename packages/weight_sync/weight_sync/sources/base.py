@@ -7,7 +7,7 @@ calls it for every bucket in the same order, and only the sending rank passes ``
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..manifest import WeightManifest
 from ..plan import Bucket
@@ -48,6 +48,21 @@ class Staging:
             self._out[: self._bucket.nbytes].copy_(self.bytes_N)
 
 
-def wire_dtype(param: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a parameter is sent: ``dtype``, if given, for floating-point tensors only."""
-    return dtype if dtype is not None and param.dtype.is_floating_point else param.dtype
+def wire_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a tensor is sent: ``dtype``, if given, for floating-point parameters; buffers keep theirs."""
+    is_cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point
+    return dtype if dtype is not None and is_cast else tensor.dtype
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters, tied ones under their first name, and persistent buffers, such as the bias of DeepSeek-V3's router.
+
+    Under transformers' names, which differ from those of the model folder where experts are fused.
+    """
+    buffers = {
+        f"{prefix}.{name}".removeprefix("."): buffer
+        for prefix, part in module.named_modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    }
+    return dict(module.named_parameters()) | buffers

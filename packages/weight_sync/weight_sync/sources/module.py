@@ -9,11 +9,11 @@ from ..errors import SourceError
 from ..manifest import TensorEntry, WeightManifest
 from ..plan import Bucket
 from ..tensors import dtype_name, slot_view
-from .base import Staging, wire_dtype
+from .base import Staging, named_tensors, wire_dtype
 
 
 class ModuleSource:
-    """The parameters of a module: full on every rank, or DTensors (FSDP2), which are gathered one by one.
+    """Parameters and persistent buffers of a module: full on every rank, or DTensors (FSDP2), gathered one by one.
 
     ``dtype`` casts floating-point parameters before sending. ``rename`` maps the module's names to the names to send
     and skips a parameter by returning None. Tied parameters appear once, under their first name.
@@ -25,7 +25,7 @@ class ModuleSource:
         self._dtype = dtype
         self._module = module
         self._rename = rename or (lambda name: name)
-        self._params: dict[str, nn.Parameter] = {}
+        self._params: dict[str, Tensor] = {}
 
     def manifest(self) -> WeightManifest:
         """Names, full shapes and wire dtypes of the module's parameters."""
@@ -54,6 +54,6 @@ class ModuleSource:
             if targets:
                 torch._foreach_copy_(targets, full_params)
 
-    def _named(self) -> dict[str, nn.Parameter]:
-        named = ((self._rename(name), param) for name, param in self._module.named_parameters())
-        return {name: param for name, param in named if name is not None}
+    def _named(self) -> dict[str, Tensor]:
+        named = ((self._rename(name), tensor) for name, tensor in named_tensors(self._module).items())
+        return {name: tensor for name, tensor in named if name is not None}

@@ -9,7 +9,7 @@ parameter, padded at the tail so that all shards have one length. The shards of 
 * shards that are not plain device tensors (offloaded, quantized, hpZ) go through DeepSpeed's own gather.
 
 Low-rank updates (LoRA) are merged into a slot after it is filled, so full weights are sent. A parameter that holds its
-weight in another form (4 bits) is gathered as it is and unpacked into its slot.
+weight in another form (4 bits, or with others: fused experts) is gathered as it is and unpacked into its slot.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ from ..errors import SourceError
 from ..manifest import TensorEntry, WeightManifest
 from ..plan import Bucket, Slot
 from ..tensors import dtype_name, slot_view, torch_dtype
-from .base import Staging, wire_dtype
+from .base import Staging, named_tensors, wire_dtype
 
 _dist: Any = dist
 # torch 2.13 warns at every use of all_gather_into_tensor.
@@ -35,7 +35,7 @@ class LowRankUpdate(Protocol):
     """An update of a frozen parameter that is kept apart from it, such as LoRA's scale * B @ A."""
 
     @property
-    def parts(self) -> Sequence[nn.Parameter]:
+    def parts(self) -> Sequence[Tensor]:
         """The parameters that `merged` reads; the source gathers them."""
 
     def merged(self, weight: Tensor) -> Tensor:
@@ -63,7 +63,9 @@ class NamedParameter(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def parameter(self) -> nn.Parameter: ...
+    def parameter(self) -> Tensor:
+        """The parameter, or a persistent buffer."""
+
     @property
     def low_rank(self) -> LowRankUpdate | None:
         """The update to merge; None: the weight is sent unchanged."""
@@ -74,7 +76,7 @@ class NamedParameter(Protocol):
 
 
 class ZeroSource:
-    """The parameters of a module trained by DeepSpeed; detects whether they are sharded (stage 3) or not (1 and 2).
+    """Parameters and persistent buffers of a module trained by DeepSpeed, sharded (stage 3) or not (1 and 2).
 
     ``weights`` is the module, or an iterable of named parameters when names differ or low-rank updates are merged.
     ``dtype`` casts floating-point parameters before sending. ``root`` is the sending rank within the ZeRO group. Every
@@ -90,7 +92,7 @@ class ZeroSource:
         self._updates: dict[str, LowRankUpdate] = {}
         self._packings: dict[str, TensorPacking] = {}
         if isinstance(weights, nn.Module):
-            self._params: dict[str, Any] = dict(weights.named_parameters())
+            self._params: dict[str, Any] = dict(named_tensors(weights))
         else:
             named = list(weights)
             self._params = {tensor.name: tensor.parameter for tensor in named}

@@ -5,6 +5,7 @@ records every copy that the weight loaders make. It rejects a wrong name, a wron
 nothing. Replaying the recorded copies on real memory loads the weights without running the loaders' Python code.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -111,6 +112,8 @@ class DryRun:
         self._targets: dict[int, Target] = {}
         self._by_storage: dict[int, Target] = {}
         self._metas: list[Tensor] = []
+        self._buffers: set[int] = set()
+        self._to_buffers: Counter[str] = Counter()
         self._current = ""
         self._tensor: Tensor | None = None
         self._layout = Layout()
@@ -153,6 +156,8 @@ class DryRun:
         if target is None or not from_received or to.shape != source.shape:
             self._layout.replayable = False
         if target is None:
+            if _storage(to) in self._buffers:
+                self._to_buffers[self._current] += to.numel()
             return
         target.received += to.numel()
         self._layout.copies[self._current].append(Copy(target, _geometry(to), _geometry(source)))
@@ -189,6 +194,8 @@ class DryRun:
             target = Target(module, name, qualname, meta, live, is_derived, is_processed)
             self._targets[id(live)] = target
             self._by_storage[_storage(meta)] = target
+        else:
+            self._buffers.add(_storage(meta))
         return meta
 
     def _tensors(self, plan: BucketPlan) -> Iterator[tuple[str, Tensor]]:
@@ -202,11 +209,11 @@ class DryRun:
     def _check_tensor(self, slot: Slot) -> None:
         """Check the number of elements: a loader that slices its part out of a larger tensor accepts a wrong shape."""
         copies = self._layout.copies[slot.name]
-        copied = sum(copy.numel for copy in copies)
-        if not copies:
+        copied = sum(copy.numel for copy in copies) + self._to_buffers[slot.name]
+        if not copied and slot.numel:
             raise ReceiverError("plan", slot.name, "the server's model has no parameter for it")
         num_ranks = _num_tensor_ranks()
-        if num_ranks > 1 and all(isinstance(copy.target.module, VocabParallelEmbedding) for copy in copies):
+        if num_ranks > 1 and copies and all(isinstance(copy.target.module, VocabParallelEmbedding) for copy in copies):
             return  # the ranks' parts of a vocabulary differ in size, and its loader checks the full shape
         if copied > slot.numel or copied * num_ranks < slot.numel or (num_ranks == 1 and copied != slot.numel):
             detail = f"shape {list(slot.shape)}: the server loads {copied} of its {slot.numel} elements"
