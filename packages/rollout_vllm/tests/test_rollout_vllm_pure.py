@@ -334,11 +334,15 @@ def test_gpu_arguments() -> None:
 
 def test_environment() -> None:
     base = {"PATH": "/bin", "VLLM_CPU_KVCACHE_SPACE": "9", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    base["RAY_AUTH_TOKEN"] = "secret"
     env = server_environment(base, RolloutConfig(), device="cpu", api_key="k", num_cores=2, extra={"A": "1"})
     assert env["PATH"] == "/bin"
     assert env["A"] == "1"
     assert "VLLM_CPU_KVCACHE_SPACE" not in env
-    assert "MASTER_PORT" not in env
+    assert not {"MASTER_PORT", "RAY_AUTH_TOKEN"} & set(env)
+    assert env["GLOO_SOCKET_IFNAME"] == "lo"
+    public = server_environment(base, RolloutConfig(host="10.0.0.1"), device="cpu", api_key="k", num_cores=2)
+    assert "GLOO_SOCKET_IFNAME" not in public
     assert "TORCHELASTIC_USE_AGENT_STORE" not in env  # set by torchrun: the server would wait for its store
     assert (env["OMP_NUM_THREADS"], env["VLLM_API_KEY"], env["PLINTH_ROLLOUT_FORK"]) == ("1", "k", "1")
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"

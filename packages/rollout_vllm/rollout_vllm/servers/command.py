@@ -1,6 +1,7 @@
 """Command line and environment of a server, as pure functions of the configuration."""
 
 import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Literal
@@ -13,11 +14,12 @@ SERVED_MODEL_NAME = "policy"
 AUTH_MIDDLEWARE = "plinth_server_auth.ApiKeyMiddleware"  # the module that _serve.py registers
 DEFAULT_CPU_KV_CACHE_GIB = 1.0
 
-# Variables of the launching process that would silently change the server.
+# Variables of the launching process that would silently change the server, or that it has no need of.
 _DROPPED_VARIABLES = (
     "VLLM_CPU_KVCACHE_SPACE",  # would override --kv-cache-memory-bytes
     "VLLM_PORT",
     "VLLM_API_KEY",
+    "RAY_AUTH_TOKEN",
     "VLLM_ALLOW_INSECURE_SERIALIZATION",  # pickle
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -116,6 +118,9 @@ def server_environment(
         # FlashInfer's sampler is compiled at the first start, which takes two minutes; vLLM's sampler is not.
         "VLLM_USE_FLASHINFER_SAMPLER": base.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
     }
+    if config.host.startswith("127.") and "lo" in (name for _, name in socket.if_nameindex()):
+        # gloo would listen on the address of the host's name.
+        env["GLOO_SOCKET_IFNAME"] = base.get("GLOO_SOCKET_IFNAME", "lo")
     if config.sleep_mode or config.control_routes:
         env["VLLM_SERVER_DEV_MODE"] = "1"  # enables these routes; the API key protects them too
     if config.max_lora_rank is not None:
