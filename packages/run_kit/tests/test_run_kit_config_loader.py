@@ -162,6 +162,8 @@ def test_a_key_below_the_wrong_section_finds_its_place() -> None:
         ("seed", ["'seed' is not an override"]),
         ("=3", ["'=3' is not an override"]),
         ("data.train=[a", ["data.train", "not valid YAML"]),
+        ("actor.zero.bucket_bytes=9", ["actor.zero.bucket_bytes: got 'a: b'; allowed: 8 or more"]),
+        ("data.train=[{a: 1}]", ["data.train[0].a: unknown key; data.train[0] is a value (text), not a section"]),
         ("data=[1]", ["data: got [1]; allowed: a section with the keys train"]),
         ("critic=-", ["critic: got [None]; allowed: a section", "or null"]),
         ("actor.zero=&a {stage: *a}", ["actor.zero: ", "an anchor that contains itself"]),

@@ -163,8 +163,9 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
         return MISSING
     if isinstance(value, list):
         return [
-            _known_part(root, item, inner_hint(hint, i), f"{path}[{i}]", source, problems)
+            known
             for i, item in enumerate(value)
+            if (known := _known_part(root, item, inner_hint(hint, i), f"{path}[{i}]", source, problems)) is not MISSING
         ]
     if not isinstance(value, dict) or hint is None:
         return value
@@ -399,7 +400,9 @@ def _check_problem(path: str, hint: Any, message: str, layers: Sequence[_Layer])
         inner = f"{path}.{match[1]}" if path else match[1]
         rest = message[match.end() :]
         if match[2].strip() == "=":
-            rest = "got " + rest.replace(": ", "; ", 1)
+            before = next((words for words in (" is not allowed: ", ": must ") if words in rest), ": ")
+            after = {" is not allowed: ": "; allowed: "}.get(before, before.replace(":", ";"))
+            rest = "got " + rest.replace(before, after, 1)
         return ConfigProblem(path=inner, message=rest, source=_source_of(layers, inner))
     return ConfigProblem(path=path, message=message)
 

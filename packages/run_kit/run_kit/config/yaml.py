@@ -114,7 +114,7 @@ def _scalar(node: yaml.ScalarNode, kind: str, hint: Any) -> Any:
     if node.style is not None or kind not in _KINDS or "${" in text:
         return text
     if not _KINDS[kind].match(text):
-        raise YamlError(f"{text!r} is no {kind}{_where(node)}; write the value without the tag {node.tag!r}")
+        raise YamlError(f"{text!r} is no {kind}{_where(node)}; write it without the tag !!{kind}")
     if kind == "null":
         return None
     if hint is not None and wants_text(item_hint(hint) or hint):
