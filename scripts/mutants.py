@@ -168,7 +168,8 @@ if sys.argv[1] == "all":
     child = [sys.executable, __file__, "one", sys.argv[2]]
     found["a subprocess"] = json.loads(subprocess.check_output(child))["this process"]
     import ray
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    quiet = dict(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init("local", num_cpus=1, _node_ip_address="127.0.0.1", **quiet)
     found["a Ray worker"] = ray.get(ray.remote(folders).remote(names))
 print(json.dumps(found))
 """
