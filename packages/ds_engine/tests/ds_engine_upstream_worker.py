@@ -15,6 +15,7 @@ from ds_engine_testkit import Sample, distance
 from ds_engine_worker import train
 
 from ds_engine import EngineConfig, EngineConfigError, upstream
+from ds_engine.distributed import SHARED_MEMORY
 
 
 @cache
@@ -79,11 +80,22 @@ def names_of(patches: Sequence[str]) -> list[str]:
     return sorted({part.partition("(")[0] for table in tables for names in table.values() for part in names})
 
 
+def take_calls() -> dict[str, dict[str, int]]:
+    """Calls of what each patch replaces, by patch and name, since this was last called in this process."""
+    calls = {}
+    for each in upstream.PATCHES:
+        names = {name for parts in each.replaces.values() for part in parts for name in upstream._names(part)}
+        calls[each.name] = {name: each.calls[name] for name in names}
+        if each is not SHARED_MEMORY:  # made once, when the process joins
+            each.calls.clear()
+    return calls
+
+
 def train_with_each_renamed(
     model_path: str, config: EngineConfig, steps: list[list[list[Sample]]], patches: list[str]
 ) -> dict[str, Any]:
-    """By renamed name, and by "untested" for an untested version: what rank 0 trained compared
-    with this package's own way (largest relative distances of weights and norms) and features left out, or the error."""
+    """By renamed name, and by "untested" for an untested version: how far training is from this package's own way
+    (largest relative distances of weights and norms), and the features that are left out; or the refusal."""
     expected = train(model_path, config, steps)
 
     def outcome() -> Any:

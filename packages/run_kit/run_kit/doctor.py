@@ -1,4 +1,4 @@
-"""Lists the private parts of other packages that the installed packages rely on: `plinth doctor [--markdown]`.
+"""Lists the private parts of other packages that the installed packages rely on: `plinth doctor [--markdown FILE]`.
 
 A package registers a function through an entry point: `[project.entry-points."plinth.upstream"]`, `NAME =
 "module:function"`. It returns rows with the keys name, state, problem, replaces, reads, reason, tested and otherwise.
@@ -7,6 +7,7 @@ A package registers a function through an entry point: `[project.entry-points."p
 import argparse
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 
 GROUP = "plinth.upstream"
 
@@ -16,13 +17,13 @@ Row = Mapping[str, str]
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the rows of every package; returns 1 if a part is refused here, otherwise 0."""
     parser = argparse.ArgumentParser(prog="plinth doctor", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--markdown", action="store_true", help="the tables of docs/upstream.md, without states")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables below FILE's introduction")
     options = parser.parse_args(argv)
     packages = {each.name: each.load()() for each in sorted(entry_points(group=GROUP), key=lambda each: each.name)}
-    if options.markdown:
-        print(to_markdown(packages), end="")
-    else:
-        print(to_text(packages), end="")
+    print(to_text(packages), end="")
+    if options.markdown is not None:
+        introduction = options.markdown.read_text(encoding="utf-8").partition("## ")[0]
+        options.markdown.write_text(introduction + to_markdown(packages), encoding="utf-8")
     return int(any(row["state"] == "refused" for rows in packages.values() for row in rows))
 
 
@@ -44,15 +45,8 @@ def to_markdown(packages: Mapping[str, Sequence[Row]]) -> str:
         lines += [f"## {package}", ""]
         for row in rows:
             lines += [f"**{row['name']}**: {row['reason']}.", ""]
-            lines += [f"* {key}: {_code(row[key])}" for key in ("replaces", "reads") if row[key]]
+            for key in ("replaces", "reads"):
+                if row[key]:
+                    lines.append(f"* {key} `{row[key].replace('; ', '`; `')}`")
             lines += [f"* tested with `{row['tested'].replace(', ', '`, `')}`; otherwise {row['otherwise']}", ""]
     return "\n".join(lines)
-
-
-def _code(parts: str) -> str:
-    """`module:Class` name, name; other names are not code, because signatures contain commas."""
-    found = []
-    for part in parts.split("; "):
-        owner, _, names = part.partition(": ")
-        found.append(f"`{owner}`: {names.replace('_', chr(92) + '_')}")
-    return "; ".join(found)
