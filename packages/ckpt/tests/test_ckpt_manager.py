@@ -238,6 +238,7 @@ def test_keep_last(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(manager, step)
     assert manager.steps() == [3, 4]
+    assert manager.newest_good() == manager.load(4)
     assert manager.prune() == []
     assert CheckpointManager(tmp_path, keep_last=1).prune() == [3]
     assert manager.steps() == [4]
