@@ -1,10 +1,11 @@
 """linear_log_prob on a CPU: reference backend, gradcheck, edge shapes, modules and threads."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -63,6 +64,38 @@ def test_gradcheck_in_float64(soft_cap: float | None, bias: bool) -> None:
         return linear_log_prob(h, w, targets, bias=b, soft_cap=soft_cap, temperature=0.7, backend="chunked")
 
     assert torch.autograd.gradcheck(function, leaves)
+
+
+@pytest.mark.usefixtures("narrow_chunks")
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=10,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(allowed=st.sets(st.integers(0, 39), min_size=1), temperature=st.floats(0.2, 3.0), seed=st.integers(0, 99))
+def test_a_bias_of_minus_infinity_takes_a_token_out_of_the_vocabulary(
+    backend: Any, dtype: torch.dtype, allowed: set[int], temperature: float, seed: int
+) -> None:
+    kept = torch.tensor(sorted(allowed))
+    hidden, weight, _, bias = make_inputs(6, 8, 40, dtype, seed, bias=True)
+    assert bias is not None
+    targets = torch.arange(6) % len(kept)
+    masked = torch.full_like(bias, -torch.inf).index_copy(0, kept, bias[kept])
+    options = {"temperature": temperature, "backend": backend}
+    small = run((hidden, weight[kept], targets, bias[kept]), upstream_for(6), **options)
+    whole = run((hidden, weight, kept[targets], masked), upstream_for(6), **options)
+    for value, expected in zip(whole[:3], small[:3], strict=True):
+        torch.testing.assert_close(value, expected)
+    for value, expected in zip(whole[3:], small[3:], strict=True):
+        torch.testing.assert_close(value, torch.zeros_like(value).index_copy(0, kept, expected))
+    if len(kept) < 40:
+        outside = torch.full((6,), min(set(range(40)) - allowed))
+        log_probs, entropy = linear_log_prob(hidden, weight, outside, temperature, bias=masked, backend=backend)
+        assert (log_probs == -torch.inf).all()
+        torch.testing.assert_close(entropy, small[1])
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)

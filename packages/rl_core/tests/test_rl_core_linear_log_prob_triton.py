@@ -61,7 +61,7 @@ def error(value, truth):
 
 count = 0
 for dtype, (use_bias, soft_cap, entropy) in itertools.product(
-    (torch.float32, torch.bfloat16, torch.float16), ((False, None, True), (True, 4.0, True), (True, None, False))
+    (torch.float32, torch.bfloat16, torch.float16), ((False, None, False), (True, 4.0, True), (True, None, True))
 ):
     generator = torch.Generator().manual_seed(count)
     tokens, size, vocab = ((7, 16, 31), (100, 48, 133), (33, 40, 90))[(count + count // 3) % 3]
@@ -69,6 +69,9 @@ for dtype, (use_bias, soft_cap, entropy) in itertools.product(
     weight = (3 * torch.randn(vocab, size, generator=generator) / size**0.5).to(dtype)
     bias = torch.randn(vocab, generator=generator).to(dtype) if use_bias else None
     targets = torch.randint(vocab, (tokens,), generator=generator)
+    if use_bias and soft_cap is None:  # one tile without any allowed token, and tokens among others
+        bias[: vocab // 3], bias[vocab // 2 :: 9] = -torch.inf, -torch.inf
+        targets = torch.where(bias[targets].isinf(), vocab // 3, targets)
     targets[::5] = -100
     up = (torch.randn(tokens, generator=generator) * 1e-4, torch.randn(tokens, generator=generator) * 1e-4)
     up = up if entropy else (up[0], None)

@@ -60,6 +60,8 @@ def _log_probs(rows: slice, group: dist.ProcessGroup | None) -> list[Tensor]:
         for shape in ((11, 8), (VOCAB, 8), (VOCAB,), (2, 11))
     )
     targets = torch.randint(VOCAB, (11,), generator=generator)
+    bias[VOCAB // 2 :] = -torch.inf  # a shard without any allowed token
+    targets %= VOCAB // 2
     leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows], bias[rows])]
     backend = "reference" if group is None else "auto"
     out = linear_log_prob(*leaves[:2], targets, bias=leaves[2], temperature=0.8, group=group, backend=backend)

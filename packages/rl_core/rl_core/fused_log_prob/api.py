@@ -20,6 +20,9 @@ from .types import KEEP_NOTHING, Backend, Keeping, LogitSpec, Needs, RowGrads, R
 
 BackendName = Literal["auto", "triton", "chunked", "reference"]
 
+# Logit of a token with a bias of -inf. Small enough for every dtype but fp16, also after a division by the temperature.
+_EXCLUDED = -1.0e20
+
 
 def linear_log_prob(
     hidden: Tensor,
@@ -51,7 +54,7 @@ def linear_log_prob(
         targets: ``[T]`` int64, token ids in the whole vocabulary. A target out of range raises on a CPU and gives NaN
             on a GPU (where a check would have to synchronize).
         temperature: positive divisor of the logits.
-        bias: optional ``[V]``.
+        bias: optional ``[V]``. -inf excludes a token: probability 0, log-prob -inf, no gradient. Not all may be -inf.
         soft_cap: optional positive cap, ``cap * tanh(logit / cap)`` before the temperature.
         ignore_index: targets equal to it are removed before the computation and get log-prob 0, entropy 0 and no
             gradient. None (the default) ignores no target and avoids a synchronization.
@@ -80,6 +83,7 @@ def linear_log_prob(
     if keep_bytes is not None and keep_bytes < 0:
         raise ValueError(f"keep_bytes: got {keep_bytes}, allowed None or 0 or more")
     spec = LogitSpec(temperature=float(temperature), soft_cap=None if soft_cap is None else float(soft_cap))
+    bias = None if bias is None else _finite(bias)
     chosen = _choose_backend(backend, hidden, deterministic)
     kept_N = None if ignore_index is None else (targets != ignore_index).nonzero()[:, 0]
     if kept_N is None or kept_N.numel() == targets.numel():
@@ -108,14 +112,28 @@ def _compute(
     if backend is None:
         if group is not None:
             raise ValueError('group: not supported by backend="reference"; use "auto", "triton" or "chunked"')
-        return reference_log_prob(hidden_NH, weight_VH, targets_N, spec=spec, bias_V=bias_V)
+        log_prob_N, entropy_N = reference_log_prob(hidden_NH, weight_VH, targets_N, spec=spec, bias_V=bias_V)
+        return _mark_excluded(log_prob_N, bias_V, spec), entropy_N
     # Keep probabilities only if a backward pass can follow.
     keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_NH, weight_VH, bias_V))
     keeping = Keeping(own_bytes=keep_bytes, use_grad_memory=weight_VH.requires_grad) if keeps else KEEP_NOTHING
     log_prob_N, entropy_N = _LinearLogProb.apply(hidden_NH, weight_VH, bias_V, targets_N, spec, backend, group, keeping)
     if targets_N.is_cuda:
         log_prob_N = torch.where(outside_N, torch.nan, log_prob_N)
-    return log_prob_N, entropy_N
+    return _mark_excluded(log_prob_N, bias_V, spec), entropy_N
+
+
+def _mark_excluded(log_prob_N: Tensor, bias_V: Tensor | None, spec: LogitSpec) -> Tensor:
+    """-inf for targets that a bias of -inf excludes."""
+    if bias_V is None:
+        return log_prob_N
+    excluded_N = log_prob_N.detach() < 0.1 * _EXCLUDED / spec.temperature
+    return torch.where(excluded_N, -torch.inf, log_prob_N)
+
+
+def _finite(bias_V: Tensor) -> Tensor:
+    """The bias with -inf replaced by a logit whose probability is exactly 0, as 0 times it is, and not NaN."""
+    return (bias_V.float() if bias_V.dtype == torch.float16 else bias_V).clamp_min(_EXCLUDED)
 
 
 def _choose_backend(name: BackendName, hidden: Tensor, deterministic: bool | None) -> Backend | None:
