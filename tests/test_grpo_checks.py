@@ -88,12 +88,28 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["trainer.num_ranks=1099511627776"], "trainer.num_ranks: is 1099511627776; allowed: at most 65536"),
         (["rollout.num_servers=1099511627776"], "rollout.num_servers: got 1099511627776; must be at most 4096"),
         (["sampling.stop_token_ids=[-1]"], "sampling.stop_token_ids"),
+        (
+            ["rollout.urls=http://127.0.0.1:9", "rollout.api_key_file=~nobody-here/key"],
+            "api_key_file is ~nobody-here/key",
+        ),
         (["trainer.step_timeout_s=1e10"], "trainer.step_timeout_s: got 10000000000.0; allowed: at most 1e.09 seconds"),
     ],
 )
 def test_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
+
+
+def test_a_home_that_cannot_be_written_is_refused_with_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    with pytest.raises(ValueError, match=r"/proc/nowhere/.cache/vllm cannot be written .*set HOME, XDG_CACHE_HOME"):
+        check(load_config(GrpoConfig, presets=[DEMO], overrides=[]))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    check(load_config(GrpoConfig, presets=[DEMO], overrides=[]))
 
 
 def test_the_demo_itself_is_accepted() -> None:

@@ -112,7 +112,7 @@ def read_api_key(api_key: str | None, file: str | None) -> str | None:
         return api_key
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~nobody
         raise ApiKeyError(f"api_key_file is {file}, which cannot be read: {error}") from None
     if not text:
         raise ApiKeyError(f"api_key_file is {file}, which is empty; allowed: a file with the key")

@@ -185,7 +185,7 @@ def _parse(
         elif key not in _SOURCES:
             overrides.append(arg)
         elif key == "config":
-            later.append(Path(value).expanduser())
+            later.append(Path(os.path.expanduser(value)))  # Path.expanduser raises for ~nobody
         else:
             path = _named_file(key, value, preset_dir, problems)
             (presets if key == "preset" else later).append(path)

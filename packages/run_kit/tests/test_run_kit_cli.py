@@ -94,6 +94,8 @@ def test_main_decides_the_exit_code() -> None:
         (("overlay=tin",), ["unknown overlay 'tin'", "nearest: tiny"]),
         (("preset=x/base.yaml",), ["config=x/base.yaml"]),
         (("config=nowhere.yaml",), ["cannot read the file nowhere.yaml"]),
+        (("config=~nobody-here/a.yaml",), ["cannot read the file ~nobody-here/a.yaml"]),
+        (("config=a\0b",), ["null"]),
         (("--seed=3",), ["write seed=3 without the leading --"]),
         (("+actor.zero.stage=3",), ["write actor.zero.stage=3 without the leading +"]),
         (("--sede",), ["unknown argument '--sede'", "nearest key: seed=value"]),

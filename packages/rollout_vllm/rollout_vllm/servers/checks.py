@@ -1,7 +1,9 @@
 """Checks before a server starts: model folder, context length, KV cache, memory, ports."""
 
 import json
+import os
 import socket
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -62,6 +64,20 @@ def check_context(config: RolloutConfig, model_config: Mapping[str, Any] | None)
         raise RequestTooLongError(
             f"max_model_len={config.max_model_len}: the model's context is {limit} tokens (max_position_embeddings)"
         )
+
+
+def check_cache_folder() -> None:
+    """Check that vLLM can write its cache (compiled layers, facts about models). Raises RolloutConfigError."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = os.path.expanduser(os.environ.get("VLLM_CACHE_ROOT") or os.path.join(cache, "vllm"))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise RolloutConfigError(
+            f"vLLM's cache folder {folder} cannot be written ({error.strerror or error}); set HOME, XDG_CACHE_HOME or "
+            "VLLM_CACHE_ROOT to a folder that can"
+        ) from None
 
 
 def check_device_features(config: RolloutConfig, device: Device) -> None:

@@ -15,6 +15,7 @@ from ..samples import Endpoint
 from .blocking_http import try_generation
 from .checks import (
     available_memory_bytes,
+    check_cache_folder,
     check_context,
     check_device_features,
     check_kv_cache,
@@ -34,7 +35,7 @@ def check_launch(model_path: str | Path, config: RolloutConfig, *, elsewhere: bo
 
     Raises RolloutConfigError or a subclass: vLLM is not installed, the model folder is not usable, max_model_len
     exceeds the model's context, the KV cache is too small for one sequence or too large for the machine, a configured
-    port is in use.
+    port is in use, vLLM's cache folder cannot be written.
     """
     if config.urls:
         return "cpu"
@@ -45,6 +46,7 @@ def check_launch(model_path: str | Path, config: RolloutConfig, *, elsewhere: bo
     check_kv_cache(config, model_config, device)
     if elsewhere:
         return device
+    check_cache_folder()
     check_memory(config, device, _free_memory())
     for index in range(config.num_servers if config.port is not None else 0):
         reserve_port(config.host, (config.port or 0) + index).close()
