@@ -28,7 +28,7 @@ def check(config: SftConfig) -> "rl_runtime.Placement":
 def main(config: SftConfig) -> None:
     """Trains on the demonstrations and writes the model."""
     placement = check(config)
-    architectures = rl_runtime.check_architectures(config.model, {"engine": config.engine})
+    architectures = rl_runtime.check_architectures(config.model, {"engine": config.engine}, on_gpu=placement.on_gpu)
     trainer = config.trainer
     run = run_kit.RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
     with run_kit.Tracker(run, config, num_steps=config.supervised.steps, supervised=True) as tracker:

@@ -13,6 +13,10 @@ class ModelError(EngineError, ValueError):
     """A model folder or architecture that the engine cannot load or train correctly."""
 
 
+class UntriedModelError(ModelError):
+    """A model of whose architecture no small copy can be computed on this machine, see `check_model`."""
+
+
 class BatchError(EngineError, ValueError):
     """A malformed batch, or a malformed loss returned for one."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from ds_engine import EngineConfig, ModelError
+from ds_engine import EngineConfig, ModelError, UntriedModelError
 from plinth_testing import tiny_config
 from rl_runtime import ModelConfig, check_architectures
 
@@ -14,15 +14,25 @@ def test_architectures_are_tried_before_any_process_starts(tmp_path: Path) -> No
     """A model folder's config.json is enough; the critic is tried with its value head."""
     tiny_config("llama").save_pretrained(tmp_path / "llama")
     (actor, critic) = check_architectures(
-        ModelConfig(path=str(tmp_path / "llama")), {"actor": EngineConfig(), "critic": EngineConfig()}
+        ModelConfig(path=str(tmp_path / "llama")), {"actor": EngineConfig(), "critic": EngineConfig()}, on_gpu=False
     )
     assert actor.startswith("LlamaForCausalLM: packed sequences equal each one alone (tried ")
     assert critic.startswith("LlamaForSequenceClassification: packed")
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
     transformers.BertConfig(**sizes, is_decoder=False).save_pretrained(tmp_path / "bert")
     with pytest.raises(ModelError, match="BertLMHeadModel cannot be trained"):
-        check_architectures(ModelConfig(path=str(tmp_path / "bert")), {"engine": EngineConfig()})
+        check_architectures(ModelConfig(path=str(tmp_path / "bert")), {"engine": EngineConfig()}, on_gpu=False)
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
     with pytest.raises(ModelError, match=r"cannot load the configuration of .*hidden_size"):
-        check_architectures(ModelConfig(path=str(tmp_path / "bert")), {"engine": EngineConfig()})
-    assert check_architectures(ModelConfig(), {"actor": EngineConfig()}) == []
+        check_architectures(ModelConfig(path=str(tmp_path / "bert")), {"engine": EngineConfig()}, on_gpu=False)
+    assert check_architectures(ModelConfig(), {"actor": EngineConfig()}, on_gpu=False) == []
+
+
+def test_a_model_that_needs_a_gpu_is_left_to_ranks_that_have_one(tmp_path: Path) -> None:
+    """Here of a family whose small copy cannot be built at all."""
+    transformers.xLSTMConfig().save_pretrained(tmp_path)
+    engines = {"actor": EngineConfig()}
+    with pytest.raises(UntriedModelError, match="no small copy of xLSTMConfig can be tried"):
+        check_architectures(ModelConfig(path=str(tmp_path)), engines, on_gpu=False)
+    (line,) = check_architectures(ModelConfig(path=str(tmp_path)), engines, on_gpu=True)
+    assert line.endswith("the ranks try it before the first step")

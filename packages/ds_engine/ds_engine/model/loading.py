@@ -84,7 +84,7 @@ def load_model(
         EngineConfigError: a setting does not suit the architecture.
     """
     model_config = _read_config(model_path)
-    trial = _checked_trial(model_config, config, head)
+    trial = _checked_trial(model_config, config, head, device)
     if trial.way == "rows":
         _say(str(trial))
     else:
@@ -111,14 +111,15 @@ def check_model(model_path: str, config: EngineConfig, *, head: Head = "lm") -> 
 
     Raises:
         ModelError: transformers does not know the model, or the engine cannot compute its architecture exactly.
+        UntriedModelError: the architecture cannot be tried here; a rank with a GPU tries again when it loads the model.
         EngineConfigError: a setting does not suit the architecture.
     """
-    return _checked_trial(_read_config(model_path), config, head)
+    return _checked_trial(_read_config(model_path), config, head, torch.device("cpu"))
 
 
-def _checked_trial(model_config: Any, config: EngineConfig, head: Head) -> Trial:
+def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: torch.device) -> Trial:
     check_heads(model_config, config.sequence_parallel)
-    trial = try_model(model_config, head=head)
+    trial = try_model(model_config, head=head, device=device)
     for name, default in (("sequence_parallel", 1), ("compile", False), ("attention", "auto")):
         if trial.way == "rows" and getattr(config, name) != default:
             raise EngineConfigError(

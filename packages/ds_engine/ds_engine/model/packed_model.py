@@ -12,7 +12,8 @@ attention and recurrence: one call of the backbone per micro batch, so that rank
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
@@ -183,12 +184,11 @@ def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None, *, count_c
             out = backbone(input_ids=packed.rows.input_ids_SL, attention_mask=packed.rows.mask_SL, use_cache=False)
             return cast("Tensor", out[0]).flatten(0, 1)
         packing = replace(packed.packing, calls=[]) if uncounted else packed.packing
-        out = backbone(
-            input_ids=packed.input_ids_1T, position_ids=packed.position_ids_1T, use_cache=False, packing=packing
-        )
-        if uncounted:
-            _check_calls(model, backbone, packing.calls or [])
-            uncounted = False
+        with _checked_calls(model, backbone, packing) if uncounted else nullcontext():
+            out = backbone(
+                input_ids=packed.input_ids_1T, position_ids=packed.position_ids_1T, use_cache=False, packing=packing
+            )
+        uncounted = False
         return cast("Tensor", out[0][0])
 
     def forward(*args: Any, packed: PackedInputs | None = None, temperature: float = 1.0, **kwargs: Any) -> Any:
@@ -205,14 +205,23 @@ def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None, *, count_c
     model.forward = forward
 
 
-def _check_calls(model: Any, backbone: nn.Module, calls: list[int]) -> None:
-    """Raise ModelError unless packed attention was called in each transformer layer."""
-    for layer in transformer_layers(backbone):
+@contextmanager
+def _checked_calls(model: Any, backbone: nn.Module, packing: PackedLayout) -> Iterator[None]:
+    """Raise ModelError after a forward unless each transformer layer that ran called packed attention."""
+    ran: list[nn.Module] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda module, _: ran.append(module)) for layer in transformer_layers(backbone)
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+    calls = packing.calls or []
+    for layer in ran:
         if not any(id(module) in calls for module in layer.modules()):
             parts = ", ".join(dict.fromkeys(type(child).__name__ for child in layer.children()))
             raise ModelError(
-                f"{type(model).__name__}: a {type(layer).__name__} ({parts}) does not call packed attention, so it mixes "
-                "tokens without the borders of the sequences"
+                f"{type(model).__name__}: a {type(layer).__name__} ({parts}) does not call packed attention, so it "
+                "mixes tokens without the borders of the sequences"
             )
     if not calls:
         raise ModelError(f"{type(model).__name__} does not call packed attention")

@@ -2,7 +2,7 @@
 
 Two sequences are computed by upstream's own forward, each alone with full logits, and by ours, first packed, then as
 padded rows. Outputs and all gradients must be equal. Ours runs in training mode and upstream's in evaluation mode, so
-that noise in training is found too. The copy is in fp32 on the CPU.
+that noise in training is found too. The copy is in fp32 on the CPU, or on the GPU if its kernels need one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModelError
+from ..errors import ModelError, UntriedModelError
 from ..simple import SimpleBatch, dense_log_prob
 from .attention import ATTENTION_NAME, register_packed_attention
 from .packed_model import ROWS, install_packed_forward, packed_inputs
@@ -28,9 +28,12 @@ from .small_copy import randomize, small_config
 if TYPE_CHECKING:
     from ..batch import Head
 
+CPU = torch.device("cpu")
 TOLERANCE = 1e-3
 """Largest difference of an output, and of a gradient relative to the largest gradient of its parameter (but at least
 one percent of the largest of all). Rounding gives up to 1e-4, a border or window that is not known 1e-2 and more."""
+TOLERANCE_ON_GPU = 1e-2
+"""The same for kernels that round fp32 inputs to tf32."""
 LENGTHS = (13, 8)
 """Tokens of the two sequences: both are longer than the copy's windows, one than its `ORIGINAL_LENGTH`."""
 _MAX_PARAMETERS = 60_000_000
@@ -58,13 +61,22 @@ class Trial:
         )
 
 
-def try_model(config: Any, *, head: Head = "lm") -> Trial:
+def try_model(config: Any, *, head: Head = "lm", device: torch.device = CPU) -> Trial:
     """Try the architecture of a transformers configuration; later calls in this process return the same trial.
+
+    Args:
+        device: where the copy is computed if it cannot be on the CPU: optional kernels of some hybrids need a GPU.
 
     Raises:
         ModelError: neither packed sequences nor padded rows equal each sequence alone.
+        UntriedModelError: no small copy can be built, or computed on these devices.
     """
-    return _try_once(_Key(config), head)
+    try:
+        return _try_once(_Key(config), head, CPU)
+    except UntriedModelError:
+        if device == CPU:
+            raise
+        return _try_once(_Key(config), head, device)
 
 
 class _Key:
@@ -83,9 +95,9 @@ class _Key:
 
 
 @functools.lru_cache(maxsize=32)
-def _try_once(key: _Key, head: Head) -> Trial:
+def _try_once(key: _Key, head: Head, device: torch.device) -> Trial:
     started = time.monotonic()
-    with _quiet(), torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
+    with _quiet(), torch.random.fork_rng([] if device == CPU else [device]), torch.enable_grad(), device:
         torch.manual_seed(0)
         small, model = _reference(key.config, head)
         architecture = type(model).__name__
@@ -120,21 +132,23 @@ def _why_not(way: str, small: Any, reference: Any, sequences: list[Tensor], head
         model = _auto_class(head).from_config(copy.deepcopy(small), dtype=torch.float32, **options)
         model.load_state_dict(reference.state_dict())
         install_packed_forward(model.train(), dense_log_prob if head == "lm" else None)
-        batch = SimpleBatch.pack([_split(ids, head) for ids in sequences])
-        kernel = "sdpa" if way == "packed" else ROWS
-        inputs, _ = packed_inputs(batch, device=torch.device("cpu"), kernel=kernel)
+        with CPU:
+            batch = SimpleBatch.pack([_split(ids, head) for ids in sequences])
+            kernel = "sdpa" if way == "packed" else ROWS
+            inputs, _ = packed_inputs(batch, device=sequences[0].device, kernel=kernel)
         outputs, gradients = _outputs_and_gradients(model, [model(packed=inputs)])
     except ModelError as error:
         return f"it is refused: {error}"
     except Exception as error:  # whatever a model raises that does not know our attention, or our head's inputs
         return f"it fails with {type(error).__name__}: {str(error)[:200]}"
+    tolerance = TOLERANCE if outputs.device == CPU else TOLERANCE_ON_GPU
     difference = float((outputs - expected[0]).abs().max())
-    if not difference <= TOLERANCE:
+    if not difference <= tolerance:
         return f"its {'log-probs' if head == 'lm' else 'values'} differ by {difference:.1g} from each sequence alone"
     largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
     for name, gradient in expected[1].items():
         difference = float((gradients.get(name, torch.zeros(())) - gradient).abs().max())
-        if not difference <= TOLERANCE * max(0.01 * largest, float(gradient.abs().max())):
+        if not difference <= tolerance * max(0.01 * largest, float(gradient.abs().max())):
             return f"the gradient of {name} differs by {difference:.1g} from each sequence alone"
     return ""
 
@@ -149,7 +163,7 @@ def _reference(config: Any, head: Head) -> tuple[Any, Any]:
     """(configuration, upstream's model in evaluation mode) of the small random copy.
 
     Raises:
-        ModelError: it cannot be built, or its outputs are not finite.
+        UntriedModelError: it cannot be built, or its outputs are not finite.
     """
     failures = []
     for widths in ("fixed", "scaled", "kept"):
@@ -171,17 +185,16 @@ def _reference(config: Any, head: Head) -> tuple[Any, Any]:
         if all(bool(output.isfinite().all()) for output in outputs):
             return small, model
         failures.append("its outputs are not finite")
-    raise ModelError(
-        f"{type(config).__name__}: no small copy of this architecture can be tried ({'; '.join(failures)})"
-    )
+    raise UntriedModelError(f"no small copy of {type(config).__name__} can be tried: {'; '.join(failures)}")
 
 
 def _sequences(model: Any) -> list[Tensor]:
     """Token ids of the two sequences, without padding tokens."""
     config = model.config.get_text_config()
-    ids_T = torch.randint(4, int(config.vocab_size), (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator("cpu").manual_seed(1)
+    ids_T = torch.randint(4, int(config.vocab_size), (sum(LENGTHS),), generator=generator, device=CPU)
     ids_T[ids_T == getattr(config, "pad_token_id", None)] = 3
-    return list(ids_T.split(list(LENGTHS)))
+    return list(ids_T.to(next(model.parameters()).device).split(list(LENGTHS)))
 
 
 def _split(ids_T: Tensor, head: Head) -> tuple[list[int], list[int]]:
@@ -205,7 +218,7 @@ def _is_causal(model: Any, ids_T: Tensor, head: Head) -> bool:
     other_T = torch.cat((ids_T[:-1], ids_T[:1]))
     with torch.no_grad():
         before, after = (_alone(model, each, head)[:, :-1] for each in (ids_T, other_T))
-    return bool((before - after).abs().max() <= TOLERANCE)
+    return bool((before - after).abs().max() <= TOLERANCE_ON_GPU)
 
 
 def _outputs_and_gradients(model: nn.Module, outputs: list[Tensor]) -> Result:
