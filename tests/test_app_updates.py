@@ -1,0 +1,87 @@
+"""The updates of the GRPO and PPO apps: which columns, mini batches and epochs their models are given."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import apps.grpo.main as grpo
+import apps.ppo.main as ppo
+from apps.grpo.config import GrpoConfig
+from apps.ppo.config import PpoConfig
+from ds_engine import StepStats
+from rl_data import Prompt
+from rl_runtime import Experience, ExperienceBatch, MiniBatch, TrainBatch
+from rl_runtime.ranks.model_handle import TokenColumns
+from run_kit import load_config
+
+
+class Model:
+    """Computes nothing and records what it is given; `ModelHandle` has tests of its own."""
+
+    def __init__(self) -> None:
+        self.ranks = object()
+        self.computed: list[str] = []
+        self.updates: list[tuple[int, dict[str, Any]]] = []
+        self.columns: dict[str, list[float]] = {}
+
+    def log_probs(self, batch: TrainBatch, *, column: str) -> TokenColumns:
+        self.computed.append(column)
+        zeros = batch.split(torch.zeros(8))
+        return TokenColumns(log_probs=zeros, entropy=zeros)
+
+    def values(self, batch: TrainBatch, *, column: str) -> Any:
+        self.computed.append(column)
+        return batch.split(torch.full((8,), 0.5))
+
+    def update(self, mini_batch: MiniBatch, loss_fn: Any) -> StepStats:
+        self.updates.append((mini_batch.index, loss_fn.keywords))
+        self.columns = {name: column_K.tolist() for name, column_K in mini_batch.batch._columns.items()}
+        return StepStats(loss=0.0, metrics={}, grad_norm=1.0, lr=0.1, num_micro_batches=1, num_empty_micro_batches=0)
+
+
+def sample(group: int, length: int, score: float) -> Experience:
+    return Experience(
+        prompt=Prompt("p", "p", (1,), "1", "gsm8k"),
+        group_id=group,
+        sample_index=0,
+        response_ids=tuple(range(length)),
+        response_text="",
+        rollout_log_probs=np.zeros(length, np.float32),
+        finish_reason="stop",
+        version_spans=((0, length),),
+        score=score,
+    )
+
+
+BATCH = ExperienceBatch(items=(sample(0, 1, 4.0), sample(0, 2, 0.0), sample(1, 4, 7.0), sample(1, 1, 7.0)))
+TWO_BY_TWO = ("algorithm.num_epochs=2", "algorithm.kl_coef=0.3", "batch.train_batch_size=2", "batch.mini_batch_size=1")
+
+
+@pytest.mark.parametrize(("normalize", "scale"), [("true", 8**-0.5), ("false", 1.0)])
+def test_grpo_trains_on_advantages_relative_to_the_group(normalize: str, scale: float) -> None:
+    config = load_config(GrpoConfig, overrides=[f"algorithm.normalize_by_std={normalize}", *TWO_BY_TWO])
+    actor, ref = Model(), Model()
+    grpo.learn(1, BATCH, lambda _: nullcontext(), config=config, actor=actor, ref=ref)  # type: ignore[arg-type]
+    assert [(index, keywords["kl_coef"]) for index, keywords in actor.updates] == [(0, 0.3), (1, 0.3)] * 2
+    assert (actor.computed, ref.computed) == (["old_log_probs"], ["ref_log_probs"])
+    assert actor.columns["advantages"] == pytest.approx([2 * scale, *[-2 * scale] * 2, *[0.0] * 5], rel=1e-5)
+
+
+@pytest.mark.parametrize(("kl_in", "in_loss"), [("reward", 0.0), ("loss", 0.3)])
+def test_ppo_trains_the_critic_on_returns_and_the_actor_on_advantages(kl_in: str, in_loss: float) -> None:
+    options = ("algorithm.whiten_advantages=false", "algorithm.critic_warmup_steps=1", "algorithm.value_clip=0.7")
+    config = load_config(PpoConfig, overrides=[f"algorithm.kl_in={kl_in}", *options, *TWO_BY_TWO])
+    models = {name: Model() for name in ("actor", "critic", "ref")}
+    for step in (1, 2):
+        kl = ppo.KlCoefficient(config.algorithm)
+        ppo.learn(step, BATCH, lambda _: nullcontext(), config=config, kl=kl, **models)  # type: ignore[arg-type]
+    actor, critic = models["actor"], models["critic"]
+    assert [(index, keywords["kl_coef"]) for index, keywords in actor.updates] == [(0, in_loss), (1, in_loss)] * 2
+    assert critic.updates == [(0, {"value_clip": 0.7}), (1, {"value_clip": 0.7})] * 4
+    returns = [4.0, *[0.0] * 2, *[7.0] * 5]
+    for columns in (actor.columns, critic.columns):
+        assert columns["returns"] == pytest.approx(returns)
+        assert columns["advantages"] == pytest.approx([score - 0.5 for score in returns])
