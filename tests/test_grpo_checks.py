@@ -87,6 +87,8 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["trainer.resume=auto", "trainer.output_dir=" + "a" * 5000], "trainer.output_dir: File name too long"),
         (["trainer.num_ranks=1099511627776"], "trainer.num_ranks: is 1099511627776; allowed: at most 65536"),
         (["rollout.num_servers=1099511627776"], "rollout.num_servers: got 1099511627776; must be at most 4096"),
+        (["rollout.host=198.51.100.7"], "host='198.51.100.7': must be the address of a network interface"),
+        (["rollout.host=" + "a" * 5000], "host='aaaa.*': must be the address of a network interface"),
         (["sampling.stop_token_ids=[-1]"], "sampling.stop_token_ids"),
         (
             ["rollout.urls=http://127.0.0.1:9", "rollout.api_key_file=~nobody-here/key"],

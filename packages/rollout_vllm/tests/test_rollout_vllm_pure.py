@@ -516,7 +516,7 @@ def test_reserved_ports_are_distinct_and_usable() -> None:
             reserve_port("127.0.0.1", ports[0])
     for s in held:
         s.close()
-    with pytest.raises(errors.PortInUseError):
+    with pytest.raises(errors.RolloutConfigError, match=r"host='192\.0\.2\.7': must be the address"):
         reserve_port("192.0.2.7", 1)
 
 

@@ -1,5 +1,6 @@
 """Checks before a server starts: model folder, context length, KV cache, memory, ports."""
 
+import errno
 import json
 import os
 import socket
@@ -171,6 +172,8 @@ def reserve_port(host: str, port: int | None) -> socket.socket:
 
     The kernel never assigns a bound port to a process that requests any free port, and vLLM can still bind it: on Linux
     two sockets with SO_REUSEADDR share an address while neither listens. Keep the socket until the server has stopped.
+
+    Raises RolloutConfigError for a host that is no address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -182,7 +185,11 @@ def reserve_port(host: str, port: int | None) -> socket.socket:
         held = socket.socket(family, socket.SOCK_STREAM)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, port or 0))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        if isinstance(error, (socket.gaierror, UnicodeError)) or error.errno == errno.EADDRNOTAVAIL:
+            raise RolloutConfigError(
+                f"host={host[:100]!r}: must be the address of a network interface of this machine ({error})"
+            ) from None
         raise PortInUseError(
             f"port={port} on {host}: {error.strerror or error}; choose another port, or unset port to use a free one"
         ) from None

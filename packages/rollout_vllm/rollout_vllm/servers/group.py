@@ -48,8 +48,8 @@ def check_launch(model_path: str | Path, config: RolloutConfig, *, elsewhere: bo
         return device
     check_cache_folder()
     check_memory(config, device, _free_memory())
-    for index in range(config.num_servers if config.port is not None else 0):
-        reserve_port(config.host, (config.port or 0) + index).close()
+    for index in range(config.num_servers):
+        reserve_port(config.host, None if config.port is None else config.port + index).close()
     return device
 
 
