@@ -28,6 +28,8 @@ from ckpt import (
     load_state_dict,
     loading_without_pickle,
     rank_file,
+    savers,
+    zero,
 )
 
 
@@ -81,8 +83,10 @@ def run(rank: int, stage: int, out: Path) -> dict[str, float]:
             assert (folder / name).read_bytes() == (plain / name).read_bytes(), name
     assert load_state_dict(checkpoint.path / rank_file("rng", rank))["format_version"] == 1
 
+    assert savers.deepspeed_async.ENGINE.calls["checkpoint_engine"] > 0
     with loading_without_pickle(engine):
         path, state = engine.load_checkpoint(str(folder), tag="actor")
+    assert zero.deepspeed_load.ENGINE.calls["checkpoint_engine"] > 0
     assert path is not None
     assert state["num_steps"] == 2
     train(engine, 3)

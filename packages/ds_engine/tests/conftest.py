@@ -8,6 +8,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ds_engine_libaio import libaio_variables
+
 from plinth_testing import RankPool, RankServer, write_tiny_model
 
 
@@ -26,6 +28,25 @@ def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer
     script = Path(__file__).with_name("ds_engine_rank.py")
     with RankServer(script, tmp_path_factory.mktemp("rank_server")) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def nvme_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Two ranks that can build DeepSpeed's asynchronous I/O, which takes minutes of a C++ compiler."""
+    folder = tmp_path_factory.mktemp("libaio")
+    variables = libaio_variables(folder)
+    if variables is None:
+        pytest.skip("libaio is not installed, and apt-get cannot download libaio-dev")
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {**variables, "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}.items():
+            environment.setenv(name, value)
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            pytest.skip("there is no C++ compiler, or it cannot link libaio")
+        script = Path(__file__).with_name("ds_engine_rank.py")
+        with RankServer(script, folder) as server, RankPool(server, 2, folder, timeout_s=1500) as pool:
+            yield pool
 
 
 def pool_of(size: int, scope: str) -> object:

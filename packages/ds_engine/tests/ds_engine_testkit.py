@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_engine.simple import SimpleBatch
+from plinth_testing import RankPool
 
 VOCAB = 64
 
@@ -123,6 +125,17 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 # ----------------------------------------------------------------------- ranks
+
+
+@contextmanager
+def used(pool: RankPool, *patches: str, but: Sequence[str] = ()) -> Iterator[None]:
+    """Context in which every rank must call all that these patches replace, `but` for some: an inert patch passes every
+    comparison with upstream."""
+    pool.run("take_calls")
+    yield
+    for calls in pool.run("take_calls"):
+        inert = [(patch, n) for patch in patches for n, number in calls[patch].items() if not number and n not in but]
+        assert not inert
 
 
 def assert_trained(

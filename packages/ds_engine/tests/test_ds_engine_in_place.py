@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import make_samples
+from ds_engine_testkit import make_samples, used
 
 from ds_engine import EngineConfig, OptimConfig, ZeroConfig
 from plinth_testing import RankPool
@@ -27,7 +27,8 @@ def test_parameters_follow_flat_weights_that_moved(
     )
     common = {"model_path": str(tiny_model), "config": config, "round_robin": round_robin}
     theirs = two_ranks.run("train_with_moved_weights", per_rank, ours=False, **common)
-    results = two_ranks.run("train_with_moved_weights", per_rank, ours=True, **common)
+    with used(two_ranks, "weight views of stage 3" if stage == 3 else "weight views of stages 1 and 2"):
+        results = two_ranks.run("train_with_moved_weights", per_rank, ours=True, **common)
     for result, expected in zip(results, theirs, strict=True):
         # Stage 3's own reload points shards by itself.
         reloaded = NUM_GROUPS if stage < 3 else 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds_engine_testkit import distance, make_samples, reference_training, write_adapters
+from ds_engine_testkit import distance, make_samples, reference_training, used, write_adapters
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -101,7 +101,10 @@ def test_fast_path_of_gathered_layers_changes_nothing(two_ranks: RankPool, tiny_
     per_rank = [{"steps": [[s[rank::4], s[rank + 2 :: 4]] for s in [*STEPS, *STEPS]]} for rank in range(2)]
     common = {"model_path": str(tiny_model), "config": replace(CONFIG, zero=zero, compile=False)}
     long = two_ranks.run("visited_both_ways", per_rank, short=False, **common)
-    short = two_ranks.run("visited_both_ways", per_rank, short=True, **common)
+    patches = ["gathers of stage 3", "layers of stage 3 as leaf modules", "hooks of stage 3's layers", "NVTX ranges"]
+    patches += ["fetch and release of gathered layers"]
+    with used(two_ranks, *patches, but=() if persistent else ("all_gather",)):
+        short = two_ranks.run("visited_both_ways", per_rank, short=True, **common)
     for (stats, weights, collectives, looks, live), expected in zip(short, long, strict=True):
         assert stats == expected[0]
         assert all(torch.equal(weights[name], weight) for name, weight in expected[1].items())
@@ -117,7 +120,8 @@ def test_one_rank_gathers_nothing(one_rank: RankPool, tiny_model: Path, tmp_path
     options = {"model_path": str(tiny_model), "config": replace(CONFIG, zero=zero, compile=False)}
     steps = [[s[::2], [], s[1::2]] for s in STEPS]
     folder = str(tmp_path / "saved")
-    (first,) = one_rank.run("train_alone", steps=steps[:2], save_to=folder, load_from=None, **options)
+    with used(one_rank, "gathers of stage 3 on one rank"):
+        (first,) = one_rank.run("train_alone", steps=steps[:2], save_to=folder, load_from=None, **options)
     (second,) = one_rank.run("train_alone", steps=steps[2:], save_to=None, load_from=folder, **options)
     stats = first["stats"] + second["stats"]
     assert [s.loss for s in stats] == pytest.approx(losses, rel=1e-5)

@@ -78,6 +78,8 @@ class DeepSpeedState(Capture):
                 self._save(folder)
             finally:
                 restore()
+            if not recorder.names:
+                raise CheckpointUsageError("nothing was saved: `save` must call this engine's save_checkpoint")
             # Files that DeepSpeed writes without its checkpoint engine: zero_to_fp32.py and `latest`.
             self._small_files = {
                 path.relative_to(folder).as_posix(): path.read_bytes()
