@@ -152,16 +152,19 @@ def packed_attention(
         sliding_window = None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     # Latent attention has smaller values than queries, which all-to-alls, flash-attn and varlen do not know.
-    value_size = value.shape[-1]
-    if value_size != query.shape[-1] and (packing.sp_group is not None or packing.kernel in ("flash", "varlen")):
-        value = F.pad(value, (0, query.shape[-1] - value_size))
+    missing = query.shape[-1] - value.shape[-1]
+    padded = missing > 0 and (packing.sp_group is not None or packing.kernel in ("flash", "varlen"))
+    if padded:
+        value = F.pad(value, (0, missing))
     q_Thd, k_Thd, v_Thd = (x[0].transpose(0, 1) for x in (query, key, value))
     if packing.sp_group is not None:
         q_Thd, k_Thd, v_Thd = scatter_heads(q_Thd, k_Thd, v_Thd, packing.sp_group)
     out = _KERNELS[packing.kernel](q_Thd, k_Thd, v_Thd, packing, scale, sliding_window)
     if packing.sp_group is not None:
         out = gather_heads(out, packing.sp_group)
-    return out[..., :value_size].unsqueeze(0), None
+    if padded:
+        out = out[..., :-missing]
+    return out.unsqueeze(0), None
 
 
 def _flash4(
