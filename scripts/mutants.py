@@ -197,7 +197,7 @@ def failures_without_fault(copy: Copy, tests: Sequence[str]) -> dict[str, str]:
     code, output = copy.run_tests(tests, "-rA", "--tb=short", timeout_s=3 * TIMEOUT_S)
     if code not in (0, 1):  # a file that cannot be imported hides the others
         by_file = [[test for test in tests if _file(test) == file] for file in dict.fromkeys(map(_file, tests))]
-        if len(by_file) > 1:
+        if len(by_file) > 1 and code in (2, 4):
             return {test: why for part in by_file for test, why in failures_without_fault(copy, part).items()}
         return dict.fromkeys(tests, f"pytest ended with {code} without the fault: {_reason(output)}")
     found = {}
@@ -236,16 +236,14 @@ def try_fault(copy: Copy, fault: Fault) -> Result:
     started = time.monotonic()
     with copy.with_fault(fault):
         code, output = copy.run_tests(fault.tests, "-x", "--tb=line")
-    failed = _nodes(output, "FAILED", "ERROR")
+    failed = _nodes(output, "FAILED")  # a fixture's ERROR says little: ranks that did not start in time, say
     if code == 1 and failed:
         verdict, detail = "caught", failed[0].rpartition("::")[2]
     elif code == 0:
         verdict, detail = "SURVIVED", "all of its tests pass"
     else:
-        verdict, detail = (
-            "BROKEN",
-            f"pytest {'did not end' if code is None else f'ended with {code}'}: {_reason(output)}",
-        )
+        end = "did not end" if code is None else f"ended with {code}"
+        verdict, detail = "BROKEN", f"pytest {end}: {_reason(output)}"
     return Result(fault=fault, verdict=verdict, seconds=time.monotonic() - started, detail=detail)
 
 
@@ -296,6 +294,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: 2)")
     parser.add_argument("--list", action="store_true", help="print the faults and exit")
     options = parser.parse_args(argv)
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: allowed: 1 or more")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the tests too
     started = time.monotonic()
     results = []
@@ -308,10 +308,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         width = max(len(fault.name) for fault in faults)
         for result in drill(REPO, faults, jobs=options.jobs):
             results.append(result)
-            print(
-                f"{result.fault.name:<{width}}  {result.verdict:<8}  {result.seconds:5.1f} s  {result.detail}",
-                flush=True,
-            )
+            row = f"{result.fault.name:<{width}}  {result.verdict:<8}  {result.seconds:5.1f} s  {result.detail}"
+            print(row, flush=True)
     except MutantError as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
