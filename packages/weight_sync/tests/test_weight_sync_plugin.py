@@ -187,9 +187,9 @@ def experts(kind: str = "", weight: Any = None) -> Any:
     return model
 
 
-def push(model: Any, *, layerwise: bool = False) -> tuple[ModelLoader, Any]:
+def push(model: Any, *names: str, layerwise: bool = False) -> tuple[ModelLoader, Any]:
     loader = ModelLoader(model, SimpleNamespace(dtype=torch.float32), torch.device("cpu"))
-    plan = plan_of(model, "weight", "bias")
+    plan = plan_of(model, *(names or ("weight", "bias")))
     values = torch.arange(plan.buckets[0].nbytes // 4, dtype=torch.float32).view(torch.uint8)
     loader.begin(loader.check(plan), layerwise=layerwise)
     loader.load(plan.buckets[0], values)
@@ -199,14 +199,16 @@ def push(model: Any, *, layerwise: bool = False) -> tuple[ModelLoader, Any]:
 
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("weight", [None, torch.zeros(4, 4)], ids=["random", "constant"])
+@pytest.mark.parametrize("order", [("weight", "bias"), ("bias", "weight")], ids=["weight first", "bias first"])
 def test_packed_weights_are_packed_again_and_verified(
-    layerwise: bool, weight: Any, monkeypatch: pytest.MonkeyPatch
+    order: tuple[str, ...], layerwise: bool, weight: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
     model = experts(weight=weight)
     kernel, address = model.quant_method.kernel, model.weight.data_ptr()
-    loader, sent = push(model, layerwise=layerwise)
-    assert torch.equal(model.weight, torch.arange(16.0).view(4, 4).flip(0))
+    loader, sent = push(model, *order, layerwise=layerwise)
+    start = 64.0 if order[0] == "bias" else 0.0
+    assert torch.equal(model.weight, torch.arange(start, start + 16).view(4, 4).flip(0))
     assert (model.quant_method.kernel, model.weight.data_ptr()) == (kernel, address)
     loader.begin_verify()
     loader.verify(*sent)

@@ -159,8 +159,12 @@ class DryRun:
             if _storage(to) in self._buffers:
                 self._to_buffers[self._current] += to.numel()
             return
+        copies = self._layout.copies[self._current]
+        if any(copy.target is target and copy.to_view == _geometry(to) for copy in copies):
+            self._layout.replayable = False  # a loader that transforms what it has copied, such as Mamba's A_log
+            return
         target.received += to.numel()
-        self._layout.copies[self._current].append(Copy(target, _geometry(to), _geometry(source)))
+        copies.append(Copy(target, _geometry(to), _geometry(source)))
 
     def on_other_write(self, to: Tensor) -> None:
         """A loader writes a tensor other than by copying or by zeroing vocabulary padding."""

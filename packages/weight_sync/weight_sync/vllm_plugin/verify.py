@@ -53,7 +53,8 @@ class Verifier:
             self._left[copy.target] -= copy.numel
             targets = [copy.target] if copy.target.in_place else self._unprocessed.get(copy.target.module, [])
             if targets and not any(self._left[target] for target in targets):
-                self._unprocessed.pop(copy.target.module, None)
+                if not copy.target.in_place:
+                    del self._unprocessed[copy.target.module]
                 self._compare(targets)
         self._num_tensors += len(bucket.slots)
 
