@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 from ckpt import Checkpoint, CheckpointManager
-from ds_engine import EngineConfig, UntriedModelError, check_model
+from ds_engine import EngineConfig, EngineConfigError, ModelError, UntriedModelError, check_model
 from ds_engine.config import check_schedule
 from rl_data import (
     DataConfig,
@@ -93,7 +93,7 @@ def check_architectures(model: ModelConfig, engines: Mapping[str, EngineConfig],
         engines: configuration section -> engine; the section `critic` has a value head.
         on_gpu: the ranks have GPUs; they try a model whose kernels need one.
 
-    Raises ds_engine.ModelError or ds_engine.EngineConfigError.
+    Raises InputError.
     """
     if model.path == BUILTIN_MODEL:
         return []
@@ -102,10 +102,12 @@ def check_architectures(model: ModelConfig, engines: Mapping[str, EngineConfig],
     for section, engine in engines.items():
         try:
             lines.append(str(check_model(folder, engine, head="value" if section == "critic" else "lm")))
-        except UntriedModelError as error:
-            if not on_gpu:
-                raise
+        except ModelError as error:
+            if not (on_gpu and isinstance(error, UntriedModelError)):
+                raise InputError(f"model.path is {model.path}: {error}") from error
             lines.append(f"{error}; the ranks try it before the first step")
+        except EngineConfigError as error:
+            raise InputError(f"{section}.{error}") from error
     return list(dict.fromkeys(lines))
 
 
