@@ -51,7 +51,7 @@ class RanksConfig:
     """Seed of data order, sampling and initial weights."""
     step_timeout_s: float = 1800.0
     """Seconds after which a call on the ranks (one phase of a step) fails and ends the run."""
-    stall_timeout_s: float = 300.0
+    stall_timeout_s: float = 600.0
     """Seconds without progress on any rank after which a call fails, long before `step_timeout_s`. The error names the
     rank, its host and what it last did; a fifth of this time brings a warning."""
     max_skipped_updates: int = 10

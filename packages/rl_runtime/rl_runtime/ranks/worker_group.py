@@ -36,7 +36,7 @@ class WorkerGroup:
         *,
         num_threads: int,
         timeout_s: float,
-        stall_timeout_s: float = 300.0,
+        stall_timeout_s: float = 600.0,
         name: str = "",
         report: Callable[[str], None] = print,
     ) -> None:
@@ -120,7 +120,7 @@ class WorkerGroup:
             if not done and left_s <= 0:
                 raise RankError(
                     f"{self._name}ranks {ranks} of {len(refs)} did not finish {method!r} in {self._timeout_s:.0f} s "
-                    f"(trainer.step_timeout_s): {self._stalled(ranks, 0.0)}"
+                    f"(trainer.step_timeout_s): {self._stalled(ranks, 0.0) or 'no heartbeat'}"
                 )
             if done or method in _LIMITED_ELSEWHERE:
                 pass
