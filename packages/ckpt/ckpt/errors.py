@@ -6,7 +6,7 @@ CheckpointError
 ├── CheckpointNotFoundError (also ValueError)   the checkpoint does not exist
 ├── CheckpointExistsError (also ValueError)     the step is already published
 ├── CheckpointLockedError (also ValueError)     another process is writing in the folder; names it
-├── CheckpointSpaceError (also ValueError)      the disk is full
+├── CheckpointSpaceError                        the disk is full; names the file and the free space
 ├── CheckpointStateError (also ValueError)      the state cannot be stored or restored
 ├── CheckpointUsageError (also ValueError)      calls out of order, or an argument out of range
 ├── ExportError (also ValueError)               a Hugging Face export failed
@@ -60,7 +60,7 @@ class CheckpointLockedError(CheckpointError, ValueError):
     """Another process is writing checkpoints in the folder."""
 
 
-class CheckpointSpaceError(CheckpointError, ValueError):
+class CheckpointSpaceError(CheckpointError):
     """The disk has no room for the checkpoint; its unpublished files are deleted."""
 
 

@@ -32,6 +32,15 @@ def check_space(folder: Path, num_bytes: int, *, estimate: str) -> None:
         )
 
 
+def no_space(error: OSError, path: Path, doing: str) -> CheckpointSpaceError:
+    """The error of a disk that is full while `doing`, with the free space on the disk of `path`."""
+    free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+    return CheckpointSpaceError(
+        f"{path}: {error.strerror} while {doing}; {free:,} bytes are free. Its files are deleted; earlier checkpoints "
+        "are whole. Free some space, or keep fewer checkpoints."
+    )
+
+
 def is_disk_full(error: OSError) -> bool:
     """Whether the error means that the disk is full, or that a quota or file size limit is reached."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -24,12 +24,11 @@ from typing import Any
 
 from .errors import (
     CheckpointExistsError,
-    CheckpointSpaceError,
     CheckpointStateError,
     CheckpointUsageError,
     UnsupportedFormatError,
 )
-from .files import TRASH_PREFIX, check_space, is_disk_full, publish_folder, remove_folder, write_text
+from .files import TRASH_PREFIX, check_space, is_disk_full, no_space, publish_folder, remove_folder, write_text
 from .lock import WriterLock
 from .manifest import MANIFEST_NAME, CheckpointManifest, FileEntry, ManifestError, folder_name
 from .models import MODELS_NAME
@@ -156,10 +155,7 @@ class CheckpointManager(CheckpointReader):
             if not is_disk_full(error):
                 raise
             self.abandon(step)
-            raise CheckpointSpaceError(
-                f"{partial}: {error.strerror} while step {step} was being published. Its files are deleted; the "
-                "earlier checkpoints are whole. Free some space, or keep fewer checkpoints."
-            ) from error
+            raise no_space(error, partial, f"step {step} was being published") from error
         if final.exists():
             self._withdraw(step)
         publish_folder(partial, final)

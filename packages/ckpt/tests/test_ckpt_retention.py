@@ -127,7 +127,7 @@ if sys.argv[2] == "limit":
 try:
     manager.publish(2, state=state)
 except CheckpointSpaceError as error:
-    assert "whole" in str(error), error
+    assert "whole" in str(error) and "bytes are free" in str(error) and str(root) in str(error), error
 else:
     raise SystemExit("published on a full disk")
 assert manager.load(1).step == 1
@@ -186,7 +186,7 @@ for step, states in ((2, {"actor": actor}), (3, {"model": {"w": many}})):
     try:
         saver.wait()
     except CheckpointSpaceError as error:
-        assert "bytes" in str(error) and str(root) in str(error), error
+        assert "bytes are free" in str(error) and str(root) in str(error), error
     else:
         raise SystemExit(f"published on a full disk: {states}")
     assert sorted(path.name for path in root.iterdir()) == [".lock", "latest", "step_00000001"], list(root.iterdir())

@@ -23,6 +23,7 @@ from .config.loader import load_config, to_yaml
 from .config.redaction import redact_urls, secrets_in
 from .config.schema import all_paths, nearest_paths
 from .errors import OWN_PACKAGES, ConfigError, ConfigProblem
+from .tracking.metrics_table import is_disk_full
 
 ConfigT = TypeVar("ConfigT")
 
@@ -122,7 +123,7 @@ def _run(
         shown = cause if isinstance(cause, Exception) else error
         if is_user_error(shown) or isinstance(shown, user_errors):
             _fail(shown, app_name)
-        if not _is_own(error):
+        if not (_is_own(error) or (isinstance(error, OSError) and is_disk_full(error))):
             raise
         print(
             redact_urls("\n".join([f"error: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr, flush=True

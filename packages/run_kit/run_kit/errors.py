@@ -3,7 +3,8 @@
 RunKitError
 ├── ConfigError (ValueError)    the configuration holds one or more problems
 ├── TrackingError (ValueError)  a run folder, metric or tracker cannot be used as asked
-└── ReportError (ValueError)    a report cannot be written from a run folder
+├── ReportError (ValueError)    a report cannot be written from a run folder
+└── DiskFullError               a file of the run folder cannot be written
 
 Errors that are also ValueErrors are user errors: `run_cli` prints them as one `error: …` and exits with code 2.
 """
@@ -79,3 +80,7 @@ class TrackingError(RunKitError, ValueError):
 
 class ReportError(RunKitError, ValueError):
     """A report cannot be written from a run folder."""
+
+
+class DiskFullError(RunKitError):
+    """A file cannot be written: the disk is full, or a quota or size limit is reached. Names it and the free space."""

@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -256,3 +257,35 @@ def test_help_into_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     script = write_app(tmp_path, closed)
     done = subprocess.run([sys.executable, str(script), "--help"], stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+DISK_FULL = """
+import resource, sys
+from dataclasses import dataclass, field
+from run_kit import RunFolder, Tracker, TrackingConfig, run_cli
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    output: str = "."
+    limit: int = 0
+    tracking: TrackingConfig = field(default_factory=lambda: TrackingConfig(report=False, curves=False))
+
+def main(config):
+    with Tracker(RunFolder.create(config.output, "x"), config, num_steps=9) as tracker:
+        tracker.log(1, {"a": 1.0})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (config.limit, config.limit))
+        tracker.log(2, {"a": 2.0})
+
+run_cli(Config, main, app_name="x", argv=sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("limit", "file"), [(1, "metrics.tsv"), (60, "events.out.tfevents")])
+def test_a_full_disk_ends_the_run_with_one_message_and_exit_1(tmp_path: Path, limit: int, file: str) -> None:
+    command = [sys.executable, "-c", DISK_FULL, f"output={tmp_path}", f"limit={limit}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    named = rf"error: {tmp_path}/x_\d+_\d+/\S*{file}\S* cannot be written: File too large; [\d,]+ bytes are free"
+    assert re.match(named, error), error

@@ -443,7 +443,7 @@ def test_a_missing_wandb_is_reported(run: RunFolder, monkeypatch: pytest.MonkeyP
 
 
 def test_a_missing_tensorboard_is_reported(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     with pytest.raises(TrackingError, match=r"set tracking.tensorboard=false"):
         Tracker(run, TrackingConfig(), num_steps=1)
 

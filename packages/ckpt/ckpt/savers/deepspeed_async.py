@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ..digest import FileEntry, HashedFile
-from ..errors import CheckpointSpaceError, CheckpointUsageError
-from ..files import is_disk_full
+from ..errors import CheckpointUsageError
+from ..files import is_disk_full, no_space
 from ..upstream import Patch
 from .capture import Capture, HostCopies, tensor_identity
 
@@ -117,9 +117,7 @@ class DeepSpeedState(Capture):
                 cause = cause.__context__
             if cause is None:
                 raise
-            raise CheckpointSpaceError(
-                f"{path}: {cause.strerror} while the {self.num_bytes:,} bytes of {name!r} were written"
-            ) from error
+            raise no_space(cause, path, f"the {self.num_bytes:,} bytes of {name!r} were written") from error
 
 
 _crc32_guard = threading.Lock()

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..digest import FileEntry, HashedFile
-from ..errors import CheckpointNotFoundError, CheckpointSpaceError, CheckpointStateError
-from ..files import is_disk_full
+from ..errors import CheckpointNotFoundError, CheckpointStateError
+from ..files import is_disk_full, no_space
 from ..hf_export import DTYPE_NAMES
 from .capture import HostCopies, tensor_identity
 
@@ -194,9 +194,7 @@ def _write(flat: _Flat, path: Path) -> FileEntry:
         path.unlink(missing_ok=True)
         if not is_disk_full(error):
             raise
-        raise CheckpointSpaceError(
-            f"{path}: {error.strerror} while {num_bytes:,} bytes were written; the file is deleted"
-        ) from error
+        raise no_space(error, path, f"{num_bytes:,} bytes were written") from error
     assert file.entry is not None, "the file is closed"
     return file.entry
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .metrics_table import MetricsTable, columns_of
+from .metrics_table import MetricsTable, columns_of, naming_full_disk
 from .panels import Panel, choose_panels, single_panels
 from .summary import smooth
 
@@ -72,7 +72,8 @@ def _write_grid(panels: Sequence[Panel], path: Path, title: str, draw: Callable[
         else:
             axes.set_visible(False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="png")
+    with naming_full_disk(path):
+        figure.savefig(temporary, format="png")
     os.replace(temporary, path)
     return path
 

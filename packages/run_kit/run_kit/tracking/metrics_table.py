@@ -1,22 +1,52 @@
 """`metrics.tsv`: one row per step, tab-separated, readable during the run."""
 
+import errno
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import TrackingError
+from ..errors import DiskFullError, TrackingError
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether the disk is full, or a quota or the limit of a file's size is reached."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Context that writes `path`. Raises DiskFullError, which names it and the free space, when there is no room."""
+    try:
+        yield
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise DiskFullError(
+            f"{path} cannot be written: {error.strerror}; {free:,} bytes are free. Free some space on that disk"
+        ) from error
 
 
 def atomic_write(path: Path, text: str) -> None:
     """Write a file so that readers see the old or the new content, never a part.
 
     A lone surrogate, which a tokenizer can produce and UTF-8 cannot hold, is written as its escape, as in JSON.
+
+    Raises:
+        DiskFullError: there is no room; an old file is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
+    try:
+        with naming_full_disk(path):
+            temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
+    except DiskFullError:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)
 
 
@@ -115,7 +145,7 @@ class MetricsTable:
             atomic_write(self.path, self._text())
             self._rewrite = False
         else:
-            with self.path.open("a", encoding="utf-8") as file:
+            with naming_full_disk(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(self._line(step))
 
     def truncate_from(self, step: int) -> None:

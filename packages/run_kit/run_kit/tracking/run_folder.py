@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from ..config.loader import to_yaml
 from ..config.redaction import redact_urls
 from ..errors import OWN_PACKAGES, TrackingError
-from .metrics_table import atomic_write
+from .metrics_table import atomic_write, is_disk_full
 
 EXPERIMENT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
 """Allowed experiment names (a run's folder starts with the name)."""
@@ -110,7 +110,8 @@ class RunFolder:
     ) -> None:
         if self._log and error is not None and not (isinstance(error, SystemExit) and error.code in (0, None)):
             self._log.write_text("".join(traceback.format_exception(kind, error, trace)))
-            error.add_note(f"The traceback is in {self.log_file}")
+            if not self._log.is_closed:
+                error.add_note(f"The traceback is in {self.log_file}")
         self._log = None
         self._stack.close()
 
@@ -136,6 +137,11 @@ class LogFile:
         self._lock = threading.RLock()
         self._open_lines: dict[str, str] = {}
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called or the disk was full."""
+        return self._file.closed
+
     def feed(self, stream: str, text: str) -> None:
         """Append text written to a stream; only complete lines go to the file, in their final form on the terminal."""
         with self._lock:
@@ -158,12 +164,23 @@ class LogFile:
                 if visible_line(rest):
                     self._write_line(rest)
             self._open_lines.clear()
-            self._file.close()
+            with contextlib.suppress(OSError):  # text that did not fit before
+                self._file.close()
 
     def _write_line(self, line: str) -> None:
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        try:
             self._file.write(redact_urls(visible_line(line)) + "\n")
             self._file.flush()
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            # No error from a print: the run ends where it next saves what it computed, with that file's name.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            if sys.__stderr__ is not None:
+                sys.__stderr__.write(f"warning: {self._file.name} ends here: {error.strerror}\n")
 
 
 def visible_line(line: str) -> str:

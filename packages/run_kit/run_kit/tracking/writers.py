@@ -1,6 +1,8 @@
 """Metric writers: TensorBoard event files and Weights & Biases."""
 
 import math
+import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any, Protocol
 
 from ..errors import TrackingError
 from .config import TrackingConfig
+from .metrics_table import naming_full_disk
 
 
 class MetricWriter(Protocol):
@@ -19,36 +22,45 @@ class MetricWriter(Protocol):
 
 
 class TensorBoardWriter:
-    """Writes scalars as TensorBoard events with TensorBoard's own writer, without torch or TensorFlow.
+    """Writes scalars as TensorBoard events with TensorBoard's own format, without torch or TensorFlow.
 
     Raises:
         TrackingError: the tensorboard package is not installed.
+        DiskFullError: by every method, when there is no room.
     """
 
     def __init__(self, folder: Path) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise TrackingError(
                 f"tracking.tensorboard is true, but the tensorboard package does not import ({error}); "
                 "pip install tensorboard, or set tracking.tensorboard=false"
             ) from None
         self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        # Not TensorBoard's EventFileWriter: its thread prints the traceback of a full disk and ends.
+        self._writer = RecordWriter(self._path.open("ab"))
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Write one event with all scalars of the step; those that are not finite are nan, a gap in the chart."""
         numbers = {name: float(value) if math.isfinite(value) else math.nan for name, value in metrics.items()}
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
-        self._writer.add_event(event)
-        self._writer.flush()
+        self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+    def _add(self, event: Any) -> None:
+        with naming_full_disk(self._path):
+            self._writer.write(event.SerializeToString())
+            self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close the file."""
-        self._writer.close()
+        """Close the file."""
+        with naming_full_disk(self._path):
+            self._writer.close()
 
 
 class WandbWriter:
