@@ -34,6 +34,11 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         ("mini_batch_size", "that works: 2, 4"),
     ),
     "port in use": ("rollout.port=PORT", ("PORT",)),
+    "section that is a list": ("data=[1]", ("data: got [1]; allowed: a section with the keys train, val",)),
+    "reward module that ends the process": ("reward.function=quits:score", ("reward.function", "quits", "SystemExit")),
+    "reward module that does not parse": ("reward.function=broken:score", ("reward.function", "broken", "SyntaxError")),
+    "model that cannot be trained": ("model.path=BERT data.train=good.parquet", ("BertLMHeadModel cannot be trained",)),
+    "prompts that are numbers": ("model.path=WITH data.train=numbers.parquet", ("data.train", "row 0", "'question'")),
     "unknown key": ("actor.zero.stag=2", ("actor.zero.stage",)),
     "wrong type": ("actor.zero.stage=two", ("actor.zero.stage", "two")),
     # 2 layers x 2 KV heads x 32 x 4 bytes x (K and V) is 1 KiB per token: 512 tokens need 0.0005 GiB.
@@ -65,6 +70,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / "model.safetensors").write_bytes(b"")
         (folder / name / "config.json").write_text(json.dumps(MODEL))
     (folder / "with" / "tokenizer.json").write_text("{}")
+    (folder / "bert").mkdir()
+    (folder / "bert" / "model.safetensors").write_bytes(b"")
+    (folder / "bert" / "tokenizer.json").write_text("{}")
+    bert = {"model_type": "bert", "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    (folder / "bert" / "config.json").write_text(json.dumps(bert))
+    (folder / "quits.py").write_text("import sys\nsys.exit(0)\n")
+    (folder / "broken.py").write_text("def score(:\n")
+    pq.write_table(pa.table({"question": [1], "answer": ["#### 1"]}), folder / "numbers.parquet")
     for name, columns in FILES.items():
         table = {column: pa.array(values, pa.string()) for column, values in columns.items()}
         pq.write_table(pa.table(table), folder / f"{name}.parquet")
@@ -82,7 +95,12 @@ def port() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def codes(folder: Path, port: str) -> dict[str, int]:
     """Exit codes of all cases; the messages are in files of their names."""
-    values = {"WITHOUT": str(folder / "without"), "WITH": str(folder / "with"), "PORT": port}
+    values = {
+        "WITHOUT": str(folder / "without"),
+        "BERT": str(folder / "bert"),
+        "WITH": str(folder / "with"),
+        "PORT": port,
+    }
     cases = {}
     for name, (arguments, _) in REFUSED.items():
         for word, value in values.items():
