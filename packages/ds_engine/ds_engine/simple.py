@@ -83,11 +83,12 @@ def dense_log_prob(
 ) -> tuple[Tensor, Tensor]:
     """(log_probs_K, entropy_K) of softmax(logits / temperature) in fp32; materializes the logits [K, V].
 
-    logits = hidden @ weight.T + bias; with `soft_cap` c they become c * tanh(logits / c).
+    logits = hidden @ weight.T + bias; with `soft_cap` c they become c * tanh(logits / c). A bias of -inf
+    excludes a token.
     """
     logits_KV = torch.nn.functional.linear(hidden_KH, weight_VH, bias).float()
     if soft_cap is not None:
         logits_KV = soft_cap * torch.tanh(logits_KV / soft_cap)
     log_p_KV = (logits_KV / temperature).log_softmax(-1)
-    entropy_K = -(log_p_KV.exp() * log_p_KV).sum(-1)
+    entropy_K = -(log_p_KV.exp() * log_p_KV.clamp_min(-1e20)).sum(-1)  # 0 * -inf would be NaN
     return log_p_KV.gather(1, targets_K[:, None])[:, 0], entropy_K

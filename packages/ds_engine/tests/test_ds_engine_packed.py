@@ -251,3 +251,17 @@ def test_batch_without_targets_becomes_one_token() -> None:
         inputs, num_targets = packed_inputs(batch, device=CPU, kernel="sdpa")
         assert num_targets == 0
         assert inputs.input_ids_1T.shape == (1, 1)
+
+
+def test_a_bias_of_minus_infinity_takes_a_token_out_of_the_vocabulary() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((4, 6), (9, 6), (9,)))
+    bias[5:] = -torch.inf
+    targets = torch.tensor([0, 4, 2, 2])
+    results = []
+    for rows in (slice(None), slice(5)):
+        leaf = hidden.clone().requires_grad_()
+        outputs = dense_log_prob(leaf, weight[rows], targets, 0.7, bias=bias[rows])
+        results.append([*outputs, *torch.autograd.grad(sum(o.sum() for o in outputs), leaf)])
+    for masked, small in zip(*results, strict=True):
+        torch.testing.assert_close(masked, small)

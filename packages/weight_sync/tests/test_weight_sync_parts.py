@@ -73,6 +73,17 @@ def test_source_sends_every_full_parameter_once(kind: Any, new_model: Any) -> No
         assert torch.equal(cast[name], param.detach().bfloat16())
 
 
+@pytest.mark.parametrize("kind", [ModuleSource, ZeroSource])
+def test_persistent_buffers_are_sent_in_their_own_dtype(kind: Any) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    module[1].register_buffer("router_bias", torch.rand(3))
+    module[1].register_buffer("positions", torch.rand(3), persistent=False)
+    got = collect(kind(module, torch.bfloat16))
+    assert got.keys() == module.state_dict().keys()
+    assert torch.equal(got["1.router_bias"], module[1].router_bias)
+    assert got["1.weight"].dtype == torch.bfloat16
+
+
 def test_integer_parameters_are_not_cast() -> None:
     module = nn.Module()
     module.register_parameter("scale", nn.Parameter(torch.arange(5), requires_grad=False))
