@@ -16,7 +16,7 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 from weight_sync import BucketPlan, ReceiverError, SyncConfigError, TensorEntry, WeightManifest, plan_buckets
-from weight_sync.vllm_plugin import layout, stale_replies
+from weight_sync.vllm_plugin import layout, processing, stale_replies
 from weight_sync.vllm_plugin import patch as patch_module
 from weight_sync.vllm_plugin.apply import ModelLoader
 from weight_sync.vllm_plugin.patch import PATCHES, Patch, records
@@ -235,6 +235,15 @@ def test_processing_that_cannot_be_repeated_is_refused(kind: str, reason: str, m
     with pytest.raises(ReceiverError, match=reason):
         push(experts(kind))
     push(experts(kind), layerwise=True)
+
+
+def test_model_that_cannot_be_read_loads_and_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_num_tensor_ranks", lambda: 1)
+    monkeypatch.setattr(processing, "digest", lambda tensor: 1 / 0)
+    model = experts()
+    assert model.quant_method.num_calls == 1
+    with pytest.raises(ReceiverError, match="plan: it cannot be read: ZeroDivisionError"):
+        push(model)
 
 
 def test_model_that_was_loaded_without_the_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

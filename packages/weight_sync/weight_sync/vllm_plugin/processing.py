@@ -105,26 +105,38 @@ def recording(process_weights: Callable[..., None]) -> Callable[..., None]:
 
     @torch.no_grad()
     def process(model: nn.Module, model_config: Any, target_device: torch.device) -> None:
-        before = {module: _Before(module) for module in model.modules()}
-        samples = {seen.kind: module for module, seen in reversed(before.items()) if _has_processing(module)}
-        raw = {
-            kind: {
-                name: like(param, param.detach().to("cpu", copy=True))
-                for name, param in sample._parameters.items()
-                if param is not None
+        try:
+            before = {module: _Before(module) for module in model.modules()}
+            samples = {seen.kind: module for module, seen in reversed(before.items()) if _has_processing(module)}
+            raw = {
+                kind: {
+                    name: like(param, param.detach().to("cpu", copy=True))
+                    for name, param in sample._parameters.items()
+                    if param is not None
+                }
+                for kind, sample in samples.items()
             }
-            for kind, sample in samples.items()
-        }
+        except Exception as error:  # every server of this Python comes here, also those without weight sync
+            before, samples, raw = {}, {}, {}
+            _mark(model, Record(model_config.dtype, {}, problem=f"it cannot be read: {type(error).__name__}: {error}"))
         process_weights(model, model_config, target_device)
-        for module, seen in before.items():
-            module.__dict__[_RECORD] = seen.compare(module, model_config.dtype)
-        problems = {kind: _disproof(sample, raw[kind]) for kind, sample in samples.items()}
-        for module, seen in before.items():
-            record = record_of(module)
-            assert record is not None
-            record.problem = record.problem or problems.get(seen.kind, "")
+        try:
+            for module, seen in before.items():
+                module.__dict__[_RECORD] = seen.compare(module, model_config.dtype)
+            problems = {kind: _disproof(sample, raw[kind]) for kind, sample in samples.items()}
+            for module, seen in before.items():
+                record = record_of(module)
+                assert record is not None
+                record.problem = record.problem or problems.get(seen.kind, "")
+        except Exception as error:
+            _mark(model, Record(model_config.dtype, {}, problem=f"it cannot be read: {type(error).__name__}: {error}"))
 
     return process
+
+
+def _mark(model: nn.Module, record: Record) -> None:
+    for module in model.modules():
+        module.__dict__[_RECORD] = record
 
 
 @torch.no_grad()
@@ -240,7 +252,8 @@ class _Before:
                 continue
             is_new = name in record.module_state.created or name in record.module_state.replaced
             if is_new and (isinstance(value, Tensor) or (callable(value) and not on_gpu)):
-                record.copies |= {name}  # a CUDA graph would keep the tensors of a replaced function
+                # An attention's are scales of the KV cache. A CUDA graph would keep the tensors of a replaced function.
+                record.copies |= set() if _is_attention(module) else {name}
             else:
                 out_of_reach.append(name)
         if any(_storage(tensor) not in own for tensor in _tensors_in(method_attributes)):
@@ -256,7 +269,9 @@ class _Seen:
     def __init__(self, tensor: Tensor) -> None:
         self.layout = layout_of(tensor)
         self.is_buffer = not isinstance(tensor, nn.Parameter)
-        self.is_constant = not tensor.is_meta and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all())
+        size = tensor.element_size()
+        bytes_N = torch.empty(0) if tensor.is_meta else _bytes(tensor)
+        self.is_constant = bytes_N.numel() > size and torch.equal(bytes_N[size:], bytes_N[:-size])
         self._digest = (0, 0) if tensor.is_meta else digest(tensor)
 
     def __eq__(self, other: object) -> bool:
