@@ -8,7 +8,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (its import is slow; here it is paid once for all ranks)
 import ds_engine_collective_worker
 import ds_engine_gradient_worker
 import ds_engine_upstream_worker

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +32,12 @@ OPTIMIZERS = Patch(
     reason="DeepSpeed compares the exact class, and would warn of our AdamW",
     stock=True,
     replaces={"deepspeed.runtime.zero.utils": ("ZERO_SUPPORTED_OPTIMIZERS",)},
+)
+MUON = Patch(
+    name="import of Muon",
+    reason="DeepSpeed imports it at every start, which loads torch's compiler (2 s): its kernels compile when called",
+    stock=True,
+    replaces={"deepspeed.runtime.compiler": ("compile()",)},
 )
 NVTX = Patch(
     name="NVTX ranges",
@@ -77,6 +85,8 @@ def start_deepspeed(
         known = zero_utils.ZERO_SUPPORTED_OPTIMIZERS
         if type(optimizer) not in known:
             OPTIMIZERS.replace(zero_utils, ZERO_SUPPORTED_OPTIMIZERS=[*known, type(optimizer)])
+    if optimizer is not None and MUON.check():
+        _import_muon()
     if NVTX.check():
         NVTX.replace(nvtx, enable_nvtx=False)
     gathers_layers = zero.gathers_layers and LEAVES.check()
@@ -94,6 +104,21 @@ def start_deepspeed(
             add_fetch_fast_path(engine.optimizer)
         keep_gathered(engine.optimizer)
     return engine
+
+
+def _import_muon() -> None:
+    from deepspeed.runtime import compiler
+
+    restore = MUON.replace(compiler, compile=lambda: _compile_when_called)
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        restore()
+
+
+def _compile_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = cache(lambda: torch.compile(function))
+    return wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
 
 def _replace_step(zero_optimizer: Any, config: EngineConfig) -> None:
