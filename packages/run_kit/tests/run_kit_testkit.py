@@ -18,7 +18,7 @@ class Zero:
     def __post_init__(self) -> None:
         if self.bucket_bytes == 7:
             raise ValueError("bucket_bytes=7: must be even; sizes that would do: 6, 8")
-        if self.bucket_bytes == 9:
+        if self.bucket_bytes == 5:
             raise ValueError("bucket_bytes='a: b' is not allowed: 8 or more")
         if self.bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}; allowed: above 0")
