@@ -1,7 +1,9 @@
+import errno
 import io
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from ckpt import (
     verify_folder,
 )
 from ckpt.manifest import FORMAT_VERSION, MANIFEST_NAME
+from ckpt.tools import command_line
 from ckpt.tools.command_line import Progress, main
 from plinth_testing.strategies import json_values
 
@@ -142,6 +145,20 @@ def test_no_good_checkpoint_is_left(tmp_path: Path) -> None:
         manager.latest()
     assert caught.value.newest_good is None
     assert manager.newest_good() is None
+
+
+def test_errors_of_files_are_one_line_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "latest").mkdir()
+    assert main(["list", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: [Errno 21] Is a directory")
+
+    def fill_up(options: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command_line, "_export", fill_up)
+        assert main(["export", str(tmp_path), str(tmp_path / "out"), "--model-files-from", "x"]) == 2
+    assert re.match(rf"error: {tmp_path}/out: No space left .*; [\d,]+ bytes are free", capsys.readouterr().err)
 
 
 def test_a_step_folder_with_another_steps_name_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

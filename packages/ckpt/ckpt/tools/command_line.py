@@ -14,6 +14,7 @@ from typing import TextIO
 
 from .. import upstream
 from ..errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, CheckpointUsageError
+from ..files import is_disk_full, no_space
 from ..manager import LATEST_NAME, PARTIAL_PREFIX, CheckpointManager, folder_name
 from ..manifest import MANIFEST_NAME, verify_folder
 from ..retention import Retention
@@ -257,4 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _verify(_folders(options.dir, options.step))
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        is_full = is_disk_full(error) and "out" in options
+        print(f"error: {no_space(error, options.out, 'it was written') if is_full else error}", file=sys.stderr)
         return 2
