@@ -1,13 +1,14 @@
 """Serves random models of several families with vLLM, one after another in this process, and loads other weights.
 
-Run by test_weight_sync_families.py: `weight_sync_families_worker.py FOLDER`, where FOLDER/<family>/old and new are the
-two models. Prints one JSON line for each family.
+Run by test_weight_sync_families.py: `weight_sync_families_worker.py FOLDER FAMILY:DTYPE ...`; FOLDER/<family>/old and
+new are the two models. Prints one JSON line for each family.
 """
 
 import json
 import math
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from vllm import LLM, SamplingParams
 
 from weight_sync import HfFolderSource, ReceiverError, plan_buckets
+from weight_sync.vllm_plugin.processing import record_of
 
 PROMPTS = [[5, 6, 7, 8, 2, 90, 33, 71, 14, 15, 60, 4], [11, 3, 42, 9, 17, 23], list(range(2, 60))]
 
@@ -25,10 +27,10 @@ PROMPTS = [[5, 6, 7, 8, 2, 90, 33, 71, 14, 15, 60, 4], [11, 3, 42, 9, 17, 23], l
 class Served:
     """A model in vLLM."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: Any) -> None:
         self._llm = LLM(
             str(folder),
-            dtype="float32",
+            dtype=dtype,
             enforce_eager=True,
             max_model_len=128,
             max_num_seqs=8,
@@ -51,14 +53,16 @@ class Served:
             for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
         ]
 
-    def push(self, folder: Path, *, layerwise: bool = False) -> None:
-        """Load and verify the weights of a folder in several buckets."""
+    def push(self, folder: Path, *, layerwise: bool = False, corrupts: bool = False) -> None:
+        """Load the weights of a folder in several buckets and verify them, corrupted in the meantime or not."""
         source = HfFolderSource(folder)
         plan = plan_buckets(source.manifest(), 60_000)
         self.loader.begin(self.loader.check(plan), layerwise=layerwise)
         for pass_ in (self.loader.load, self.loader.verify):
             if pass_ == self.loader.verify:
                 self.loader.begin_verify()
+                if corrupts:
+                    self._corrupt()
             for bucket in plan.buckets:
                 bytes_N = torch.empty(bucket.nbytes, dtype=torch.uint8)
                 source.fill(bucket, bytes_N)
@@ -67,37 +71,51 @@ class Served:
             count = self.loader.finish() if pass_ == self.loader.load else self.loader.finish_verify()
             assert count == plan.num_tensors
 
+    def _corrupt(self) -> None:
+        """Change one byte of a tensor that vLLM's processing changed, such as packed experts."""
+        changed = [
+            module.get_parameter(name)
+            for module in self.loader._model.modules()
+            if (record := record_of(module)) is not None
+            for name in record.changed | record.derived
+        ]
+        live = next((param for param in changed if param.numel()), None)
+        if live is None:
+            live = next(param for param in self.loader._model.parameters() if param.numel())
+        live.data.view(torch.uint8).view(-1)[0] += 1
+
 
 def largest_difference(ours: list[float], theirs: list[float]) -> float:
     assert len(ours) == len(theirs)
     return max(math.inf if math.isnan(a - b) else abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
-def check(folder: Path) -> dict[str, Any]:
+def check(folder: Path, dtype: str) -> dict[str, Any]:
     """Differences of log-probs after pushes, from before and from a fresh start with the pushed weights."""
     found: dict[str, Any] = {}
-    fresh = Served(folder / "new").log_probs()
-    served = Served(folder / "old")
+    fresh = Served(folder / "new", dtype).log_probs()
+    served = Served(folder / "old", dtype)
     before = served.log_probs()
     found["moved"] = largest_difference(before, fresh)
     for layerwise in (False, True):
-        try:
-            served.push(folder / "old", layerwise=layerwise)
-            same = largest_difference(served.log_probs(), before)
-            served.push(folder / "new", layerwise=layerwise)
-            other = largest_difference(served.log_probs(), fresh)
-        except ReceiverError as error:
-            found["layerwise" if layerwise else "auto"] = str(error)
-            served.loader.abort()
-            continue
+        served.push(folder / "old", layerwise=layerwise)
+        same = largest_difference(served.log_probs(), before)
+        served.push(folder / "new", layerwise=layerwise)
+        other = largest_difference(served.log_probs(), fresh)
         found["layerwise" if layerwise else "auto"] = [same, other]
+    try:
+        served.push(folder / "old", corrupts=True)
+    except ReceiverError as error:
+        found["corruption"] = error.kind
     return found
 
 
 if __name__ == "__main__":
-    for family in sys.argv[2:]:
+    for argument in sys.argv[2:]:
+        family, _, dtype = argument.partition(":")
         try:
-            found = check(Path(sys.argv[1]) / family)
+            found = check(Path(sys.argv[1]) / family, dtype)
         except Exception as error:
+            traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}"[:2000]}
         print("family", json.dumps({"family": family, **found}), flush=True)
