@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from .errors import ExportError
-from .files import fsync_file, new_folder
+from .files import fsync_file, is_disk_full, new_folder, no_space
 
 if TYPE_CHECKING:
     import torch
@@ -189,18 +189,23 @@ def save_hf_folder(
     several get an index. Configuration, tokenizer and other files without weights are copied from `model_files_from`.
     The folder appears by rename; after an error nothing is left.
 
-    Raises ExportError if `out` exists and is not empty (unless `overwrite`), `model_files_from` has no config.json, a
-    name occurs twice, or there are no tensors.
+    Raises CheckpointSpaceError when the disk is full, and ExportError if `out` exists and is not empty (unless
+    `overwrite`), `model_files_from` has no config.json, a name occurs twice, or there are no tensors.
     """
     out, source = Path(out), Path(model_files_from)
     if not (source / "config.json").is_file():
         raise ExportError(f"{source}: has no config.json; pass the folder of the exported model")
     if max_shard_bytes < 1:
         raise ExportError(f"max_shard_bytes={max_shard_bytes!r}: must be at least 1")
-    with new_folder(out, overwrite=overwrite) as partial:
-        _copy_model_files(source, partial, dtype)
-        writer = _ShardWriter(partial, dtype, max_shard_bytes)
-        for name, tensor in tensors:
-            writer.add(name, tensor)
-        num_tensors, num_bytes, num_shards = writer.finish()
+    try:
+        with new_folder(out, overwrite=overwrite) as partial:
+            _copy_model_files(source, partial, dtype)
+            writer = _ShardWriter(partial, dtype, max_shard_bytes)
+            for name, tensor in tensors:
+                writer.add(name, tensor)
+            num_tensors, num_bytes, num_shards = writer.finish()
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise no_space(error, out, "the model was written") from error
     return HfExport(path=out, num_tensors=num_tensors, num_bytes=num_bytes, num_shards=num_shards)

@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckpt import ExportError, save_hf_folder
+from ckpt import CheckpointSpaceError, ExportError, save_hf_folder
 from ckpt import hf_export as module
 from ckpt.tools.deepspeed_export import ModelFolder
 from plinth_testing import random_model, tiny_config
@@ -208,6 +209,17 @@ def test_transformers_loads_it(tmp_path: Path, tied: bool, max_shard_bytes: int)
     expected = model.to(torch.bfloat16).state_dict()
     assert loaded.state_dict().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointSpaceError, match=rf"{tmp_path}/out: File too large .*; [\d,]+ bytes are free"):
+            save_hf_folder(tmp_path / "out", [("w", torch.zeros(9_000))], model_files_from=source)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_names_and_dtypes_of_an_offline_export_are_the_model_folders(tmp_path: Path) -> None:
