@@ -9,6 +9,8 @@ import torch
 from ds_engine_testkit import Sample, token_loss
 from torch import Tensor
 
+from ds_engine.model.small_copy import small_config
+
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -51,6 +53,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
     "phi": {"num_key_value_heads": 4},
     "phi3": {"rope_parameters": _LONGROPE},
+    "olmo": {},
     "olmo2": {},
     "glm": {"head_dim": 8},
     "gpt2": {},
@@ -89,6 +92,9 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 """Architectures that are exact as padded rows only."""
 
+MORE_ROWS = ("bamba", "falcon_h1", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid", "zamba2")
+"""More hybrids that are exact as padded rows only, tested with their default configurations made small."""
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({}, "BertLMHeadModel cannot be trained: the log-prob of a token depends on later tokens"),
     "gemma3_text": ({"use_bidirectional_attention": True}, "Gemma3ForCausalLM .* depends on later tokens"),
@@ -107,6 +113,8 @@ def tiny_architecture(model_type: str, changes: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
+    if model_type in MORE_ROWS:
+        return small_config(kind())
     known = {*kind().to_dict(), *kind.attribute_map}
     return kind(**{name: value for name, value in SIZES.items() if name in known} | changes)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from ds_engine_architectures import (
+    MORE_ROWS,
     PACKED,
     REFUSED,
     ROWS,
@@ -70,10 +71,10 @@ def assert_equal_gradients(model: Any, expected: Any) -> None:
         assert float((parameter.grad - gradients[name]).abs().max()) <= 1e-4 * scale, name
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [*TABLE, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE_ROWS)])
 def test_log_probs_and_gradients_equal_transformers_padded_ones(tmp_path: Path, name: str) -> None:
     """In training mode, where ours has no dropout and no jitter."""
-    way, changes = TABLE[name]
+    way, changes = TABLE.get(name, ("rows", {}))
     folder = write_architecture(tmp_path, name, changes)
     assert check_model(str(folder), FP32).way == way
     expected, log_probs_K = reference(folder, SAMPLES, alone=name in PER_SEQUENCE)
@@ -215,7 +216,11 @@ def test_the_documented_table_is_that_of_the_tests() -> None:
     """`model_type` and way of every row; the other tests show that the ways are right."""
     rows = re.findall(r"^\| `([\w-]+)` \|.*\| (packed|rows|refused) \|", DOCS.read_text(), re.M)
     assert sorted(rows) == sorted(
-        [*((name, way) for name, (way, _) in TABLE.items()), *((r, "refused") for r in REFUSED)]
+        [
+            *((name, way) for name, (way, _) in TABLE.items()),
+            *((name, "rows") for name in MORE_ROWS),
+            *((r, "refused") for r in REFUSED),
+        ]
     )
 
 
