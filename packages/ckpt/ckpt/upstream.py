@@ -116,8 +116,8 @@ def _missing(owner: str, part: str) -> str | None:
     try:
         found = import_module(module)
         found = getattr(found, class_name) if class_name else found
-    except (ImportError, AttributeError):
-        return f"{owner} does not exist"
+    except (ImportError, AttributeError) as error:
+        return f"{owner} cannot be imported ({error})"
     name, opened, expected = part.partition("(")
     functions = [each for each in vars(found).values() if inspect.isfunction(each)]
     if not hasattr(found, name) and not any(name in each.__code__.co_names for each in functions):

@@ -199,8 +199,8 @@ def _missing(owner: str, part: str) -> str | None:
     try:
         found = import_module(module)
         found = getattr(found, class_name) if class_name else found
-    except (ImportError, AttributeError):
-        return f"{owner} does not exist"
+    except (ImportError, AttributeError) as error:
+        return f"{owner} cannot be imported ({error})"
     names, (_, opened, parameters) = _names(part), part.partition("(")
     name = next((name for name in names if name in _mentioned(found) or hasattr(found, name)), None)
     if name is None:

@@ -135,7 +135,7 @@ def used(pool: RankPool, *patches: str, but: Sequence[str] = ()) -> Iterator[Non
     yield
     for calls in pool.run("take_calls"):
         inert = [(patch, n) for patch in patches for n, number in calls[patch].items() if not number and n not in but]
-        assert not inert
+        assert not inert, "never called (or the ranks raised before)"
 
 
 def assert_trained(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -81,8 +82,11 @@ def test_replacements_are_counted_and_restored(made: list[Patch]) -> None:
         ("stop()", "Upstream", None, "torch:Upstream has no stop"),
         ("step(closure, scale)", "Upstream", None, "torch:Upstream.step takes (scale, closure), not (closure, scale)"),
         ("step(scale)", "Upstream", None, "torch:Upstream.step takes (scale, closure), not (scale)"),
-        ("step(scale, closure)", "Downstream", None, "torch:Downstream does not exist"),
-        ("step(scale, closure)", "Upstream", "<2", f"torch {torch.__version__} is not tested (<2 is)"),
+        (
+            *("step(scale, closure)", "Downstream", None),
+            "torch:Downstream cannot be imported (module 'torch' has no attribute 'Downstream')",
+        ),
+        ("step(scale, closure)", "Upstream", "<2", f"torch {version('torch')} is not tested (<2 is)"),
     ],
 )
 def test_an_untested_version_a_missing_name_and_another_signature_are_refused(
@@ -149,7 +153,7 @@ def test_a_guard_without_torchs_collectives_is_refused(fresh: None, monkeypatch:
 def test_the_doctor_lists_versions_and_every_patch(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
-    assert f"torch {torch.__version__} (tested: {upstream.TESTED['torch']})" in lines
+    assert f"torch {version('torch')} (tested: {upstream.TESTED['torch']})" in lines
     for patch in PATCHES:
         assert any(line.startswith(("active", "not installed")) and patch.name in line for line in lines)
 
