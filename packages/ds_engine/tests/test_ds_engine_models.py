@@ -234,3 +234,19 @@ def test_the_documented_lists_are_those_of_all_trials() -> None:
         documented = re.search(rf"^{way} \(\d+\): (.*?)\n\n", text, re.M | re.S)
         assert documented is not None, way
         assert re.findall(r"`([\w-]+)`", documented[1]) == names, way
+
+
+def test_an_unknown_mixer_beside_packed_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer calls packed attention, on tokens into which the token before was mixed across borders."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    attend = LlamaAttention.forward
+
+    def mix_and_attend(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        before = torch.nn.functional.pad(hidden_states, (0, 0, 1, -1))
+        return attend(self, hidden_states + before, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", mix_and_attend)
+    trial = try_model(tiny_architecture("llama", {"vocab_size": 65}))
+    assert trial.way == "rows"
+    assert "its log-probs differ by" in str(trial)
