@@ -1,7 +1,7 @@
 """The GRPO app on the real stack: DeepSpeed ranks as Ray actors, a real vLLM server, weight sync every step."""
 
 import csv
-import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -24,60 +24,9 @@ SHORT = (
     "batch.train_batch_size=8",
     "batch.mini_batch_size=4",
     "sampling.n=4",
-    "sampling.temperature=1.25",  # trainer and servers have to divide the logits alike
-    # Pay for any number, so that a model this raw has groups whose scores differ, and a gradient.
-    "reward.method=flexible",
-    "reward.format_score=0.5",
 )
-REQUIRED_COLUMNS = {
-    "step",
-    "critic/score/mean",
-    "perf/throughput",
-    "timing_s/step",
-    "timing_s/gen",
-    "timing_s/sync",
-    "timing_s/update_actor",
-    "actor/grad_norm",
-    "actor/loss",
-    "actor/skipped_inactive_micro",
-    "rollout/log_prob_mismatch",
-    "response_length/mean",
-    "memory/host_gib",
-}
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
-
-
-def test_two_steps_write_the_whole_run_folder(tmp_path: Path, start_app: StartApp) -> None:
-    app = start_app(tmp_path, *SHORT)
-    app.wait_for("step 1/2")
-    check_that_strangers_are_kept_out(app)
-    assert app.finish() == 0, app.output
-    assert not app.survivors()
-
-    (run,) = tmp_path.iterdir()
-    for name in ("config.yaml", "train.log", "curves.png"):
-        assert (run / name).stat().st_size > 0, name
-    assert list((run / "tensorboard").iterdir())
-    with (run / "metrics.tsv").open() as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    assert [row["step"] for row in rows] == ["0", "1", "2"]
-    assert float(rows.pop(0)["val/num_samples"]) == 32
-    assert set(rows[0]) >= REQUIRED_COLUMNS
-    for row in rows:
-        # Two fp32 implementations of the same weights: a stale or broken sync shows as a mismatch of tenths.
-        assert float(row["rollout/log_prob_mismatch"]) < 1e-4
-        assert float(row["actor/skipped_inactive_micro"]) == 0
-        parts = sum(float(v) for k, v in row.items() if k.startswith("timing_s/") and k != "timing_s/step" and v)
-        assert parts == pytest.approx(float(row["timing_s/step"]), rel=0.15)
-    assert max(float(row["actor/grad_norm"]) for row in rows) > 0
-    samples = [json.loads(line) for line in (run / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
-    assert samples
-    assert {"prompt", "response", "reward"} <= set(samples[0])
-    assert samples[0]["policy_version"] == 1
-    assert (run / "model" / "config.json").exists()
-    assert "held-out accuracy" in app.output
-    assert str(run) in app.output
 
 
 def check_that_strangers_are_kept_out(app: Any) -> None:
@@ -142,27 +91,31 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
     ]
     app = start_app(tmp_path / "outputs", *arguments, "trainer.total_training_steps=500")
     app.wait_for("s/step")
+    check_that_strangers_are_kept_out(app)
     (first,) = (tmp_path / "outputs").iterdir()
     checkpoints = CheckpointManager(first / "checkpoints")
     wait_until(checkpoints.newest_good, 60)
     app.children("ray::TrainerWorker")[0].kill()
     assert app.finish() == 1, app.output
     assert "3 of 9 prompts are longer" in app.output
-    *_, error, where, resume = app.output.splitlines()
-    assert error.startswith("error: rank 0 of 2 died in")
-    assert where == f"The traceback is in {first / 'train.log'}"
+    error, *notes = app.output.splitlines()[-3:]
+    assert re.match("error: rank [01] of 2 died in", error)
+    assert f"The traceback is in {first / 'train.log'}" in notes
+    (resume,) = (note for note in notes if note.startswith("To resume after step"))
     assert not app.survivors()
     newest = checkpoints.newest_good()
     assert newest is not None
 
     command = resume.partition(": python -m apps.grpo.main ")[2].split()
     assert command, resume
-    app = start_app(tmp_path / "resumed", *command, f"trainer.total_training_steps={newest.step + 1}")
-    assert app.finish() == 0, app.output
+    app = start_app(tmp_path / "resumed", *command)
+    app.wait_for("tok/s")  # the line of a step; "s/step" is in the path of a checkpoint
+    app.process.send_signal(signal.SIGTERM)
+    assert app.finish() == 143, app.output
     assert not app.survivors()
     (second,) = (tmp_path / "resumed").iterdir()
     with (second / "metrics.tsv").open() as file:
-        (row,) = csv.DictReader(file, delimiter="\t")
+        row = next(csv.DictReader(file, delimiter="\t"))
     assert int(row["step"]) == newest.step + 1
     assert float(row["rollout/log_prob_mismatch"]) < 1e-4
     # The checkpoint holds the groups that the first run did not wait for; the previous policy version drew them.
