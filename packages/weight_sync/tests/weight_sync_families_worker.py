@@ -1,6 +1,6 @@
 """Serves random models of several families with vLLM, one after another in this process, and loads other weights.
 
-Run by test_weight_sync_families.py: `weight_sync_families_worker.py FOLDER FAMILY:DTYPE ...`; FOLDER/<family>/old and
+Run by test_weight_sync_families.py: `weight_sync_families_worker.py FOLDER FAMILY[:DTYPE] ...`; FOLDER/<family>/old and
 new are the two models. Prints one JSON line for each family.
 """
 
@@ -114,7 +114,7 @@ if __name__ == "__main__":
     for argument in sys.argv[2:]:
         family, _, dtype = argument.partition(":")
         try:
-            found = check(Path(sys.argv[1]) / family, dtype)
+            found = check(Path(sys.argv[1]) / family, dtype or "float32")
         except Exception as error:
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}"[:2000]}

@@ -76,8 +76,8 @@ def family_config(name: str, *without: str, **changes: Any) -> Any:
         "bos_token_id": 1,
         "eos_token_id": 0,
         "pad_token_id": 0,
-    } | changes
-    return getattr(transformers, name)(**{key: value for key, value in sizes.items() if key not in without})
+    }
+    return getattr(transformers, name)(**{key: sizes[key] for key in sizes if key not in without} | changes)
 
 
 def random_model(config: Any, *, seed: int) -> Any:
