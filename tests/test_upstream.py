@@ -1,5 +1,6 @@
 """Private parts of other packages: all exist, docs/upstream.md lists them, and tested versions are stated once."""
 
+import ast
 import re
 import tomllib
 from itertools import chain
@@ -28,6 +29,25 @@ def test_every_private_part_exists_upstream_and_is_documented(
     assert {package for package, _ in lines} == {"ckpt", "ds_engine", "rollout_vllm", "weight_sync"}
     assert {state for _, state in lines} <= {"active", "not installed"}
     assert documented == written.read_text(encoding="utf-8"), "run: plinth doctor --markdown docs/upstream.md"
+
+
+@pytest.mark.parametrize("package", ["ckpt", "ds_engine"])
+def test_private_parts_are_declared(package: str) -> None:
+    """Attributes of objects other than self that begin with an underscore, but for Python's own and the package's."""
+    trees = [ast.parse(path.read_text()) for path in (REPO / "packages" / package / package).rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    found = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os", "sys"))
+    }  # fmt: skip
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"}
+    rows = {"ckpt": ckpt.upstream, "ds_engine": ds_engine.upstream}[package].records()
+    declared = set(re.findall(r"\w+", " ".join(row["replaces"] + " " + row["reads"] for row in rows)))
+    assert found - own <= declared
+    assert found or package == "ckpt"
 
 
 @pytest.mark.parametrize("package", ["ckpt", "ds_engine"])

@@ -23,6 +23,7 @@ NAMES = Patch(
     reason="exports and weight syncs carry the folder's names and shapes, not those that transformers gives them",
     stock=False,
     reads={
+        "torch:UntypedStorage": ("_cdata",),
         "torch.nn:Module": ("_non_persistent_buffers_set",),
         "transformers.core_model_loading": ("revert_weight_conversion(model, state_dict)", "_weight_conversions"),
         "transformers.core_model_loading:WeightTransform": ("was_used()",),
