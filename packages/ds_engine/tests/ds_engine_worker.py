@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -80,9 +82,17 @@ def train_traced(**options: Any) -> tuple[dict[str, Any], int]:
 
 
 def train_upstream(part: str, **options: Any) -> dict[str, Any]:
-    """`train` with one part of zero.optimizer left to DeepSpeed ("fuse_grad_norm") or to torch ("AdamW")."""
-    upstream = {"fuse_grad_norm": lambda _: None, "AdamW": partial(torch.optim.AdamW, fused=True)}[part]
-    with patch.object(ds_engine.zero.optimizer, part, upstream):
+    """`train` with one part of zero.optimizer left to DeepSpeed or to torch.
+
+    DeepSpeed's list of optimizers holds only torch's AdamW, whatever ran in this process before.
+    """
+    upstream = {
+        "fuse_grad_norm": lambda _: None,
+        "AdamW": partial(torch.optim.AdamW, fused=True),
+        "OPTIMIZERS": SimpleNamespace(check=lambda: False),
+    }[part]
+    known = patch.object(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", [torch.optim.AdamW])
+    with known, patch.object(ds_engine.zero.optimizer, part, upstream):
         return train(**options)
 
 
