@@ -231,7 +231,7 @@ def test_the_documented_lists_are_those_of_all_trials() -> None:
     if f"transformers {transformers.__version__}" not in text:
         pytest.skip("docs/models.md describes another version of transformers")
     for way, names in all_architectures().items():
-        documented = re.search(rf"^{way} \(\d+\): (.*?)\n\n", text, re.M | re.S)
+        documented = re.search(rf"^{way} \(\d+\): (.*?)\n(?:\n|\Z)", text, re.M | re.S)
         assert documented is not None, way
         assert re.findall(r"`([\w-]+)`", documented[1]) == names, way
 
