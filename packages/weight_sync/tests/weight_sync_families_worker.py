@@ -72,7 +72,7 @@ class Served:
             assert count == plan.num_tensors
 
     def _corrupt(self) -> None:
-        """Change one byte of a tensor that vLLM's processing changed, such as packed experts."""
+        """Change one element of a tensor that vLLM's processing changed, such as packed experts."""
         changed = [
             module.get_parameter(name)
             for module in self.loader._model.modules()
@@ -82,7 +82,7 @@ class Served:
         live = next((param for param in changed if param.numel()), None)
         if live is None:
             live = next(param for param in self.loader._model.parameters() if param.numel())
-        live.data.view(torch.uint8).view(-1)[0] += 1
+        live.data[(0,) * live.ndim] += 1
 
 
 def largest_difference(ours: list[float], theirs: list[float]) -> float:
