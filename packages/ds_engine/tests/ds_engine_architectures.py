@@ -52,7 +52,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
     "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
     "phi": {"num_key_value_heads": 4},
-    "phi3": {"rope_parameters": _LONGROPE},
+    "phi3": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 12},
     "olmo": {},
     "olmo2": {},
     "glm": {"head_dim": 8},

@@ -107,7 +107,8 @@ def test_first_forward_refuses_a_layer_without_packed_attention(name: str, layer
 def test_rotary_positions_do_not_depend_on_neighbors(tmp_path: Path, kind: str) -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     name, rope = {"dynamic": ("llama", dynamic), "longrope": ("phi3", PACKED["phi3"]["rope_parameters"])}[kind]
-    folder = write_architecture(tmp_path, name, {"rope_parameters": rope, "max_position_embeddings": 12})
+    lengths = {"max_position_embeddings": 12} if kind == "dynamic" else {"original_max_position_embeddings": 12}
+    folder = write_architecture(tmp_path, name, {"rope_parameters": rope, **lengths})
     samples = sorted(SAMPLES, key=lambda s: -len(s.ids))
     assert len(samples[1].ids) > 12 > len(samples[-1].ids)
     with torch.no_grad():

@@ -163,6 +163,8 @@ def _shrink_rotary(config: Any, parameters: dict[str, Any]) -> None:
     if "dynamic" in kind:
         config.max_position_embeddings = ORIGINAL_LENGTH
     parameters["original_max_position_embeddings"] = ORIGINAL_LENGTH
+    if hasattr(config, "original_max_position_embeddings"):  # Phi-3, whose configuration prefers this one
+        config.original_max_position_embeddings = ORIGINAL_LENGTH
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2
     for name in ("short_factor", "long_factor"):
