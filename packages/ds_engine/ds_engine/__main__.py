@@ -101,8 +101,14 @@ def _value(key: str, text: str, annotation: Any) -> Any:
     for candidate in (tuple(value) if isinstance(value, list) else value, text, (value,), (text,)):
         if _fits(candidate, annotation):
             return candidate
-    allowed = "one of its keys, as in key.name=value" if _section(annotation) else str(annotation)
-    raise ValueError(f"{key}={text[:80]!r}: must be {allowed.removeprefix('typing.')}")
+    shown = text[:80] if text.isprintable() else repr(text[:80])
+    raise ValueError(f"{key}={shown} is not allowed: it must be {_allowed(annotation)}")
+
+
+def _allowed(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(annotation)))
+    return "one of its keys, as in key.name=value" if _section(annotation) else str(annotation).removeprefix("typing.")
 
 
 def _fits(value: Any, annotation: Any) -> bool:
