@@ -124,9 +124,10 @@ def test_compiled_layers_save_fewer_activations(tmp_path: Path) -> None:
 def test_compiled_layers_use_torchs_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     """DeepSpeed's replacement of it is restored afterwards."""
     model = load_model(str(write_tiny_model(tmp_path)), EngineConfig(dtype="float32"), device=CPU, ds_config={})
-    seen = []
+    seen, during = [], []
 
     def look(graph: torch.fx.GraphModule, _: object) -> object:
+        during.append(torch.nn.functional.linear)
         seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
@@ -138,6 +139,7 @@ def test_compiled_layers_use_torchs_linear(tmp_path: Path, monkeypatch: pytest.M
     install_packed_forward(model, dense_log_prob)
     model(packed=packed_inputs(make_batch(make_samples(2, seed=0)), device=CPU, kernel="sdpa")[0])
     assert torch._C._nn.linear in seen
+    assert set(during) == {torch._C._nn.linear}  # not a wrapper, whose identity would change with every call
     assert not any("clone" in str(target) for target in seen)
     assert torch.nn.functional.linear is linear
 

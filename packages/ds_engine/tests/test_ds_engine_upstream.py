@@ -70,6 +70,8 @@ def test_replacements_are_counted_and_restored(made: list[Patch]) -> None:
     restore()
     assert vars(target) == {"last": 0.0}
     assert target.step(3.0) == 3.0
+    patch.replace(target, step=len)
+    assert target.step is len
     with pytest.raises(AssertionError, match="does not declare"):
         patch.replace(target, backward=len)
 
