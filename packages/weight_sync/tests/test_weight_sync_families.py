@@ -204,7 +204,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
 
 @pytest.mark.thorough
 def test_every_family_computes_with_the_pushed_weights(tmp_path: Path) -> None:
-    """Phi (vLLM's transformers backend) is rejected: its loader creates the head's bias anew. Mamba needs a GPU."""
+    """Phi (vLLM's transformers backend) is rejected: its loader replaces the head's bias. Mamba needs a GPU."""
     for name, (config_class, without, changes, _) in FAMILIES.items():
         for seed, which in enumerate(("old", "new")):
             config = helpers.family_config(config_class, *without, **changes)
