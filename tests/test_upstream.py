@@ -59,3 +59,12 @@ def test_tested_versions_are_those_of_pyproject(package: str) -> None:
     assert {name: str(Requirement(f"x{bounds}").specifier) for name, bounds in tested.items()} == {
         name: str(stated[name]) for name in tested
     }
+
+
+def test_packages_that_touch_the_same_upstream_state_the_same_versions() -> None:
+    """Packages share no code, so these bounds stand twice."""
+    from rollout_vllm.servers import patch as servers
+    from weight_sync.vllm_plugin import patch as plugin
+
+    assert ds_engine.upstream.TESTED["deepspeed"] == ckpt.upstream.TESTED
+    assert servers.TESTED == plugin.TESTED
