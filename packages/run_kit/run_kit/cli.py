@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from .config.help import PresetFile, help_text, list_presets
-from .config.loader import load_config, to_yaml
+from .config.loader import given_keys, load_config, to_yaml
 from .config.redaction import redact_urls, secrets_in
 from .config.schema import all_paths, nearest_paths
 from .errors import OWN_PACKAGES, ConfigError, ConfigProblem
@@ -67,8 +67,8 @@ def run_cli(
         argv: arguments without the program's name; None takes those of the process.
         doc: one sentence for the help; empty takes the first line of the config class.
         examples: argument lists for the help.
-        default_preset: preset used when neither a preset nor a config file is named.
-        default_preset_unless: keys that disable the default preset when overridden.
+        default_preset: preset below all others, unless a preset, a config file or an override gives one of the keys
+            `default_preset_unless`. Overlays do not count: they change a preset.
         user_errors: further exception classes to report as user errors.
     """
     args = list(sys.argv[1:] if argv is None else argv)
@@ -190,10 +190,10 @@ def _parse(
         else:
             path = _named_file(key, value, preset_dir, problems)
             (presets if key == "preset" else later).append(path)
-    own_files = presets or any(arg.startswith("config=") for arg in args)
-    own_keys = any(arg.partition("=")[0] in default_preset_unless for arg in overrides)
-    if default_preset is not None and not own_files and not own_keys:
-        presets.append(_named_file("preset", default_preset, preset_dir, problems))
+    own_files = [*presets, *(Path(os.path.expanduser(arg[7:])) for arg in args if arg.startswith("config="))]
+    own_keys = {arg.partition("=")[0] for arg in overrides} | given_keys(cls, own_files)
+    if default_preset is not None and own_keys.isdisjoint(default_preset_unless):
+        presets.insert(0, _named_file("preset", default_preset, preset_dir, problems))
     if problems:
         raise ConfigError(problems)
     return [*presets, *later], overrides

@@ -79,8 +79,19 @@ def test_default_preset(presets: Path) -> None:
     options = {"default_preset": "base", "default_preset_unless": ("data.train",)}
     assert run(preset_dir=presets, **options)[1][0].seed == 2
     assert run("data.train=x", preset_dir=presets, **options)[1][0].seed == 1
-    assert run("preset=zero3", preset_dir=presets, **options)[1][0].seed == 1
-    assert run("overlay=tiny", preset_dir=presets, **options)[1][0].seed == 3
+    config = run("preset=zero3", preset_dir=presets, **options)[1][0]  # below a preset that does not name data
+    assert (config.seed, config.experiment, config.actor.zero.stage) == (2, "base", 3)
+    config = run("overlay=tiny", preset_dir=presets, **options)[1][0]
+    assert (config.seed, config.experiment) == (3, "base")
+
+
+@pytest.mark.parametrize("text", ["data: {train: [x]}\n", "base: own.yaml\n"])
+def test_a_file_that_gives_the_data_disables_the_default_preset(presets: Path, text: str) -> None:
+    (presets / "own.yaml").write_text("data: {train: [x]}\n")
+    (presets / "mine.yaml").write_text(text)
+    options = {"default_preset": "base", "default_preset_unless": ("data.train",)}
+    for given in ("preset=mine", f"config={presets / 'mine.yaml'}"):
+        assert run(given, preset_dir=presets, **options)[1][0].seed == 1
 
 
 def test_main_decides_the_exit_code() -> None:

@@ -75,6 +75,12 @@ def load_config(cls: type[ConfigT], *, presets: Sequence[Path | str] = (), overr
     return _validate(cls, tree, layers, problems)
 
 
+def given_keys(cls: type, files: Sequence[Path]) -> set[str]:
+    """The dotted keys that YAML files give, with those of the files they are based on; unreadable files give none."""
+    layers = [layer for path in files for layer in _file_layers(cls, path, [])]
+    return {path.partition("[")[0] for layer in layers for path, _ in _leaves(layer.tree)}
+
+
 def to_yaml(config: Any) -> str:
     """Write a config as YAML with every key; `load_config` of that file gives an equal config."""
     return dump(plain_tree(config))
