@@ -19,12 +19,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apps.bench.config import SIX_CASES, SixCaseConfig, StageGateConfig
+from apps.bench.config import SIX_CASES, AlgorithmsConfig, SixCaseConfig, StageGateConfig
 from apps.bench.live import LiveTable, table_lines
 from apps.bench.main import BENCHMARKS
-from apps.bench.plan import Case, plan_gate, plan_six, zero1_name, zero2_name
+from apps.bench.plan import Case, algorithm_name, plan_algorithms, plan_gate, plan_six, zero1_name, zero2_name
 from apps.bench.report import write_report, write_tables
-from apps.bench.results import CaseResult, compare_rows, overall_rows, read_result, summary_rows, tsv_text
+from apps.bench.results import (
+    CaseResult,
+    algorithm_rows,
+    compare_rows,
+    overall_rows,
+    read_result,
+    summary_rows,
+    tsv_text,
+)
 from apps.bench.runner import finished, run_case
 from apps.bench.statistics import Interval, judge, student_t_quantile
 from apps.grpo.config import GrpoConfig
@@ -366,3 +374,43 @@ def test_a_case_on_the_real_stack(tmp_path: Path) -> None:
     inner = [event for event in events if event["name"] == "actor: train"]
     outer = spans["step"]
     assert all(outer["ts"] - 1e3 <= event["ts"] <= outer["ts"] + outer["dur"] for event in inner)
+
+
+def test_every_preset_runs_with_every_seed() -> None:
+    config = AlgorithmsConfig(presets=("demo", "calculator"), seeds=(1, 5), steps=7)
+    cases = plan_algorithms(config)
+    assert [case.name for case in cases] == ["demo_seed1", "demo_seed5", "calculator_seed1", "calculator_seed5"]
+    found = resolved(cases[3])
+    assert (found.task.kind, found.trainer.seed, found.trainer.total_training_steps) == ("calculator", 5, 7)
+    with pytest.raises(ValueError, match=r"presets contains 'nothing'; allowed: .*calculator.*demo"):
+        AlgorithmsConfig(presets=("nothing",))
+
+
+def test_a_preset_passes_only_if_it_gains_enough_with_every_seed() -> None:
+    config = AlgorithmsConfig(presets=("demo", "calculator", "gsm8k"), seeds=(1, 2), min_gain=0.25)
+
+    def case(before: float, after: float, status: str = "completed") -> CaseResult:
+        return CaseResult(status=status, accuracy_before=before, accuracy_after=after, wall_s=10.0)
+
+    reached = {
+        algorithm_name("demo", 1): case(0.25, 0.75),
+        algorithm_name("demo", 2): case(0.25, 0.5),
+        algorithm_name("calculator", 1): case(0.25, 1.0),
+        algorithm_name("calculator", 2): case(0.25, 0.45),
+        algorithm_name("gsm8k", 1): case(0.25, 1.0),
+        algorithm_name("gsm8k", 2): case(0.25, 1.0, "failed"),
+    }
+    rows = algorithm_rows(config, reached)
+    assert [row["verdict"] for row in rows] == ["pass", "fail", "incomplete"]
+    assert (rows[0]["gain_mean"], rows[0]["gain_min"]) == (0.375, 0.25)
+    assert [row["verdict"] for row in algorithm_rows(config, {})] == ["incomplete"] * 3
+
+
+def test_the_report_of_the_algorithms_has_a_curve_for_each_preset(tmp_path: Path) -> None:
+    config = AlgorithmsConfig(presets=("demo",), seeds=(1,))
+    (case,) = plan_algorithms(config)
+    (tmp_path / case.name).mkdir()
+    (tmp_path / case.name / "metrics.tsv").write_text("step\tcritic/score/mean\n1\t0.25\n2\t0.5\n")
+    write_report(config, [case], {case.name: CaseResult(status="completed")}, tmp_path, command="x")
+    assert "curves/demo.svg" in (tmp_path / "report.md").read_text()
+    assert "seed 1" in (tmp_path / "curves/demo.svg").read_text()

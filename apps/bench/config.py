@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from run_kit import EXPERIMENT_PATTERN
@@ -15,6 +16,20 @@ CaseName = Literal[
     "zero3_cpu_offload",
 ]
 SIX_CASES: tuple[CaseName, ...] = get_args(CaseName)
+ALGORITHMS = (
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "gspo",
+    "cispo",
+    "remax",
+    "ppo",
+)
+ENVIRONMENTS = ("calculator", "game")
+APPS = ("grpo", "ppo")
 _OWN_KEYS = ("trainer.seed", "trainer.total_training_steps", "trainer.experiment", "trainer.output_dir")
 
 
@@ -122,3 +137,36 @@ class StageGateConfig(BenchConfig):
         for name in ("score_threshold", "throughput_threshold", "memory_threshold"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmsConfig(BenchConfig):
+    """Every algorithm on the built-in tasks, on two CPU cores: held-out accuracy before and after, and curves."""
+
+    run_tag: str = "algorithms"
+    steps: int = 40
+    """Training steps of each case."""
+    presets: tuple[str, ...] = (*ALGORITHMS, *ENVIRONMENTS)
+    """Presets of the GRPO and PPO apps to run."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Seeds; each preset runs with each."""
+    min_gain: float = 0.25
+    """Gain of held-out accuracy that a preset must reach with every seed to pass."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_each_once("presets", "one or more presets of the GRPO and PPO apps")
+        self._check_each_once("seeds", "one or more")
+        self._check_seeds("seeds", self.seeds)
+        for preset in self.presets:
+            app_of(preset)
+
+
+def app_of(preset: str) -> str:
+    """The app that has a preset of this name. Raises ValueError, naming those there are, if none has."""
+    folder = Path(__file__).parents[1]
+    for app in APPS:
+        if (folder / app / "presets" / f"{preset}.yaml").is_file():
+            return app
+    known = sorted({path.stem for app in APPS for path in (folder / app / "presets").glob("*.yaml")})
+    raise ValueError(f"presets contains {preset!r}; allowed: {', '.join(known)}")

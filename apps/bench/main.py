@@ -1,7 +1,8 @@
-"""Benchmarks of whole runs: `plinth bench six_case|stage_gate [key=value ...]`.
+"""Benchmarks of whole runs: `plinth bench six_case|stage_gate|algorithms [key=value ...]`.
 
 `six_case` runs PPO under ZeRO-1, 2 and 3, without and with CPU offload; `stage_gate` runs ZeRO-1 and ZeRO-2 with the
-same seeds and judges their differences. `overlay=tiny` runs either on two CPU cores.
+same seeds and judges their differences. `overlay=tiny` runs either on two CPU cores. `algorithms` runs every algorithm
+preset on the built-in tasks with several seeds, on two CPU cores, and judges what each gains in held-out accuracy.
 """
 
 import sys
@@ -10,14 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from apps.bench.config import BenchConfig, SixCaseConfig, StageGateConfig
-from apps.bench.plan import Case, plan_gate, plan_six
+from apps.bench.config import AlgorithmsConfig, BenchConfig, SixCaseConfig, StageGateConfig
+from apps.bench.plan import Case, plan_algorithms, plan_gate, plan_six
 from rl_runtime import InputError
 from run_kit import RunFolder, run_cli, to_yaml
 
 BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], list[Case]]]] = {
     "six_case": (SixCaseConfig, plan_six),
     "stage_gate": (StageGateConfig, plan_gate),
+    "algorithms": (AlgorithmsConfig, plan_algorithms),
 }
 
 
@@ -25,7 +27,7 @@ def run(config: BenchConfig, *, plan: Callable[[Any], list[Case]], command: str)
     """Run the cases one after the other; return 0, or 1 if a case failed or a verdict is `fail`."""
     from apps.bench.live import LiveTable
     from apps.bench.report import write_report, write_tables
-    from apps.bench.results import overall_rows
+    from apps.bench.results import algorithm_rows, overall_rows
     from apps.bench.runner import finished, run_case
 
     cases = plan(config)
@@ -50,6 +52,10 @@ def run(config: BenchConfig, *, plan: Callable[[Any], list[Case]], command: str)
     if isinstance(config, StageGateConfig):
         for row in overall_rows(config, table.reached):
             print(f"step_each_micro={row['step_each_micro']}  {row['metric']:<22} {row['verdict']}")
+            verdicts.append(row["verdict"])
+    if isinstance(config, AlgorithmsConfig):
+        for row in algorithm_rows(config, table.reached):
+            print(f"{row['preset']:<22} gain {row['gain_mean']:+.3f}, least {row['gain_min']:+.3f}  {row['verdict']}")
             verdicts.append(row["verdict"])
     failed = [name for name, reached in table.reached.items() if reached.status != "completed"]
     if failed:

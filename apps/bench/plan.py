@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from apps.bench.config import BenchConfig, SixCaseConfig, StageGateConfig
+from apps.bench.config import AlgorithmsConfig, BenchConfig, SixCaseConfig, StageGateConfig, app_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,12 +12,13 @@ class Case:
 
     name: str
     app: str
-    stage: int
-    offload: str
-    step_each_micro: bool
     seed: int
     steps: int
     arguments: tuple[str, ...]
+    stage: int | None = None
+    """ZeRO stage; None, like `offload` and `step_each_micro` below: that of the preset."""
+    offload: str = ""
+    step_each_micro: bool = False
 
 
 def plan_six(config: SixCaseConfig) -> list[Case]:
@@ -59,6 +60,26 @@ def plan_gate(config: StageGateConfig) -> list[Case]:
     return cases
 
 
+def plan_algorithms(config: AlgorithmsConfig) -> list[Case]:
+    """For each preset, one run with each seed."""
+    return [
+        Case(
+            name=algorithm_name(preset, seed),
+            app=app_of(preset),
+            seed=seed,
+            steps=config.steps,
+            arguments=_arguments(config, preset, seed),
+        )
+        for preset in config.presets
+        for seed in config.seeds
+    ]
+
+
+def algorithm_name(preset: str, seed: int) -> str:
+    """Name of the case of a preset."""
+    return f"{preset}_seed{seed}"
+
+
 def zero1_name(seed: int) -> str:
     """Name of the gate's ZeRO-1 case."""
     return f"z1_seed{seed}"
@@ -94,16 +115,19 @@ def _case(
         step_each_micro=stage == 2 and step_each_micro,
         seed=seed,
         steps=config.steps,
-        arguments=(
-            f"preset={preset}",
-            *(f"overlay={overlay}" for overlay in config.overlays),
-            *more,
-            *(switches if stage == 2 else ()),
-            f"trainer.seed={seed}",
-            f"trainer.total_training_steps={config.steps}",
-            "trainer.export_model=false",
-            *config.overrides,
-        ),
+        arguments=_arguments(config, preset, seed, [*more, *(switches if stage == 2 else ())]),
+    )
+
+
+def _arguments(config: BenchConfig, preset: str, seed: int, more: Sequence[str] = ()) -> tuple[str, ...]:
+    return (
+        f"preset={preset}",
+        *(f"overlay={overlay}" for overlay in config.overlays),
+        *more,
+        f"trainer.seed={seed}",
+        f"trainer.total_training_steps={config.steps}",
+        "trainer.export_model=false",
+        *config.overrides,
     )
 
 

@@ -11,9 +11,19 @@ from pathlib import Path
 
 import psutil
 
-from apps.bench.config import BenchConfig, StageGateConfig
+from apps.bench.config import AlgorithmsConfig, BenchConfig, StageGateConfig
+from apps.bench.curves import write_learning_curves
 from apps.bench.plan import Case
-from apps.bench.results import CaseResult, Row, cell_text, compare_rows, overall_rows, summary_rows, tsv_text
+from apps.bench.results import (
+    CaseResult,
+    Row,
+    algorithm_rows,
+    cell_text,
+    compare_rows,
+    overall_rows,
+    summary_rows,
+    tsv_text,
+)
 from run_kit import MetricsTable, to_yaml, write_compared_curves, write_comparison
 from run_kit.tracking.metrics_table import atomic_write
 
@@ -25,11 +35,13 @@ _NOT_IN_REPORT = (
 
 
 def write_tables(config: BenchConfig, cases: Sequence[Case], reached: Mapping[str, CaseResult], folder: Path) -> None:
-    """Write `summary.tsv`, and for the gate `compare.tsv` and `overall.tsv`; rewritten after every case."""
+    """Write `summary.tsv` and the tables of the gate and of the algorithms; rewritten after every case."""
     atomic_write(folder / "summary.tsv", tsv_text(summary_rows(cases, reached)))
     if isinstance(config, StageGateConfig):
         atomic_write(folder / "compare.tsv", tsv_text(compare_rows(config, reached)))
         atomic_write(folder / "overall.tsv", tsv_text(overall_rows(config, reached)))
+    if isinstance(config, AlgorithmsConfig):
+        atomic_write(folder / "algorithms.tsv", tsv_text(algorithm_rows(config, reached)))
 
 
 def write_report(
@@ -52,6 +64,9 @@ def write_report(
     ]
     if isinstance(config, StageGateConfig):
         parts += _gate_parts(config, reached)
+    if isinstance(config, AlgorithmsConfig):
+        write_learning_curves(config, folder)
+        parts += _algorithm_parts(config, reached)
     if drawn:
         parts += ["## Curves", "![curves of all cases](curves.png)"]
     if len(runs) > 1:
@@ -70,6 +85,16 @@ def _gate_parts(config: StageGateConfig, reached: Mapping[str, CaseResult]) -> l
         markdown_table(overall_rows(config, reached), leave_out=_NOT_IN_REPORT),
         "## Pairs",
         markdown_table(compare_rows(config, reached)),
+    ]
+
+
+def _algorithm_parts(config: AlgorithmsConfig, reached: Mapping[str, CaseResult]) -> list[str]:
+    return [
+        "## Held-out accuracy",
+        f"Before the first and after the last step, for each seed. `pass`: a gain of at least {config.min_gain:g} with "
+        "every seed.",
+        markdown_table(algorithm_rows(config, reached)),
+        *(f"![{preset}](curves/{preset}.svg)" for preset in config.presets),
     ]
 
 

@@ -1,5 +1,6 @@
 """Results of the cases and the tables made from them. Pure except for reading run folders."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from apps.bench.config import StageGateConfig
-from apps.bench.plan import Case, zero1_name, zero2_name
+from apps.bench.config import AlgorithmsConfig, StageGateConfig
+from apps.bench.plan import Case, algorithm_name, zero1_name, zero2_name
 from apps.bench.statistics import Interval, judge
 from run_kit import MetricsTable, tail_mean
 
@@ -33,6 +34,9 @@ class CaseResult:
     tail_reserved_gb: float = math.nan
     peak_host_gib: float = math.nan
     skipped_micro_batches: float = math.nan
+    accuracy_before: float = math.nan
+    """Held-out accuracy before the first step; `accuracy_after`: after the last one."""
+    accuracy_after: float = math.nan
 
 
 def read_result(folder: Path, *, status: str, attempts: int = 1, wall_s: float = math.nan) -> CaseResult:
@@ -42,6 +46,7 @@ def read_result(folder: Path, *, status: str, attempts: int = 1, wall_s: float =
     def values(name: str) -> list[float]:
         return table.series(name)[1]
 
+    summary = _summary(folder)
     reserved = [value for value in values("perf/max_memory_reserved_gb") if value > 0]  # 0 on the CPU
     return CaseResult(
         status=status,
@@ -55,7 +60,18 @@ def read_result(folder: Path, *, status: str, attempts: int = 1, wall_s: float =
         tail_reserved_gb=tail_mean(reserved, TAIL),
         peak_host_gib=max(values("memory/host_peak_gib"), default=math.nan),
         skipped_micro_batches=sum(values("actor/skipped_inactive_micro")) if table.steps else math.nan,
+        accuracy_before=summary.get("accuracy_before", math.nan),
+        accuracy_after=summary.get("accuracy_after", math.nan),
     )
+
+
+def _summary(folder: Path) -> dict[str, float]:
+    """The numbers of a run's summary; empty before the run has ended."""
+    try:
+        found = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return {name: value for name, value in found.items() if isinstance(value, float | int)}
 
 
 def summary_rows(cases: Sequence[Case], reached: Mapping[str, CaseResult]) -> list[Row]:
@@ -168,6 +184,23 @@ def _change(z1: float, z2: float, relative: bool) -> float:
     if not relative:
         return z2 - z1
     return (z2 - z1) / z1 if z1 else math.nan
+
+
+def algorithm_rows(config: AlgorithmsConfig, reached: Mapping[str, CaseResult]) -> list[Row]:
+    """Rows of `algorithms.tsv`: held-out accuracy of each preset before and after, and its gain with every seed."""
+    rows: list[Row] = []
+    for preset in config.presets:
+        found = [reached.get(algorithm_name(preset, seed), CaseResult()) for seed in config.seeds]
+        gains = [one.accuracy_after - one.accuracy_before for one in found]
+        done = all(one.status == "completed" for one in found)
+        row: Row = {"preset": preset}
+        for seed, one in zip(config.seeds, found, strict=True):
+            row |= {f"before_seed{seed}": one.accuracy_before, f"after_seed{seed}": one.accuracy_after}
+        row |= {"gain_mean": fmean(gains), "gain_min": math.nan if any(map(math.isnan, gains)) else min(gains)}
+        row |= {"wall_s_mean": fmean(one.wall_s for one in found)}
+        row["verdict"] = ("pass" if row["gain_min"] >= config.min_gain else "fail") if done else "incomplete"
+        rows.append(row)
+    return rows
 
 
 def tsv_text(rows: Sequence[Row]) -> str:
