@@ -9,13 +9,11 @@ end with its worker.
 """
 
 import asyncio
-import ctypes
 import math
 import multiprocessing
 import os
 import pickle
 import queue
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -25,8 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+from .processes import describe, run_kept
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,7 @@ class _Worker:
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, os.getpid()), daemon=True)
+        self._process = context.Process(target=run_kept, args=(_answer_calls, theirs, os.getpid()), daemon=True)
         self._process.start()
         theirs.close()
         self._ready = False
@@ -208,61 +205,6 @@ class _Worker:
         self._pipe.close()
 
 
-def _work(pipe: Connection, parent: int) -> None:
-    """A worker: a child process calls the functions; this one ends with it or with the launcher, and so does every
-    process that they have started, since it becomes a child of this one when its parent ends."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
-    signal.signal(signal.SIGTERM, _end)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        return
-    keeper = os.getpid()
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == keeper:
-            _answer_calls(pipe)
-        return
-    pipe.close()
-    ended = status = 0
-    while ended != child:
-        ended, status = os.wait()
-    _kill_descendants()
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:  # by a signal: end in the same way
-        with suppress(OSError):  # SIGKILL has no handler
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(keeper, -code)
-    os._exit(code)
-
-
-def _prctl(option: int, value: int) -> None:
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _end(*_: object) -> None:
-    _kill_descendants()
-    os._exit(0)
-
-
-def _kill_descendants() -> None:
-    """Kills the children of this process until there is none: a subreaper gets those of a child that has ended."""
-    while children := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_child(pid)]:
-        for pid in children:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-
-
-def _is_child(pid: int) -> bool:
-    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1]) == os.getpid()
-    return False
-
-
 def _answer_calls(pipe: Connection) -> None:
     """Main loop of the process that calls the functions.
 
@@ -278,7 +220,7 @@ def _answer_calls(pipe: Connection) -> None:
         try:
             function, args = (pickle.loads(part) for part in pickled)
         except BaseException as error:  # a module that raises or exits when it is imported
-            pipe.send_bytes(_describe(error).encode())
+            pipe.send_bytes(describe(error).encode())
             continue
         pipe.send_bytes(b"")
         pipe.send_bytes(pickle.dumps(_evaluate(function, args)))
@@ -289,9 +231,5 @@ def _evaluate(function: Callable[..., float], args: tuple[Any, ...]) -> tuple[fl
     try:
         score = float(function(*args))
     except BaseException as error:  # sys.exit in a reward function must not end the worker
-        return None, _describe(error)
+        return None, describe(error)
     return (score, "") if math.isfinite(score) else (None, f"the reward is {score}, not a finite number")
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
