@@ -55,6 +55,8 @@ class Experience:
     """(policy version, number of consecutive generated tokens that it sampled), in order."""
     num_turns: int = 1
     score: float
+    baseline_score: float | None = None
+    """Score of the greedy response to the same prompt (ReMax); None if the algorithm does not use it."""
 
     @property
     def num_tokens(self) -> int:
@@ -93,6 +95,11 @@ class ExperienceBatch:
     def response_lens_N(self) -> torch.Tensor:
         """[N] int64, number of generated tokens."""
         return torch.tensor([item.num_generated for item in self.items], dtype=torch.int64)
+
+    @property
+    def rollout_log_probs_K(self) -> torch.Tensor:
+        """[K] float32, the servers' log-probs of the generated tokens of all samples in order."""
+        return torch.from_numpy(np.concatenate([item.rollout_log_probs for item in self.items]))
 
     @property
     def num_tokens(self) -> int:

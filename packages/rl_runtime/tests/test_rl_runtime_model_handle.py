@@ -32,17 +32,21 @@ from rl_runtime.training.supervised import train_supervised
 
 
 class EchoEngine:
-    """Log-probs and values are the target ids; a training step keeps the columns it was given."""
+    """Log-probs are the target ids, values half of them; without adapters, log-probs are the ids plus one half.
+
+    A training step keeps the columns it was given.
+    """
 
     def __init__(self) -> None:
         self.given: list[Any] = []
         self.trained: list[list[Any]] = []
         self.temperatures: list[float] = []
 
-    def log_probs(self, micro_batches: list[Any], *, temperature: float) -> list[TokenOutputs]:
+    def log_probs(self, micro_batches: list[Any], *, temperature: float, adapters: bool = True) -> list[TokenOutputs]:
         self.given = micro_batches
         self.temperatures.append(temperature)
-        return [TokenOutputs(log_probs_K=b.target_ids_K.float(), entropy_K=-b.target_ids_K.float()) for b in self.given]
+        ids = [batch.target_ids_K.float() for batch in micro_batches]
+        return [TokenOutputs(log_probs_K=k if adapters else k + 0.5, entropy_K=-k) for k in ids]
 
     def values(self, micro_batches: list[Any]) -> list[torch.Tensor]:
         return [batch.target_ids_K.float() / 2 for batch in micro_batches]

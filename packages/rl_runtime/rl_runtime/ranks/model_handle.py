@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ds_engine import EngineConfig, Head, LossFn, OptimConfig, StepStats
 from rl_core import BatchConfig
@@ -100,22 +100,29 @@ class ModelHandle:
         self._sp = config.sequence_parallel
         self.ranks.run(TrainerWorker.build, self.name, model_path, replace(config, optim=OptimConfig()), None)
 
-    def log_probs(self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None) -> TokenColumns:
+    def log_probs(
+        self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None, adapters: bool = True
+    ) -> TokenColumns:
         """Log-probs of the generated tokens at the rollout's temperature, and entropies, without gradients.
 
         Args:
             batch: the ranks keep a `TrainBatch` for later calls, and an `ExperienceBatch` for this call only.
             column: adds the log-probs to the train batch under this name, for the updates.
+            adapters: False computes without the LoRA adapters: the base model, as a reference.
+
+        Raises:
+            RankError: `adapters=False`, but the engine has none.
         """
         if isinstance(batch, ExperienceBatch):
             with TrainBatch.of(batch) as only:
-                return self.log_probs(only)
+                return self.log_probs(only, adapters=adapters)
         outputs = self.ranks.run_each(
             TrainerWorker.log_probs,
             batch.deliveries(*self._layout, with_columns=False),
             self.name,
             self._temperature,
             column,
+            adapters,
         )
         log_probs_K = batch.collect(*self._layout, [output.log_probs_K for output in outputs], column=column)
         entropy_K = batch.collect(*self._layout, [output.entropy_K for output in outputs])
@@ -180,6 +187,25 @@ class ModelHandle:
     def push_weights(self, version: int) -> SyncReport:
         """Sends the weights to every server as policy `version`; returns the report of rank 0."""
         return self.ranks.run(TrainerWorker.push_weights, version)[0]
+
+
+class Reference(Protocol):
+    """The reference model of a KL term: a frozen `ModelHandle`, or an actor without its adapters."""
+
+    def log_probs(self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None) -> TokenColumns:
+        """See `ModelHandle.log_probs`."""
+        ...
+
+
+@dataclass(frozen=True)
+class WithoutAdapters:
+    """The base model below the LoRA adapters of `model`, computed by the same engine: a reference without a copy."""
+
+    model: ModelHandle
+
+    def log_probs(self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None) -> TokenColumns:
+        """See `ModelHandle.log_probs`."""
+        return self.model.log_probs(batch, column=column, adapters=False)
 
 
 def run_concurrently(phase: Phase, *calls: tuple[str, ModelHandle, Callable[[], T]]) -> list[T]:

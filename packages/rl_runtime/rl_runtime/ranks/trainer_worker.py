@@ -131,14 +131,18 @@ class TrainerWorker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def log_probs(self, delivery: Delivery, role: str, temperature: float, column: str | None = None) -> TokenOutputs:
+    def log_probs(
+        self, delivery: Delivery, role: str, temperature: float, column: str | None = None, adapters: bool = True
+    ) -> TokenOutputs:
         """Log-probs and entropies of this rank's part of a train batch, [K_r] each, without gradients.
 
-        `column`: the name under which this rank keeps the log-probs with the batch, for the updates.
+        Args:
+            column: the name under which this rank keeps the log-probs with the batch, for the updates.
+            adapters: False computes without the LoRA adapters.
         """
         micro_batches = list(chain.from_iterable(self._receive(delivery)))
-        with record_function(f"{role}: log_probs"):
-            outputs = self._engines[role].log_probs(micro_batches, temperature=temperature)
+        with record_function(f"{role}: log_probs" if adapters else f"{role}: log_probs without adapters"):
+            outputs = self._engines[role].log_probs(micro_batches, temperature=temperature, adapters=adapters)
         log_probs_Kr = torch.cat([output.log_probs_K for output in outputs])
         if column is not None:
             self._add_columns(delivery.batch, {column: log_probs_Kr})

@@ -6,11 +6,14 @@ import numpy as np
 import torch
 
 from ds_engine import StepStats
-from rl_core import mismatch_metrics
+from rl_core import mismatch_metrics, segment_sum
 
-from ..experience import ExperienceBatch
+from ..experience import ExperienceBatch, Float32Array
 from ..ranks.model_handle import is_skipped
 from ..rollout.phase import Collected
+
+# Established names; every other mismatch metric is `rollout/mismatch_` and rl_core's name.
+_MISMATCH = {"abs_mean": "log_prob_mismatch", "abs_max": "log_prob_mismatch_max", "kl_k3": "mismatch_kl"}
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float]:
@@ -36,30 +39,26 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
     }
 
 
-def mismatch(batch: ExperienceBatch, log_probs: tuple[np.ndarray, ...]) -> dict[str, float]:
+def mismatch(batch: ExperienceBatch, log_probs: Sequence[Float32Array]) -> dict[str, float]:
     """Difference between the trainer's and the servers' log-probs of the same generated tokens (`rl_core`'s metrics).
 
-    Tokens that an older policy version sampled differ by the updates in between, and are reported separately.
+    Tokens that an older policy version sampled differ by the updates in between, and are reported separately, with
+    `_stale` at the end of the names. The ratios of a sequence are those of its fresh, or of its stale, tokens.
     """
     versions_K = torch.tensor(
         [version for item in batch.items for version, count in item.version_spans for _ in range(count)]
     )
-    log_probs_K = torch.from_numpy(np.concatenate(log_probs))
-    rollout_log_probs_K = torch.from_numpy(np.concatenate([item.rollout_log_probs for item in batch.items]))
+    log_probs_K, rollout_log_probs_K = torch.from_numpy(np.concatenate(log_probs)), batch.rollout_log_probs_K
     stale_K = versions_K < versions_K.max()
 
-    def of_tokens(chosen_K: torch.Tensor) -> dict[str, float]:
-        return mismatch_metrics(log_probs_K[chosen_K], rollout_log_probs_K[chosen_K])
+    def of_tokens(chosen_K: torch.Tensor, suffix: str) -> dict[str, float]:
+        lens_N = segment_sum(chosen_K.double(), batch.response_lens_N).long()
+        found = mismatch_metrics(log_probs_K[chosen_K], rollout_log_probs_K[chosen_K], response_lens_S=lens_N)
+        del found["num_tokens"]  # `stale_token_share` and the response lengths say it
+        return {f"rollout/{_MISMATCH.get(name, f'mismatch_{name}')}{suffix}": value for name, value in found.items()}
 
-    fresh = of_tokens(~stale_K)
-    metrics = {
-        "rollout/log_prob_mismatch": fresh["abs_mean"],
-        "rollout/log_prob_mismatch_max": fresh["abs_max"],
-        "rollout/mismatch_kl": fresh["kl_k3"],
-        "rollout/mismatch_ess": fresh["ess"],
-        "rollout/stale_token_share": float(stale_K.double().mean()),
-    }
-    return metrics | ({"rollout/log_prob_mismatch_stale": of_tokens(stale_K)["abs_mean"]} if stale_K.any() else {})
+    metrics = of_tokens(~stale_K, "") | (of_tokens(stale_K, "_stale") if stale_K.any() else {})
+    return metrics | {"rollout/stale_token_share": float(stale_K.double().mean())}
 
 
 def update_metrics(prefix: str, stats: Sequence[StepStats]) -> dict[str, float]:

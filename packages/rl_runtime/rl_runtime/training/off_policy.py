@@ -1,0 +1,116 @@
+"""Off-policy correction of the policy loss: importance weights between the trainer and the policy that sampled.
+
+Both differ by the numerics of two engines and, for partial rollouts, by the updates since an older policy version.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from rl_core import ImportanceLevel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollout_vllm import SamplingConfig
+
+    from ..experience import ExperienceBatch, Float32Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrection:
+    """Importance weights of the token losses for samples of another policy (`rl_core.rollout_weights`).
+
+    The ratio of the probabilities of the generated tokens: before the update, to those when they were sampled.
+    """
+
+    mode: Literal["none", "truncate", "mask"] = "none"
+    """Treatment of ratios out of bounds. `truncate`: the nearest bound (truncated importance sampling, Yao et al. 2025,
+    'Your efficient RL framework secretly brings you off-policy RL training'). `mask`: weight 0 (IcePop,
+    arXiv:2510.18855). `none`: no weights."""
+    level: ImportanceLevel = "token"
+    """`token`: each token's ratio, low variance but biased. `sequence`: the product over the response, unbiased within
+    the bounds. `geometric`: the product to the power 1 / length, which leaves few ratios far from 1."""
+    max_ratio: float = 2.0
+    """Upper bound, 1 or more. With `mode=mask` and `level=geometric`, bounds near 1 such as 1.001 and 0.999 reject
+    responses whose tokens differ a little each."""
+    min_ratio: float = 0.0
+    """Lower bound, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_ratio < math.inf:
+            raise ValueError(
+                f"max_ratio is {self.max_ratio}; allowed: a finite number from 1, the ratio of equal probabilities"
+            )
+        if not 0 <= self.min_ratio <= 1:
+            raise ValueError(f"min_ratio is {self.min_ratio}; allowed: 0 to 1, the ratio of equal probabilities")
+        if self.min_ratio == self.max_ratio:
+            raise ValueError(f"min_ratio is {self.min_ratio}; allowed: below max_ratio ({self.max_ratio})")
+        if self.mode == "none" and self != type(self)():
+            raise ValueError(
+                f"mode is 'none', so level ({self.level}), max_ratio ({self.max_ratio}) and min_ratio "
+                f"({self.min_ratio}) have no effect; allowed: truncate or mask, or their defaults"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether token losses are weighted."""
+        return self.mode != "none"
+
+
+def check_rollout_correction(correction: RolloutCorrection, sampling: "SamplingConfig") -> None:
+    """Refuses a correction where the servers' log-probs are those of a truncated or reshaped distribution.
+
+    Raises:
+        ValueError: names the sampling key.
+    """
+    if not correction.enabled:
+        return
+    neutral = type(sampling)()
+    for name in ("top_p", "top_k", "min_p", "min_tokens", "repetition_penalty"):
+        value, allowed = getattr(sampling, name), getattr(neutral, name)
+        if value != allowed:
+            raise ValueError(
+                f"sampling.{name} is {value}; allowed: {allowed} with algorithm.rollout_correction.mode="
+                f"{correction.mode}, because otherwise the servers' log-probs belong to another distribution than the "
+                "trainer's, and their ratio says nothing about the policies"
+            )
+
+
+def compare_with_rollout(
+    batch: "ExperienceBatch", old_log_probs: "Sequence[Float32Array]", correction: RolloutCorrection
+) -> "tuple[dict[str, Tensor], dict[str, float]]":
+    """Columns for the loss, float32 [K] each, and the metrics of `mismatch` and of the weights.
+
+    The columns are `rollout_log_probs`, for losses of users, and with a correction `rollout_weights`, which multiply
+    the token losses.
+
+    Args:
+        old_log_probs: the trainer's log-probs before the update, one array per sample.
+    """
+    import numpy as np
+    import torch
+
+    from rl_core import effective_sample_size, rollout_weights
+
+    from .metrics import mismatch
+
+    columns, metrics = {"rollout_log_probs": batch.rollout_log_probs_K}, mismatch(batch, old_log_probs)
+    if correction.mode == "none":
+        return columns, metrics
+    weights_K, inside_K = rollout_weights(
+        torch.from_numpy(np.concatenate(old_log_probs)),
+        columns["rollout_log_probs"],
+        mode=correction.mode,
+        level=correction.level,
+        max_ratio=correction.max_ratio,
+        min_ratio=correction.min_ratio,
+        response_lens_S=batch.response_lens_N,
+    )
+    metrics |= {
+        "rollout/correction_weight_mean": float(weights_K.mean()),
+        "rollout/correction_ess": effective_sample_size(weights_K),
+        "rollout/correction_outside_share": float((~inside_K).double().mean()),
+    }
+    return columns | {"rollout_weights": weights_K}, metrics
