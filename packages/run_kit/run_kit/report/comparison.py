@@ -9,7 +9,7 @@ from typing import Any
 from ..config.yaml import YamlError, parse_typed
 from ..errors import ReportError
 from ..tracking.metrics_table import MetricsTable, atomic_write, columns_of
-from ..tracking.panels import choose_panels, single_panels
+from ..tracking.panels import Section, choose_panels, single_panels
 from ..tracking.summary import tail_mean
 from .data import MAX_ROLLOUTS, read_run, spread
 from .page import METRIC_FILTER, assemble, figure, figure_grid, number_table, phase_order, rollouts_section
@@ -62,22 +62,16 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
     return path
 
 
-def _figures(tables: Mapping[str, MetricsTable], section: str) -> str:
+def _figures(tables: Mapping[str, MetricsTable], section: Section) -> str:
     figures = []
     for panel in single_panels(columns_of(tables.values())):
         (name,) = panel.metrics
-        if _section_of(name) == section:
+        if panel.section == section:
             found = {label: table.series(name, gaps=True) for label, table in tables.items()}
             series = [Series(label=label, steps=steps, values=values) for label, (steps, values) in found.items()]
             chart = line_chart(series, title=name)
             figures.append(figure(panel, series, chart) if chart else "")
     return figure_grid(figures)
-
-
-def _section_of(metric: str) -> str:
-    if "memory" in metric:
-        return "memory"
-    return "mismatch" if "mismatch" in metric else "curves"
 
 
 def _overview(tables: Mapping[str, MetricsTable]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..tracking.curves import label_of
 from ..tracking.metrics_table import MetricsTable, atomic_write
-from ..tracking.panels import Panel, choose_panels
+from ..tracking.panels import Panel, Section, choose_panels
 from ..tracking.progress import duration_text
 from ..tracking.summary import summarize
 from .assets import SCRIPT, STYLE
@@ -19,7 +19,6 @@ from .svg import Series, color, line_chart, stack_chart
 # The page forbids loading external resources by its own content security policy.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 METRIC_FILTER = '<div class="bar-row"><input type="search" id="metric-query" placeholder="filter metrics"></div>'
-_OWN_SECTIONS = {"Step time": "time", "Memory": "memory", "Rollout to trainer log-prob gap": "mismatch"}
 
 
 def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path:
@@ -38,8 +37,8 @@ def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path
     sections = [
         ("curves", "Curves", _curves(data, panels)),
         ("time", "Where the time goes", _time(data.table, panels)),
-        ("memory", "Memory", _own_panel(data.table, panels, "Memory")),
-        ("mismatch", "Rollout and trainer", _own_panel(data.table, panels, "Rollout to trainer log-prob gap")),
+        ("memory", "Memory", _own_panels(data.table, panels, "memory")),
+        ("mismatch", "Rollout and trainer", _own_panels(data.table, panels, "mismatch")),
         ("rollouts", "Rollouts", rollouts_section(data.rollouts, data.num_rollouts)),
         ("metrics", "All metrics", METRIC_FILTER + _summary_table(data.table, data.table.columns, "metric-rows")),
         ("config", "Configuration and log", _texts(data)),
@@ -107,17 +106,18 @@ def _change_tile(before: float, after: float, words: str) -> str:
 
 
 def _curves(data: RunData, panels: Sequence[Panel]) -> str:
-    figures = [_line_figure(data.table, panel) for panel in panels if panel.title not in _OWN_SECTIONS]
+    figures = [_line_figure(data.table, panel) for panel in panels if panel.section == "curves"]
     if data.supervised is not None:
         panel = Panel(title="Warm start loss", unit="nats a token", metrics=("sft/loss",))
         figures.append(_line_figure(data.supervised, panel))
     return figure_grid(figures)
 
 
-def _own_panel(table: MetricsTable, panels: Sequence[Panel], title: str) -> str:
-    panel = next((panel for panel in panels if panel.title == title), None)
-    chart = _line_figure(table, panel) if panel is not None else ""
-    return figure_grid([chart]) + _summary_table(table, panel.metrics) if panel is not None and chart else ""
+def _own_panels(table: MetricsTable, panels: Sequence[Panel], section: Section) -> str:
+    """The curves of the panels of a section and the summary of their metrics."""
+    charts = {panel: _line_figure(table, panel) for panel in panels if panel.section == section}
+    names = [name for panel, chart in charts.items() if chart for name in panel.metrics]
+    return figure_grid(list(charts.values())) + _summary_table(table, names) if names else ""
 
 
 def _line_figure(table: MetricsTable, panel: Panel) -> str:

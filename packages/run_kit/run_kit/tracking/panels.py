@@ -5,15 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+Section = Literal["curves", "time", "memory", "mismatch"]
+"""Sections of the report that have curves."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One small plot: a title, the unit of its axis, its metrics."""
+    """One small plot: a title, the unit of its axis, its metrics, the section of the report that shows it."""
 
     title: str
     unit: str
     metrics: tuple[str, ...]
     kind: Literal["line", "stack"] = "line"
+    section: Section = "curves"
 
 
 # The panels in their order, with patterns (as in file names) for the metrics that they show.
@@ -24,11 +28,12 @@ _KNOWN = (
     Panel(title="Gradient norm", unit="", metrics=("actor/grad_norm", "critic/grad_norm", "sft/grad_norm")),
     Panel(title="Critic", unit="", metrics=("critic/explained_variance", "critic/values/mean", "critic/returns/mean")),
     Panel(title="Throughput", unit="tokens/s per device", metrics=("perf/throughput",)),
-    Panel(title="Step time", unit="s", metrics=("timing_s/*",), kind="stack"),
+    Panel(title="Step time", unit="s", metrics=("timing_s/*",), kind="stack", section="time"),
     Panel(
         title="Rollout to trainer log-prob gap",
         unit="nats",
-        metrics=("rollout/log_prob_mismatch", "rollout/log_prob_mismatch*", "rollout/*mismatch*"),
+        metrics=("rollout/log_prob_mismatch", "rollout/log_prob_mismatch*", "rollout/mismatch_kl*"),
+        section="mismatch",
     ),
     Panel(
         title="Response length",
@@ -39,10 +44,34 @@ _KNOWN = (
         title="Memory",
         unit="GiB (host), GB (GPU)",
         metrics=("memory/host_peak_gib", "perf/max_memory_reserved_gb", "memory/*_gib", "perf/*memory*_gb"),
+        section="memory",
     ),
     Panel(title="Entropy", unit="nats", metrics=("actor/entropy*",)),
     Panel(title="KL", unit="nats", metrics=("actor/*kl*", "critic/*kl*")),
     Panel(title="Clipped share", unit="", metrics=("actor/*clip*", "response_length/clip_ratio")),
+    Panel(
+        title="Trainer to rollout probability ratio",
+        unit="",
+        metrics=tuple(f"rollout/mismatch_ratio_{name}" for name in ("p1", "p50", "p99", "mean")),
+        section="mismatch",
+    ),
+    Panel(
+        title="Effective sample size",
+        unit="",
+        metrics=(
+            "rollout/mismatch_ess",
+            "rollout/mismatch_seq_ess",
+            "rollout/mismatch_ess_stale",
+            "rollout/correction_ess",
+        ),
+        section="mismatch",
+    ),
+    Panel(
+        title="Off-policy correction",
+        unit="",
+        metrics=("rollout/correction_weight_mean", "rollout/correction_outside_share", "rollout/stale_token_share"),
+        section="mismatch",
+    ),
 )
 _MAX_METRICS = {"Step time": 12, "Memory": 5, "Entropy": 1, "KL": 3, "Clipped share": 3}
 """Number of metrics that a panel shows at most; 4 in the others."""
@@ -70,7 +99,8 @@ def single_panels(columns: Sequence[str], *, each: int | None = None) -> list[Pa
     for panel in choose_panels(columns):
         for name in ("timing_s/step",) if panel.kind == "stack" else panel.metrics[:each]:
             unit = "GB" if name.endswith("_gb") else panel.unit
-            found.append(Panel(title=name, unit=unit, metrics=(name,)))
+            section: Section = "curves" if panel.kind == "stack" else panel.section  # a whole step is a curve
+            found.append(Panel(title=name, unit=unit, metrics=(name,), section=section))
     return found
 
 
