@@ -13,11 +13,13 @@ from .errors import UnknownDataSourceError as UnknownDataSourceError
 from .parquet import check_files as check_files
 from .prompts import Prompt as Prompt
 from .prompts import load_prompts as load_prompts
+from .rewards.base import Reward as Reward
+from .rewards.gsm8k import gsm8k_score as gsm8k_score
+from .rewards.registry import REWARDS as REWARDS
+from .rewards.registry import make_reward as make_reward
+from .rewards.registry import register_reward as register_reward
+from .rewards.registry import reward_for as reward_for
 from .sampler import PromptSampler as PromptSampler
-from .scoring import RewardFn as RewardFn
-from .scoring import gsm8k_score as gsm8k_score
-from .scoring import register_reward as register_reward
-from .scoring import reward_for as reward_for
 from .tiny_model import build_tiny_model as build_tiny_model
 from .tokenizer import check_model_folder as check_model_folder
 from .tokenizer import find_model_folder as find_model_folder

@@ -18,7 +18,8 @@ from stat import S_ISDIR, S_ISREG
 from typing import Any, Literal
 
 from .errors import DataError, UnknownDataSourceError
-from .scoring import clean_number, gsm8k_score, is_number_or_list, reward_for
+from .rewards.gsm8k import clean_number
+from .rewards.registry import reward_for
 
 GSM8K_DATA_SOURCE = "openai/gsm8k"
 Schema = Literal["gsm8k", "verl"]
@@ -292,12 +293,9 @@ def check_files(files: Sequence[str | Path], *, any_source: bool = False) -> int
             except UnknownDataSourceError as error:
                 what, _, remedy = str(error).partition(". ")
                 raise row_error(row.file, row.row, "data_source", what, remedy) from error
-            if rule is gsm8k_score and not is_number_or_list(row.ground_truth):
+            if rule is not None and (what := rule.problem(row.ground_truth, {})):
                 column = "answer" if row.is_question else "reward_model"
-                what = (
-                    f"the answer {_shorten(row.ground_truth)} is no number, which the rule of {row.data_source} needs"
-                )
-                remedy = "Give a number or a list of numbers, drop the row, or score with a function of your own."
+                remedy = "Mend the answer, drop the row, or score with another reward or a function of your own."
                 raise row_error(row.file, row.row, column, what, remedy)
             num_rows += 1
     return num_rows

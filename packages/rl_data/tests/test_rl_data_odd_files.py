@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_data import DataError, RewardConfig, check_demonstrations, check_files, reward_for
+from rl_data import DataError, RewardConfig, check_demonstrations, check_files, gsm8k_score
 from rl_data.parquet import Row, iter_rows
 
 SOURCE = "openai/gsm8k"
@@ -207,7 +207,7 @@ def test_an_odd_file_loads(tmp_path: Path, case: str) -> None:
 
 def best_score(row: Row) -> float:
     right = row.ground_truth.strip('[]"').split(",")[-1].strip(' "') if row.ground_truth[0] == "[" else row.ground_truth
-    return reward_for(row.data_source)(f"so #### {right}", row.ground_truth, RewardConfig())
+    return gsm8k_score(f"so #### {right}", row.ground_truth, RewardConfig())
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -266,5 +266,5 @@ def test_functions_of_the_user_get_lists_and_structs_as_json(tmp_path: Path) -> 
 @pytest.mark.parametrize(("answer", "score"), [("2", 1.0), ("2.50", 1.0), ("3", 0.1), ("no number", 0.0)])
 def test_every_accepted_answer_is_right(answer: str, score: float) -> None:
     config = RewardConfig(format_score=0.1)
-    assert reward_for(SOURCE)(f"#### {answer}", '["2", "$2.5"]', config) == score
-    assert reward_for(SOURCE)(f"#### {answer}", "[broken", config) == (0.1 if score else 0.0)
+    assert gsm8k_score(f"#### {answer}", '["2", "$2.5"]', config) == score
+    assert gsm8k_score(f"#### {answer}", "[broken", config) == (0.1 if score else 0.0)

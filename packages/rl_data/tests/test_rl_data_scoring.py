@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_data import DataError, RewardConfig, UnknownDataSourceError, gsm8k_score, register_reward, reward_for
-from rl_data.scoring import extract_answer
+from rl_data.rewards.gsm8k import Gsm8kReward, extract_answer
+from rl_data.rewards.multiple_choice import MultipleChoiceReward
 
 STRICT = RewardConfig(method="strict", score=1.0, format_score=0.1)
 FLEXIBLE = RewardConfig(method="flexible", score=1.0, format_score=0.1)
@@ -74,18 +75,15 @@ def test_every_text_gets_one_of_three_scores(text: str) -> None:
 
 
 def test_registry() -> None:
-    assert reward_for("openai/gsm8k") is gsm8k_score
+    assert isinstance(reward_for("openai/gsm8k"), Gsm8kReward)
+    assert reward_for("gsm8k", FLEXIBLE) == Gsm8kReward(method="flexible", format_score=0.1)
     with pytest.raises(UnknownDataSourceError, match=r"nowhere.*openai/gsm8k"):
         reward_for("nowhere")
-
-    def always_one(text: str, ground_truth: str, config: RewardConfig) -> float:
-        return 1.0
-
-    register_reward("test/always-one", always_one)
-    register_reward("test/always-one", always_one)
-    assert reward_for("test/always-one") is always_one
-    with pytest.raises(ValueError, match="already has a scoring function"):
-        register_reward("test/always-one", gsm8k_score)
+    register_reward("test/format", MultipleChoiceReward)
+    register_reward("test/format", MultipleChoiceReward)
+    assert reward_for("test/format") == MultipleChoiceReward()
+    with pytest.raises(ValueError, match="already has a reward"):
+        register_reward("test/format", Gsm8kReward)
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,7 @@ class Scorer:
             return await self._ask_service(text, prompt)
         if self._function is not None:
             return await self._pool.score(self._function, text, prompt)
-        rule = reward_for(prompt.data_source)
-        return await self._pool.score(rule, text, prompt.ground_truth, self._config)
+        return await self._pool.score(reward_for(prompt.data_source, self._config), text, prompt)
 
     def close(self) -> None:
         """Ends the processes and connections."""

@@ -1,0 +1,80 @@
+"""What every reward of the registry has: a call that scores, and what it needs of a row of data."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+
+class PromptFields(Protocol):
+    """The fields of a prompt that the rewards of the registry read."""
+
+    @property
+    def ground_truth(self) -> str: ...
+    @property
+    def extra(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward(ABC):
+    """A reward with its options as fields: `reward(response_text, prompt)` is the score.
+
+    Instances are picklable, so they run in worker processes. Options are checked when the instance is made, and a wrong
+    one raises ValueError that names the field. A reward whose `__call__` has a parameter `num_tokens` also gets the
+    number of response tokens.
+    """
+
+    needs_ground_truth: ClassVar[bool] = True
+    """Whether rows without a ground truth are refused."""
+
+    @abstractmethod
+    def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
+        """The score of a response, which is the decoded text without special tokens."""
+
+    @property
+    def full_score(self) -> float:
+        """The score of a response that is entirely right."""
+        return 1.0
+
+    @property
+    def max_duration_s(self) -> float:
+        """Seconds that a call takes at most by its own limits; 0: it has none."""
+        return 0.0
+
+    def problem(self, ground_truth: str, extra: Mapping[str, Any]) -> str:
+        """Why no response can ever be right for this row, or "".
+
+        Args:
+            ground_truth: the row's ground truth as text; JSON text of a list or struct; "" if there is none.
+            extra: the other columns of the row.
+        """
+        if self.needs_ground_truth and not ground_truth.strip():
+            return "there is no ground truth"
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerReward(Reward):
+    """A reward that compares an extracted answer with the ground truth: `score` for the right answer, `format_score`
+    for another one, 0 without an answer."""
+
+    score: float = 1.0
+    format_score: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("score", "format_score"):
+            require_number(field, getattr(self, field))
+        if not self.format_score < self.score:
+            raise ValueError(f"format_score={self.format_score!r}: must be below score={self.score!r}")
+
+    @property
+    def full_score(self) -> float:
+        return self.score
+
+
+def require_number(field: str, value: object, *, above: float | None = None) -> None:
+    """Raises ValueError unless `value` is a number, larger than `above`."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(f"{field}={value!r}: must be a number")
+    if above is not None and not value > above:
+        raise ValueError(f"{field}={value!r}: must be above {above:g}")

@@ -1,0 +1,36 @@
+"""Equivalence of mathematical answers, decided by the library math-verify (LaTeX, sets, intervals, units, percent)."""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from .base import AnswerReward, PromptFields
+from .gsm8k import accepted_answers
+
+_TAIL_CHARACTERS = 2000
+_LIMIT_S = 3
+"""Seconds for one parse or one comparison: `9^{9^{9^9}}` would take all memory otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathReward(AnswerReward):
+    """An answer that is mathematically equal to the ground truth, as math-verify finds and compares them.
+
+    The answer is the last `\\boxed{}`, else the last formula or number, in the last 2,000 characters; several boxed
+    answers are a set. The ground truth is LaTeX or a number, or a JSON list of them, each of which is right. An answer
+    that takes too long to evaluate is wrong. Needs `pip install plinth-rl-data[math]`.
+    """
+
+    def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
+        from math_verify import parse, verify
+
+        # math-verify's limits are signals, which only the main thread can use.
+        limit_s = _LIMIT_S if threading.current_thread() is threading.main_thread() else None
+        answer = parse(response_text[-_TAIL_CHARACTERS:], parsing_timeout=limit_s)
+        if not answer:
+            return 0.0
+        for right in accepted_answers(prompt.ground_truth):
+            boxed = right if "\\boxed" in right else f"\\boxed{{{right}}}"
+            if verify(parse(boxed, parsing_timeout=limit_s), answer, timeout_seconds=limit_s):
+                return self.score
+        return self.format_score
