@@ -1,16 +1,43 @@
 """Configuration of the GRPO app."""
 
+import warnings
 from dataclasses import dataclass, field
+from typing import get_args
 
 from rl_runtime import JobConfig, PolicyConfig, TrainerConfig
+from rl_runtime.training.policy import AdvantageName
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(PolicyConfig):
-    """GRPO: group-normalized advantages and a clipped policy loss (DeepSeekMath, arXiv:2402.03300)."""
+    """Policy gradients without a critic: GRPO, Dr. GRPO, DAPO, RLOO, REINFORCE++, ReMax, GSPO, CISPO."""
 
-    normalize_by_std: bool = True
-    """Divide advantages by the group's standard deviation (GRPO) or not (Dr.GRPO)."""
+    normalize_by_std: bool | None = None
+    """Deprecated: write `advantage=grpo` for true, `advantage=dr_grpo` for false."""
+
+    def __post_init__(self) -> None:
+        if self.normalize_by_std is not None:
+            self._replace_normalize_by_std(self.normalize_by_std)
+        super().__post_init__()
+        if self.advantage == "gae":
+            allowed = ", ".join(name for name in get_args(AdvantageName) if name != "gae")
+            raise ValueError(
+                f"advantage is gae; allowed: {allowed}. gae needs a critic, which the PPO app trains "
+                "(python -m apps.ppo.main)"
+            )
+
+    def _replace_normalize_by_std(self, normalize: bool) -> None:
+        """Sets `advantage` as the old key says, so that the resolved configuration has the new key alone."""
+        if self.advantage not in ("grpo", "dr_grpo"):
+            raise ValueError(f"normalize_by_std is {normalize}; allowed: null with advantage={self.advantage}")
+        name = "grpo" if normalize else "dr_grpo"
+        warnings.warn(
+            f"algorithm.normalize_by_std is deprecated: write algorithm.advantage={name}",
+            DeprecationWarning,
+            stacklevel=4,
+        )
+        object.__setattr__(self, "advantage", name)
+        object.__setattr__(self, "normalize_by_std", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,5 +49,9 @@ class GrpoConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sampling.n < 2:
-            raise ValueError(f"sampling.n is {self.sampling.n}; allowed: 2 or more, to compare samples in groups")
+        self.algorithm.check_sampling(self.sampling, self.dynamic_sampling)
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """ReMax subtracts the score of a greedy response."""
+        return self.algorithm.advantage == "remax"

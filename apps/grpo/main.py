@@ -1,9 +1,11 @@
-"""GRPO: `python -m apps.grpo.main [preset=NAME] [section.key=value ...]`, `--help` lists every key.
+"""GRPO and its relatives without a critic: `python -m apps.grpo.main [preset=NAME] [section.key=value ...]`.
 
-Without a model and data it runs the built-in demo: a tiny Qwen3 model learns to add, after a supervised warm start.
+`--help` lists every key; the presets `grpo dr_grpo dapo rloo reinforce_pp reinforce_pp_baseline remax gspo cispo` set
+the algorithm. Without a model and data it runs the built-in demo: a tiny Qwen3 model learns to add, after a supervised
+warm start.
 
-A step samples n responses to each prompt, scores them, computes each advantage relative to the group, updates the
-policy with the clipped loss, and pushes the new weights to the servers.
+A step samples n responses to each prompt, scores them, compares the scores (with those of the same prompt, in GRPO),
+updates the policy with the clipped loss, and pushes the new weights to the servers.
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import rl_core
 import rl_runtime
 from apps.grpo.config import GrpoConfig
 
@@ -23,34 +24,33 @@ def learn(
     *,
     config: GrpoConfig,
     actor: "rl_runtime.ModelHandle",
-    ref: "rl_runtime.ModelHandle | None",
+    ref: "rl_runtime.Reference | None",
+    kl: "rl_runtime.KlCoefficient",
 ) -> dict[str, float]:
-    """One GRPO update on scored samples; returns its metrics."""
-    algorithm = config.algorithm
-    advantages_N = rl_core.group_advantages(
-        batch.scores_N, batch.group_ids_N, normalize_by_std=algorithm.normalize_by_std
-    )
+    """One update on scored samples; returns its metrics."""
+    algorithm, max_tokens = config.algorithm, config.sampling.max_tokens
     mini_batches = batch.mini_batch_indices(config.batch.mini_batch_size)
-    batch = rl_runtime.with_loss_weights(
-        batch.with_per_sequence("advantages", advantages_N),
-        algorithm,
-        max_tokens=config.sampling.max_tokens,
-        mini_batches=mini_batches,
-    )
-    loss_fn = partial(rl_runtime.policy_loss, config=algorithm, kl_coef=algorithm.kl_coef)
+    batch = rl_runtime.with_loss_weights(batch, algorithm, max_tokens=max_tokens, mini_batches=mini_batches)
+    loss_fn = partial(rl_runtime.policy_loss, config=algorithm, kl_coef=kl.value)
     updates = []
     with rl_runtime.TrainBatch.of(batch, mini_batches=mini_batches) as train_batch:
         with phase("old_log_prob"):
-            old = actor.log_probs(train_batch, column="old_log_probs")
+            old = actor.log_probs(train_batch, column="old_log_probs").log_probs
+            batch = batch.with_column("old_log_probs", old)
         if ref is not None:
             with phase("ref_log_prob"):
-                ref.log_probs(train_batch, column="ref_log_probs")
+                of_ref = ref.log_probs(train_batch, column="ref_log_probs").log_probs
+                batch = batch.with_column("ref_log_probs", of_ref)
+        with phase("adv"):
+            columns, metrics = rl_runtime.advantages(batch, algorithm, max_tokens=max_tokens, kl_coef=kl.value)
+            of_rollout, mismatch = rl_runtime.compare_with_rollout(batch, old, algorithm.rollout_correction)
+            train_batch.add_columns(columns | of_rollout)
         with phase("update_actor"):
             for _ in range(algorithm.num_epochs):
                 for mini_batch in train_batch.mini_batches:
                     updates.append(actor.update(mini_batch, loss_fn))
-    metrics = rl_runtime.update_metrics("actor", updates) | rl_runtime.mismatch(batch, old.log_probs)
-    return metrics | {"actor/advantage_std": float(advantages_N.std(correction=0))}
+    metrics |= kl.after_step(metrics, len(batch.items))
+    return metrics | rl_runtime.update_metrics("actor", updates) | mismatch
 
 
 def num_updates(config: GrpoConfig) -> int:
@@ -61,14 +61,18 @@ def num_updates(config: GrpoConfig) -> int:
 
 def check(config: GrpoConfig) -> "rl_runtime.JobPlan":
     """Refuses settings that cannot work before any process starts; plans devices and resume."""
-    return rl_runtime.check_job(config, {"actor": (config.actor, num_updates(config))})
+    plan = rl_runtime.check_job(config, {"actor": (config.actor, num_updates(config))})
+    rl_runtime.check_loss(config.algorithm)
+    return plan
 
 
 def compose(job: "rl_runtime.Job", config: GrpoConfig) -> "rl_runtime.Algorithm":
     """Builds the actor and, with a KL term, the reference model; returns the update of a step."""
     actor = job.trained("actor", config.actor, num_updates=num_updates(config))
-    ref = job.frozen("ref", config.actor) if config.algorithm.kl_coef else None
-    return rl_runtime.Algorithm(roles={"actor": actor}, learn=partial(learn, config=config, actor=actor, ref=ref))
+    ref = job.reference(actor) if config.algorithm.kl_coef else None
+    kl = rl_runtime.KlCoefficient(config.algorithm)
+    step = partial(learn, config=config, actor=actor, ref=ref, kl=kl)
+    return rl_runtime.Algorithm(roles={"actor": actor}, learn=step, state={"kl": kl})
 
 
 def main(config: GrpoConfig) -> None:

@@ -97,6 +97,24 @@ class ExperienceBatch:
         return torch.tensor([item.num_generated for item in self.items], dtype=torch.int64)
 
     @property
+    def total_lens_N(self) -> torch.Tensor:
+        """[N] int64, number of response tokens including context, which `sampling.max_tokens` limits."""
+        return torch.tensor([len(item.response_ids) for item in self.items], dtype=torch.int64)
+
+    @property
+    def truncated_N(self) -> torch.Tensor:
+        """[N] bool, whether the response was cut at the length limit."""
+        return torch.tensor([item.finish_reason == "length" for item in self.items])
+
+    @property
+    def turn_rewards_K(self) -> torch.Tensor:
+        """[K] float32, the rewards of turns at their generated tokens; 0 for samples that have none."""
+        rewards = [getattr(item, "turn_rewards", None) for item in self.items]
+        zeros = (np.zeros(item.num_generated, np.float32) for item in self.items)
+        rows = [zero if row is None else row for row, zero in zip(rewards, zeros, strict=True)]
+        return torch.from_numpy(np.concatenate(rows))
+
+    @property
     def rollout_log_probs_K(self) -> torch.Tensor:
         """[K] float32, the servers' log-probs of the generated tokens of all samples in order."""
         return torch.from_numpy(np.concatenate([item.rollout_log_probs for item in self.items]))

@@ -15,7 +15,8 @@ from rl_core import BatchConfig, LossAggregation, PackedBatch, gae, token_reward
 from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.ranks.train_batch import TrainBatch
 from rl_runtime.ranks.trainer_worker import TrainerWorker
-from rl_runtime.training.policy import PolicyConfig, policy_loss, with_loss_weights
+from rl_runtime.training.policy import PolicyConfig
+from rl_runtime.training.policy_loss import policy_loss, with_loss_weights
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,9 @@ def test_micro_batches_share_the_policy_loss_and_metrics_of_their_mini_batch(
             "clip_fraction": float(((bounded_K > plain_K) & (worse_K <= ceiling_K)).double().mean()),
             "entropy": float(token["entropy"].mean()),
             "kl": float(kl_K.mean()),
+            "ratio": float(ratio_K.mean()),
+            "kl_old": float((ratio_K - 1 - ratio_K.log()).mean()),
+            "dual_clip_fraction": float((worse_K > ceiling_K).double().mean()),
         },
         rel=1e-4,
         abs=1e-5,

@@ -12,7 +12,8 @@ import pytest
 
 from rl_runtime.errors import InputError
 from rl_runtime.ranks.loss_spec import LossSpec
-from rl_runtime.training.policy import PolicyConfig, policy_loss
+from rl_runtime.training.policy import PolicyConfig
+from rl_runtime.training.policy_loss import policy_loss
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -45,7 +46,7 @@ def test_mypy_refuses_calls_that_the_ranks_would(tmp_path: Path) -> None:
 def test_a_loss_travels_by_import_path_with_its_settings() -> None:
     config = PolicyConfig(clip_low=0.1)
     spec = LossSpec.of(partial(policy_loss, config=config, kl_coef=0.5))
-    assert (spec.module, spec.name) == ("rl_runtime.training.policy", "policy_loss")
+    assert (spec.module, spec.name) == ("rl_runtime.training.policy_loss", "policy_loss")
     loaded: Any = pickle.loads(pickle.dumps(spec)).load()
     assert loaded.func is policy_loss
     assert loaded.keywords == {"config": config, "kl_coef": 0.5}

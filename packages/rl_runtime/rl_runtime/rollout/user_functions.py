@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -27,8 +27,15 @@ def _no_exit() -> Iterator[None]:
         os._exit = exit_process
 
 
-def load_function(name: str, *, key: str, arguments: tuple[str, ...], is_coroutine: bool = False) -> Callable[..., Any]:
-    """Imports the function of the configuration key `key` and checks that it takes `arguments` by position.
+def load_function(
+    name: str,
+    *,
+    key: str,
+    arguments: tuple[str, ...],
+    keywords: Collection[str] = (),
+    is_coroutine: bool = False,
+) -> Callable[..., Any]:
+    """Imports the function of the configuration key `key`; checks that it takes `arguments` and `keywords`.
 
     Raises:
         InputError: the function cannot be imported or called; says what is allowed.
@@ -52,10 +59,10 @@ def load_function(name: str, *, key: str, arguments: tuple[str, ...], is_corouti
             f"`{'async def' if is_coroutine else 'def'} {attribute}({', '.join(arguments)})`"
         )
     try:
-        inspect.signature(function).bind(*arguments)
+        inspect.signature(function).bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
         raise InputError(
-            f"{key} is {name!r}, which cannot be called as {attribute}({', '.join(arguments)}): {error}"
+            f"{key} is {name!r}, which cannot be called as {attribute}({', '.join((*arguments, *keywords))}): {error}"
         ) from error
     loaded: Callable[..., Any] = function
     return loaded

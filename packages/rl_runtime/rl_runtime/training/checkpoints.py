@@ -122,8 +122,9 @@ class RunCheckpoints:
         for group, first in self._numbered_groups():
             group.run(TrainerWorker.load_rng, str(checkpoint.path), first)
         restore_rng(checkpoint.state["rng"])
-        for name, part in self._parts.items():
-            part.load_state_dict(checkpoint.state["parts"][name])
+        saved = checkpoint.state["parts"]
+        for name in self._parts.keys() & saved.keys():  # earlier versions had fewer parts, which then start anew
+            self._parts[name].load_state_dict(saved[name])
 
     @cached_property
     def _models(self) -> dict[str, ModelDescription]:

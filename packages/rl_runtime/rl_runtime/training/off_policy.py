@@ -5,7 +5,7 @@ Both differ by the numerics of two engines and, for partial rollouts, by the upd
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from rl_core import ImportanceLevel
@@ -47,7 +47,7 @@ class RolloutCorrection:
             raise ValueError(f"min_ratio is {self.min_ratio}; allowed: 0 to 1, the ratio of equal probabilities")
         if self.min_ratio == self.max_ratio:
             raise ValueError(f"min_ratio is {self.min_ratio}; allowed: below max_ratio ({self.max_ratio})")
-        if self.mode == "none" and self != type(self)():
+        if self.mode == "none" and any(getattr(self, key.name) != key.default for key in fields(self)):
             raise ValueError(
                 f"mode is 'none', so level ({self.level}), max_ratio ({self.max_ratio}) and min_ratio "
                 f"({self.min_ratio}) have no effect; allowed: truncate or mask, or their defaults"

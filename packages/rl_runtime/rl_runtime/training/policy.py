@@ -1,106 +1,177 @@
-"""The clipped policy loss that GRPO and PPO share: settings, token weights, loss function."""
+"""Settings of the policy update that GRPO and PPO share: advantage, loss, KL term, length shaping."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rl_core import KLKind, LossAggregation, check_clip
 
-if TYPE_CHECKING:
-    from ds_engine import LossOutput, TokenBatch, TokenOutputs
+from ..config import DynamicSamplingConfig
+from .off_policy import RolloutCorrection, check_rollout_correction
 
-    from ..experience import ExperienceBatch
+if TYPE_CHECKING:
+    from rollout_vllm import SamplingConfig
+
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gae"]
+LossName = Literal["ppo_clip", "gspo", "cispo"]
+
+GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+"""Advantages that compare the samples of a prompt, and need two of them."""
+TOKEN_LEVEL = ("reinforce_pp", "gae")
+"""Advantages with a reward per token; the others have one per sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """A clipped policy loss with KL and entropy terms (PPO, arXiv:1707.06347)."""
+    """Advantage, policy loss, KL and entropy terms; docs/algorithms.md has a page on each family."""
 
-    clip_low: float = 0.2
-    """The ratio is clipped below 1 - clip_low."""
-    clip_high: float = 0.2
-    """The ratio is clipped above 1 + clip_high (DAPO's clip-higher when larger than clip_low)."""
+    advantage: AdvantageName = "grpo"
+    """How scores become advantages. `grpo` (arXiv:2402.03300), `dr_grpo` (arXiv:2503.20783), `rloo` (arXiv:2402.14740)
+    and `reinforce_pp_baseline` (arXiv:2501.03262) compare the samples of a prompt; `remax` (arXiv:2310.10505) compares
+    each with the greedy response, which costs one more response per prompt; `reinforce_pp` (arXiv:2501.03262) compares
+    with the whole batch; `gae` (arXiv:1506.02438) with a critic, in the PPO app."""
+    gamma: float = 1.0
+    """Discount per token, for `gae` and `reinforce_pp`."""
+    loss: str = "ppo_clip"
+    """The policy loss: `ppo_clip` (arXiv:1707.06347), `gspo` (arXiv:2507.18071; use it with
+    `loss_aggregation=seq_mean_token_mean`), `cispo` (arXiv:2506.13585), or your own `package.module:function`. The
+    trainer ranks call it as `function(log_probs_K, batch, **loss_options)`. It returns the loss of each token, [K];
+    `batch.columns` has old_log_probs, advantages and rollout_log_probs, `batch.response_lens_S` the lengths."""
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of a loss function of yours."""
+    clip_low: float | None = None
+    """The ratio is clipped below 1 - clip_low; null: 0.2 for `ppo_clip`, 3e-4 for `gspo`, 1 (no bound) for `cispo`."""
+    clip_high: float | None = None
+    """The ratio is clipped above 1 + clip_high (DAPO's clip-higher when larger than clip_low); null: 0.2 for
+    `ppo_clip`, 4e-4 for `gspo`, 4 for `cispo`."""
     dual_clip: float | None = None
-    """Bound of the loss for negative advantages, times the advantage (dual-clip PPO); above 1, null: no bound."""
+    """Bound of `ppo_clip` for negative advantages, times the advantage (dual-clip PPO, arXiv:1912.09729); above 1,
+    null: no bound."""
     loss_aggregation: LossAggregation = "token_mean"
     """How per-token losses are aggregated; `fixed_length` (Dr. GRPO) divides by sampling.max_tokens."""
     kl_coef: float = 0.0
     """Coefficient of the KL term to the reference model; 0 builds no reference model."""
     kl_kind: KLKind = "k3"
     """KL estimator (Schulman, 'Approximating KL divergence')."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL term is applied. `loss`: added to the loss (GRPO). `reward`: subtracted from the reward, of each
+    token for `gae` and `reinforce_pp` (InstructGPT, arXiv:2203.02155), as a sum over the response for the others."""
+    kl_target: float | None = None
+    """Target of the mean KL per token, to which `kl_coef` adapts (arXiv:1909.08593); null: fixed `kl_coef`."""
+    kl_horizon: float = 10_000.0
+    """Horizon of the adaptation, in sequences."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     num_epochs: int = 1
     """Passes over each train batch."""
+    overlong_penalty: float = 0.0
+    """DAPO's soft overlong punishment (arXiv:2503.14476): the training score falls by up to this much over the last
+    `overlong_buffer` tokens before sampling.max_tokens. The paper has 1; 0: no penalty."""
+    overlong_buffer: int | None = None
+    """Tokens before sampling.max_tokens over which `overlong_penalty` grows; null: a fifth of sampling.max_tokens, the
+    share of DAPO."""
+    overlong_filter: bool = False
+    """Do not train on responses cut at sampling.max_tokens (DAPO's overlong filtering); their scores still count in the
+    advantages of the others."""
+    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
     def __post_init__(self) -> None:
-        check_clip(self.clip_low, self.clip_high, self.dual_clip)
-        if not 0 <= self.kl_coef < math.inf:
-            raise ValueError(f"kl_coef is {self.kl_coef}; allowed: 0 or more")
+        self._check_advantage()
+        self._check_loss()
+        self._check_kl()
+        self._check_overlong()
         if not math.isfinite(self.entropy_coef):
             raise ValueError(f"entropy_coef is {self.entropy_coef}; allowed: a finite number")
         if self.num_epochs < 1:
             raise ValueError(f"num_epochs is {self.num_epochs}; allowed: 1 or more")
 
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether `loss` names a function of the user."""
+        return ":" in self.loss
 
-def with_loss_weights(
-    batch: "ExperienceBatch",
-    config: PolicyConfig,
-    *,
-    max_tokens: int,
-    mini_batches: Sequence[Sequence[int]] | None = None,
-) -> "ExperienceBatch":
-    """Adds the columns that turn token losses into the mini-batch loss: `weights`, and `mean_weights` for metrics.
+    @property
+    def clip_bounds(self) -> dict[str, float]:
+        """The bounds that differ from the loss's own, as keyword arguments."""
+        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
-    Args:
-        max_tokens: `sampling.max_tokens`, the divisor of `fixed_length`.
-        mini_batches: sample indices of each mini batch; None: the batch is one mini batch.
-    """
-    import torch
+    def overlong_tokens(self, max_tokens: int) -> int:
+        """`overlong_buffer`, or its default for responses of up to `max_tokens` tokens."""
+        return self.overlong_buffer or max(1, max_tokens // 5)
 
-    from rl_core import token_weights
+    def check_sampling(self, sampling: "SamplingConfig", dynamic_sampling: DynamicSamplingConfig) -> None:
+        """Refuses sampling that does not fit the algorithm.
 
-    mode = config.loss_aggregation
-    fixed_length = max_tokens if mode == "fixed_length" else None
-    lens_N = batch.response_lens_N
-    weights_N, mean_N = torch.zeros(len(lens_N), dtype=torch.float64), torch.zeros(len(lens_N), dtype=torch.float64)
-    for indices in mini_batches or [range(len(lens_N))]:
-        chosen = torch.tensor(indices)
-        weights_N[chosen] = token_weights(mode, lens_N[chosen], fixed_length=fixed_length).double()
-        mean_N[chosen] = token_weights("token_mean", lens_N[chosen]).double()
-    return batch.with_per_sequence("weights", weights_N).with_per_sequence("mean_weights", mean_N)
+        Raises:
+            ValueError: names the key.
+        """
+        if self.advantage in GROUP_RELATIVE and sampling.n < 2:
+            raise ValueError(
+                f"sampling.n is {sampling.n}; allowed: 2 or more with algorithm.advantage={self.advantage}, to compare "
+                "the samples of a prompt (reinforce_pp and remax work with 1)"
+            )
+        if self.overlong_buffer is not None and self.overlong_buffer > sampling.max_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer is {self.overlong_buffer}; allowed: 1 to sampling.max_tokens "
+                f"({sampling.max_tokens})"
+            )
+        if dynamic_sampling.max_rounds and self.advantage not in GROUP_RELATIVE:
+            raise ValueError(
+                f"dynamic_sampling.max_rounds is {dynamic_sampling.max_rounds}; allowed: 0 with "
+                f"algorithm.advantage={self.advantage}, which learns from groups with equal scores too"
+            )
+        check_rollout_correction(self.rollout_correction, sampling)
 
+    def _check_advantage(self) -> None:
+        if not 0 <= self.gamma <= 1:
+            raise ValueError(f"gamma is {self.gamma}; allowed: 0 to 1")
+        if self.gamma != 1 and self.advantage not in TOKEN_LEVEL:
+            raise ValueError(
+                f"gamma is {self.gamma}; allowed: 1 with advantage={self.advantage}, which has one reward per sample "
+                f"and nothing to discount; {' and '.join(TOKEN_LEVEL)} discount"
+            )
 
-def policy_loss(outputs: "TokenOutputs", batch: "TokenBatch", *, config: PolicyConfig, kl_coef: float) -> "LossOutput":
-    """This micro batch's share of the loss: sum_k w_k (clipped policy loss + kl_coef KL - entropy_coef H)_k.
+    def _check_loss(self) -> None:
+        names = ", ".join(get_args(LossName))
+        if self.loss not in get_args(LossName) and not self.has_own_loss:
+            raise ValueError(f"loss is {self.loss!r}; allowed: {names}, or package.module:function")
+        check_clip(self.clip_low or 0.0, self.clip_high or 0.0, self.dual_clip)
+        if self.dual_clip is not None and self.loss != "ppo_clip":
+            raise ValueError(f"dual_clip is {self.dual_clip}; allowed: null with loss={self.loss}; ppo_clip has it")
+        if self.has_own_loss and self.clip_bounds:
+            key, value = next(iter(self.clip_bounds.items()))
+            raise ValueError(
+                f"{key} is {value}; allowed: null with loss={self.loss}, which gets its settings from loss_options"
+            )
+        if self.loss_options and not self.has_own_loss:
+            raise ValueError(
+                f"loss_options is {dict(self.loss_options)}; allowed: empty with loss={self.loss}; they are the "
+                "arguments of a function of yours"
+            )
 
-    Columns: `old_log_probs`, `advantages`, `weights`, `mean_weights`, and `ref_log_probs` where `kl_coef` is not 0.
-    """
-    from ds_engine import LossOutput
-    from rl_core import kl_loss, ppo_clip_loss
+    def _check_kl(self) -> None:
+        if not 0 <= self.kl_coef < math.inf:
+            raise ValueError(f"kl_coef is {self.kl_coef}; allowed: 0 or more")
+        if self.kl_target is not None:
+            if not 0 < self.kl_target < math.inf:
+                raise ValueError(f"kl_target is {self.kl_target}; allowed: above 0, or null")
+            if not self.kl_coef:
+                raise ValueError(
+                    "kl_target is given, but kl_coef is 0 and cannot adapt; give kl_coef a positive start value"
+                )
+        if not 0 < self.kl_horizon < math.inf:
+            raise ValueError(f"kl_horizon is {self.kl_horizon}; allowed: above 0")
 
-    columns, log_probs_K = batch.columns, outputs.log_probs_K
-    weights_K, mean_K = columns["weights"], columns["mean_weights"]
-    loss_K, stats = ppo_clip_loss(
-        log_probs_K,
-        columns["old_log_probs"],
-        columns["advantages"],
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-    )
-    metrics = {
-        "pg_loss": (weights_K * loss_K).sum().detach(),
-        "clip_fraction": (mean_K * stats.clipped_K).sum().detach(),
-        "entropy": (mean_K * outputs.entropy_K).sum().detach(),
-    }
-    if kl_coef:
-        kl_K = kl_loss(
-            log_probs_K, columns["ref_log_probs"], kind=config.kl_kind, old_log_probs_K=columns["old_log_probs"]
-        )
-        loss_K = loss_K + kl_coef * kl_K
-        metrics["kl"] = (mean_K * kl_K).sum().detach()
-    if config.entropy_coef:
-        loss_K = loss_K - config.entropy_coef * outputs.entropy_K
-    return LossOutput(loss=(weights_K * loss_K).sum(), metrics=metrics)
+    def _check_overlong(self) -> None:
+        if not 0 <= self.overlong_penalty < math.inf:
+            raise ValueError(f"overlong_penalty is {self.overlong_penalty}; allowed: 0 (none) or more")
+        if self.overlong_buffer is None:
+            return
+        if self.overlong_buffer < 1:
+            raise ValueError(f"overlong_buffer is {self.overlong_buffer}; allowed: 1 or more tokens, or null")
+        if not self.overlong_penalty:
+            raise ValueError(
+                f"overlong_buffer is {self.overlong_buffer}, but overlong_penalty is 0; allowed: null without a penalty"
+            )

@@ -1,0 +1,132 @@
+"""The policy loss on the trainer ranks: a loss by name or of the user, with KL and entropy terms, and its weights.
+
+Shapes: K generated tokens of a micro batch, S sequences; N samples of a train batch.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rl_core
+from ds_engine import LossOutput, TokenOutputs
+
+from ..errors import InputError
+from ..experience import ExperienceBatch
+from ..rollout.user_functions import load_function
+from .policy import PolicyConfig
+
+
+def with_loss_weights(
+    batch: ExperienceBatch,
+    config: PolicyConfig,
+    *,
+    max_tokens: int,
+    mini_batches: Sequence[Sequence[int]] | None = None,
+) -> ExperienceBatch:
+    """Adds the columns that turn token losses into the mini-batch loss: `weights`, and `mean_weights` for metrics.
+
+    With `overlong_filter`, truncated responses have weight 0 and are not counted in the means.
+
+    Args:
+        max_tokens: `sampling.max_tokens`, the divisor of `fixed_length`.
+        mini_batches: sample indices of each mini batch; None: the batch is one mini batch.
+    """
+    mode = config.loss_aggregation
+    fixed_length = max_tokens if mode == "fixed_length" else None
+    lens_N = batch.response_lens_N
+    if config.overlong_filter:
+        lens_N = lens_N * rl_core.overlong_keep(batch.truncated_N)
+    weights_N, mean_N = torch.zeros(len(lens_N), dtype=torch.float64), torch.zeros(len(lens_N), dtype=torch.float64)
+    for indices in mini_batches or [range(len(lens_N))]:
+        chosen = torch.tensor(indices)
+        weights_N[chosen] = rl_core.token_weights(mode, lens_N[chosen], fixed_length=fixed_length).double()
+        mean_N[chosen] = rl_core.token_weights("token_mean", lens_N[chosen]).double()
+    return batch.with_per_sequence("weights", weights_N).with_per_sequence("mean_weights", mean_N)
+
+
+def policy_loss(
+    outputs: TokenOutputs, batch: rl_core.PackedBatch, *, config: PolicyConfig, kl_coef: float
+) -> LossOutput:
+    """This micro batch's share of the loss: sum_k w_k (policy loss + kl_coef KL - entropy_coef H)_k.
+
+    Columns: `old_log_probs`, `advantages`, `weights`, `mean_weights`, `ref_log_probs` for a KL term in the loss, and
+    `rollout_weights` with a rollout correction: these multiply all terms, because E_rollout[w l] = E_policy[l].
+    Sequences must be whole, for GSPO; with sequence parallelism too, every rank gets the outputs of whole sequences.
+    """
+    columns, log_probs_K = batch.columns, outputs.log_probs_K
+    weights_K, mean_K = columns["weights"], columns["mean_weights"]
+    if config.rollout_correction.enabled:
+        weights_K = weights_K * columns["rollout_weights"]
+    loss_K, stats = _token_loss(log_probs_K, batch, config)
+    metrics = {
+        "pg_loss": (weights_K * loss_K).sum().detach(),
+        "entropy": (mean_K * outputs.entropy_K).sum().detach(),
+        **rl_core.policy_metric_shares(stats, mean_K),
+    }
+    if kl_coef and config.kl_in == "loss":
+        kl_K = rl_core.kl_loss(
+            log_probs_K, columns["ref_log_probs"], kind=config.kl_kind, old_log_probs_K=columns["old_log_probs"]
+        )
+        loss_K = loss_K + kl_coef * kl_K
+        metrics["kl"] = (mean_K * kl_K).sum().detach()
+    if config.entropy_coef:
+        loss_K = loss_K - config.entropy_coef * outputs.entropy_K
+    return LossOutput(loss=(weights_K * loss_K).sum(), metrics=metrics)
+
+
+def check_loss(config: PolicyConfig) -> None:
+    """Imports a loss function of the user and tries it on two made-up sequences, in this process.
+
+    Raises:
+        InputError: it cannot be imported or called, or does not return one differentiable loss per token.
+    """
+    if not config.has_own_loss:
+        return
+    _load_loss(config.loss, tuple(config.loss_options))
+    batch = rl_core.pack([rl_core.SequenceData(prompt_ids=[0], response_ids=[1] * length) for length in (2, 3)])
+    columns = {name: torch.full((5,), -0.5) for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")}
+    batch = batch.with_columns(**columns, advantages=torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0]))
+    log_probs_K = torch.tensor([-0.4, -0.6, -0.5, -0.7, -0.3], requires_grad=True)
+    try:
+        loss_K = _own_loss(log_probs_K, batch, config)
+        if not (loss_K.requires_grad and loss_K.isfinite().all()):
+            raise InputError(f"{loss_K} is not finite, or has no gradient with respect to log_probs_K")
+    except Exception as error:
+        what = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        raise InputError(f"algorithm.loss is {config.loss!r}, which fails on a trial batch: {what}") from error
+
+
+def _token_loss(
+    log_probs_K: Tensor, batch: rl_core.PackedBatch, config: PolicyConfig
+) -> tuple[Tensor, rl_core.PolicyLossStats]:
+    """The loss `config.loss` of each token, [K], and its ratios and clip flags."""
+    columns, bounds = batch.columns, config.clip_bounds
+    old_K, advantages_K = columns["old_log_probs"], columns["advantages"]
+    if config.loss == "ppo_clip":
+        return rl_core.ppo_clip_loss(log_probs_K, old_K, advantages_K, dual_clip=config.dual_clip, **bounds)
+    if config.loss == "gspo":
+        return rl_core.gspo_loss(log_probs_K, old_K, advantages_K, batch.response_lens_S, **bounds)
+    if config.loss == "cispo":
+        return rl_core.cispo_loss(log_probs_K, old_K, advantages_K, **bounds)
+    # Without bounds nothing is clipped: the ratios of a loss that has its own way to bound them.
+    _, stats = rl_core.ppo_clip_loss(log_probs_K, old_K, advantages_K, clip_low=1.0, clip_high=math.inf)
+    return _own_loss(log_probs_K, batch, config), stats
+
+
+def _own_loss(log_probs_K: Tensor, batch: rl_core.PackedBatch, config: PolicyConfig) -> Tensor:
+    loss_K = _load_loss(config.loss, tuple(config.loss_options))(log_probs_K, batch, **config.loss_options)
+    if not isinstance(loss_K, Tensor) or loss_K.shape != log_probs_K.shape:
+        got = f"shape {tuple(loss_K.shape)}" if isinstance(loss_K, Tensor) else type(loss_K).__name__
+        raise InputError(
+            f"algorithm.loss {config.loss} returned {got}; allowed: one loss per token, {tuple(log_probs_K.shape)}"
+        )
+    return loss_K
+
+
+@cache
+def _load_loss(name: str, options: tuple[str, ...]) -> Callable[..., Any]:
+    return load_function(name, key="algorithm.loss", arguments=("log_probs_K", "batch"), keywords=options)
