@@ -61,7 +61,6 @@ from .training.metrics import rollout_metrics as rollout_metrics
 from .training.metrics import throughput as throughput
 from .training.metrics import update_metrics as update_metrics
 from .training.off_policy import RolloutCorrection as RolloutCorrection
-from .training.off_policy import check_rollout_correction as check_rollout_correction
 from .training.off_policy import compare_with_rollout as compare_with_rollout
 from .training.policy import PolicyConfig as PolicyConfig
 from .training.policy_loss import check_loss as check_loss

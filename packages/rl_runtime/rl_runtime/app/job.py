@@ -28,7 +28,7 @@ from ..launch.placement import Placement
 from ..launch.reachability import resolve_sync_transport
 from ..launch.session import Session, open_session, plan_session
 from ..ranks.environment import prepare_driver
-from ..ranks.model_handle import ModelHandle
+from ..ranks.model_handle import ModelHandle, Reference, WithoutAdapters
 from ..rollout.phase import RolloutPhase
 from ..rollout.scoring import Scorer
 from ..rollout.servers import RolloutServers
@@ -113,6 +113,17 @@ class Job:
         model = self._handle(role)
         model.build_frozen(self.model_path, engine)
         return model
+
+    def reference(self, actor: ModelHandle) -> Reference:
+        """The model that the run starts from, for a KL term: the actor without its LoRA adapters, or a frozen engine.
+
+        The actor's base weights are those of `model_path` and never change, so that with LoRA nothing is built.
+        """
+        if self.config.actor.lora is not None:
+            self.tracker.info("reference model: the actor's engine with its LoRA adapters off; no second copy")
+            return WithoutAdapters(actor)
+        self.tracker.info("reference model: a frozen copy on the actor's ranks")
+        return self.frozen("ref", self.config.actor)
 
     def _handle(self, role: str, *, temperature: float | None = None) -> ModelHandle:
         """`temperature`: default that of the rollout."""

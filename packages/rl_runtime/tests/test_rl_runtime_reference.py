@@ -1,0 +1,43 @@
+"""The reference model of a KL term: the actor without its LoRA adapters, or else a frozen engine."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_engine import EngineConfig, LoraConfig
+from plinth_testing import write_tiny_model
+from rl_runtime.app.job import Job
+from rl_runtime.app.job_config import JobConfig
+from rl_runtime.ranks.model_handle import ModelHandle, WithoutAdapters
+
+
+@pytest.mark.slow
+def test_without_adapters_the_actor_computes_what_a_frozen_engine_computes(tmp_path: Path) -> None:
+    """Bit for bit, at ZeRO stages 2 and 3, without and with sequence parallelism, in float32 and bfloat16."""
+    script = Path(__file__).with_name("rl_runtime_reference_worker.py")
+    command = [sys.executable, str(script), str(write_tiny_model(tmp_path))]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(rank=4), None])
+def test_a_job_builds_a_reference_only_where_the_actor_has_no_adapters(lora: LoraConfig | None, tmp_path: Path) -> None:
+    built: list[str] = []
+    lines: list[str] = []
+    ranks: Any = SimpleNamespace(run=lambda method, role, *_: built.append(f"{method.__name__} {role}"))
+    stand_in: Any = SimpleNamespace(ranks_of=lambda role: ranks, info=lines.append, model_path=tmp_path)
+    config = JobConfig(actor=EngineConfig(lora=lora))
+    job = Job(config=config, session=stand_in, tracker=stand_in, inputs=stand_in, folder=tmp_path, resumed=None)
+    actor = job.trained("actor", config.actor, num_updates=1)
+    reference = job.reference(actor)
+    if lora is None:
+        assert isinstance(reference, ModelHandle)
+        assert (built, lines) == (["build actor", "build ref"], ["reference model: a frozen copy on the actor's ranks"])
+    else:
+        assert reference == WithoutAdapters(actor)
+        assert built == ["build actor"]
+        assert lines == ["reference model: the actor's engine with its LoRA adapters off; no second copy"]
