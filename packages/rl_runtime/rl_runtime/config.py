@@ -1,5 +1,6 @@
 """Configuration of a run: the model, ranks and steps, validation, checkpoints, scoring."""
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -172,6 +173,24 @@ class OversamplingConfig:
 
     def __post_init__(self) -> None:
         _check_at_least(0, self, "extra_prompts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingConfig:
+    """Groups whose scores do not differ are replaced by groups of fresh prompts (DAPO, arXiv:2503.14476)."""
+
+    max_rounds: int = 0
+    """Further rounds of generation in a step, each for the groups that are missing to `batch.train_batch_size`; then the
+    step trains on the groups it has. 0: off, the step trains on all groups."""
+    min_spread: float = 0.0
+    """A group is kept if its maximum score exceeds its minimum by more than this."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(0, self, "max_rounds")
+        if not 0 <= self.min_spread < math.inf:
+            raise ValueError(f"min_spread is {self.min_spread}; allowed: 0 or more")
+        if self.min_spread and not self.max_rounds:
+            raise ValueError(f"min_spread is {self.min_spread}; allowed: 0 with max_rounds=0, which keeps every group")
 
 
 @dataclass(frozen=True, kw_only=True)

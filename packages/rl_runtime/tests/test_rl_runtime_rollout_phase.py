@@ -270,7 +270,7 @@ def test_of_too_many_groups_the_fullest_are_kept_in_order() -> None:
             return _Scored(items=[group] * size, reasons=[])  # type: ignore[list-item]
 
         tasks = [asyncio.create_task(scored(group, size)) for group, size in enumerate(sizes)]
-        return (await _finish(tasks, min_samples=2, at_most=2))[0]
+        return (await _finish(tasks, min_samples=2, at_most=2)).items
 
     assert asyncio.run(finish([1, 3, 2, 4])) == [1, 1, 1, 3, 3, 3, 3]
     assert asyncio.run(finish([2, 2, 2, 1])) == [0, 0, 1, 1]

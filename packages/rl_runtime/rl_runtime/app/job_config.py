@@ -14,6 +14,7 @@ from run_kit.config.redaction import redact_urls
 from weight_sync import SyncConfig
 
 from ..config import (
+    DynamicSamplingConfig,
     EpisodeConfig,
     ModelConfig,
     OversamplingConfig,
@@ -37,6 +38,7 @@ class JobConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     oversampling: OversamplingConfig = field(default_factory=OversamplingConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     validation: SamplingConfig = field(default_factory=lambda: SamplingConfig(n=1))
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -52,6 +54,22 @@ class JobConfig:
                 f"oversampling.extra_prompts is {self.oversampling.extra_prompts}; allowed: 0 with episode.function, "
                 "because a step waits for all its episodes"
             )
+        if self.greedy_baseline and self.oversampling.extra_prompts:
+            raise ValueError(
+                f"oversampling.extra_prompts is {self.oversampling.extra_prompts}; allowed: 0 with a greedy baseline "
+                "(ReMax), which a partial rollout of an earlier policy version would lack"
+            )
+        if self.dynamic_sampling.max_rounds and (self.greedy_baseline or self.sampling.n < 2):
+            allowed = "with a greedy baseline (ReMax)" if self.greedy_baseline else f"with sampling.n={self.sampling.n}"
+            raise ValueError(
+                f"dynamic_sampling.max_rounds is {self.dynamic_sampling.max_rounds}; allowed: 0 {allowed}, because no "
+                "scores are compared within a group"
+            )
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether the algorithm needs the score of a greedy response to each prompt (`Experience.baseline_score`)."""
+        return False
 
 
 JobConfigT = TypeVar("JobConfigT", bound=JobConfig)

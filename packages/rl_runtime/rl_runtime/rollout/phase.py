@@ -27,6 +27,7 @@ from rollout_vllm import (
     run_episodes,
     token_versions,
 )
+from rollout_vllm.client.transport import gather_or_cancel
 
 from ..config import EpisodeConfig, OversamplingConfig
 from ..errors import RolloutFailed
@@ -35,6 +36,8 @@ from .partial_rollouts import PartialRollout
 from .scoring import Scorer
 from .user_functions import load_function
 
+MorePrompts = Callable[[Sequence[Experience]], Sequence[PromptLike]]
+"""All scored samples of a step so far -> the prompts of its next round of generation, none to end."""
 RolloutFunction = Callable[[Episode, PromptLike, Any], Awaitable[None]]
 
 _COUNTERS = {
@@ -52,7 +55,9 @@ class Collected:
     reason: str = ""
     """Why the first of these samples was left out."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the servers and the client during the rollout."""
+    """Metrics of the rollout: of the servers, the client, and dynamic sampling."""
+    note: str = ""
+    """A line for the log, if the batch has fewer groups than asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,16 @@ class _Scored:
 
     items: list[Experience]
     reasons: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """A round of generation: its scored samples, its requested groups, and the seconds of generation."""
+
+    scored: _Scored
+    num_groups: int
+    num_failed: int
+    gen_s: float
 
 
 class RolloutMeter:
@@ -103,6 +118,9 @@ class RolloutMeter:
 class RolloutPhase:
     """Generates and scores the samples of a step. The seed of a request depends on `seed`, the step and the prompt.
 
+    With `greedy_baseline`, each prompt of a step gets one more response at temperature 0. It is generated and scored at
+    the same time as the others, and its score is their `baseline_score` (ReMax).
+
     Raises:
         InputError: `episode.function` cannot be imported or called.
     """
@@ -116,10 +134,12 @@ class RolloutPhase:
         seed: int,
         episode: EpisodeConfig | None = None,
         oversampling: OversamplingConfig | None = None,
+        greedy_baseline: bool = False,
     ) -> None:
         self._client, self._tokenizer, self._scorer, self._seed = client, tokenizer, scorer, seed
         self._episode, self._oversampling = episode or EpisodeConfig(), oversampling or OversamplingConfig()
         self._function = load_rollout(self._episode.function) if self._episode.function is not None else None
+        self._greedy_baseline = greedy_baseline
         self._meter = RolloutMeter(client)
         self._partial: list[PartialRollout] = []
 
@@ -134,40 +154,80 @@ class RolloutPhase:
         *,
         step: int,
         phase: Phase | None = None,
+        more: MorePrompts | None = None,
     ) -> Collected:
-        """Generates and scores `sampling.n` samples of every prompt.
+        """Generates and scores `sampling.n` samples of every prompt, and of the prompts that `more` adds.
 
         A sample that cannot be generated or scored is left out, never scored as zero. A group left with fewer than two
-        samples (if `sampling.n` is larger) is left out as well, because it has nothing to compare.
+        samples (if `sampling.n` is larger) is left out as well, because it has nothing to compare; with a greedy
+        baseline, so is a group whose greedy response failed.
 
         With over-sampling, the partial rollouts of earlier steps are requested before `prompts`, and the step does not
         wait for the last `extra_prompts` groups.
+
+        Args:
+            more: called with all scored samples after each round of generation; returns the prompts of the next round,
+                none to end.
 
         Raises:
             RolloutFailed: no sample is left to train on (gives the first reason), or the reward hangs.
         """
         phase = phase or (lambda _: nullcontext())
-        with phase("gen"):
-            num_groups = max(1, len(prompts) + len(self._partial) - self._oversampling.extra_prompts)
-            scoring, metrics = self._client.run(self._generate(prompts, sampling, step, num_groups))
-        with phase("reward"):  # scoring that did not overlap with generation
-            items, reasons = self._client.run(_finish(scoring, min_samples=min(2, sampling.n), at_most=num_groups))
-        self._check_scorer(step)
-        num_failed = len(scoring) * sampling.n - len(items)
+        rounds: list[_Round] = []
+        items: list[Experience] = []
+        while prompts:
+            rounds.append(self._round(prompts, sampling, step, phase, place=sum(r.num_groups for r in rounds)))
+            items += rounds[-1].scored.items
+            prompts = more(items) if more is not None else ()
+        reasons = [reason for r in rounds for reason in r.scored.reasons]
+        num_failed = sum(r.num_failed for r in rounds)
         if not items:
             raise RolloutFailed(f"step {step}: none of {num_failed} samples was generated and scored: {reasons[0]}")
-        reason = reasons[0] if reasons else ""
+        with phase("gen"):
+            metrics = self._client.run(self._meter.read(sum(r.gen_s for r in rounds)))
         return Collected(
-            batch=ExperienceBatch(items=tuple(items)), num_failed=num_failed, reason=reason, metrics=metrics
+            batch=ExperienceBatch(items=tuple(items)),
+            num_failed=num_failed,
+            reason=reasons[0] if reasons else "",
+            metrics=metrics | self._partial_metrics(),
         )
+
+    def _round(
+        self, prompts: Sequence[PromptLike], sampling: SamplingConfig, step: int, phase: Phase, *, place: int
+    ) -> _Round:
+        """Scored samples of `prompts` and of the partial rollouts; `place` is the number of the first group."""
+        num_requested = len(prompts) + len(self._partial)
+        num_groups = max(1, num_requested - self._oversampling.extra_prompts)
+        with phase("gen"):
+            started = time.perf_counter()
+            scoring = self._client.run(self._generate(prompts, sampling, step, num_groups, place=place))
+            gen_s = time.perf_counter() - started
+        with phase("reward"):  # scoring that did not overlap with generation
+            min_samples = 1 if self._greedy_baseline else min(2, sampling.n)
+            scored = self._client.run(_finish(scoring, min_samples=min_samples, at_most=num_groups))
+        self._check_scorer(step)
+        num_failed = len(scoring) * sampling.n - len(scored.items)
+        return _Round(scored=scored, num_groups=num_requested, num_failed=num_failed, gen_s=gen_s)
+
+    def _partial_metrics(self) -> dict[str, float]:
+        if not self._oversampling.extra_prompts:
+            return {}
+        return {
+            "rollout/num_partial_groups": float(len(self._partial)),
+            "rollout/num_partial_tokens": float(sum(partial.num_tokens for partial in self._partial)),
+        }
 
     def validate(self, prompts: Sequence[PromptLike], sampling: SamplingConfig, *, step: int) -> Validation:
         """Scores held-out prompts; accuracy is the share of samples with the full score."""
-        scoring, _ = self._client.run(self._generate(prompts, sampling, -1 - step, None))
-        items, reasons = self._client.run(_finish(scoring, min_samples=1, at_most=len(prompts)))
+        scoring = self._client.run(self._generate(prompts, sampling, -1 - step, None))
+        scored = self._client.run(_finish(scoring, min_samples=1, at_most=len(prompts)))
+        self._client.run(self._meter.read(1.0))  # so that the metrics of the next step exclude the validation
         self._check_scorer(step)
+        items = scored.items
         if not items:
-            raise RolloutFailed(f"validation after step {step}: no sample was generated and scored: {reasons[0]}")
+            raise RolloutFailed(
+                f"validation after step {step}: no sample was generated and scored: {scored.reasons[0]}"
+            )
         scores = np.array([item.score for item in items])
         return Validation(
             accuracy=float(np.mean(scores >= self._scorer.full_score)),
@@ -190,21 +250,50 @@ class RolloutPhase:
         self._partial = [PartialRollout.from_state(group) for group in groups]
 
     async def _generate(
-        self, prompts: Sequence[PromptLike], sampling: SamplingConfig, step: int, num_groups: int | None
-    ) -> tuple[list[asyncio.Task[_Scored]], dict[str, float]]:
-        """Generates all groups; returns the scoring tasks of complete groups and the metrics of the servers.
+        self,
+        prompts: Sequence[PromptLike],
+        sampling: SamplingConfig,
+        step: int,
+        num_groups: int | None,
+        *,
+        place: int = 0,
+    ) -> list[asyncio.Task[_Scored]]:
+        """Generates all groups; returns the scoring tasks of complete groups.
 
-        `num_groups`: number of complete groups that a training step waits for; None for held-out prompts.
+        Args:
+            num_groups: number of complete groups that a training step waits for; None for held-out prompts.
+            place: number of the first group, so that the groups of all rounds of a step have numbers of their own.
         """
-        started = time.perf_counter()
-        requested = self._requests(prompts, step, partial=self._partial if num_groups is not None else [])
-        prompt_of = {group.prompt_id: (place, prompt) for place, (prompt, group) in enumerate(requested)}
+        requested = self._requests(prompts, step, place, partial=self._partial if num_groups is not None else [])
+        prompt_of = {group.prompt_id: (number, prompt) for number, (prompt, group) in enumerate(requested, place)}
         scoring: dict[str, asyncio.Task[_Scored]] = {}
+        greedy: dict[str, asyncio.Task[_Scored]] = {}
 
-        def on_group(group: GroupResult | EpisodeGroup) -> None:
-            scoring[group.prompt_id] = asyncio.create_task(self._score(*prompt_of[group.prompt_id], group))
+        def score_into(tasks: dict[str, asyncio.Task[_Scored]]) -> Callable[[GroupResult | EpisodeGroup], None]:
+            def on_group(group: GroupResult | EpisodeGroup) -> None:
+                tasks[group.prompt_id] = asyncio.create_task(self._score(*prompt_of[group.prompt_id], group))
+
+            return on_group
 
         requests = [group for _, group in requested]
+        generation = [self._generate_groups(requests, sampling, num_groups, prompt_of, score_into(scoring))]
+        if self._greedy_baseline and num_groups is not None:
+            single = replace(sampling, n=1, temperature=0.0)
+            generation.append(self._generate_groups(requests, single, None, prompt_of, score_into(greedy)))
+        await gather_or_cancel(generation)
+        for prompt_id, baseline in greedy.items():
+            scoring[prompt_id] = asyncio.create_task(_with_baseline(scoring[prompt_id], baseline))
+        return [scoring[prompt_id] for prompt_id in prompt_of if prompt_id in scoring]
+
+    async def _generate_groups(
+        self,
+        requests: Sequence[Request | PartialGroup],
+        sampling: SamplingConfig,
+        num_groups: int | None,
+        prompt_of: Mapping[str, tuple[int, PromptLike]],
+        on_group: Callable[[GroupResult | EpisodeGroup], None],
+    ) -> None:
+        """Generates the groups of `requests`; those that a step does not wait for become partial rollouts."""
         if self._function is not None:
             await self._run_episodes(requests, sampling, prompt_of, on_group)
         elif num_groups is not None and num_groups < len(requests):
@@ -215,18 +304,13 @@ class RolloutPhase:
             self._partial = [PartialRollout(prompt=prompt_of[rest.prompt_id][1], group=rest) for rest in first.rest]
         else:
             await self._client.generate(requests, sampling, on_group=on_group)
-        metrics = await self._meter.read(time.perf_counter() - started)
-        if self._oversampling.extra_prompts:
-            metrics["rollout/num_partial_groups"] = float(len(self._partial))
-            metrics["rollout/num_partial_tokens"] = float(sum(partial.num_tokens for partial in self._partial))
-        return [scoring[prompt_id] for prompt_id in prompt_of if prompt_id in scoring], metrics
 
     def _requests(
-        self, prompts: Sequence[PromptLike], step: int, *, partial: Sequence[PartialRollout]
+        self, prompts: Sequence[PromptLike], step: int, first_place: int, *, partial: Sequence[PartialRollout]
     ) -> list[tuple[PromptLike, Request | PartialGroup]]:
         """The requests of a step: partial rollouts first, so that none of them waits indefinitely."""
         requests: list[tuple[PromptLike, Request | PartialGroup]] = [(item.prompt, item.group) for item in partial]
-        for place, prompt in enumerate(prompts):
+        for place, prompt in enumerate(prompts, first_place):
             request = Request(
                 prompt_id=f"{step}/{place}:{prompt.id}",
                 prompt_ids=list(prompt.token_ids),
@@ -293,15 +377,23 @@ def load_rollout(name: str) -> RolloutFunction:
     return load_function(name, key="episode.function", arguments=("episode", "prompt", "tokenizer"), is_coroutine=True)
 
 
-async def _finish(
-    scoring: Sequence[asyncio.Task[_Scored]], *, min_samples: int, at_most: int
-) -> tuple[list[Experience], list[str]]:
+async def _with_baseline(scoring: asyncio.Task[_Scored], greedy: asyncio.Task[_Scored]) -> _Scored:
+    """The samples of a group with the score of its greedy response; none if that failed."""
+    scored, baseline = await scoring, await greedy
+    if not baseline.items:
+        reasons = [f"no greedy response: {reason}" for reason in baseline.reasons]
+        return _Scored(items=[], reasons=scored.reasons + reasons)
+    score = baseline.items[0].score
+    return replace(scored, items=[replace(item, baseline_score=score) for item in scored.items])
+
+
+async def _finish(scoring: Sequence[asyncio.Task[_Scored]], *, min_samples: int, at_most: int) -> _Scored:
     """The samples of the `at_most` largest groups with at least `min_samples` scored samples, and the failures."""
     groups = await asyncio.gather(*scoring)
     reasons = [reason for group in groups for reason in group.reasons]
     enough = [group.items for group in groups if len(group.items) >= min_samples]
     fullest = sorted(sorted(range(len(enough)), key=lambda i: -len(enough[i]))[:at_most])
-    return [item for i in fullest for item in enough[i]], reasons
+    return _Scored(items=[item for i in fullest for item in enough[i]], reasons=reasons)
 
 
 def _generated_spans(sample: Sample | EpisodeResult) -> tuple[tuple[int, int], ...]:

@@ -1,12 +1,14 @@
 """Draws the prompts of each training step, and validates on the held-out prompts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rl_data import PromptSampler
 from rollout_vllm import SamplingConfig
 
+from ..config import DynamicSamplingConfig
 from ..experience import Phase, PromptLike
+from .dynamic_sampling import DrawPrompts, DynamicSampling
 from .phase import Collected, RolloutPhase, Validation
 
 
@@ -21,6 +23,7 @@ class StepRollouts:
     train_batch_size: int
     """Prompts of a step."""
     sampling: SamplingConfig
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     validation: SamplingConfig
     """Sampling of the held-out prompts."""
 
@@ -30,9 +33,30 @@ class StepRollouts:
         Raises:
             RolloutFailed: no sample is left to train on.
         """
-        num_prompts = self.phase.num_prompts(self.train_batch_size)
-        prompts = [self.train_prompts[index] for index in self.sampler.next(num_prompts)]
-        return self.phase.collect(prompts, self.sampling, step=step, phase=timed)
+        draw = self._prompts_of_step()
+        prompts = draw(self.train_batch_size)
+        if not self.dynamic_sampling.max_rounds:
+            return self.phase.collect(prompts, self.sampling, step=step, phase=timed)
+        dynamic = DynamicSampling(self.dynamic_sampling, self.train_batch_size, draw)
+        collected = self.phase.collect(prompts, self.sampling, step=step, phase=timed, more=dynamic.more)
+        return dynamic.select(collected, step=step)
+
+    def _prompts_of_step(self) -> DrawPrompts:
+        """Draws the prompts of a step, one round of generation after the other.
+
+        All draws together are one batch of the sampler, which does not repeat a prompt while there are others. So the
+        state of the sampler is set back, and a larger batch is drawn, which begins with the same prompts.
+        """
+        start, num_drawn = self.sampler.state_dict(), 0
+
+        def draw(num_groups: int) -> list[PromptLike]:
+            nonlocal num_drawn
+            num_before, num_drawn = num_drawn, num_drawn + self.phase.num_prompts(num_groups)
+            if num_before:
+                self.sampler.load_state_dict(start)
+            return [self.train_prompts[index] for index in self.sampler.next(num_drawn)[num_before:]]
+
+        return draw
 
     def validate(self, step: int) -> Validation | None:
         """Scores on the held-out prompts after `step`; None if there are none.

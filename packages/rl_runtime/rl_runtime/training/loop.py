@@ -81,6 +81,8 @@ class TrainingLoop:
             collected = self._rollouts.collect(step, timer.phase)
             if collected.reason:
                 self._record.info(f"step {step}: {collected.num_failed} samples left out: {collected.reason}")
+            if collected.note:
+                self._record.info(f"step {step}: {collected.note}")
             with self._servers.changing_weights():
                 metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
                 with timer.phase("sync"):

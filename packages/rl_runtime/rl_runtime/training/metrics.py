@@ -21,6 +21,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
     batch = collected.batch
     scores, response_lens = batch.scores_N.numpy(), batch.response_lens_N.numpy()
     prompt_lens = np.array([len(item.prompt.token_ids) for item in batch.items])
+    baselines = {item.group_id: item.baseline_score for item in batch.items if item.baseline_score is not None}
     return {
         "critic/score/mean": float(scores.mean()),
         "critic/score/max": float(scores.max()),
@@ -35,6 +36,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "rollout/num_samples": float(len(batch.items)),
         "rollout/num_failed": float(collected.num_failed),
         "rollout/num_turns": float(np.mean([item.num_turns for item in batch.items])),
+        **({"rollout/baseline_score_mean": float(np.mean(list(baselines.values())))} if baselines else {}),
         **collected.metrics,
     }
 

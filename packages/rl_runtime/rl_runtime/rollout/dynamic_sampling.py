@@ -1,0 +1,83 @@
+"""Dynamic sampling: groups whose scores do not differ are replaced by groups of fresh prompts.
+
+Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rl_core import DynamicSelection, select_groups
+
+from ..config import DynamicSamplingConfig
+from ..errors import RolloutFailed
+from ..experience import Experience, ExperienceBatch, PromptLike
+from .phase import Collected
+
+DrawPrompts = Callable[[int], Sequence[PromptLike]]
+"""Number of groups that a round shall complete -> the next prompts of the step."""
+
+
+class DynamicSampling:
+    """The rounds of generation of one step, and the choice of its `num_groups` groups.
+
+    A group is informative if its scores differ. A further round draws as many prompts as the earlier rounds needed for
+    the number of informative groups that is missing. Informative groups beyond `num_groups` are dropped, those of the
+    last prompts first: kept for the next step, they would be samples of an older policy.
+    """
+
+    def __init__(self, config: DynamicSamplingConfig, num_groups: int, draw: DrawPrompts) -> None:
+        self._config, self._num_groups, self._draw = config, num_groups, draw
+        self._num_rounds = 1
+
+    def more(self, items: Sequence[Experience]) -> Sequence[PromptLike]:
+        """The prompts of the next round; none if enough groups are informative or no round is left."""
+        selection = self._select(items)
+        if not selection.num_missing or self._num_rounds > self._config.max_rounds:
+            return ()
+        self._num_rounds += 1
+        return self._draw(num_replacements(selection))
+
+    def select(self, collected: Collected, *, step: int) -> Collected:
+        """The step with its informative groups only, and the metrics of dynamic sampling.
+
+        Raises:
+            RolloutFailed: no group is informative.
+        """
+        batch = collected.batch
+        selection, score_mean = self._select(batch.items), float(batch.scores_N.mean())
+        what = (
+            f"{selection.num_groups} of {self._num_groups} groups have scores that differ: {selection.num_dropped} "
+            f"groups were dropped in {self._num_rounds} rounds (mean score of all samples {score_mean:.4g})"
+        )
+        if not selection.num_groups:
+            raise RolloutFailed(
+                f"step {step}: {what}; nothing is left to train on. Use prompts of other difficulty, a larger "
+                "sampling.n, or dynamic_sampling.max_rounds=0 to train on such groups"
+            )
+        metrics = {
+            "rollout/num_sampling_rounds": float(self._num_rounds),
+            "rollout/num_dropped_groups": float(selection.num_dropped),
+            "rollout/num_surplus_groups": float(selection.num_surplus),
+            "rollout/num_generated_samples": float(len(batch.items)),
+            "rollout/generated_score_mean": score_mean,
+        }
+        return replace(
+            collected,
+            batch=batch.select(selection.index.tolist()),
+            metrics=collected.metrics | metrics,
+            note=what if selection.num_missing else "",
+        )
+
+    def _select(self, items: Sequence[Experience]) -> DynamicSelection:
+        batch = ExperienceBatch(items=tuple(items))
+        return select_groups(batch.scores_N, batch.group_ids_N, self._num_groups, min_spread=self._config.min_spread)
+
+
+def num_replacements(selection: DynamicSelection) -> int:
+    """Number of groups to generate for the missing ones, at most as many as the step trains on.
+
+    `num_missing` divided by the share of informative groups so far, rounded up.
+    """
+    num_informative, wanted = selection.num_groups, selection.num_groups + selection.num_missing
+    num_scored = max(1, num_informative + selection.num_dropped)
+    return min(wanted, -(-selection.num_missing * num_scored // max(1, num_informative)))
