@@ -1,6 +1,12 @@
 from .client.client import RolloutClient as RolloutClient
 from .config import RolloutConfig as RolloutConfig
 from .config import SamplingConfig as SamplingConfig
+from .episodes.chat import ChatFormat as ChatFormat
+from .episodes.chat import ChatTemplateError as ChatTemplateError
+from .episodes.environment_process import Environment as Environment
+from .episodes.environment_process import EnvironmentFailedError as EnvironmentFailedError
+from .episodes.environment_process import EnvironmentSpec as EnvironmentSpec
+from .episodes.environments import EnvironmentRollout as EnvironmentRollout
 from .episodes.episodes import Episode as Episode
 from .episodes.episodes import EpisodeGroup as EpisodeGroup
 from .episodes.episodes import EpisodeResult as EpisodeResult

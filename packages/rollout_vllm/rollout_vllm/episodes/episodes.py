@@ -10,15 +10,19 @@
     results = await run_episodes(client, requests, with_calculator, sampling)
 
 Everything is token ids, without decoding and re-encoding, so the trainer sees exactly the tokens that the model saw.
+
+The rollout function can score the episode itself: it returns a number, or calls `episode.reward(number)` after a turn.
 """
 
 import asyncio
 import dataclasses
 import inspect
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
 
 from ..client.client import RolloutClient
 from ..client.transport import gather_or_cancel
@@ -47,10 +51,13 @@ class EpisodeResult:
     policy_versions: the version of the first token of every turn. version_spans: the policy version of every token, as
     in `Sample`; context has the version of the tokens before it, so that num_tokens sum to the length of the response.
     data: the contents of `episode.data`.
+    turn_rewards: the rewards that the rollout function gave, one value per sampled token (0.0 but for the last token of
+    a rewarded turn); None if it gave none. finish_reason is "length" if `episode.is_cut`.
     """
 
     prompt_id: str
     sample_index: int
+    prompt_ids: list[int]
     response_ids: list[int]
     log_probs: list[float]
     response_mask: list[bool]
@@ -60,6 +67,12 @@ class EpisodeResult:
     num_turns: int
     duration_s: float
     data: dict[str, Any] = field(default_factory=dict)
+    turn_rewards: list[float] | None = None
+
+    @property
+    def score(self) -> float | None:
+        """The sum of the rewards; None if the rollout function gave none."""
+        return None if self.turn_rewards is None else math.fsum(self.turn_rewards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +96,9 @@ class Episode:
         self.response_mask: list[bool] = []
         self.turns: list[Sample] = []
         self._version_spans: list[VersionSpan] = []
+        self._rewards: dict[int, float] = {}  # index among the sampled tokens -> reward
         self.data: dict[str, Any] = {}  # for the rollout function; returned with the result
+        self.is_cut = False  # set by the rollout function if a limit ends the episode
         self._client, self._sampling, self._seed = client, dataclasses.replace(sampling, n=1), request.seed
 
     @property
@@ -134,6 +149,32 @@ class Episode:
             self._version_spans.append(VersionSpan(self._version_spans[-1].policy_version, len(token_ids)))
         self._append(list(token_ids), [0.0] * len(token_ids), False)
 
+    def reward(self, value: SupportsFloat) -> None:
+        """Reward the latest turn, at its last token. Rewards of one turn add up; the score is the sum of all.
+
+        Raises TypeError if value is not a number, ValueError if it is not finite or nothing was generated yet.
+        """
+        if not isinstance(value, SupportsFloat):
+            raise TypeError(f"the reward is {str(value)[:80]!r} ({type(value).__name__}), not a number")
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"the reward is {number}, not a finite number")
+        if not any(self.response_mask):
+            raise ValueError("a reward was given before the first turn")
+        last = sum(self.response_mask) - 1
+        self._rewards[last] = self._rewards.get(last, 0.0) + number
+
+    def replace_prompt(self, token_ids: Sequence[int]) -> None:
+        """Use another prompt than that of the request. Raises ValueError once the response has begun."""
+        if self.response_ids:
+            raise ValueError("the prompt cannot be replaced: the response has begun")
+        self.prompt_ids = list(token_ids)
+
+    def _turn_rewards(self) -> list[float] | None:
+        if not self._rewards:
+            return None
+        return [self._rewards.get(index, 0.0) for index in range(sum(self.response_mask))]
+
     def _append(self, ids: list[int], log_probs: list[float], sampled: bool) -> None:
         self.response_ids += ids
         self.log_probs += log_probs
@@ -145,19 +186,21 @@ class Episode:
         return EpisodeResult(
             prompt_id=self.prompt_id,
             sample_index=self.sample_index,
+            prompt_ids=self.prompt_ids,
             response_ids=self.response_ids,
             log_probs=self.log_probs,
             response_mask=self.response_mask,
-            finish_reason=self.turns[-1].finish_reason,
+            finish_reason="length" if self.is_cut else self.turns[-1].finish_reason,
             policy_versions=tuple(turn.policy_version for turn in self.turns),
             version_spans=merge_spans(self._version_spans),
             num_turns=len(self.turns),
             duration_s=duration_s,
             data=self.data,
+            turn_rewards=self._turn_rewards(),
         )
 
 
-RolloutFunction = Callable[[Episode], Awaitable[None]]
+RolloutFunction = Callable[[Episode], Awaitable[SupportsFloat | None]]
 OnEpisodes = Callable[[EpisodeGroup], Awaitable[None] | None]
 
 
@@ -169,16 +212,24 @@ async def run_episodes(
     *,
     on_group: OnEpisodes | None = None,
     episode_timeout_s: float | None = None,
+    max_concurrent: int | None = None,
 ) -> list[EpisodeGroup]:
     """Run `function` on `sampling.n` episodes of every request concurrently. Groups are in request order.
 
-    on_group: called (and awaited) with each group as soon as it ends. An episode whose function raises, or takes longer
-    than episode_timeout_s, is a Failure of its group (kind "rollout" or "deadline"); the other episodes continue.
+    on_group: called (and awaited) with each group as soon as it ends. An episode whose function raises, returns
+    something else than a finite number or None, or takes longer than episode_timeout_s, is a Failure of its group (kind
+    "rollout" or "deadline"); the other episodes continue. A returned number is a reward of the last turn.
+    max_concurrent: limit of the episodes that run at the same time; None: no limit.
     """
+    free = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+
+    async def one(episode: Episode) -> EpisodeResult | Failure:
+        async with free:
+            return await _run_one(episode, function, episode_timeout_s)
 
     async def one_group(request: Request) -> EpisodeGroup:
         episodes = [Episode(client, request, index, sampling) for index in range(sampling.n)]
-        outcomes = await asyncio.gather(*(_run_one(e, function, episode_timeout_s) for e in episodes))
+        outcomes = await gather_or_cancel(map(one, episodes))
         group = EpisodeGroup(
             prompt_id=request.prompt_id,
             results=tuple(o for o in outcomes if isinstance(o, EpisodeResult)),
@@ -197,7 +248,9 @@ async def _run_one(episode: Episode, function: RolloutFunction, timeout_s: float
     begin = time.monotonic()
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            await function(episode)
+            value = await function(episode)
+        if value is not None:
+            episode.reward(value)
         return episode.result(time.monotonic() - begin)
     except TurnFailedError as error:
         return _failure(episode, error.failure.kind, error.failure.message, error.failure.num_attempts)
@@ -205,6 +258,8 @@ async def _run_one(episode: Episode, function: RolloutFunction, timeout_s: float
         if limit.expired():
             return _failure(episode, "deadline", f"not finished within {timeout_s:g} s", 1)
         return _failure(episode, "rollout", f"TimeoutError: {error}", 1)
+    except RolloutError as error:  # of this package: the message says it all
+        return _failure(episode, "rollout", str(error), 1)
     except (Exception, SystemExit) as error:  # sys.exit in the user's function must not end the run
         return _failure(episode, "rollout", f"{type(error).__name__}: {error}", 1)
 

@@ -5,13 +5,22 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from typing import Protocol, TypeVar
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def run_kept(work: Callable[[Connection], None], pipe: Connection, launcher: int | None = None) -> None:
+class Closable(Protocol):
+    """An end of a pipe or socket pair."""
+
+    def close(self) -> None: ...
+
+
+PipeT = TypeVar("PipeT", bound=Closable)
+
+
+def run_kept(work: Callable[[PipeT], None], pipe: PipeT, launcher: int | None = None) -> None:
     """Main function of a process: a child of it runs `work(pipe)`.
 
     This process ends with the child, or with its own parent, and so does every process that the child has started,

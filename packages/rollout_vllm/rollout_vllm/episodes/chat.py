@@ -1,0 +1,105 @@
+"""Conversations as token ids: the tokens between two turns, without encoding again what the policy sampled."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import RolloutConfigError
+from .environment_process import Message
+
+_MARK = "plinth-mark-of-a-turn"
+
+
+class ChatTemplateError(RolloutConfigError):
+    """The tokenizer's chat template cannot continue a conversation."""
+
+
+class ChatFormat:
+    """Turns messages into token ids in the format of a tokenizer.
+
+    With a chat template, the tokens between two turns are those that the template puts there: the difference between
+    the conversation up to the question and the conversation with the answer and the new messages. Without one, texts
+    are joined as they are, and a message is its content and a line break.
+
+    tokenizer: a transformers tokenizer. with_template: use its chat template; None: if it has one. template_kwargs:
+    further arguments of the template, such as enable_thinking.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, with_template: bool | None = None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._with_template = bool(tokenizer.chat_template) if with_template is None else with_template
+        self._template_kwargs = dict(template_kwargs or {})
+        self._end_ids = frozenset(map(int, tokenizer.all_special_ids))
+
+    def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+        """Token ids of a prompt up to the start of the policy's turn. Text is the message of a user.
+
+        Raises ChatTemplateError if the template does not take these messages, or there are tools and no template.
+        """
+        if not self._with_template:
+            if tools:
+                raise ChatTemplateError("tools need a chat template, and this tokenizer has none (or it is turned off)")
+            return self._encode(_plain(prompt), add_special_tokens=True)
+        return self._encode(self._render(_as_messages(prompt), tools))
+
+    def text(self, turn_ids: Sequence[int]) -> str:
+        """The text of a turn, without the special token that ends it."""
+        ids = list(turn_ids)
+        while ids and ids[-1] in self._end_ids:
+            ids.pop()
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def context_ids(
+        self, turn_ids: Sequence[int], new: str | Sequence[Message], tools: Sequence[Message] = ()
+    ) -> list[int]:
+        """Token ids from the end of a turn to the start of the policy's next one, with the messages `new` in between.
+
+        turn_ids: the ids of the turn. If its last one ends the turn, as the template would, it is not repeated.
+        Raises ChatTemplateError if the template changes what precedes the turn, or does not take the messages.
+        """
+        if not self._with_template:
+            return self._encode(_plain(new))
+        question = [{"role": "user", "content": "question"}]
+        answer = [{"role": "assistant", "content": _MARK}]
+        before = self._render(question, tools, add_generation_prompt=False)
+        after = self._render([*question, *answer, *_as_messages(new)], tools)
+        if not after.startswith(before) or after.count(_MARK) != 1:
+            roles = ", ".join(dict.fromkeys(str(message.get("role")) for message in _as_messages(new)))
+            raise ChatTemplateError(
+                f"the chat template of {self._tokenizer.name_or_path or 'the tokenizer'} changes earlier turns when a "
+                f"message of role {roles} follows, so the conversation cannot be continued token by token"
+            )
+        ids = self._encode(after.partition(_MARK)[2])
+        ends_alike = ids and turn_ids and ids[0] == turn_ids[-1] and ids[0] in self._end_ids
+        return ids[1:] if ends_alike else ids
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Message], *, add_generation_prompt: bool = True
+    ) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._template_kwargs,
+            )
+        except Exception as error:  # templates raise jinja2 errors, TypeErrors, KeyErrors, ...
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ChatTemplateError(
+                f"the chat template of {self._tokenizer.name_or_path or 'the tokenizer'} refuses messages of the roles "
+                f"{roles}: {' '.join(str(error).split())[:200]}"
+            ) from error
+        return str(text)
+
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return list(map(int, self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]))
+
+
+def _as_messages(new: str | Sequence[Message]) -> Sequence[Message]:
+    return [{"role": "user", "content": new}] if isinstance(new, str) else new
+
+
+def _plain(new: str | Sequence[Message]) -> str:
+    return new if isinstance(new, str) else "".join(f"{message['content']}\n" for message in new)

@@ -1,0 +1,292 @@
+"""An environment in a process of its own, so that it can block, crash or fork without harm to other samples.
+
+The processes are forked from a server that has imported the environment's module, which takes about 10 ms each. The
+process and its caller exchange lines of JSON; see `_serve`.
+"""
+
+import asyncio
+import importlib
+import inspect
+import json
+import math
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol, Self
+
+from ..errors import RolloutError
+from .processes import describe, run_kept
+
+Message = Mapping[str, Any]
+"""A chat message: role, content, and what else the chat template reads."""
+Observation = str | Sequence[Message] | None
+
+_MAX_LINE_BYTES = 64 * 2**20
+_CLOSE_S = 5.0
+_STEP_HELP = "allowed: (observation, reward, done, info), or (observation, reward, terminated, truncated, info)"
+
+
+class EnvironmentFailedError(RolloutError):
+    """The environment raised, gave a wrong value, took too long, or its process died. One line says which."""
+
+
+class Environment(Protocol):
+    """What an environment class has. Each method may be a coroutine function.
+
+    An optional attribute `tools` is a list of JSON schemas of tools, which the chat template puts into the prompt. An
+    optional method `close()` is called at the end of the episode, whatever ended it, unless the environment hangs.
+    """
+
+    def reset(self, prompt: Any) -> Any:
+        """Start an episode. Returns the prompt as text or messages; None: the prompt of the data, unchanged."""
+
+    def step(self, action: str) -> Any:
+        """Answer a turn of the policy.
+
+        Returns (observation, reward, done, info) or gymnasium's 5 values. The observation is text or messages; the
+        reward a finite number, or None if the environment does not score.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSpec:
+    """Which environment to make and how long it may take.
+
+    path: `package.module:Class`. options: keyword arguments of the class. start_timeout_s: seconds to start the
+    process, import the module and make the object. step_timeout_s: seconds of `reset` and of every `step`.
+    """
+
+    path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    start_timeout_s: float = 60.0
+    step_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What `step` returned. done: terminated or truncated."""
+
+    observation: Observation
+    reward: float | None
+    done: bool
+    info: dict[str, Any]
+
+
+class EnvironmentProcess:
+    """A running environment. Use it as an async context manager, which starts and ends its process."""
+
+    def __init__(self, spec: EnvironmentSpec, prompt: Any) -> None:
+        self._spec, self._prompt = spec, prompt
+        self._process: BaseProcess | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._is_idle = self._is_closing = False
+        self.tools: list[Message] = []
+
+    async def __aenter__(self) -> Self:
+        ours, theirs = socket.socketpair()
+        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES)
+        starting = asyncio.ensure_future(asyncio.to_thread(_start, self._spec, self._prompt, theirs))
+        try:
+            try:
+                self._process = await asyncio.shield(starting)
+            except asyncio.CancelledError:  # the thread goes on: end what it starts
+                self._process = await starting
+                raise
+            finally:
+                theirs.close()
+            hello = await self._answer("its start", "episode.start_timeout_s", self._spec.start_timeout_s)
+        except Exception as error:
+            await self._end()
+            if isinstance(error, EnvironmentFailedError):
+                raise
+            raise self._failed(f"cannot be started: {describe(error)}") from error
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+        self.tools = hello["tools"]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with suppress(TimeoutError, OSError, EnvironmentFailedError):
+            async with asyncio.timeout(min(_CLOSE_S, self._spec.step_timeout_s)):
+                if self._is_idle:
+                    await self._send({"close": True})
+                if self._is_idle or self._is_closing:  # else it hangs, and cannot close anything
+                    await self._read()
+        await self._end()
+
+    async def reset(self) -> Observation:
+        """The environment's prompt; None to keep that of the data."""
+        reply = await self._call({"reset": True}, "reset")
+        observation: Observation = reply["observation"]
+        return observation
+
+    async def step(self, action: str) -> Step:
+        """The environment's answer to a turn of the policy."""
+        return Step(**await self._call({"step": action}, "a step"))
+
+    async def _call(self, message: Mapping[str, Any], what: str) -> dict[str, Any]:
+        self._is_idle = False
+        await self._send(message)
+        return await self._answer(what, "episode.step_timeout_s", self._spec.step_timeout_s)
+
+    async def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._writer is not None
+        self._writer.write(json.dumps(message).encode() + b"\n")
+        await self._writer.drain()
+
+    async def _answer(self, what: str, key: str, timeout_s: float) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await self._read()
+        except TimeoutError:
+            raise self._failed(f"{what} took longer than {key}={timeout_s:g}") from None
+        if "error" in reply:
+            self._is_closing = True
+            raise self._failed(reply["error"])
+        self._is_idle = True
+        return reply
+
+    async def _read(self) -> dict[str, Any]:
+        assert self._reader is not None
+        try:
+            line = await self._reader.readline()
+        except ValueError:
+            raise self._failed(f"returned more than {_MAX_LINE_BYTES // 2**20} MiB") from None
+        except OSError:
+            line = b""
+        if not line.endswith(b"\n"):
+            raise self._failed(f"its process died{await asyncio.to_thread(self._exit_code)}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _exit_code(self) -> str:
+        assert self._process is not None
+        self._process.join(timeout=_CLOSE_S)
+        return "" if self._process.exitcode is None else f" (exit code {self._process.exitcode})"
+
+    def _failed(self, why: str) -> EnvironmentFailedError:
+        return EnvironmentFailedError(f"environment {self._spec.path}: {why}")
+
+    async def _end(self) -> None:
+        """Ends the process and all that it has started."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None:
+            await asyncio.shield(asyncio.to_thread(_kill, self._process))
+
+
+def _start(spec: EnvironmentSpec, prompt: Any, theirs: socket.socket) -> BaseProcess:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", __name__, spec.path.partition(":")[0]])  # before the first start only
+    work = partial(_serve, spec.path, dict(spec.options), prompt)
+    process = context.Process(target=run_kept, args=(work, theirs), daemon=True)
+    process.start()
+    return process
+
+
+def _kill(process: BaseProcess) -> None:
+    process.terminate()  # it kills what the environment has started, then itself
+    process.join(timeout=10.0)
+    process.kill()
+    process.join(timeout=10.0)
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+def _serve(path: str, options: dict[str, Any], prompt: Any, pipe: socket.socket) -> None:
+    """Main loop of the process. One line of JSON is read and one is written at a time.
+
+    It starts with {"tools"}. {"reset"} is answered by {"observation"}, {"step": action} by the fields of `Step`,
+    {"close"} by {}; an error by {"error"}, after which the process ends, as at the end of the input.
+    """
+    _discard_output()
+    file, own = pipe.makefile("rw", encoding="utf-8", newline="\n"), os.getpid()
+
+    def write(reply: Mapping[str, Any]) -> None:
+        if os.getpid() != own:  # the environment has forked, and its copy goes on here
+            os._exit(0)
+        file.write(json.dumps(reply) + "\n")
+        file.flush()
+
+    with asyncio.Runner() as runner:
+        environment: Any = None
+        try:
+            environment = _load(path)(**options)
+            write({"tools": _messages(getattr(environment, "tools", None) or [], "tools")})
+            for line in file:
+                message = json.loads(line)
+                if "close" in message:
+                    break
+                write(_reply(message, environment, prompt, runner))
+        except BaseException as error:  # sys.exit in an environment is an error like others
+            write({"error": describe(error)})
+        if (close := getattr(environment, "close", None)) is not None:
+            _result(close, runner)
+        write({})
+
+
+def _discard_output() -> None:
+    """What an environment prints is discarded: with hundreds of them it would bury the run's own lines."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(null, descriptor)
+
+
+def _load(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _reply(message: Mapping[str, Any], environment: Any, prompt: Any, runner: asyncio.Runner) -> dict[str, Any]:
+    if "reset" in message:
+        found = _result(environment.reset, runner, prompt)
+        if isinstance(found, tuple) and len(found) == 2:  # gymnasium's (observation, info)
+            found = found[0]
+        return {"observation": _observation(found, "reset()")}
+    return _step(_result(environment.step, runner, message["step"]))
+
+
+def _result(function: Callable[..., Any], runner: asyncio.Runner, *args: Any) -> Any:
+    """The result of a function or coroutine function."""
+    found = function(*args)
+
+    async def wait() -> Any:
+        return await found
+
+    return runner.run(wait()) if inspect.isawaitable(found) else found
+
+
+def _step(found: Any) -> dict[str, Any]:
+    """The values of `Step`."""
+    if not isinstance(found, tuple) or len(found) not in (4, 5):
+        raise TypeError(f"step() returned {_shown(found)}; {_STEP_HELP}")
+    observation, reward, *ends, info = found
+    if reward is not None and not (hasattr(reward, "__float__") and math.isfinite(reward)):
+        raise TypeError(f"step() returned the reward {_shown(reward)}; allowed: a finite number or None")
+    return {
+        "observation": _observation(observation, "step()"),
+        "reward": None if reward is None else float(reward),
+        "done": any(map(bool, ends)),
+        "info": json.loads(json.dumps(info, default=str)) if isinstance(info, dict) else {},
+    }
+
+
+def _observation(found: Any, what: str) -> Observation:
+    return found if found is None or isinstance(found, str) else _messages(found, what)
+
+
+def _messages(found: Any, what: str) -> list[Message]:
+    if not isinstance(found, list | tuple) or not all(isinstance(item, Mapping) for item in found):
+        raise TypeError(f"{what} returned {_shown(found)}; allowed: text, a list of messages, or None")
+    return [dict(item) for item in found]
+
+
+def _shown(value: Any) -> str:
+    return f"{str(value)[:80]!r} ({type(value).__name__})"

@@ -1,0 +1,41 @@
+"""Multi-turn episodes in an environment with `reset` and `step`, which may score them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .chat import ChatFormat
+from .environment_process import EnvironmentProcess, EnvironmentSpec
+from .episodes import Episode
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentRollout:
+    """Plays one episode in an environment of its own process: `await rollout(episode, prompt)`.
+
+    The episode ends when the environment says so, after max_turns, or when the next observation leaves no tokens for a
+    turn; the last two set `episode.is_cut`. Rewards that the environment gives are the score. `info` of the last step
+    is in `episode.data`.
+    """
+
+    spec: EnvironmentSpec
+    chat: ChatFormat
+    max_turns: int
+
+    async def __call__(self, episode: Episode, prompt: Any) -> None:
+        async with EnvironmentProcess(self.spec, prompt) as environment:
+            opening = await environment.reset()
+            if opening is not None:
+                episode.replace_prompt(self.chat.prompt_ids(opening, environment.tools))
+            for turn_number in range(1, self.max_turns + 1):
+                turn = await episode.generate()
+                step = await environment.step(self.chat.text(turn.response_ids))
+                episode.data.update(step.info)
+                if step.reward is not None:
+                    episode.reward(step.reward)
+                if step.done:
+                    return
+                context = self.chat.context_ids(turn.response_ids, step.observation or "", environment.tools)
+                if turn_number == self.max_turns or len(context) >= episode.num_tokens_left:
+                    episode.is_cut = True
+                    return
+                episode.add_context(context)
