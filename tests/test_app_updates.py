@@ -1,6 +1,7 @@
 """The updates of the GRPO and PPO apps: which columns, mini batches and epochs their models are given."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
 from ds_engine import StepStats
 from rl_data import Prompt
-from rl_runtime import Experience, ExperienceBatch, MiniBatch, TrainBatch
+from rl_runtime import Experience, ExperienceBatch, KlCoefficient, MiniBatch, TrainBatch
 from rl_runtime.ranks.model_handle import TokenColumns
 from run_kit import load_config
 
@@ -60,26 +61,55 @@ BATCH = ExperienceBatch(items=(sample(0, 1, 4.0), sample(0, 2, 0.0), sample(1, 4
 TWO_BY_TWO = ("algorithm.num_epochs=2", "algorithm.kl_coef=0.3", "batch.train_batch_size=2", "batch.mini_batch_size=1")
 
 
-@pytest.mark.parametrize(("normalize", "scale"), [("true", 8**-0.5), ("false", 1.0)])
-def test_grpo_trains_on_advantages_relative_to_the_group(normalize: str, scale: float) -> None:
-    config = load_config(GrpoConfig, overrides=[f"algorithm.normalize_by_std={normalize}", *TWO_BY_TWO])
-    actor, ref = Model(), Model()
-    grpo.learn(1, BATCH, lambda _: nullcontext(), config=config, actor=actor, ref=ref)  # type: ignore[arg-type]
+def learn(config: GrpoConfig, batch: ExperienceBatch, ref: Model | None = None) -> tuple[Model, dict[str, float]]:
+    """One step of the GRPO app: the actor, with what it was given, and the metrics."""
+    actor, kl = Model(), KlCoefficient(config.algorithm)
+    return actor, grpo.learn(1, batch, lambda _: nullcontext(), config=config, actor=actor, ref=ref, kl=kl)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "values"),
+    [
+        ("grpo", [2 * 8**-0.5, *[-2 * 8**-0.5] * 2, *[0.0] * 5]),
+        ("dr_grpo", [2.0, *[-2.0] * 2, *[0.0] * 5]),
+        ("rloo", [4.0, *[-4.0] * 2, *[0.0] * 5]),
+        ("remax", [1.0, *[-3.0] * 2, *[4.0] * 5]),
+    ],
+)
+def test_grpo_trains_on_the_advantage_that_its_configuration_names(advantage: str, values: list[float]) -> None:
+    config = load_config(GrpoConfig, overrides=[f"algorithm.advantage={advantage}", *TWO_BY_TWO])
+    batch = ExperienceBatch(items=tuple(replace(item, baseline_score=3.0) for item in BATCH.items))
+    ref = Model()
+    actor, metrics = learn(config, batch, ref)
     assert [(index, keywords["kl_coef"]) for index, keywords in actor.updates] == [(0, 0.3), (1, 0.3)] * 2
     assert (actor.computed, ref.computed) == (["old_log_probs"], ["ref_log_probs"])
-    assert actor.columns["advantages"] == pytest.approx([2 * scale, *[-2 * scale] * 2, *[0.0] * 5], rel=1e-5)
+    assert actor.columns["advantages"] == pytest.approx(values, rel=1e-5)
+    assert (metrics["actor/ref_kl"], metrics["actor/kl_coef"]) == (0.0, 0.3)
 
 
-@pytest.mark.parametrize(("kl_in", "in_loss"), [("reward", 0.0), ("loss", 0.3)])
-def test_ppo_trains_the_critic_on_returns_and_the_actor_on_advantages(kl_in: str, in_loss: float) -> None:
+def test_the_greedy_response_is_sampled_for_remax_alone() -> None:
+    assert load_config(GrpoConfig, overrides=["algorithm.advantage=remax"]).greedy_baseline
+    assert not load_config(GrpoConfig).greedy_baseline
+
+
+@pytest.mark.parametrize(("normalize", "advantage"), [("true", "grpo"), ("false", "dr_grpo")])
+def test_the_deprecated_key_names_the_advantage_that_replaces_it(normalize: str, advantage: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"write algorithm.advantage={advantage}"):
+        config = load_config(GrpoConfig, overrides=[f"algorithm.normalize_by_std={normalize}"])
+    assert (config.algorithm.advantage, config.algorithm.normalize_by_std) == (advantage, None)
+    assert replace(config.algorithm, num_epochs=2).advantage == advantage, "no second warning"
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_ppo_trains_the_critic_on_returns_and_the_actor_on_advantages(kl_in: str) -> None:
     options = ("algorithm.whiten_advantages=false", "algorithm.critic_warmup_steps=1", "algorithm.value_clip=0.7")
     config = load_config(PpoConfig, overrides=[f"algorithm.kl_in={kl_in}", *options, *TWO_BY_TWO])
     models = {name: Model() for name in ("actor", "critic", "ref")}
     for step in (1, 2):
-        kl = ppo.KlCoefficient(config.algorithm)
+        kl = KlCoefficient(config.algorithm)
         ppo.learn(step, BATCH, lambda _: nullcontext(), config=config, kl=kl, **models)  # type: ignore[arg-type]
     actor, critic = models["actor"], models["critic"]
-    assert [(index, keywords["kl_coef"]) for index, keywords in actor.updates] == [(0, in_loss), (1, in_loss)] * 2
+    assert [(index, keywords["kl_coef"]) for index, keywords in actor.updates] == [(0, 0.3), (1, 0.3)] * 2
     assert critic.updates == [(0, {"value_clip": 0.7}), (1, {"value_clip": 0.7})] * 4
     returns = [4.0, *[0.0] * 2, *[7.0] * 5]
     for columns in (actor.columns, critic.columns):

@@ -1,5 +1,6 @@
 """Every preset loads, alone and with every overlay, and has the values of the run that it documents."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,19 @@ from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
 from rl_runtime import JobConfig, job_layout
 from run_kit import load_config
+from run_kit.config.loader import given_keys
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
 CONFIGS: dict[str, type[JobConfig]] = {"grpo": GrpoConfig, "ppo": PpoConfig}
 CHECKS: dict[str, Any] = {"grpo": apps.grpo.main.check, "ppo": apps.ppo.main.check}
-PRESETS = [(path.parents[1].name, path.stem) for path in sorted(APPS.glob("*/presets/*.yaml"))]
+ALGORITHMS = [
+    *(("grpo", name) for name in ("grpo", "dr_grpo", "dapo", "rloo", "remax", "gspo", "cispo")),
+    *(("grpo", name) for name in ("reinforce_pp", "reinforce_pp_baseline")),
+    ("ppo", "ppo"),
+]
+"""Presets of an algorithm, which are applied over a run's."""
+FILES = [(path.parents[1].name, path.stem) for path in sorted(APPS.glob("*/presets/*.yaml"))]
+PRESETS = [preset for preset in FILES if preset not in ALGORITHMS]
 SIX_CASES = [f"zero{stage}_{offload}" for offload in ("no_offload", "cpu_offload") for stage in (1, 2, 3)]
 
 GSM8K = {
@@ -78,7 +87,7 @@ DOCUMENTED: dict[tuple[str, str], dict[str, Any]] = {
         "batch.mini_batch_size": 32,
         "batch.micro_batch_size": 1,
         "batch.token_budget": 4096,
-        "algorithm.normalize_by_std": True,
+        "algorithm.advantage": "grpo",
         "algorithm.kl_coef": 0.0,
         "actor.zero.stage": 2,
         "actor.zero.offload.optimizer": "none",
@@ -105,8 +114,12 @@ DOCUMENTED: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
+def preset_file(app: str, preset: str) -> Path:
+    return APPS / app / "presets" / f"{preset}.yaml"
+
+
 def load(app: str, preset: str, *overlays: Path) -> JobConfig:
-    return load_config(CONFIGS[app], presets=[APPS / app / "presets" / f"{preset}.yaml", *overlays])
+    return load_config(CONFIGS[app], presets=[preset_file(app, preset), *overlays])
 
 
 def at(config: object, path: str) -> Any:
@@ -124,6 +137,23 @@ def test_a_preset_has_the_documents_values(app: str, preset: str) -> None:
     config = load(app, preset)
     expected = DOCUMENTED.get((app, preset), {})
     assert {path: at(config, path) for path in expected} == expected
+
+
+@pytest.mark.parametrize(("app", "preset"), ALGORITHMS)
+def test_an_algorithm_preset_sets_the_algorithm_alone_over_any_run(app: str, preset: str) -> None:
+    given = given_keys(CONFIGS[app], [preset_file(app, preset)])
+    assert {key.partition(".")[0] for key in given} <= {"algorithm", "dynamic_sampling"}
+    for run in ("demo", "gsm8k"):
+        config = load(app, run, preset_file(app, preset))
+        assert config.model == load(app, run).model
+    assert len(CHECKS[app](load(app, "demo", preset_file(app, preset))).placement.rank_gpus) == 2
+
+
+@pytest.mark.parametrize(("app", "preset"), ALGORITHMS)
+def test_the_comment_of_an_algorithm_preset_names_its_paper_and_when_to_choose_it(app: str, preset: str) -> None:
+    text = preset_file(app, preset).read_text()
+    assert re.match(r"# .*arXiv:\d{4}\.\d{5}", text)
+    assert re.search(r"[Cc]hoose it|default choice", text)
 
 
 @pytest.mark.parametrize(("app", "preset"), PRESETS)
