@@ -51,6 +51,10 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "tools": "files.py hf_export.py manager.py manifest.py reader.py retention.py upstream.py zero",
         "zero": "upstream.py",
     },
+    "rl_data": {
+        "files": "",
+        "rewards": "config.py",
+    },
     "run_kit": {
         "config": "",
         "report": "config tracking",

@@ -3,7 +3,7 @@
 RlDataError
 ├── DataError (also ValueError)              a data file cannot be used; names file, row, column and the remedy
 │   └── ModelFolderError                     a model folder has no config, tokenizer or weights
-├── UnknownDataSourceError (also ValueError) no scoring function is registered for a data source
+├── UnknownDataSourceError (also ValueError) no reward is registered for a data source
 └── SamplerStateError (also ValueError)      a saved sampler state belongs to other data or settings
 
 All of them pickle with their attributes, because they cross process boundaries.
@@ -19,7 +19,8 @@ class RlDataError(Exception):
 class DataError(RlDataError, ValueError):
     """A data file cannot be used.
 
-    Attributes: `file` (path as given), `row` (counted from 0; None for the whole file), `column`.
+    Attributes: `file` (path as given), `row` (the line, counted from 1, in JSON lines and CSV, else counted
+    from 0; None for the whole file), `column`.
     """
 
     def __init__(self, message: str, *, file: str | None = None, row: int | None = None, column: str | None = None):
@@ -38,7 +39,7 @@ class ModelFolderError(DataError):
 
 
 class UnknownDataSourceError(RlDataError, ValueError):
-    """No scoring function is registered for a data source."""
+    """No reward is registered for a data source."""
 
 
 class SamplerStateError(RlDataError, ValueError):

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_data import DataError, RewardConfig, check_demonstrations, check_files, gsm8k_score
-from rl_data.parquet import Row, iter_rows
+from rl_data import DataConfig, DataError, RewardConfig, check_demonstrations, check_files, gsm8k_score
+from rl_data.rows import Row, iter_rows
 
 SOURCE = "openai/gsm8k"
 NOT_UTF8 = pa.Array.from_buffers(
@@ -65,6 +65,10 @@ LOADED: dict[str, tuple[pa.Table, list[str]]] = {
     "both schemas": (verl(question=["a", "b"], answer=[None, None]), ["2", "2"]),
     "messages": (verl(prompt=[[{"role": "user", "content": "a"}]] * 2), ["2", "2"]),
     "messages with further fields": (verl(prompt=[[{"role": "user", "content": "a", "name": None}]] * 2), ["2", "2"]),
+    "map reward_model": (
+        verl(reward_model=pa.array([[("ground_truth", "2")]] * 2, pa.map_(pa.string(), pa.string()))),
+        ["2", "2"],
+    ),
     "int8 answers": (answers([-7, 3], pa.int8()), ["-7", "3"]),
     "uint64 answers": (answers([2**64 - 1], pa.uint64()), [str(2**64 - 1)]),
     "float answers": (answers([0.5, 72.0]), ["0.5", "72.0"]),
@@ -95,7 +99,7 @@ REFUSED: dict[str, tuple[pa.Table, str, str, int | None]] = {
     "integer data sources": (gsm8k(data_source=[SOURCE, ""]), "empty", "data_source", 1),
     "list data sources": (verl(data_source=[[SOURCE], []]), "no text: ['openai/gsm8k']", "data_source", 0),
     "struct data sources": (verl(data_source=[{"a": 1}] * 2), "no text: {'a': 1}", "data_source", 0),
-    "unknown data sources": (verl(data_source=[SOURCE, "mine"]), "no scoring function", "data_source", 1),
+    "unknown data sources": (verl(data_source=[SOURCE, "mine"]), "no reward is registered", "data_source", 1),
     "null data sources": (verl(data_source=[SOURCE, None]), "empty", "data_source", 1),
     "data sources that are not UTF-8": (verl(data_source=NOT_UTF8), "not UTF-8", "data_source", 1),
     "integer prompts": (verl(prompt=[1, 2]), "neither text nor a list of messages: 1", "prompt", 0),
@@ -114,17 +118,11 @@ REFUSED: dict[str, tuple[pa.Table, str, str, int | None]] = {
     ),
     "messages without a role": (verl(prompt=[[{"content": "a"}]] * 2), "a message without text", "prompt", 0),
     "prompts that are not UTF-8": (verl(prompt=NOT_UTF8), "not UTF-8", "prompt", 1),
-    "text reward_model": (verl(reward_model=['{"ground_truth": 1}'] * 2), "must be a struct", "reward_model", None),
-    "map reward_model": (
-        verl(reward_model=pa.array([[("ground_truth", "1")]] * 2, pa.map_(pa.string(), pa.string()))),
-        "must be a struct",
-        "reward_model",
-        None,
-    ),
-    "list reward_model": (verl(reward_model=[[{"ground_truth": "1"}]] * 2), "must be a struct", "reward_model", None),
-    "null reward_model": (verl(reward_model=[{"ground_truth": "1"}, None]), "no answer", "reward_model", 1),
-    "null answers": (answers(["1", None]), "no answer", "reward_model", 1),
-    "empty lists as answers": (answers([["1"], []]), "no answer", "reward_model", 1),
+    "text reward_model": (verl(reward_model=['{"ground_truth": 1}'] * 2), "must be a struct", "reward_model", 0),
+    "list reward_model": (verl(reward_model=[[{"ground_truth": "1"}]] * 2), "must be a struct", "reward_model", 0),
+    "null reward_model": (verl(reward_model=[{"ground_truth": "1"}, None]), "no ground truth", "reward_model", 1),
+    "null answers": (answers(["1", None]), "no ground truth", "reward_model", 1),
+    "empty lists as answers": (answers([["1"], []]), "no ground truth", "reward_model", 1),
     "nan answers": (answers([1.0, float("nan")]), "'ground_truth' is nan", "reward_model", 1),
     "infinite answers": (answers([1.0, float("inf")]), "'ground_truth' is inf", "reward_model", 1),
     "boolean answers": (answers([True]), "'True' is no number", "reward_model", 0),
@@ -200,7 +198,7 @@ def test_an_odd_file_loads(tmp_path: Path, case: str) -> None:
     table, expected = LOADED[case]
     pq.write_table(table, tmp_path / "a.parquet")
     assert check_files([tmp_path / "a.parquet"]) == len(expected)
-    rows = list(iter_rows(tmp_path / "a.parquet"))
+    rows = list(iter_rows(tmp_path / "a.parquet", DataConfig()))
     assert [row.ground_truth for row in rows] == expected
     assert all(best_score(row) == 1.0 for row in rows), "the rule scores every answer"
 
@@ -256,8 +254,8 @@ def test_names_that_no_file_can_have(tmp_path: Path, name: str, words: str, monk
 def test_functions_of_the_user_get_lists_and_structs_as_json(tmp_path: Path) -> None:
     truths = [{"target": ["a", "é"]}, {"target": []}]
     pq.write_table(answers(truths), tmp_path / "a.parquet")
-    assert check_files([tmp_path / "a.parquet"], any_source=True) == 2
-    assert [row.ground_truth for row in iter_rows(tmp_path / "a.parquet")] == [
+    assert check_files([tmp_path / "a.parquet"], rewards=()) == 2
+    assert [row.ground_truth for row in iter_rows(tmp_path / "a.parquet", DataConfig())] == [
         '{"target": ["a", "é"]}',
         '{"target": []}',
     ]

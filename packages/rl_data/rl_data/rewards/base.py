@@ -41,6 +41,14 @@ class Reward(ABC):
         """Seconds that a call takes at most by its own limits; 0: it has none."""
         return 0.0
 
+    def prepare(self) -> str:
+        """Checks once, before a run starts, what the reward needs of this machine. Returns a line for the log, or "".
+
+        Raises:
+            ValueError: something is missing.
+        """
+        return ""
+
     def problem(self, ground_truth: str, extra: Mapping[str, Any]) -> str:
         """Why no response can ever be right for this row, or "".
 

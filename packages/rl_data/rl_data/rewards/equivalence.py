@@ -1,5 +1,6 @@
 """Equivalence of mathematical answers, decided by the library math-verify (LaTeX, sets, intervals, units, percent)."""
 
+import importlib.util
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,11 @@ class MathReward(AnswerReward):
     answers are a set. The ground truth is LaTeX or a number, or a JSON list of them, each of which is right. An answer
     that takes too long to evaluate is wrong. Needs `pip install plinth-rl-data[math]`.
     """
+
+    def prepare(self) -> str:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ValueError("math-verify is not installed: pip install plinth-rl-data[math]")
+        return ""
 
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
         from math_verify import parse, verify

@@ -1,12 +1,13 @@
 """Rewards by name and by data source."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from ..config import RewardConfig
 from ..errors import UnknownDataSourceError
 from .base import Reward
+from .code import CodeReward
 from .equivalence import MathReward
 from .gsm8k import Gsm8kReward
 from .multiple_choice import MultipleChoiceReward
@@ -18,6 +19,7 @@ REWARDS: Mapping[str, type[Reward]] = {
     "multiple_choice": MultipleChoiceReward,
     "format": FormatReward,
     "length": LengthReward,
+    "code": CodeReward,
 }
 """The rewards that a configuration can name."""
 
@@ -42,6 +44,9 @@ def make_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     allowed = [field.name for field in fields(reward)]
     if unknown := [option for option in options if option not in allowed]:
         raise ValueError(f"{unknown[0]}: unknown option of {name!r}; allowed: {', '.join(allowed)}")
+    required = [field.name for field in fields(reward) if field.default is MISSING]
+    if missing := [option for option in required if option not in options]:
+        raise ValueError(f"{missing[0]}: missing; {name!r} needs it")
     return reward(**options)
 
 

@@ -1,0 +1,205 @@
+"""Rewards of the registry but GSM8K: math, multiple choice, format, length; options; huge texts."""
+
+import json
+import pickle
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_data import REWARDS, make_reward
+from rl_data.rewards.code import last_code_block, read_tests
+
+
+@dataclass(frozen=True)
+class Fields:
+    ground_truth: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def score(name: str, text: str, truth: str = "", num_tokens: int = 0, **options: Any) -> float:
+    reward = make_reward(name, options)
+    facts = {"num_tokens": num_tokens} if name == "length" else {}
+    return pickle.loads(pickle.dumps(reward))(text, Fields(truth), **facts)
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "expected"),
+    [
+        ("so \\boxed{\\frac{1}{2}}", "1/2", 1.0),
+        ("so \\boxed{\\frac12}", "0.5", 1.0),
+        ("The answer is $0.5$.", "\\frac{1}{2}", 1.0),
+        ("\\boxed{-5}", "-5", 1.0),
+        ("\\boxed{5}", "-5", 0.1),
+        ("\\boxed{50\\%}", "50", 1.0),
+        ("\\boxed{0.5}", "50\\%", 1.0),
+        ("\\boxed{10\\text{ cm}}", "10", 1.0),
+        ("\\boxed{1,234}", "1234", 1.0),
+        ("\\boxed{\\boxed{12}}", "12", 1.0),
+        ("\\boxed{\\frac{\\sqrt{2}}{2}}", "\\frac{1}{\\sqrt{2}}", 1.0),
+        ("\\boxed{2, 1}", "\\{1, 2\\}", 1.0),
+        ("\\boxed{[0, 1)}", "[0,1)", 1.0),
+        ("\\boxed{(0, 1]}", "[0,1)", 0.1),
+        ("\\boxed{10} or \\boxed{11}", "11", 0.1),  # a list of guesses is a set, which is not 11
+        ("\\boxed{3}", '["2", "3"]', 1.0),
+        ("\\boxed{x = 3}", "3", 1.0),
+        ("\\boxed{x + y}", "y + x", 1.0),
+        ("\\boxed{9^{9^{9^{9}}}}", "1", 0.1),  # too large to evaluate
+        ("\\boxed{\u0663}", "3", 0.1),
+        ("no number", "3", 0.0),
+        ("", "3", 0.0),
+        ("None", "3", 0.0),
+        ("\\boxed{3}" + " " * 2000, "3", 0.0),
+    ],
+)
+def test_math_compares_values(text: str, truth: str, expected: float) -> None:
+    assert score("math", text, truth, format_score=0.1) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\\boxed{B}", 1.0),
+        ("\\boxed{\\text{(B)}}", 1.0),
+        ("\\boxed{C} no, \\boxed{B}", 1.0),
+        ("The answer is B.", 1.0),
+        ("the answer is (b)", 1.0),
+        ("Answer: B", 1.0),
+        ("Answer: **B**", 1.0),
+        ("#### B", 1.0),
+        ("thinking\nB", 1.0),
+        ("thinking\n**B.**", 1.0),
+        ("A) cat\nB) dog", 1.0),
+        ("I like B vitamins and C", 0.0),
+        ("A dog is best", 0.0),
+        ("The answer is Beethoven", 0.0),
+        ("Answer: C", 0.1),
+        ("\\boxed{B} but the answer is C", 1.0),
+        ("\u0412", 0.0),  # a Cyrillic letter
+        ("", 0.0),
+    ],
+)
+def test_multiple_choice_reads_the_letter(text: str, expected: float) -> None:
+    assert score("multiple_choice", text, " (b) ", format_score=0.1) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "expected"),
+    [
+        ({"pattern": "<think>.*</think>.*"}, "\n<think>a\nb</think> 3\n", 1.0),
+        ({"pattern": "<think>.*</think>"}, "<think>a</think> 3", 0.0),
+        ({"pattern": "<think>.*</think>", "match": "search"}, "so <think>a</think> 3", 1.0),
+        ({"pattern": "a"}, "", 0.0),
+    ],
+)
+def test_format_matches_whole_or_part(options: dict[str, Any], text: str, expected: float) -> None:
+    assert score("format", text, **options) == expected
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 1000), st.integers(0, 500), st.integers(0, 2000))
+def test_length_falls_linearly(limit: int, margin: int, length: int) -> None:
+    limited = score("length", "", num_tokens=length, limit=limit, margin=margin)
+    assert limited == (1.0 if length <= limit else pytest.approx(max(0, 1 - (length - limit) / max(margin, 1e-9))))
+    targeted = score("length", "x" * length, target=limit, unit="characters")
+    assert targeted == pytest.approx(max(0, 1 - abs(length - limit) / limit))
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math", "multiple_choice", "code", "length"])
+@pytest.mark.parametrize("piece", ["1 ", "\\boxed{", "####", "answer is ", "```\n", "$", "-", "(" * 20, "\n* "])
+def test_a_megabyte_of_text_is_scored_soon(name: str, piece: str) -> None:
+    options = {"limit": 3} if name == "length" else {}
+    begin = time.monotonic()
+    text = piece * (1_000_000 // len(piece))
+    assert 0 <= score(name, text, "assert 0", **options) <= 1
+    assert time.monotonic() - begin < 15
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("nonsense", {}, "no reward of the registry; allowed: gsm8k, math"),
+        ("gsm8k", {"metod": "strict"}, "metod: unknown option of 'gsm8k'; allowed: score"),
+        ("gsm8k", {"method": "lenient"}, "strict, flexible"),
+        ("math", {"score": "1"}, "score='1': must be a number"),
+        ("math", {"format_score": 2}, "must be below score"),
+        ("multiple_choice", {"num_choices": 27}, "from 2 to 26"),
+        ("format", {}, "pattern: missing"),
+        ("format", {"pattern": "("}, "must be a regular expression"),
+        ("format", {"pattern": "a", "match": "part"}, "full, search"),
+        ("length", {}, "limit=None: must be given if target is not"),
+        ("length", {"limit": 3, "target": 3}, "only then"),
+        ("length", {"limit": 0}, "above 0"),
+        ("length", {"limit": True}, "a number"),
+        ("length", {"target": 3, "margin": 1}, "0 with target"),
+        ("length", {"limit": 3, "unit": "words"}, "tokens, characters"),
+        ("code", {"timeout_s": 0}, "above 0"),
+        ("code", {"column": ""}, "name of a column"),
+        ("code", {"isolation": "none"}, "auto, required"),
+    ],
+)
+def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_reward(name, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "truth", "extra", "problem"),
+    [
+        ("gsm8k", {}, "", {}, "no ground truth"),
+        ("gsm8k", {}, "seven", {}, "no number"),
+        ("math", {}, " ", {}, "no ground truth"),
+        ("math", {}, "\\pi", {}, ""),
+        ("multiple_choice", {}, "F", {}, "no letter from A to E"),
+        ("multiple_choice", {"num_choices": 6}, "(f)", {}, ""),
+        ("format", {"pattern": "a"}, "", {}, ""),
+        ("length", {"limit": 3}, "", {}, ""),
+        ("code", {}, "", {}, "no tests"),
+        ("code", {}, "assert f(1)", {}, ""),
+        ("code", {"column": "tests"}, "", {}, "no column 'tests'"),
+        ("code", {"column": "tests"}, "", {"tests": [{"input": "1"}]}, "neither Python code nor an input"),
+        ("code", {"column": "tests"}, "", {"tests": ["assert f(1)"]}, ""),
+    ],
+)
+def test_rows_that_no_response_can_satisfy(
+    name: str, options: dict[str, Any], truth: str, extra: dict[str, Any], problem: str
+) -> None:
+    found = make_reward(name, options).problem(truth, extra)
+    assert problem in found
+    assert bool(found) == bool(problem)
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("```python\na\nb\n```", "a\nb\n"),
+        ("```\na\n```\n text\n```py\nb\n```\n", "b\n"),
+        ("```\na\n```\n```\nnot closed", "a\n"),
+        ("  ```\na\n  ```", "a\n"),
+        ("no block", None),
+        ("", None),
+        ("```\n```", "\n"),
+    ],
+)
+def test_the_last_closed_code_block(text: str, block: str | None) -> None:
+    assert last_code_block(text) == block
+
+
+def test_every_form_of_tests_is_read() -> None:
+    pairs = {"inputs": ["1", ["2", "3"]], "outputs": ["4", 5]}
+    for value in (pairs, json.dumps(pairs), [{"input": "1", "output": "4"}, {"input": "2\n3", "output": "5"}]):
+        assert [(test.stdin, test.stdout) for test in read_tests(value)] == [("1", "4"), ("2\n3", "5")]
+    assert [test.code for test in read_tests(["assert a", "assert b"])] == ["assert a", "assert b"]
+    assert [test.code for test in read_tests("[x for x in y]")] == ["[x for x in y]"]
+    for wrong in (None, [], {}, [1], {**pairs, "fn_name": "f"}, {"inputs": [1], "outputs": []}, 3):
+        with pytest.raises(ValueError, match=r"test|inputs|neither"):
+            read_tests(wrong)
+
+
+def test_rewards_of_the_registry_are_documented() -> None:
+    for reward in REWARDS.values():
+        assert len(reward.__doc__ or "") > 40
