@@ -113,7 +113,8 @@ def test_rewards_are_at_the_last_token_of_their_turn(rewards: list[list[float]],
     if returned is not None:
         turns[-1].append(returned)
     if not any(turns):
-        assert result.turn_rewards is result.score is None
+        assert result.turn_rewards is None
+        assert result.score is None
         return
     assert result.turn_rewards is not None
     assert result.score is not None
@@ -273,8 +274,8 @@ def test_a_cancelled_run_leaves_no_environment_behind() -> None:
             if not command.startswith("ps "):
                 children.setdefault(int(parent), []).append(int(pid))
         found = [os.getpid()]
-        for pid in found:
-            found += children.get(pid, [])
+        for own in found:
+            found += children.get(own, [])
         return len(found)
 
     async def cancelled(after_s: float) -> None:

@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -85,32 +86,37 @@ class EnvironmentProcess:
         self._process: BaseProcess | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._is_idle = self._is_closing = False
+        self._is_idle = self._is_closing = self._is_over = False
+        self._lock = threading.Lock()  # of _process and _is_over
         self.tools: list[Message] = []
 
     async def __aenter__(self) -> Self:
-        ours, theirs = socket.socketpair()
-        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES)
-        starting = asyncio.ensure_future(asyncio.to_thread(_start, self._spec, self._prompt, theirs))
         try:
-            try:
-                self._process = await asyncio.shield(starting)
-            except asyncio.CancelledError:  # the thread goes on: end what it starts
-                self._process = await starting
-                raise
-            finally:
-                theirs.close()
+            ours, theirs = socket.socketpair()
+            starting = asyncio.get_running_loop().run_in_executor(None, self._start, theirs)
+            self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES)
+            await asyncio.shield(starting)
             hello = await self._answer("its start", "episode.start_timeout_s", self._spec.start_timeout_s)
+        except asyncio.CancelledError:
+            await self._end()
+            raise
         except Exception as error:
             await self._end()
             if isinstance(error, EnvironmentFailedError):
                 raise
             raise self._failed(f"cannot be started: {describe(error)}") from error
-        except asyncio.CancelledError:
-            await self._end()
-            raise
         self.tools = hello["tools"]
         return self
+
+    def _start(self, theirs: socket.socket) -> None:
+        """Starts the process, in a thread; ends it again if the episode has ended meanwhile."""
+        with theirs:
+            process = _start(self._spec, self._prompt, theirs)
+        with self._lock:
+            self._process = process
+            if not self._is_over:
+                return
+        _kill(process)
 
     async def __aexit__(self, *_: object) -> None:
         with suppress(TimeoutError, OSError, EnvironmentFailedError):
@@ -175,11 +181,14 @@ class EnvironmentProcess:
         return EnvironmentFailedError(f"environment {self._spec.path}: {why}")
 
     async def _end(self) -> None:
-        """Ends the process and all that it has started."""
+        """Ends the process and all that it has started, even if this coroutine is cancelled."""
         if self._writer is not None:
             self._writer.close()
-        if self._process is not None:
-            await asyncio.shield(asyncio.to_thread(_kill, self._process))
+        with self._lock:
+            self._is_over = True
+            process = self._process
+        if process is not None:
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, _kill, process))
 
 
 def _start(spec: EnvironmentSpec, prompt: Any, theirs: socket.socket) -> BaseProcess:
