@@ -1,5 +1,7 @@
 from .arithmetic import ArithmeticTask as ArithmeticTask
 from .arithmetic import write_task as write_task
+from .checks import check_files as check_files
+from .config import ColumnsConfig as ColumnsConfig
 from .config import DataConfig as DataConfig
 from .config import RewardConfig as RewardConfig
 from .demonstrations import Demonstration as Demonstration
@@ -10,7 +12,6 @@ from .errors import ModelFolderError as ModelFolderError
 from .errors import RlDataError as RlDataError
 from .errors import SamplerStateError as SamplerStateError
 from .errors import UnknownDataSourceError as UnknownDataSourceError
-from .parquet import check_files as check_files
 from .prompts import Prompt as Prompt
 from .prompts import load_prompts as load_prompts
 from .rewards.base import Reward as Reward

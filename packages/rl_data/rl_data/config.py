@@ -1,8 +1,12 @@
 """Configuration of data and rewards. Standard library only, so that it can be checked before heavy imports."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+_TEMPLATE_ARGUMENTS = ("conversation", "tools", "chat_template", "tokenize", "add_generation_prompt")
+"""Arguments of a tokenizer's `apply_chat_template` that prompts decide."""
 
 
 def _require_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -16,13 +20,40 @@ def _require_positive(field: str, value: int | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ColumnsConfig:
+    """The columns of the data files, where their names are not those of GSM8K or verl."""
+
+    #: Column of the prompt: text, or a list of chat messages. None: `question`, `prompt` or `messages`.
+    prompt: str | None = None
+    #: Column of the right answer, taken as it is; `struct.field` for a field of a struct. None: `answer` after its last
+    #: "####" (beside `question`), else `reward_model.ground_truth` or `ground_truth`. A reward may need none.
+    ground_truth: str | None = None
+    #: Column of the text that selects the reward. None: `data_source`, if there is one.
+    data_source: str | None = None
+    #: Column of the tools, a list of JSON schemas or its JSON text. None: `tools`, if there is one.
+    tools: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "ground_truth", "data_source", "tools"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name}='': must be the name of a column, or null")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The prompt files, and how their rows become token ids."""
 
-    #: Training parquet files (GSM8K or verl schema). Empty: the caller uses the built-in arithmetic task.
+    #: Training files: parquet; JSON lines or an array (.jsonl, .ndjson, .json) or CSV with a header (.csv), these also
+    #: with .gz; or a folder saved by Hugging Face `datasets` (`folder:split` if it has splits). Empty: the caller uses
+    #: the built-in arithmetic task.
     train: tuple[str, ...] = ()
-    #: Validation parquet files (same schemas). Empty: no validation, or the held-out part of the built-in task.
+    #: Validation files of the same kinds. Empty: no validation, or the held-out part of the built-in task.
     val: tuple[str, ...] = ()
+    #: The names of the columns.
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    #: Columns that reward functions and environments get as `prompt.extra`, typed as in the file. None: all that the
+    #: prompt is not made of and that JSON can hold.
+    extra_columns: tuple[str, ...] | None = None
     #: Maximum prompt length in tokens, including the chat template.
     max_prompt_length: int = 512
     #: Overlong prompts: "filter" drops them and logs their number, "refuse" raises DataError.
@@ -30,10 +61,12 @@ class DataConfig:
     #: "auto": the tokenizer's chat template if it has one, else plain text; "always": fail for a tokenizer without one;
     #: "never": plain text. Plain text is the content of each message followed by a line break.
     chat_template: Literal["auto", "always", "never"] = "auto"
+    #: Arguments of the chat template beside messages and tools, such as {enable_thinking: false}.
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     #: System message for rows that have none. None adds nothing.
     system_prompt: str | None = None
-    #: User message of a GSM8K question; must contain "{question}". For an instruction model that was not fine-tuned on
-    #: the answer format, add a sentence here that asks for "#### " before the final answer.
+    #: User message of a text in `question` or `columns.prompt`; must contain "{question}". For an instruction model
+    #: that was not fine-tuned on the answer format, add a sentence here that asks for "#### " before the final answer.
     question_template: str = "{question}"
     #: Shuffle the training prompts in each epoch.
     shuffle: bool = True
@@ -47,6 +80,11 @@ class DataConfig:
         _require_positive("max_val_prompts", self.max_val_prompts)
         if "{question}" not in self.question_template:
             raise ValueError(f"question_template={self.question_template!r}: must contain {{question}}")
+        for name in self.chat_template_kwargs:
+            if name in _TEMPLATE_ARGUMENTS:
+                raise ValueError(f"chat_template_kwargs has {name!r}, which is set for each prompt; remove it")
+        if self.chat_template_kwargs and self.chat_template == "never":
+            raise ValueError("chat_template_kwargs is given: must be empty with chat_template='never'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +100,9 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         _require_choice("method", self.method, ("strict", "flexible"))
-        for field in ("score", "format_score"):
-            if not math.isfinite(getattr(self, field)):
-                raise ValueError(f"{field}={getattr(self, field)!r}: must be a finite number")
+        for name in ("score", "format_score"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be a finite number")
         if self.score <= 0:
             raise ValueError(f"score={self.score!r}: must be above 0")
         if self.format_score >= self.score:

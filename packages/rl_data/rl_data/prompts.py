@@ -1,8 +1,9 @@
-"""Prompts from parquet rows: the conversation, its text and its token ids.
+"""Prompts from rows of data: the conversation, its text and its token ids.
 
 A conversation becomes text
 
-- with the tokenizer's chat template if it has one (`chat_template="auto"`), up to the start of the assistant's turn;
+- with the tokenizer's chat template if it has one (`chat_template="auto"`), with the row's tools, up to the start of
+  the assistant's turn;
 - otherwise as plain text: the content of each message followed by a line break. A GSM8K question `Q` becomes `Q\\n`,
   and the response starts on the next line. The tokenizer adds its usual special tokens, such as a
   beginning-of-sequence token.
@@ -10,14 +11,17 @@ A conversation becomes text
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from .config import DataConfig
 from .errors import DataError
-from .parquet import Message, Row, iter_rows
+from .files.opening import open_table
+from .files.table import Place, first_line
+from .rows import Message, Row, Tool, find_schema, left_out, read_rows
 from .tokenizer import TokenizerLike
 
 _logger = logging.getLogger(__name__)
@@ -29,15 +33,22 @@ _BATCH_SIZE = 1024
 class Prompt:
     """One prompt, ready for rollout.
 
-    `id` is `<file stem>:<row>`, unique among the files loaded together and the same in every run. `ground_truth` is
-    text; of a list (accepted answers) or a struct it is the JSON text.
+    `id` is `<file stem>:<row>`, unique among the files loaded together and the same in every run; the row is counted as
+    in errors: lines of text files from 1, rows of others from 0.
     """
 
     id: str
     text: str
     token_ids: tuple[int, ...]
     ground_truth: str
+    """Text; JSON text of a list (accepted answers) or struct; empty if the row has none."""
     data_source: str
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The other columns of the row as JSON values: text, numbers, bools, lists, dicts and None."""
+    messages: tuple[Message, ...] = field(default=(), hash=False)
+    """The conversation that `text` renders."""
+    tools: tuple[Tool, ...] = field(default=(), hash=False)
+    """JSON schemas of the tools that `text` describes."""
 
 
 def file_labels(files: Sequence[str | Path]) -> list[str]:
@@ -47,15 +58,15 @@ def file_labels(files: Sequence[str | Path]) -> list[str]:
     return [stem if counts[stem] == 1 else f"{stem}~{index}" for index, stem in enumerate(stems)]
 
 
-def conversation(row: Row, config: DataConfig) -> list[Message]:
-    """The row's messages with the configured system prompt and question template applied."""
-    messages = [dict(message) for message in row.messages]
-    if row.is_question:
+def with_configured(messages: Sequence[Message], config: DataConfig, *, is_question: bool) -> tuple[Message, ...]:
+    """The messages of a row with the configured system prompt and question template."""
+    if is_question:
         # str.replace, not str.format: questions contain braces.
-        messages[0]["content"] = config.question_template.replace("{question}", messages[0]["content"])
+        text = config.question_template.replace("{question}", messages[0]["content"])
+        messages = [{**messages[0], "content": text}, *messages[1:]]
     if config.system_prompt is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
-    return messages
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    return tuple(messages)
 
 
 def uses_chat_template(tokenizer: TokenizerLike, config: DataConfig) -> bool:
@@ -66,17 +77,55 @@ def uses_chat_template(tokenizer: TokenizerLike, config: DataConfig) -> bool:
             "chat_template='always', but the model's tokenizer has no chat template. Set it to 'auto' or 'never', or "
             "add chat_template.jinja to the model folder."
         )
+    if config.chat_template_kwargs and not has_template:
+        raise DataError("chat_template_kwargs is given, but the model's tokenizer has no chat template. Remove it.")
     return has_template and config.chat_template != "never"
 
 
-def render(messages: Sequence[Message], tokenizer: TokenizerLike, with_template: bool) -> str:
-    """The text of a conversation up to the start of the response."""
-    if with_template:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    return "".join(f"{message['content']}\n" for message in messages)
+class Renderer:
+    """Renders conversations as text, with the tokenizer's chat template or plain."""
+
+    def __init__(self, tokenizer: TokenizerLike, config: DataConfig) -> None:
+        """Raises DataError for `chat_template="always"` if the tokenizer has no template."""
+        self._tokenizer, self._kwargs = tokenizer, dict(config.chat_template_kwargs)
+        self.with_template = uses_chat_template(tokenizer, config)
+        self._shows_tools = False
+
+    def __call__(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place) -> str:
+        """The text up to the start of the response. Raises DataError for what the template does not take."""
+        if self.with_template:
+            text = self._apply(messages, tools, place)
+            if tools and not self._shows_tools:
+                self._shows_tools = text != self._apply(messages, (), place)
+            if self._shows_tools or not tools:
+                return text
+        if tools:
+            raise place.error("tools, which the chat template does not show", "Use a model whose template has tools.")
+        if any("tool_calls" in message for message in messages):
+            raise place.error("tool calls, which need a chat template", "Drop the row, or add a template to the model.")
+        return "".join(f"{message['content']}\n" for message in messages)
+
+    def encode(self, texts: list[str]) -> list[tuple[int, ...]]:
+        """Token ids of rendered texts; a template writes its special tokens itself."""
+        return encode(texts, self._tokenizer, add_special_tokens=not self.with_template)
+
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **self._kwargs,
+                )
+            )
+        except Exception as error:  # templates raise what they like, such as "roles must alternate"
+            what = f"the chat template refuses the messages ({type(error).__name__}: {first_line(error)})"
+            raise place.error(what, "Mend the messages, or set chat_template='never'.") from error
 
 
-def encode(texts: list[str], tokenizer: TokenizerLike, add_special_tokens: bool) -> list[tuple[int, ...]]:
+def encode(texts: list[str], tokenizer: TokenizerLike, *, add_special_tokens: bool) -> list[tuple[int, ...]]:
     """Token ids of each text."""
     ids = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
     return [tuple(int(token) for token in row) for row in ids]
@@ -88,17 +137,13 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def too_long(row: Row, length: int, config: DataConfig) -> bool:
+def too_long(place: Place, length: int, config: DataConfig) -> bool:
     """Whether to drop the prompt as overlong. Raises DataError instead for `overlong="refuse"`."""
     if length <= config.max_prompt_length:
         return False
     if config.overlong == "refuse":
-        raise DataError(
-            f"{row.file}: row {row.row} (counted from 0): the prompt has {length} tokens, "
-            f"max_prompt_length={config.max_prompt_length}. Raise the limit, drop the row, or set overlong='filter'.",
-            file=row.file,
-            row=row.row,
-        )
+        what = f"the prompt has {length} tokens, max_prompt_length={config.max_prompt_length}"
+        raise place.error(what, "Raise the limit, drop the row, or set overlong='filter'.")
     return True
 
 
@@ -131,19 +176,39 @@ def load_prompts(
     Raises DataError naming file, row, column and remedy.
     """
     if not files:
-        raise DataError("no files were given. Name at least one parquet file.")
-    with_template = uses_chat_template(tokenizer, config)
+        raise DataError("no files were given. Name at least one.")
+    renderer = Renderer(tokenizer, config)
     prompts: list[Prompt] = []
     num_filtered = 0
     for file, label in zip(files, file_labels(files), strict=True):
-        for rows in _batches(iter_rows(file)):
-            texts = [render(conversation(row, config), tokenizer, with_template) for row in rows]
-            for row, text, ids in zip(rows, texts, encode(texts, tokenizer, not with_template), strict=True):
-                if too_long(row, len(ids), config):
+        table = open_table(file)
+        schema = find_schema(table, config)
+        if line := left_out(table, schema):
+            _logger.warning(line)
+        for rows in _batches(read_rows(table, schema)):
+            conversations = [with_configured(row.messages, config, is_question=row.is_question) for row in rows]
+            texts = [
+                renderer(messages, row.tools, row.place) for messages, row in zip(conversations, rows, strict=True)
+            ]
+            for row, messages, text, ids in zip(rows, conversations, texts, renderer.encode(texts), strict=True):
+                if too_long(row.place, len(ids), config):
                     num_filtered += 1
                     continue
-                prompts.append(Prompt(f"{label}:{row.row}", text, ids, row.ground_truth, row.data_source))
+                prompts.append(_prompt(label, row, messages, text, ids))
                 if len(prompts) == max_prompts:
                     return prompts
     report_filtered(num_filtered, len(prompts), files, config)
     return prompts
+
+
+def _prompt(label: str, row: Row, messages: tuple[Message, ...], text: str, ids: tuple[int, ...]) -> Prompt:
+    return Prompt(
+        id=f"{label}:{row.place.number}",
+        text=text,
+        token_ids=ids,
+        ground_truth=row.ground_truth,
+        data_source=row.data_source,
+        extra=row.extra,
+        messages=messages,
+        tools=row.tools,
+    )

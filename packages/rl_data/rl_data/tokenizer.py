@@ -1,7 +1,7 @@
 """Model folders and their tokenizers: checks by file name, without heavy imports, and loading."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,13 @@ class TokenizerLike(Protocol):
     def eos_token_id(self) -> Any: ...
     def __call__(self, text: list[str], *, add_special_tokens: bool = True) -> Mapping[str, Any]: ...
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: list[Mapping[str, Any]],
+        *,
+        tools: list[Mapping[str, Any]] | None,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **kwargs: Any,
     ) -> Any: ...
 
 

@@ -162,7 +162,7 @@ def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
         ({"question": ["q"], "solution": ["s"]}, "answer"),
         ({"answer": ["#### 1"], "problem": ["p"]}, "question"),
         ({"text": ["t"]}, "prompt"),
-        ({"prompt": ["p"], "data_source": ["d"]}, "reward_model"),
+        ({"prompt": ["p"], "data_source": ["gsm8k"]}, "reward_model"),
         ({"prompt": ["p"], "reward_model": [{"ground_truth": "1"}]}, "data_source"),
     ],
 )
@@ -183,7 +183,7 @@ def test_reward_model_without_ground_truth_field(tmp_path: Path) -> None:
 def test_gsm8k_row_without_answer(tmp_path: Path, answer: str | None) -> None:
     rows: list[tuple[str | None, str | None]] = [(QUESTION, "#### 7")] * 5000
     file = _gsm8k(tmp_path / "a.parquet", [*rows, (QUESTION, answer), *rows])
-    with pytest.raises(DataError, match=r"row 5000 .*column 'answer': no answer") as caught:
+    with pytest.raises(DataError, match=r"row 5000 .*column 'answer': (no answer|there is no ground truth)") as caught:
         check_files([file])
     assert (caught.value.row, caught.value.column) == (5000, "answer")
 

@@ -2,7 +2,8 @@
 
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -13,6 +14,9 @@ class Prompt:
     token_ids: tuple[int, ...] = (1, 2)
     ground_truth: str = "2"
     data_source: str = "openai/gsm8k"
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 def length_reward(response_text: str, prompt: Any) -> float:

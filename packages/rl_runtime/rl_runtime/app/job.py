@@ -183,7 +183,8 @@ def check_job(
     check_tracking(config.tracking)
     placement = plan_session(config.trainer, config.rollout, own_ranks)
     check_functions(config.episode, config.reward)
-    check_prompt_files(config.model, config.data, any_source=bool(config.reward.function or config.reward.url))
+    rewards = () if config.reward.function or config.reward.url else None
+    check_prompt_files(config.model, config.data, rewards=rewards)
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
         check_engine(engine, section=section, num_updates=num_updates, is_saved=config.trainer.save_freq > 0)
@@ -313,11 +314,13 @@ def _rollouts(job: Job, scorer: Scorer) -> StepRollouts:
             seed=config.trainer.seed,
             episode=config.episode,
             oversampling=config.oversampling,
+            greedy_baseline=config.greedy_baseline,
         ),
         sampler=PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle),
         train_prompts=inputs.train_prompts,
         val_prompts=inputs.val_prompts,
         train_batch_size=config.batch.train_batch_size,
         sampling=config.sampling,
+        dynamic_sampling=config.dynamic_sampling,
         validation=config.validation,
     )

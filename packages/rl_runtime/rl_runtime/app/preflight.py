@@ -20,6 +20,7 @@ from ds_engine.config import check_schedule
 from rl_data import (
     DataConfig,
     DataError,
+    Reward,
     build_tiny_model,
     check_demonstrations,
     check_files,
@@ -68,8 +69,8 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
             raise InputError(f"reward.url is {reward.url}: no service answers there ({why}); start it first")
 
 
-def check_prompt_files(model: ModelConfig, data: DataConfig, *, any_source: bool = False) -> None:
-    """Checks the model folder and every row of the prompt files; `any_source`: the reward takes every data source.
+def check_prompt_files(model: ModelConfig, data: DataConfig, *, rewards: Sequence[Reward] | None = None) -> None:
+    """Checks the model folder and every row of the prompt files, with `rewards` as `rl_data.check_files` takes them.
 
     Raises InputError, naming the key and the file or folder.
     """
@@ -83,7 +84,7 @@ def check_prompt_files(model: ModelConfig, data: DataConfig, *, any_source: bool
         )
     for key, files in (("data.train", data.train), ("data.val", data.val)):
         with _naming(key):
-            check_files(files, any_source=any_source)
+            check_files(files, data, rewards=rewards)
 
 
 def check_architectures(model: ModelConfig, engines: Mapping[str, EngineConfig], *, on_gpu: bool) -> list[str]:
@@ -121,7 +122,7 @@ def check_supervised(model: ModelConfig, data: DataConfig, supervised: Supervise
     if not supervised.files and (data.train or model.path != BUILTIN_MODEL):
         raise InputError(
             f"{section}.steps is {supervised.steps} but {section}.files is empty: the built-in demonstrations belong "
-            f"to the built-in model; give {section}.files=<parquet>, or {section}.steps=0"
+            f"to the built-in model; give {section}.files=<parquet, JSON lines or CSV>, or {section}.steps=0"
         )
     if supervised.files and model.path == BUILTIN_MODEL:
         raise InputError(

@@ -1,0 +1,88 @@
+"""Opens a data file as a table. Its name decides how it is read."""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import BinaryIO, cast
+
+from ..errors import DataError
+from .csv import open_csv
+from .json_lines import open_json
+from .parquet import open_parquet
+from .saved import is_saved, open_saved
+from .table import Table, first_line
+
+_OPENERS = {".jsonl": open_json, ".ndjson": open_json, ".json": open_json, ".csv": open_csv}
+"""By suffix; any other file is read as parquet."""
+KINDS = "parquet, .jsonl, .json or .csv (or these and .gz), or a folder saved by `datasets`"
+
+
+def open_table(file: str | Path) -> Table:
+    """Open a data file: `.jsonl`, `.ndjson`, `.json`, `.csv`, each also with `.gz`; a folder saved by Hugging Face
+    `datasets`, with several splits as `folder:split`; or parquet.
+
+    Raises DataError if it does not exist, cannot be read or has no rows.
+    """
+    name, (path, split) = str(file), _split(str(file))
+    if not name:
+        raise DataError("an empty file name was given. Name a data file, or give an empty list: [].", file=name)
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as error:
+        why = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", "") or error
+        what = f"{name}: {why}. Check the path; relative paths start at {Path.cwd()}."
+        raise DataError(what, file=name) from None
+    if S_ISDIR(status.st_mode):
+        return _open_folder(path, name, split)
+    if not S_ISREG(status.st_mode):
+        raise DataError(f"{name}: is a device, pipe or socket. Give a regular file.", file=name)
+    if status.st_size == 0:
+        raise DataError(f"{name}: the file is empty (0 bytes). Write or copy it again.", file=name)
+    return _open_file(path, name)
+
+
+def _split(name: str) -> tuple[Path, str | None]:
+    """The path and the split of `folder:split`; a name with a colon that exists is a path."""
+    folder, colon, split = name.rpartition(":")
+    try:
+        if colon and not Path(name).exists() and Path(folder).is_dir():
+            return Path(folder), split
+    except (OSError, ValueError):  # a name that no file can have: reported when it is opened
+        pass
+    return Path(name), None
+
+
+def _open_folder(path: Path, name: str, split: str | None) -> Table:
+    if is_saved(path):
+        return open_saved(path, name, split)
+    found = sorted(child.name for child in path.glob("*.*"))
+    hint = f"it contains {', '.join(found[:5])}" if found else "it contains no file"
+    what = f"{name}: is a folder that `datasets` did not save ({hint}). Give the files themselves: {KINDS}."
+    raise DataError(what, file=name)
+
+
+def _open_file(path: Path, name: str) -> Table:
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    is_gzip = suffixes[-1:] == [".gz"]
+    if is_gzip:
+        suffixes.pop()
+    suffix = suffixes[-1] if suffixes else ""
+    if opener := _OPENERS.get(suffix):
+        return opener(partial(_open_stream, path, name, is_gzip), name)
+    if is_gzip:
+        raise DataError(f"{name}: only .jsonl, .json and .csv may be compressed. Decompress it.", file=name)
+    return open_parquet(path, name)
+
+
+@contextmanager
+def _open_stream(path: Path, name: str, is_gzip: bool) -> Iterator[BinaryIO]:
+    """The bytes of a file, decompressed. Raises DataError if it cannot be opened, or for damage read in the block."""
+    try:
+        with gzip.open(path) if is_gzip else path.open("rb") as stream:
+            yield cast("BinaryIO", stream)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{name}: cannot be read ({first_line(error)}). Copy it again.", file=name) from error

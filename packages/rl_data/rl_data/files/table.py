@@ -1,0 +1,122 @@
+"""What the readers of all kinds of files have in common: columns, and rows whose places users can look up."""
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The place of a row: a line, counted from 1, in text files; a row, counted from 0, in all others."""
+
+    file: str
+    number: int
+    is_line: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"{self.file}: line {self.number}" if self.is_line else f"{self.file}: row {self.number} (counted from 0)"
+        )
+
+    def error(self, what: str, remedy: str, *, column: str | None = None) -> DataError:
+        """A DataError for this row, or for one column of it."""
+        where = str(self) if column is None else f"{self}, column {column!r}"
+        return DataError(f"{where}: {what}. {remedy}", file=self.file, row=self.number, column=column)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(ABC):
+    """An opened file with at least one row. Rows are read one batch at a time, each time from the start."""
+
+    file: str
+    columns: Sequence[str]
+    """The columns in the order of the file; those of the first row in JSON lines, where rows may differ."""
+    unusable: Mapping[str, str] = field(default_factory=dict)
+    """Columns that cannot be read as JSON values, with the reason."""
+
+    @abstractmethod
+    def rows(
+        self, columns: Collection[str] | None = None, *, text: Collection[str] = ()
+    ) -> Iterator[tuple[Place, dict[str, Any]]]:
+        """The rows as JSON values, and other Python values in columns that are named and `unusable`.
+
+        Args:
+            columns: those to read; None for all that are usable. A row of JSON lines may lack some.
+            text: columns whose numbers stay text where the file does not tell them apart (CSV).
+
+        Raises:
+            DataError: damaged data or an unreadable value, with its row.
+        """
+
+    def require(self, columns: Collection[str], remedy: str) -> None:
+        """Raises DataError, naming the columns found, if one of `columns` is missing or occurs twice."""
+        for column in columns:
+            if (count := self.columns.count(column)) > 1:
+                what = f"{self.file}: column {column!r} occurs {count} times. Rename or drop all but one."
+                raise DataError(what, file=self.file, column=column)
+            if not count:
+                found = ", ".join(self.columns)[:1000]
+                what = f"{self.file}: column {column!r} is missing; the columns found are {found}. {remedy}"
+                raise DataError(what, file=self.file, column=column)
+
+
+def repeated(columns: Sequence[str]) -> dict[str, str]:
+    """The columns that occur more than once, as `Table.unusable` lists them."""
+    counts = {column: columns.count(column) for column in set(columns)} if len(set(columns)) < len(columns) else {}
+    return {column: f"occurs {count} times" for column, count in counts.items() if count > 1}
+
+
+def why_not_json(value: Any) -> str:
+    """Why JSON cannot hold a value; empty if it can."""
+    if isinstance(value, str):
+        return "" if is_unicode(value) else "text that is not Unicode"
+    if value is None or isinstance(value, int):
+        return ""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"the number {value}"
+    if isinstance(value, list):
+        return next(filter(None, map(why_not_json, value)), "")
+    if isinstance(value, dict):
+        return next(filter(None, map(why_not_json, value.values())), "")
+    return f"a value of type {type(value).__name__}"
+
+
+def is_unicode(text: str) -> bool:
+    """False for text with half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def parse_json(text: str) -> Any:
+    """The JSON value of a text. Raises ValueError, also for a key that occurs twice and for nesting without end."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeated_keys)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {max(keys, key=keys.count)!r} occurs twice")
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, shortened."""
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+
+
+def shorten(value: object) -> str:
+    """A value as an error shows it."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

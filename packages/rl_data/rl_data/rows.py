@@ -1,0 +1,299 @@
+"""Rows of a data file before tokenization: conversation, tools, ground truth, data source and other columns.
+
+The columns of each file determine its schema:
+
+- GSM8K: text columns `question` and `answer`, the answer ending in `#### n`; optionally `data_source`.
+- verl: `prompt` (chat messages, or text), `reward_model` with a field `ground_truth`, `data_source`.
+- any other: `prompt` or `messages`, and `ground_truth` if there is one; or the names in `DataConfig.columns`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from .config import DataConfig
+from .errors import DataError
+from .files.opening import open_table
+from .files.table import Place, Table, first_line, parse_json, shorten, why_not_json
+from .rewards.gsm8k import clean_number
+
+GSM8K_DATA_SOURCE = "openai/gsm8k"
+Message = Mapping[str, Any]
+"""A chat message as templates take it: `role`, `content`, and fields of its role such as `tool_calls`."""
+Tool = Mapping[str, Any]
+"""The JSON schema of a function, as templates take it."""
+
+MEDIA_COLUMNS = ("images", "videos", "audios")
+COLUMNS_HELP = (
+    "Expected either `question` and `answer` (GSM8K) or `prompt`, `reward_model` and `data_source` (verl); rename the "
+    "columns of the file, or name them: data.columns.prompt=…, data.columns.ground_truth=…"
+)
+_FILL_IN = "Fill it in or drop the row."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row. `ground_truth` is text, JSON text of a list or struct, and empty if the row has none."""
+
+    place: Place
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    ground_truth: str = ""
+    data_source: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    #: True for a text that `DataConfig.question_template` applies to.
+    is_question: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """Where a table has the parts of a row."""
+
+    prompt: str
+    is_question: bool
+    """Texts in `prompt` are questions without a template."""
+    ground_truth: tuple[str, ...]
+    """A column and the fields in it; the column may be missing from the table."""
+    is_solution: bool
+    """The ground truth is what follows the last "####"."""
+    data_source: str | None
+    tools: str | None
+    extra: tuple[str, ...] | None
+    """None: every column that no other field names."""
+
+    @property
+    def used(self) -> set[str]:
+        """The columns that are not extra unless they are named."""
+        return {self.prompt, self.ground_truth[0], self.data_source or self.prompt, self.tools or self.prompt}
+
+
+def find_schema(table: Table, config: DataConfig) -> Schema:
+    """The schema of a table. Raises DataError for a column that is missing, occurs twice, or cannot be extra."""
+    columns, names = config.columns, table.columns
+    prompt = columns.prompt or _prompt_column(names)
+    is_gsm8k = prompt == "question" and columns.ground_truth is None
+    required = [prompt, *filter(None, (columns.data_source, columns.tools)), *(config.extra_columns or ())]
+    if columns.ground_truth is not None:
+        truth = _path(columns.ground_truth, names)
+        required.append(truth[0])
+    elif is_gsm8k:
+        truth = ("answer",)
+    else:
+        truth = ("ground_truth",) if "ground_truth" in names and "reward_model" not in names else _VERL_GROUND_TRUTH
+    schema = Schema(
+        prompt=prompt,
+        is_question=prompt == "question" or columns.prompt is not None,
+        ground_truth=truth,
+        is_solution=is_gsm8k,
+        data_source=columns.data_source or ("data_source" if "data_source" in names else None),
+        tools=columns.tools or ("tools" if "tools" in names else None),
+        extra=config.extra_columns,
+    )
+    table.require([*required, *(schema.used & set(names))], COLUMNS_HELP)
+    for column in config.extra_columns or ():
+        if column in table.unusable:
+            what = f"{table.file}: column {column!r} {table.unusable[column]}, which JSON does not have"
+            raise DataError(
+                f"{what}. Convert it, or take it out of data.extra_columns.", file=table.file, column=column
+            )
+    return schema
+
+
+_VERL_GROUND_TRUTH = ("reward_model", "ground_truth")
+
+
+def _prompt_column(names: Sequence[str]) -> str:
+    """The column of prompts; one that the table lacks if it has none of them."""
+    if "question" in names and not {"prompt", "reward_model"} <= set(names):
+        return "question"
+    if "prompt" in names:
+        return "prompt"
+    if "messages" in names:
+        return "messages"
+    return "question" if "answer" in names else "prompt"
+
+
+def _path(name: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The column and the fields of `column.field`; a column of this whole name comes first."""
+    return (name,) if name in names else tuple(name.split("."))
+
+
+def left_out(table: Table, schema: Schema) -> str:
+    """A line about the columns that are not in `extra` because JSON cannot hold them; empty if there are none."""
+    names = [name for name in table.unusable if name not in schema.used] if schema.extra is None else []
+    if not names:
+        return ""
+    reasons = ", ".join(f"{name!r} ({table.unusable[name]})" for name in names[:10])
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"{table.file}: columns that JSON cannot hold are left out of prompt.extra: {reasons}{more}"
+
+
+def read_rows(table: Table, schema: Schema) -> Iterator[Row]:
+    """The rows of the table in order. Raises DataError at the first unusable one."""
+    needed = (schema.used | set(MEDIA_COLUMNS)) & set(table.columns)
+    columns: set[str] | None = needed | set(schema.extra or ())
+    if schema.extra is None:
+        columns = None if needed.isdisjoint(table.unusable) else needed | set(table.columns) - set(table.unusable)
+    for place, row in table.rows(columns, text=needed):
+        yield _row(place, row, schema)
+
+
+def iter_rows(file: str | Path, config: DataConfig) -> Iterator[Row]:
+    """The rows of a file in order. Raises DataError for a file that cannot be used and at the first unusable row."""
+    table = open_table(file)
+    return read_rows(table, find_schema(table, config))
+
+
+def _row(place: Place, row: Mapping[str, Any], schema: Schema) -> Row:
+    for column in MEDIA_COLUMNS:
+        if row.get(column):
+            raise place.error("the prompt has media", "Only text is trained on: drop the row.", column=column)
+    if schema.prompt not in row:
+        raise place.error("the column is missing", _FILL_IN, column=schema.prompt)
+    prompt = row[schema.prompt]
+    tools = row.get(schema.tools) if schema.tools else None
+    return Row(
+        place=place,
+        messages=_prompt(place, prompt, schema),
+        tools=tools_of(place, tools, schema.tools or ""),
+        ground_truth=_ground_truth(place, row, schema),
+        data_source=_data_source(place, row, schema),
+        extra=_extra(place, row, schema),
+        is_question=schema.is_question and isinstance(prompt, str),
+    )
+
+
+def _prompt(place: Place, prompt: Any, schema: Schema) -> tuple[Message, ...]:
+    if schema.prompt == "question" and not isinstance(prompt, str):
+        raise place.error("no question", _FILL_IN, column=schema.prompt)
+    if isinstance(prompt, str) and prompt.strip():
+        return ({"role": "user", "content": prompt},)
+    messages = conversation(place, prompt, schema.prompt)
+    if messages[-1]["role"] == "assistant":
+        what = "the conversation ends with an assistant's message"
+        raise place.error(what, "Drop that message: the response takes its place.", column=schema.prompt)
+    return messages
+
+
+def conversation(place: Place, value: Any, column: str) -> tuple[Message, ...]:
+    """The messages of a column. Raises DataError if there are none, or for a message that is none."""
+    if not value or (isinstance(value, str) and not value.strip()):
+        raise place.error("no question" if column == "question" else "no messages", _FILL_IN, column=column)
+    if not isinstance(value, list):
+        what = f"neither text nor a list of messages: {shorten(value)}"
+        raise place.error(what, "Give text, or messages with 'role' and 'content'.", column=column)
+    return tuple(_message(place, message, column) for message in value)
+
+
+def _message(place: Place, message: Any, column: str) -> Message:
+    """A message without its empty fields: in parquet every message has the fields of all."""
+    message = _without_nulls(message)
+    is_call = isinstance(message, dict) and message.get("role") == "assistant" and bool(message.get("tool_calls"))
+    texts = ("role",) if is_call and "content" not in message else ("role", "content")
+    if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in texts):
+        what = f"a message without text in 'role' or 'content': {shorten(message)}"
+        raise place.error(what, "Each message needs both.", column=column)
+    if why := why_not_json(message):
+        raise place.error(f"a message with {why}", "Mend it or drop the row.", column=column)
+    return {"content": ""} | message if is_call else message
+
+
+def tools_of(place: Place, value: Any, column: str) -> tuple[Tool, ...]:
+    """The tools of a row. Raises DataError for what is no list of JSON schemas."""
+    if isinstance(value, str) and value:
+        try:
+            value = parse_json(value)
+        except ValueError as error:
+            what = f"no list of tools: {first_line(error)}"
+            raise place.error(what, "Give a list of JSON schemas, or its JSON text.", column=column) from error
+    tools = _without_nulls(value or [])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) and tool for tool in tools):
+        raise place.error(f"no list of tools: {shorten(value)}", "Give a list of JSON schemas.", column=column)
+    if why := why_not_json(tools):
+        raise place.error(f"a tool with {why}", "Mend it or drop the row.", column=column)
+    return tuple(tools)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A copy without the keys whose value is None: a parquet file cannot tell them from keys that are missing."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _ground_truth(place: Place, row: Mapping[str, Any], schema: Schema) -> str:
+    """The answer as text, empty if there is none."""
+    column, *fields = schema.ground_truth
+    value = row.get(column)
+    for name in fields:
+        if value is None:
+            return ""
+        if not isinstance(value, dict) or name not in value:
+            what = f"{shorten(value)}; it must be a struct with a field {name!r}"
+            raise place.error(what, "Mend the row, or name the column: data.columns.ground_truth=…", column=column)
+        value = value[name]
+    text = _solution(value) if schema.is_solution else ground_truth_text(value)
+    if text is not None:
+        return text
+    if schema.is_solution:
+        remedy = (
+            "It must end in '#### n'; fill it in, drop the row, or take the text as it is: data.columns.ground_truth="
+        )
+        raise place.error(f"no answer; found {shorten(value)}", f"{remedy}{column}.", column=column)
+    what = f"its field {fields[-1]!r} is {shorten(value)}" if fields else f"no answer: {shorten(value)}"
+    remedy = "Give text, a finite number, or a list or struct of these; or drop the row."
+    raise place.error(what, remedy, column=column)
+
+
+def _solution(answer: object) -> str | None:
+    """The text after the last `####` without commas and $; None for text without one and for other values."""
+    if answer is None or answer == "":
+        return ""
+    if not isinstance(answer, str):
+        return None
+    _, marker, text = answer.rpartition("####")
+    return clean_number(text).strip() if marker else None
+
+
+def ground_truth_text(value: Any) -> str | None:
+    """The answer as text, empty if there is none; JSON for a list or struct. None for a value that has no text."""
+    if value is None or isinstance(value, str):
+        return (value or "").strip()
+    if isinstance(value, (int, float, Decimal)):
+        return None if why_not_json(value) and not isinstance(value, Decimal) else str(value)
+    if not isinstance(value, (list, dict)):
+        return None
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_json_number) if value else ""
+    except (TypeError, ValueError):  # bytes, dates, nan
+        return None
+
+
+def _json_number(value: Any) -> str:
+    if isinstance(value, Decimal):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no JSON text")
+
+
+def _data_source(place: Place, row: Mapping[str, Any], schema: Schema) -> str:
+    value = row.get(schema.data_source) if schema.data_source else None
+    if value is None:
+        return GSM8K_DATA_SOURCE if schema.is_solution else ""
+    if not isinstance(value, str):
+        what, remedy = f"no text: {shorten(value)}", f"Name one, such as {GSM8K_DATA_SOURCE}."
+        raise place.error(what, remedy, column=schema.data_source)
+    return value
+
+
+def _extra(place: Place, row: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
+    names = schema.extra if schema.extra is not None else [name for name in row if name not in schema.used]
+    for name in names:
+        if name not in row:
+            raise place.error("the column is missing", "Write null, or take it out of data.extra_columns.", column=name)
+        if why := why_not_json(row[name]):
+            remedy = "Write null or text, or name the columns to keep: data.extra_columns=[…]."
+            raise place.error(f"{why}, which JSON does not have", remedy, column=name)
+    return {name: row[name] for name in names}
