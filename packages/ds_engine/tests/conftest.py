@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ds_engine_libaio import libaio_variables
+from ds_engine_libaio import libaio_variables, small_torch_header
 
 from plinth_testing import RankPool, RankServer, write_tiny_model
 
@@ -40,6 +40,7 @@ def nvme_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     with pytest.MonkeyPatch.context() as environment:
         for name, value in {**variables, "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}.items():
             environment.setenv(name, value)
+        environment.setenv("CPATH", str(small_torch_header(folder / "include")), prepend=":")
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
         if not AsyncIOBuilder().is_compatible(verbose=False):

@@ -35,6 +35,17 @@ def libaio_variables(folder: Path) -> dict[str, str] | None:
     }
 
 
+def small_torch_header(folder: Path) -> Path:
+    """A folder whose torch/extension.h has no neural network modules, for CPATH, which goes before torch's own folder.
+
+    The operator needs tensors and pybind11's conversions; the rest is most of its compile time.
+    """
+    header = folder / "torch" / "extension.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#pragma once\n#include <torch/types.h>\n#include <torch/csrc/utils/pybind.h>\n")
+    return folder
+
+
 def _download(folder: Path, options: list[str] | None = None) -> bool:
     return any(
         _run("apt-get", "-qq", *(options or []), "download", "libaio-dev", library, folder=folder)
