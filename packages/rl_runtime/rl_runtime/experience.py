@@ -61,6 +61,9 @@ class Experience:
     """(policy version, number of consecutive generated tokens that it sampled), in order."""
     num_turns: int = 1
     score: float
+    turn_rewards: Float32Array | None = None
+    """Rewards of an environment's turns, one value per generated token, 0 except at the last token of a turn; None: the
+    score is the only reward. Their sum is the environment's part of the score."""
     baseline_score: float | None = None
     """Score of the greedy response to the same prompt (ReMax); None if the algorithm does not use it."""
 
@@ -115,9 +118,10 @@ class ExperienceBatch:
     @property
     def turn_rewards_K(self) -> torch.Tensor:
         """[K] float32, the rewards of turns at their generated tokens; 0 for samples that have none."""
-        rewards = [getattr(item, "turn_rewards", None) for item in self.items]
-        zeros = (np.zeros(item.num_generated, np.float32) for item in self.items)
-        rows = [zero if row is None else row for row, zero in zip(rewards, zeros, strict=True)]
+        rows = [
+            np.zeros(item.num_generated, np.float32) if item.turn_rewards is None else item.turn_rewards
+            for item in self.items
+        ]
         return torch.from_numpy(np.concatenate(rows))
 
     @property
