@@ -144,7 +144,7 @@ class AlgorithmsConfig(BenchConfig):
     """Every algorithm on the built-in tasks, on two CPU cores: held-out accuracy before and after, and curves."""
 
     run_tag: str = "algorithms"
-    steps: int = 40
+    steps: int = 30
     """Training steps of each case."""
     presets: tuple[str, ...] = (*ALGORITHMS, *ENVIRONMENTS)
     """Presets of the GRPO and PPO apps to run."""
