@@ -30,14 +30,21 @@ class JsonTable(Table):
 
 
 def open_json(open_file: Open, file: str) -> JsonTable:
-    """The table of a file of JSON lines or of one JSON array. Raises DataError if it has no row."""
+    """The table of a file of JSON lines or of one JSON array, which is read once to find the columns of all rows.
+
+    Raises DataError if it has no row, and at the first line that is no JSON object.
+    """
     with open_file() as stream:
         is_array = _first_character(stream) == b"["
     objects = _array(open_file, file) if is_array else lambda: _lines(open_file, file)
-    first = next(objects(), None)
-    if first is None:
+    columns: dict[str, None] = {}
+    num_rows = 0
+    for _, row in objects():
+        num_rows += 1
+        columns.update(dict.fromkeys(row))
+    if num_rows == 0:
         raise DataError(f"{file}: the file has no rows. Give a file with at least one.", file=file)
-    return JsonTable(file=file, columns=tuple(first[1]), objects=objects)
+    return JsonTable(file=file, columns=tuple(columns), objects=objects)
 
 
 def _first_character(stream: BinaryIO) -> bytes:

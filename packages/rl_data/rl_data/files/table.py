@@ -35,7 +35,7 @@ class Table(ABC):
 
     file: str
     columns: Sequence[str]
-    """The columns in the order of the file; those of the first row in JSON lines, where rows may differ."""
+    """The columns in the order of the file; a row of JSON lines may lack some."""
     unusable: Mapping[str, str] = field(default_factory=dict)
     """Columns that cannot be read as JSON values, with the reason."""
 
@@ -46,7 +46,7 @@ class Table(ABC):
         """The rows as JSON values, and other Python values in columns that are named and `unusable`.
 
         Args:
-            columns: those to read; None for all that are usable. A row of JSON lines may lack some.
+            columns: those to read; None for all that are usable.
             text: columns whose numbers stay text where the file does not tell them apart (CSV).
 
         Raises:

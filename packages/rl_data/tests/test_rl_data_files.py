@@ -1,0 +1,435 @@
+"""All kinds of data files: the same rows, whatever the file; errors with file, place and column."""
+
+import csv
+import gzip
+import json
+import logging
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_data import (
+    ColumnsConfig,
+    DataConfig,
+    DataError,
+    build_tiny_model,
+    check_demonstrations,
+    check_files,
+    load_demonstrations,
+    load_prompts,
+    load_tokenizer,
+)
+from rl_data.files.opening import open_table
+from rl_data.rows import iter_rows
+
+Rows = list[dict[str, Any]]
+ROWS: Rows = [
+    {"question": "Tom has 3 apples.", "answer": "#### 3", "level": 1, "tags": ["a"], "meta": {"x": 1.5, "ok": True}},
+    {"question": "Tom has 4 apples.", "answer": "#### 4", "level": None, "tags": [], "meta": {"x": 2.0, "ok": None}},
+]
+FREE = DataConfig(columns=ColumnsConfig(prompt="problem", ground_truth="solution"))
+"""Columns of the user's own."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(build_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def write_parquet(path: Path, rows: Rows) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"), row_group_size=3)
+    return path.with_suffix(".parquet")
+
+
+def write_saved(path: Path, rows: Rows) -> Path:
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(rows).save_to_disk(path.with_suffix(".saved"))
+    return path.with_suffix(".saved")
+
+
+def write_split(path: Path, rows: Rows) -> Path:
+    datasets.disable_progress_bars()
+    data = datasets.Dataset.from_list(rows)
+    datasets.DatasetDict(train=data, other=data.select([0])).save_to_disk(path.with_suffix(".splits"))
+    return Path(f"{path.with_suffix('.splits')}:train")
+
+
+def write_json_lines(path: Path, rows: Rows, suffix: str = ".jsonl") -> Path:
+    path.with_suffix(suffix).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path.with_suffix(suffix)
+
+
+def write_compressed(path: Path, rows: Rows) -> Path:
+    text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    path.with_suffix(".jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    return path.with_suffix(".jsonl.gz")
+
+
+def write_array(path: Path, rows: Rows) -> Path:
+    path.with_suffix(".json").write_bytes(b"\xef\xbb\xbf\n" + json.dumps(rows, indent=2).encode())
+    return path.with_suffix(".json")
+
+
+def write_csv(path: Path, rows: Rows) -> Path:
+    def cell(value: Any) -> str:
+        return "" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+    with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(rows[0])
+        writer.writerows([cell(row[name]) for name in rows[0]] for row in rows)
+    return path.with_suffix(".csv")
+
+
+WRITERS: list[Callable[[Path, Rows], Path]] = [
+    write_parquet,
+    write_saved,
+    write_split,
+    write_json_lines,
+    write_compressed,
+    write_array,
+    write_csv,
+]
+
+
+def contents(file: Path, config: DataConfig) -> list[tuple[Any, ...]]:
+    """The rows without their places."""
+    rows = list(iter_rows(file, config))
+    assert [row.place.number for row in rows] == sorted({row.place.number for row in rows})
+    return [(row.messages, row.tools, row.ground_truth, row.data_source, row.extra, row.is_question) for row in rows]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_every_kind_of_file_gives_the_same_prompts(
+    tmp_path: Path, tokenizer: Any, write: Callable[[Path, Rows], Path]
+) -> None:
+    file = write(tmp_path / "a", ROWS)
+    assert check_files([file]) == check_demonstrations([file]) == 2
+    prompts = load_prompts([file], tokenizer, DataConfig(system_prompt="all"))
+    assert [prompt.text for prompt in prompts] == ["all\nTom has 3 apples.\n", "all\nTom has 4 apples.\n"]
+    assert [prompt.ground_truth for prompt in prompts] == ["3", "4"]
+    assert [prompt.extra for prompt in prompts] == [
+        {"level": 1, "tags": ["a"], "meta": {"x": 1.5, "ok": True}},
+        {"level": None, "tags": [], "meta": {"x": 2.0, "ok": None}},
+    ]
+    roles = [{"role": "system", "content": "all"}, {"role": "user", "content": "Tom has 3 apples."}]
+    assert list(prompts[0].messages) == roles
+    assert len(load_demonstrations([file], tokenizer, DataConfig())) == 2
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
+# A text that reads as a number, true or JSON in each row is one of them in CSV, which has no types.
+WORDS = TEXTS.map(lambda text: f"w{text}")
+FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=64).map(lambda x: x + 0.0)
+EXTRA: dict[str, st.SearchStrategy[Any]] = {
+    "word": WORDS,
+    "whole": st.integers(-(2**63), 2**63 - 1),
+    "ratio": FLOATS,
+    "truth": st.booleans(),
+    "items": st.lists(WORDS | st.none(), max_size=3),
+    "deep": st.fixed_dictionaries({"a": st.lists(st.fixed_dictionaries({"b": st.none() | FLOATS}), max_size=2)}),
+}
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Rows:
+    """Rows of the same columns; every extra column has a value in the first row, which gives it its type."""
+    names = draw(st.lists(st.sampled_from(sorted(EXTRA)), unique=True))
+    rows = []
+    for number in range(draw(st.integers(1, 5))):
+        extra = {name: draw(EXTRA[name] if number == 0 else st.none() | EXTRA[name]) for name in names}
+        rows.append({"problem": draw(WORDS), "solution": draw(st.none() | WORDS), **extra})
+    return rows
+
+
+@settings(deadline=None, max_examples=20)
+@given(rows=tables())
+def test_the_same_table_in_all_formats_gives_the_same_rows(rows: Rows) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        files = [write(Path(folder) / "a", rows) for write in WRITERS]
+        expected = [
+            (
+                ({"role": "user", "content": row["problem"]},),
+                (),
+                (row["solution"] or "").strip(),
+                "",
+                row_extra(row),
+                True,
+            )
+            for row in rows
+        ]
+        for file in files:
+            found = contents(file, FREE)
+            assert found == expected, file
+            assert repr([row[4] for row in found]) == repr([row[4] for row in expected]), f"types in {file}"
+            assert check_files([file], FREE, rewards=()) == len(rows)
+
+
+def row_extra(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in ("problem", "solution")}
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_row_12345_without_an_answer_is_named(tmp_path: Path, write: Callable[[Path, Rows], Path]) -> None:
+    rows = [{"question": "a", "answer": "#### 1", "x": "y"}] * 20_000
+    rows = [*rows[:12_345], {"question": "a", "answer": None, "x": "y"}, *rows[12_345:]]
+    file = write(tmp_path / "a", rows)
+    with pytest.raises(DataError, match="column 'answer': there is no ground truth") as caught:
+        check_files([file])
+    # Blank lines count, and so does the header of CSV.
+    lines = {"a.jsonl": 12_346, "a.jsonl.gz": 24_691, "a.csv": 12_347}
+    number = lines.get(file.name, 12_345)
+    assert caught.value.row == number
+    assert (f"line {number}" if file.name in lines else f"row {number} (counted from 0)") in str(caught.value)
+
+
+REFUSED: dict[str, tuple[str, str | bytes, str, int | None, str | None]] = {
+    "no lines": ("a.jsonl", "\n\n", "has no rows", None, None),
+    "an empty array": ("a.json", "[]", "has no rows", None, None),
+    "only a header": ("a.csv", "question,answer\n", "has no rows", None, None),
+    "only blank lines": ("a.csv", "\n\n", "has no header", None, None),
+    "a broken line": ("a.jsonl", '{"question": "a", "answer": "#### 1"}\n{"question": \n', "no JSON", 2, None),
+    "a broken array": ("a.json", '[{"question": "a"}, {]', "no JSON", 1, None),
+    "a line that is no object": ("a.jsonl", "7\n", "no JSON object but int", 1, None),
+    "an array in a line": ("a.jsonl", '{"question": "a", "answer": "#### 1"}\n[1]', "no JSON object but list", 2, None),
+    "an array of numbers": ("a.json", "[1]", "no JSON object but int", 0, None),
+    "a key twice": ("a.jsonl", '{"question": "a", "question": "b"}', "the key 'question' occurs twice", 1, None),
+    "nesting without end": ("a.jsonl", '{"a": ' + "[" * 100_000, "nested too deeply", 1, None),
+    "a number of 5000 digits": ("a.jsonl", '{"a": ' + "1" * 5000 + "}", "no JSON", 1, None),
+    "half a surrogate pair": (
+        "a.jsonl",
+        '{"question": "a", "answer": "#### 1", "x": ["\\ud800"]}',
+        "not Unicode",
+        1,
+        "x",
+    ),
+    "half a surrogate pair as a key": ("a.jsonl", '{"\\ud800": 1}', "not Unicode", 1, "\\ud800"),
+    "latin-1": ("a.jsonl", '{"question": "é"}'.encode("latin-1"), "not UTF-8", 1, None),
+    "UTF-16": ("a.jsonl", '{"question": "a"}'.encode("utf-16"), "not UTF-8", 1, None),
+    "NaN": ("a.jsonl", '{"question": "a", "answer": "#### 1", "x": NaN}', "the number nan", 1, "x"),
+    "a number above all floats": ("a.jsonl", '{"question": "a", "answer": "#### 1", "x": 1e999}', "inf", 1, "x"),
+    "a line without the question": (
+        "a.jsonl",
+        '{"question": "a", "answer": "#### 1"}\n{"answer": "#### 1"}',
+        "is missing",
+        2,
+        "question",
+    ),
+    "no question column": (
+        "a.jsonl",
+        '{"text": "a", "answer": "#### 1"}',
+        "columns found are text, answer",
+        None,
+        "question",
+    ),
+    "parquet named as JSON": ("a.jsonl", b"PAR1\xff\xfe", "not UTF-8", 1, None),
+    "JSON named as parquet": ("a.parquet", '{"question": "a"}', "end in .jsonl", None, None),
+    "not compressed": ("a.jsonl.gz", '{"question": "a"}', "cannot be read (Not a gzipped file", None, None),
+    "compressed and cut": ("a.jsonl.gz", gzip.compress(b'{"question": "a"}' * 99)[:-9], "cannot be read", None, None),
+    "compressed and damaged": (
+        "a.csv.gz",
+        gzip.compress(bytes(range(256)) * 9)[:40] + b"\xff" * 40,
+        "cannot be read",
+        None,
+        None,
+    ),
+    "compressed parquet": ("a.parquet.gz", gzip.compress(b"PAR1"), "Decompress it", None, None),
+    "a short row": ("a.csv", 'question,answer\na,"#### 1"\nb\n', "has 1 cells, and the header 2", 3, None),
+    "a long row": ("a.csv", "question,answer\na,#### 1,000\n", "has 3 cells, and the header 2", 2, None),
+    "an open quote": ("a.csv", 'question,answer\na,#### 1\nb,"#### 2\nc,#### 3\n', "no CSV (unexpected end", 3, None),
+    "text after a quote": ("a.csv", 'question,answer\n"a"b,#### 1\n', "no CSV", 2, None),
+    "CSV in latin-1": ("a.csv", "question,answer\né,#### 1\n".encode("latin-1"), "not UTF-8", 2, None),
+    "an empty cell": ("a.csv", 'question,answer\n"a\nb",#### 1\n\n,#### 2\n', "no question", 5, "question"),
+    "a header that occurs twice": (
+        "a.csv",
+        "question,question,answer\na,b,#### 1\n",
+        "occurs 2 times",
+        None,
+        "question",
+    ),
+    "semicolons": ("a.csv", "question;answer\na;#### 1\n", "columns found are question;answer", None, None),
+}
+"""By name: file name, content, a part of the message, and the row and column that the error names."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_bad_text_file_is_refused_with_line_and_column(tmp_path: Path, case: str) -> None:
+    name, content, words, row, column = REFUSED[case]
+    file = tmp_path / name
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(DataError) as caught:
+        check_files([file])
+    assert words in str(caught.value)
+    assert caught.value.file == str(file)
+    assert caught.value.row == row
+    assert caught.value.column == column or case == "semicolons"
+    assert str(caught.value).startswith(f"{file}: ")
+    assert len(str(caught.value)) < 1000
+    str(caught.value).encode()
+
+
+def test_cells_of_csv_have_the_types_of_their_column(tmp_path: Path) -> None:
+    text = (
+        'problem,solution,id,zip,mixed,flag,list,"odd, name"\n1,007,1,007,1,True,"[1, ""a""]",\n'
+        '2,1.50,-2.5e3,8,x,false,{},""\n'
+    )
+    (tmp_path / "a.csv").write_text(text)
+    first, second = iter_rows(tmp_path / "a.csv", FREE)
+    assert (first.messages[0]["content"], first.ground_truth, second.ground_truth) == ("1", "007", "1.50")
+    assert first.extra == {"id": 1, "zip": "007", "mixed": "1", "flag": True, "list": [1, "a"], "odd, name": None}
+    assert second.extra == {"id": -2500.0, "zip": "8", "mixed": "x", "flag": False, "list": {}, "odd, name": None}
+
+
+def test_huge_cells_and_lines_of_all_ends_are_read(tmp_path: Path) -> None:
+    huge = "a" * 300_000
+    (tmp_path / "a.csv").write_bytes(f'\ufeffquestion,answer\r\n"{huge}\r\n,",#### 1\r\nb,#### 2'.encode())
+    (tmp_path / "b.jsonl").write_bytes(b'{"question": "a\\u2028", "answer": "#### 1"}\r\n')
+    assert [row.place.number for row in iter_rows(tmp_path / "a.csv", DataConfig())] == [2, 4]
+    assert next(iter_rows(tmp_path / "a.csv", DataConfig())).messages[0]["content"] == f"{huge}\r\n,"
+    (row,) = iter_rows(tmp_path / "b.jsonl", DataConfig())
+    assert row.messages[0]["content"] == "a\u2028"
+
+
+def test_columns_are_named_by_the_configuration(tmp_path: Path) -> None:
+    rows = [{"problem": "a", "info": {"target": [1, 2]}, "kind": "openai/gsm8k", "question": "b", "answer": "c"}]
+    file = write_json_lines(tmp_path / "a", rows)
+    config = DataConfig(
+        columns=ColumnsConfig(prompt="problem", ground_truth="info.target", data_source="kind"),
+        extra_columns=("answer", "info"),
+        question_template="say {question}",
+    )
+    assert check_files([file], config) == 1
+    (row,) = iter_rows(file, config)
+    assert (row.ground_truth, row.data_source) == ("[1, 2]", "openai/gsm8k")
+    assert row.extra == {"answer": "c", "info": {"target": [1, 2]}}
+    assert row.is_question
+    for columns, named in (
+        (ColumnsConfig(prompt="x"), "x"),
+        (ColumnsConfig(prompt="problem", ground_truth="y.z"), "y"),
+        (ColumnsConfig(prompt="problem", data_source="z"), "z"),
+        (ColumnsConfig(prompt="problem", tools="t"), "t"),
+    ):
+        with pytest.raises(DataError, match=f"column '{named}' is missing; the columns found are problem, info"):
+            check_files([file], DataConfig(columns=columns))
+    with pytest.raises(DataError, match="column 'w' is missing; the columns found are problem"):
+        check_files([file], DataConfig(columns=config.columns, extra_columns=("w",)))
+    with pytest.raises(DataError, match=r"line 1, column 'info': .*a struct with a field 'nothing'"):
+        check_files([file], DataConfig(columns=ColumnsConfig(prompt="problem", ground_truth="info.nothing")))
+
+
+def test_an_extra_column_that_a_line_lacks_is_named(tmp_path: Path) -> None:
+    rows = [{"question": "a", "answer": "#### 1", "x": 1}] * 3
+    file = write_json_lines(tmp_path / "a", [*rows, {"question": "a", "answer": "#### 1"}])
+    assert [row.extra for row in iter_rows(file, DataConfig())] == [{"x": 1}] * 3 + [{}]
+    with pytest.raises(DataError, match=r"line 4, column 'x': the column is missing"):
+        check_files([file], DataConfig(extra_columns=("x",)))
+
+
+def test_columns_that_json_cannot_hold_are_left_out_with_one_line(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = pa.table({"question": ["Tom"], "answer": ["#### 1"], "raw": [b"a"], "deep": [[{"a": b""}]], "n": [1]})
+    file = tmp_path / "a.parquet"
+    pq.write_table(table, file)
+    with caplog.at_level(logging.WARNING):
+        (prompt,) = load_prompts([file], tokenizer, DataConfig())
+    assert prompt.extra == {"n": 1}
+    (record,) = caplog.records
+    assert "left out of prompt.extra: 'raw' (has the type binary), 'deep' (has the type list<" in record.getMessage()
+    with pytest.raises(DataError, match="column 'raw' has the type binary, which JSON does not have"):
+        check_files([file], DataConfig(extra_columns=("raw",)))
+    caplog.clear()
+    (prompt,) = load_prompts([file], tokenizer, DataConfig(extra_columns=()))
+    assert (prompt.extra, caplog.records) == ({}, [])
+
+
+def test_numbers_that_json_cannot_hold_are_refused_with_their_row(tmp_path: Path) -> None:
+    table = pa.table({"question": ["a", "b"], "answer": ["#### 1"] * 2, "x": [1.0, math.nan], "y": [1, 2]})
+    file = tmp_path / "a.parquet"
+    pq.write_table(table, file)
+    with pytest.raises(DataError, match=r"row 1 .*, column 'x': the number nan, which JSON does not have"):
+        check_files([file])
+    assert check_files([file], DataConfig(extra_columns=("y",))) == 2
+
+
+def test_json_columns_of_datasets_are_values(tmp_path: Path) -> None:
+    datasets.disable_progress_bars()
+    columns = {"question": ["a", "b"], "answer": ["#### 1"] * 2, "x": [{"a": 1}, {"b": "c"}], "y": [[1, "a"], []]}
+    data = datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
+    data.save_to_disk(tmp_path / "saved")
+    data.to_parquet(tmp_path / "a.parquet")
+    for name in ("saved", "a.parquet"):
+        assert [row.extra for row in iter_rows(tmp_path / name, DataConfig())] == [
+            {"x": {"a": 1}, "y": [1, "a"]},
+            {"x": {"b": "c"}, "y": []},
+        ]
+
+
+def test_a_saved_data_set_keeps_its_selection_and_order(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_dict({"question": list("abc"), "answer": ["#### 1"] * 3}).select([2, 0])
+    data.with_format("numpy", columns=["question"]).save_to_disk(tmp_path / "a")
+    assert [row.messages[0]["content"] for row in iter_rows(tmp_path / "a", DataConfig())] == ["c", "a"]
+
+
+def test_folders(tmp_path: Path) -> None:
+    write_split(tmp_path / "a", ROWS)
+    write_saved(tmp_path / "b", ROWS)
+    splits, saved = tmp_path / "a.splits", tmp_path / "b.saved"
+    assert check_files([f"{splits}:other"]) == 1
+    for name, words in (
+        (f"{splits}", f"say which of its splits. Give {splits}:train or {splits}:other"),
+        (f"{splits}:test", "no split 'test'"),
+        (f"{splits}:", "no split ''"),
+        (f"{saved}:train", "has no splits"),
+        (f"{tmp_path}:train", "`datasets` did not save"),
+        (f"{tmp_path / 'c'}:train", "no such file"),
+    ):
+        with pytest.raises(DataError) as caught:
+            check_files([name])
+        assert words in str(caught.value)
+        assert caught.value.file == name
+    (tmp_path / "d:e.jsonl").write_text(json.dumps(ROWS[0]))
+    assert check_files([tmp_path / "d:e.jsonl"]) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "state", "info", "splits"])
+def test_a_damaged_saved_data_set_is_refused(tmp_path: Path, damage: str) -> None:
+    write_split(tmp_path / "a", ROWS)
+    folder = tmp_path / "a.splits" / "train"
+    (data,) = folder.glob("*.arrow")
+    if damage == "cut":
+        data.write_bytes(data.read_bytes()[:100])
+    elif damage == "gone":
+        data.unlink()
+    else:
+        name = {"state": "train/state.json", "info": "train/dataset_info.json", "splits": "dataset_dict.json"}[damage]
+        (tmp_path / "a.splits" / name).write_text("{")
+    with pytest.raises(DataError, match="cannot be read as a saved data set"):
+        check_files([f"{tmp_path / 'a.splits'}:train"])
+
+
+def test_reading_writes_nothing_and_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    files = [write(tmp_path / "a", ROWS) for write in WRITERS]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    assert check_files(files) == 2 * len(files)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_rows_are_read_again_from_the_start(tmp_path: Path) -> None:
+    for write in WRITERS:
+        table = open_table(write(tmp_path / "a", ROWS))
+        assert list(table.rows()) == list(table.rows())
+        assert [row for _, row in table.rows({"level"})] == [{"level": 1}, {"level": None}]

@@ -1,0 +1,189 @@
+"""Conversations with system, assistant and tool turns, tools, and arguments of the chat template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_data import (
+    DataConfig,
+    DataError,
+    build_tiny_model,
+    check_demonstrations,
+    check_files,
+    load_demonstrations,
+    load_prompts,
+    load_tokenizer,
+)
+from rl_data.rows import iter_rows
+
+TEMPLATE = """\
+{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '\\n' }}{% endif %}
+{% for message in messages %}
+{% if message.role == 'strange' %}{{ raise_exception('Unknown role') }}{% endif %}
+{{ '<' ~ message.role ~ '>' ~ message.content }}
+{%- if message.tool_calls is defined %}{{ message.tool_calls | tojson }}{% endif %}{{ '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}<assistant>{% endif %}
+{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}
+"""
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "number"}}}},
+}
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "Tom"},
+    CALL,
+    {"role": "tool", "content": "2", "name": "add"},
+]
+RENDERED = (
+    '<tools>{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": '
+    '{"x": {"type": "number"}}}}}\n<user>Tom\n'
+    '<assistant>[{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]\n<tool>2\n<assistant>'
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def tokenizer(model: Path) -> Any:
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def write(folder: Path, kind: str, *rows: dict[str, Any]) -> Path:
+    file = folder / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD])], ids=["list", "text"])
+def test_conversations_and_tools_are_rendered_and_kept(tmp_path: Path, tokenizer: Any, kind: str, tools: Any) -> None:
+    file = write(tmp_path, kind, {"messages": MESSAGES, "tools": tools, "level": 1})
+    assert check_files([file], rewards=()) == 1
+    (prompt,) = load_prompts([file], tokenizer, DataConfig())
+    assert prompt.text == RENDERED
+    assert list(prompt.tools) == [ADD]
+    # The content of a call is empty, not null: most templates write a null out.
+    assert list(prompt.messages) == [MESSAGES[0], {"content": "", **CALL}, MESSAGES[2]]
+    assert (prompt.ground_truth, prompt.data_source, prompt.extra) == ("", "", {"level": 1})
+    (with_system,) = load_prompts([file], tokenizer, DataConfig(system_prompt="all"))
+    assert "<system>all\n<user>Tom\n" in with_system.text
+    assert with_system.messages[0] == {"role": "system", "content": "all"}
+
+
+def test_arguments_of_the_chat_template(tmp_path: Path, tokenizer: Any) -> None:
+    file = write(tmp_path, "jsonl", {"messages": MESSAGES[:1]})
+    (prompt,) = load_prompts([file], tokenizer, DataConfig(chat_template_kwargs={"enable_thinking": False}))
+    assert prompt.text == "<user>Tom\n<assistant><no>"
+    with pytest.raises(ValueError, match="chat_template_kwargs has 'tools', which is set for each prompt"):
+        DataConfig(chat_template_kwargs={"tools": []})
+    with pytest.raises(ValueError, match="must be empty with chat_template='never'"):
+        DataConfig(chat_template_kwargs={"a": 1}, chat_template="never")
+    tokenizer.chat_template = None
+    with pytest.raises(
+        DataError, match="chat_template_kwargs is given, but the model's tokenizer has no chat template"
+    ):
+        load_prompts([file], tokenizer, DataConfig(chat_template_kwargs={"a": 1}))
+
+
+def test_what_the_template_does_not_take_is_refused_with_its_row(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"messages": MESSAGES[:1]}, {"messages": [{"role": "strange", "content": "a"}]}]
+    with pytest.raises(
+        DataError, match=r"line 2: the chat template refuses the messages \(TemplateError: Unknown role"
+    ):
+        load_prompts([write(tmp_path, "jsonl", *rows)], tokenizer, DataConfig())
+    with_tools = write(tmp_path, "jsonl", {"messages": MESSAGES[:1]}, {"messages": MESSAGES[:1], "tools": [ADD]})
+    with_calls = write(tmp_path, "parquet", {"messages": MESSAGES})
+    with pytest.raises(DataError, match="line 2: tools, which the chat template does not show"):
+        load_prompts([with_tools], tokenizer, DataConfig(chat_template="never"))
+    with pytest.raises(DataError, match=r"row 0 .*: tool calls, which need a chat template"):
+        load_prompts([with_calls], tokenizer, DataConfig(chat_template="never"))
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with pytest.raises(DataError, match="line 2: tools, which the chat template does not show"):
+        load_prompts([with_tools], tokenizer, DataConfig())
+
+
+USER = {"role": "user", "content": "a"}
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no messages": ({"messages": []}, "no messages", "messages"),
+    "an answer at the end": (
+        {"messages": [USER, {"role": "assistant", "content": "b"}]},
+        "ends with an assistant's message",
+        "messages",
+    ),
+    "a call at the end": ({"messages": [USER, CALL]}, "ends with an assistant's message", "messages"),
+    "content of parts": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "a message without text",
+        "messages",
+    ),
+    "a user without content": (
+        {"messages": [{"role": "user", "tool_calls": [1]}]},
+        "a message without text",
+        "messages",
+    ),
+    "a message that is text": ({"messages": ["a"]}, "a message without text", "messages"),
+    "NaN in a call": (
+        {"messages": [{"role": "assistant", "tool_calls": [float("nan")]}, USER]},
+        "a message with the number nan",
+        "messages",
+    ),
+    "tools that are a name": ({"messages": [USER], "tools": "add"}, "no list of tools: ", "tools"),
+    "tools that are names": ({"messages": [USER], "tools": ["add"]}, "no list of tools: ", "tools"),
+    "one tool": ({"messages": [USER], "tools": ADD}, "no list of tools: ", "tools"),
+    "an empty tool": ({"messages": [USER], "tools": [{}]}, "no list of tools: ", "tools"),
+    "images": ({"messages": [USER], "images": ["a.png"]}, "the prompt has media", "images"),
+}
+"""By name: the row, a part of the message, and the column that the error names."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_conversations_are_refused_with_line_and_column(tmp_path: Path, case: str) -> None:
+    row, words, column = REFUSED[case]
+    with pytest.raises(DataError, match=rf"line 2, column '{column}': ") as caught:
+        check_files([write(tmp_path, "jsonl", {"messages": [USER], "images": [], "tools": None}, row)], rewards=())
+    assert words in str(caught.value)
+    assert (caught.value.row, caught.value.column) == (2, column)
+
+
+def test_images_in_a_column_of_bytes_are_refused(tmp_path: Path) -> None:
+    row = {"messages": [USER], "images": [{"bytes": b"a", "path": None}]}
+    with pytest.raises(DataError, match=r"row 0 .*, column 'images': the prompt has media"):
+        check_files([write(tmp_path, "parquet", row)], rewards=())
+
+
+def test_fields_that_are_null_are_left_out_as_in_json_lines(tmp_path: Path) -> None:
+    tool = ADD | {"function": {"name": "other", "parameters": {"type": "object", "properties": {"y": {"type": "x"}}}}}
+    rows = [{"messages": MESSAGES, "tools": [ADD, tool]}, {"messages": [USER], "tools": None}]
+    found = [
+        [(row.messages, row.tools) for row in iter_rows(write(tmp_path, kind, *rows), DataConfig())]
+        for kind in ("jsonl", "parquet")
+    ]
+    assert found[0] == found[1]
+    assert found[0][0][1] == (ADD, tool)
+
+
+def test_demonstrations_from_messages(tmp_path: Path, tokenizer: Any) -> None:
+    answer = {"role": "assistant", "content": "#### 7"}
+    file = write(tmp_path, "jsonl", {"messages": [*MESSAGES, answer], "tools": [ADD]})
+    assert check_demonstrations([file]) == 1
+    (demonstration,) = load_demonstrations([file], tokenizer, DataConfig())
+    assert demonstration.prompt_ids == tuple(tokenizer(RENDERED, add_special_tokens=False)["input_ids"])
+    assert tokenizer.decode(demonstration.response_ids[:-1]) == "#### 7"
+    assert demonstration.response_ids[-1] == tokenizer.eos_token_id
+    for messages in ([answer], MESSAGES, [USER, CALL], [USER, answer | {"content": " "}]):
+        with pytest.raises(DataError, match=r"line 1, column 'messages': .*does not end with an assistant's text"):
+            check_demonstrations([write(tmp_path, "jsonl", {"messages": messages})])
