@@ -34,7 +34,7 @@ def make_batch() -> TrainBatch:
     return TrainBatch(sequences, columns={"weights": torch.full((sum(lens),), 1 / sum(lens))})
 
 
-def compare(worker: TrainerWorker, folder: str, stage: int, sp: int, dtype: Any) -> None:
+def compare(worker: TrainerWorker, folder: str, stage: Any, sp: int, dtype: Any) -> None:
     """Trains adapters, then computes the batch with them, without them, and with a frozen engine."""
     config = EngineConfig(
         dtype=dtype,

@@ -24,7 +24,7 @@ from rl_runtime.config import SupervisedConfig, TrainerConfig
 from rl_runtime.errors import DivergedError, InputError
 from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.ranks import train_batch as train_batch_module
-from rl_runtime.ranks.model_handle import ModelHandle, SkippedUpdates, run_concurrently
+from rl_runtime.ranks.model_handle import ModelHandle, SkippedUpdates, WithoutAdapters, run_concurrently
 from rl_runtime.ranks.train_batch import TrainBatch
 from rl_runtime.ranks.trainer_worker import Delivery, TrainerWorker
 from rl_runtime.training.metrics import update_metrics
@@ -206,6 +206,21 @@ def test_log_probs_and_updates_use_the_temperature_of_the_rollout() -> None:
     actor.log_probs(make_batch([3, 9]))
     actor.update(make_batch([3, 9]), any_loss)
     assert [engine.temperatures for engine in ranks.engines("actor")] == [[0.7, 0.7]] * 2
+
+
+def test_a_reference_without_adapters_is_computed_by_the_actors_engine() -> None:
+    ranks = InProcessRanks(2, "actor")
+    actor = handle(ranks, "actor")
+    with TrainBatch.of(make_batch([3, 9])) as batch:
+        ours, theirs = actor.log_probs(batch, column="old"), WithoutAdapters(actor).log_probs(batch, column="ref")
+        actor.update(batch.mini_batches[0], any_loss)
+    for with_adapters, without in zip(ours.log_probs, theirs.log_probs, strict=True):
+        assert list(without) == [value + 0.5 for value in with_adapters]
+    for engine in ranks.engines("actor"):
+        for micro in engine.trained[0]:
+            assert (micro.columns["ref"] - micro.columns["old"]).tolist() == [0.5] * micro.num_targets
+    alone = WithoutAdapters(actor).log_probs(make_batch([3, 9])).log_probs
+    assert [list(one) for one in alone] == [list(one) for one in theirs.log_probs]
 
 
 def test_supervised_steps_see_every_demonstration_once_an_epoch_and_weigh_its_tokens_alike() -> None:

@@ -29,6 +29,8 @@ NASTY = (
 
 CONSTANT = {
     "rollout/log_prob_mismatch": 1e-4,
+    "rollout/mismatch_ratio_p99": 1.5,
+    "rollout/mismatch_ess": 0.75,
     "timing_s/step": 4.0,
     "timing_s/gen": 2.5,
     "timing_s/update": 1.25,
@@ -74,6 +76,9 @@ def test_everything_is_on_the_page(page: str) -> None:
     for words in ("backward", "1.000", "25.0%", "peak host memory", "2.00 GiB", "rollouts_per_step", "step 12/12"):
         assert words in page
     assert page.count("<svg") == page.count("</svg>") >= 6
+    own = page.split('id="mismatch"')[1].split("</section>")[0]
+    assert own.count("<svg") == 3, "the gap, the ratio, the effective sample size"
+    assert not [name for name in ("mismatch_ess", "host_peak_gib") if name in page.split('id="time"')[0]]
 
 
 def test_nothing_is_loaded_from_elsewhere(page: str) -> None:

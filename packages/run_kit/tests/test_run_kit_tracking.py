@@ -32,7 +32,7 @@ from run_kit import (
 from run_kit.config.loader import load_config
 from run_kit.errors import TrackingError
 from run_kit.report.svg import Series, line_chart
-from run_kit.tracking.panels import choose_panels
+from run_kit.tracking.panels import choose_panels, single_panels
 from run_kit.tracking.progress import duration_text
 from run_kit.tracking.rollouts import choose_sample
 from run_kit.tracking.run_folder import visible_line
@@ -231,6 +231,16 @@ def test_panels_come_in_order_and_only_when_there_is_data() -> None:
     assert panels[-1].metrics == ("timing_s/gen", "timing_s/other")
     assert [panel.title for panel in choose_panels(["my/own"])] == ["my/own"]
     assert choose_panels([]) == []
+
+
+def test_a_panel_and_its_plots_in_comparisons_belong_to_one_section() -> None:
+    columns = ["critic/score/mean", "timing_s/step", "timing_s/gen", "rollout/mismatch_ess", "memory/host_peak_gib"]
+    sections = {name: panel.section for panel in choose_panels(columns) for name in panel.metrics}
+    singles = {panel.title: panel.section for panel in single_panels(columns)}
+    assert sections.pop("timing_s/gen") == "time"
+    assert singles.pop("timing_s/step") == "curves", "a whole step is a curve"
+    assert singles == sections
+    assert set(sections.values()) == {"curves", "mismatch", "memory"}
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 40])

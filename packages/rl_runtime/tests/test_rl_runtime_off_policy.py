@@ -1,0 +1,183 @@
+"""The off-policy correction: what it refuses, its columns and metrics, and that it repairs stale rollouts."""
+
+import copy
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_engine import TokenOutputs
+from plinth_testing import random_model, tiny_config
+from rl_core import mismatch_metrics, pack
+from rl_data import Prompt
+from rl_runtime.experience import Experience, ExperienceBatch
+from rl_runtime.training.metrics import mismatch
+from rl_runtime.training.off_policy import RolloutCorrection, check_rollout_correction, compare_with_rollout
+from rl_runtime.training.policy import PolicyConfig
+from rl_runtime.training.policy_loss import policy_loss, with_loss_weights
+from rollout_vllm import SamplingConfig
+
+
+def sample(rollout_log_probs: Any, *, group: int = 0, spans: Any = None, score: float = 0.0) -> Experience:
+    length = len(rollout_log_probs)
+    return Experience(
+        prompt=Prompt("p", "p", (1,), "1", "gsm8k"),
+        group_id=group,
+        sample_index=0,
+        response_ids=(1,) * length,
+        response_text="",
+        rollout_log_probs=np.asarray(rollout_log_probs, np.float32),
+        finish_reason="stop",
+        version_spans=spans or ((0, length),),
+        score=score,
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "truncate", "max_ratio": 0.9}, "max_ratio is 0.9; allowed: a finite number from 1"),
+        ({"mode": "truncate", "max_ratio": math.inf}, "max_ratio is inf"),
+        ({"mode": "truncate", "max_ratio": math.nan}, "max_ratio is nan"),
+        ({"mode": "mask", "min_ratio": 1.1}, "min_ratio is 1.1; allowed: 0 to 1"),
+        ({"mode": "mask", "min_ratio": -0.1}, "min_ratio is -0.1"),
+        ({"mode": "truncate", "min_ratio": 1.0, "max_ratio": 1.0}, r"allowed: below max_ratio \(1.0\)"),
+        ({"level": "sequence"}, r"mode is 'none', so level \(sequence\).* have no effect"),
+        ({"max_ratio": 3.0}, r"mode is 'none', so .*max_ratio \(3.0\).* allowed: truncate or mask"),
+    ],
+)
+def test_bounds_without_a_meaning_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrection(**settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("top_p", 0.9), ("top_k", 50), ("min_p", 0.1), ("min_tokens", 2), ("repetition_penalty", 1.1)],
+)
+def test_log_probs_of_another_distribution_are_not_corrected(key: str, value: Any) -> None:
+    sampling = SamplingConfig(temperature=0.7, **{key: value})
+    check_rollout_correction(RolloutCorrection(), sampling)
+    check_rollout_correction(RolloutCorrection(mode="mask"), SamplingConfig(temperature=0.7))
+    with pytest.raises(ValueError, match=rf"sampling.{key} is {value}; allowed: .*rollout_correction.mode=truncate"):
+        check_rollout_correction(RolloutCorrection(mode="truncate"), sampling)
+
+
+log_probs = st.lists(st.lists(st.floats(-4, 0, width=32), min_size=1, max_size=5), min_size=1, max_size=6)
+
+
+@given(rollout=log_probs, shift=st.floats(-2, 2), level=st.sampled_from(["token", "sequence", "geometric"]))
+def test_weights_belong_to_their_samples(rollout: list[list[float]], shift: float, level: Any) -> None:
+    """Sample i differs by shift * i at every token, so that each has a ratio of its own."""
+    batch = ExperienceBatch(items=tuple(map(sample, rollout)))
+    old = [item.rollout_log_probs + np.float32(shift * i) for i, item in enumerate(batch.items)]
+    correction = RolloutCorrection(mode="mask", level=level, max_ratio=4.0, min_ratio=0.25)
+    columns, metrics = compare_with_rollout(batch, old, correction)
+    assert columns["rollout_log_probs"].tolist() == [value for values in rollout for value in values]
+    exponents = [shift * i * (len(values) if level == "sequence" else 1) for i, values in enumerate(rollout)]
+    if any(abs(abs(exponent) - math.log(4)) < 1e-3 for exponent in exponents):
+        return  # rounding decides
+    weights = [math.exp(e) if abs(e) < math.log(4) else 0.0 for e in exponents]
+    expected = np.repeat(weights, [len(values) for values in rollout])
+    assert columns["rollout_weights"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert metrics["rollout/correction_weight_mean"] == pytest.approx(expected.mean(), rel=1e-4, abs=1e-6)
+    assert metrics["rollout/correction_outside_share"] == pytest.approx(np.mean(expected == 0))
+    if expected.any():
+        ess = expected.sum() ** 2 / (len(expected) * (expected**2).sum())
+        assert metrics["rollout/correction_ess"] == pytest.approx(ess, rel=1e-3)
+
+
+def test_without_a_correction_there_are_no_weights() -> None:
+    batch = ExperienceBatch(items=(sample([-1.0, -2.0]),))
+    columns, metrics = compare_with_rollout(batch, [np.zeros(2, np.float32)], RolloutCorrection())
+    assert list(columns) == ["rollout_log_probs"]
+    assert metrics == mismatch(batch, [np.zeros(2, np.float32)])
+
+
+def test_mismatch_metrics_are_those_of_rl_core_for_fresh_and_for_stale_tokens() -> None:
+    """The first sample was begun by version 2 and finished by 3, the second is whole, the third stale throughout."""
+    rollout = [[-1.0, -2.0, -0.5], [-1.5, -0.25], [-3.0]]
+    spans = [((2, 1), (3, 2)), ((3, 2),), ((1, 1),)]
+    batch = ExperienceBatch(items=tuple(sample(r, spans=s) for r, s in zip(rollout, spans, strict=True)))
+    trainer = [np.array(v, np.float32) for v in ([-1.75, -2.25, -0.25], [-1.5, -1.25], [-2.5])]
+    metrics = mismatch(batch, trainer)
+    fresh = mismatch_metrics(
+        torch.tensor([-2.25, -0.25, -1.5, -1.25]),
+        torch.tensor([-2.0, -0.5, -1.5, -0.25]),
+        response_lens_S=torch.tensor([2, 2]),
+    )
+    stale = mismatch_metrics(
+        torch.tensor([-1.75, -2.5]), torch.tensor([-1.0, -3.0]), response_lens_S=torch.tensor([1, 1])
+    )
+    assert metrics["rollout/stale_token_share"] == 2 / 6
+    established = {"abs_mean": "log_prob_mismatch", "abs_max": "log_prob_mismatch_max", "kl_k3": "mismatch_kl"}
+    for found, suffix in ((fresh, ""), (stale, "_stale")):
+        for name, value in found.items():
+            if name != "num_tokens":
+                assert metrics[f"rollout/{established.get(name, f'mismatch_{name}')}{suffix}"] == value, name
+    assert len(metrics) == 1 + 2 * (len(fresh) - 1)
+    assert {"rollout/mismatch_ratio_p99", "rollout/mismatch_seq_ess", "rollout/mismatch_ess"} < set(metrics)
+
+
+LENGTH, VOCABULARY = 3, 8
+RESPONSES = tuple(itertools.product(range(VOCABULARY), repeat=LENGTH))
+SCORES_Y = torch.tensor([sum(token % 2 for token in response) / LENGTH for response in RESPONSES])
+PLAIN = PolicyConfig(loss_aggregation="seq_mean_token_sum", kl_coef=0.05, kl_kind="k2", entropy_coef=0.05)
+
+
+def outputs_of(model: Any) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of every response to the prompt (1,), [Y, LENGTH] each."""
+    ids = torch.tensor([(1, *response) for response in RESPONSES])
+    logits = model(ids).logits[:, :-1].double().log_softmax(-1)
+    entropy = -(logits.exp() * logits).sum(-1)
+    return logits.gather(-1, ids[:, 1:, None])[..., 0], entropy
+
+
+def expected_gradient(model: Any, sampler_Y: Tensor, correction: RolloutCorrection) -> Tensor:
+    """Gradient of the loss over all responses, each as often as a policy with log-probs `sampler_Y` samples it."""
+    log_probs, entropy = outputs_of(model)
+    config = replace(PLAIN, rollout_correction=correction)
+    before = list(log_probs.detach().float().numpy())
+    batch = ExperienceBatch(items=tuple(map(sample, sampler_Y.numpy())))
+    batch = batch.with_per_sequence("advantages", SCORES_Y - 0.5).with_column("old_log_probs", before)
+    batch = batch.with_column("ref_log_probs", [np.full(LENGTH, -2.0, np.float32)] * len(RESPONSES))
+    batch = with_loss_weights(batch, config, max_tokens=LENGTH).with_per_sequence("weights", sampler_Y.sum(-1).exp())
+    columns = {name: batch.flat(name) for name in batch.columns} | compare_with_rollout(batch, before, correction)[0]
+    micro_batch = pack([batch.sequence(i) for i in range(len(RESPONSES))], column_names=()).with_columns(**columns)
+    outputs = TokenOutputs(log_probs_K=log_probs.flatten().float(), entropy_K=entropy.flatten().float())
+    loss = policy_loss(outputs, micro_batch, config=config, kl_coef=config.kl_coef).loss
+    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def test_the_correction_repairs_a_stale_rollout() -> None:
+    """The older policy samples, six updates later the loss has the gradient of samples of the new policy.
+
+    All terms of the loss, and exact expectations instead of samples: no noise hides a wrong weight.
+    """
+    older = random_model(tiny_config(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    policy = copy.deepcopy(older)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=2e-3)
+    for _ in range(6):
+        optimizer.zero_grad()
+        (-(outputs_of(policy)[0].sum(-1).exp() * SCORES_Y).sum()).backward()
+        optimizer.step()
+    older_Y, policy_Y = (outputs_of(model)[0].detach() for model in (older, policy))
+    on_policy = expected_gradient(policy, policy_Y, RolloutCorrection())
+
+    def error(**settings: Any) -> float:
+        found = expected_gradient(policy, older_Y, RolloutCorrection(**settings))
+        return float((found - on_policy).norm() / on_policy.norm())
+
+    stale = error()
+    assert stale > 1
+    assert error(mode="truncate", level="sequence", max_ratio=1e4) < 1e-5, "exact within the bounds"
+    assert error(mode="mask", level="sequence", max_ratio=1e4) < 1e-5
+    assert error(mode="truncate") < 0.6 * stale, "token weights are biased, but closer"
+    assert error(mode="truncate", level="geometric") < 0.8 * stale
