@@ -16,7 +16,8 @@ import pytest
 from rl_runtime.app.job_config import JobConfig, without_secrets
 from rl_runtime.config import EpisodeConfig, OversamplingConfig, ScoringConfig
 from rl_runtime.errors import InputError, RolloutFailed
-from rl_runtime.rollout.phase import RolloutMeter, RolloutPhase, _finish, _Scored, load_rollout
+from rl_runtime.rollout.episodes import load_rollout
+from rl_runtime.rollout.phase import RolloutMeter, RolloutPhase, _finish, _Scored
 from rl_runtime.rollout.scoring import Scorer, load_reward
 from rl_runtime.training.metrics import mismatch
 from rollout_vllm import (

@@ -16,6 +16,8 @@ from rl_data import (
     load_tokenizer,
     write_task,
 )
+from rl_data.prompts import uses_chat_template
+from rollout_vllm import ChatFormat
 
 from ..config import ModelConfig, SupervisedConfig, TaskSize
 
@@ -67,3 +69,9 @@ def load_inputs(
         val_prompts=load_prompts(val, tokenizer, data, max_prompts=data.max_val_prompts) if val else [],
         demonstrations=load_demonstrations(demonstrations, tokenizer, data) if supervised.steps else [],
     )
+
+
+def chat_format(tokenizer: Any, data: DataConfig) -> ChatFormat:
+    """How the turns of a conversation become tokens, as in the prompts of `load_prompts`."""
+    with_template = uses_chat_template(tokenizer, data)
+    return ChatFormat(tokenizer, with_template=with_template, template_kwargs=data.chat_template_kwargs)

@@ -37,7 +37,7 @@ from ..training.checkpoints import RunCheckpoints, Stateful
 from ..training.loop import Learn, LoopResult, TrainingLoop
 from ..training.record import RunRecord
 from ..training.supervised import train_supervised
-from .inputs import Inputs, load_inputs
+from .inputs import Inputs, chat_format, load_inputs
 from .job_config import JobConfig, without_secrets
 from .preflight import (
     check_adapters,
@@ -183,7 +183,7 @@ def check_job(
     check_tracking(config.tracking)
     placement = plan_session(config.trainer, config.rollout, own_ranks)
     check_functions(config.episode, config.reward)
-    rewards = () if config.reward.function or config.reward.url else None
+    rewards = () if config.reward.function or config.reward.url or config.episode.environment else None
     check_prompt_files(config.model, config.data, rewards=rewards)
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
@@ -313,6 +313,7 @@ def _rollouts(job: Job, scorer: Scorer) -> StepRollouts:
             scorer=scorer,
             seed=config.trainer.seed,
             episode=config.episode,
+            chat=chat_format(inputs.tokenizer, config.data) if config.episode.environment is not None else None,
             oversampling=config.oversampling,
             greedy_baseline=config.greedy_baseline,
         ),

@@ -36,7 +36,7 @@ from ..errors import InputError
 from ..launch.cluster import check_address
 from ..launch.placement import Placement
 from ..launch.reachability import resolve_sync_transport, why_unreachable
-from ..rollout.phase import load_rollout
+from ..rollout.episodes import load_environment, load_rollout
 from ..rollout.scoring import load_reward
 from .inputs import BUILTIN_MODEL
 
@@ -59,6 +59,8 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
     """Raises InputError if a user's function cannot be imported or called, or if no scoring service answers."""
     if episode.function is not None:
         load_rollout(episode.function)
+    if episode.environment is not None:
+        load_environment(episode)
     if reward.function is not None:
         load_reward(reward.function)
     if reward.url is not None:

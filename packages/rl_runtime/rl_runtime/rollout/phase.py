@@ -4,22 +4,25 @@ Generation, the user's rollout function and scoring run concurrently in the clie
 """
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, SupportsFloat, cast
 
 import numpy as np
 
 from rollout_vllm import (
+    ChatFormat,
     Episode,
     EpisodeGroup,
     EpisodeResult,
     GroupResult,
     PartialGroup,
     Request,
+    RewardOutcome,
     RolloutClient,
     Sample,
     SamplingConfig,
@@ -32,13 +35,12 @@ from rollout_vllm.client.transport import gather_or_cancel
 from ..config import EpisodeConfig, OversamplingConfig
 from ..errors import RolloutFailed
 from ..experience import Experience, ExperienceBatch, Phase, PromptLike
+from .episodes import episode_player
 from .partial_rollouts import PartialRollout
 from .scoring import Scorer
-from .user_functions import load_function
 
 MorePrompts = Callable[[Sequence[Experience]], Sequence[PromptLike]]
 """All scored samples of a step so far -> the prompts of its next round of generation, none to end."""
-RolloutFunction = Callable[[Episode, PromptLike, Any], Awaitable[None]]
 
 _COUNTERS = {
     "rollout/num_preemptions": "num_preemptions",
@@ -122,7 +124,7 @@ class RolloutPhase:
     the same time as the others, and its score is their `baseline_score` (ReMax).
 
     Raises:
-        InputError: `episode.function` cannot be imported or called.
+        InputError: `episode.function` or `episode.environment` cannot be imported or called.
     """
 
     def __init__(
@@ -133,12 +135,13 @@ class RolloutPhase:
         scorer: Scorer,
         seed: int,
         episode: EpisodeConfig | None = None,
+        chat: ChatFormat | None = None,
         oversampling: OversamplingConfig | None = None,
         greedy_baseline: bool = False,
     ) -> None:
         self._client, self._tokenizer, self._scorer, self._seed = client, tokenizer, scorer, seed
         self._episode, self._oversampling = episode or EpisodeConfig(), oversampling or OversamplingConfig()
-        self._function = load_rollout(self._episode.function) if self._episode.function is not None else None
+        self._play = episode_player(self._episode, tokenizer, chat)
         self._greedy_baseline = greedy_baseline
         self._meter = RolloutMeter(client)
         self._partial: list[PartialRollout] = []
@@ -294,7 +297,7 @@ class RolloutPhase:
         on_group: Callable[[GroupResult | EpisodeGroup], None],
     ) -> None:
         """Generates the groups of `requests`; those that a step does not wait for become partial rollouts."""
-        if self._function is not None:
+        if self._play is not None:
             await self._run_episodes(requests, sampling, prompt_of, on_group)
         elif num_groups is not None and num_groups < len(requests):
             keep = self._oversampling.partial_rollouts
@@ -326,9 +329,9 @@ class RolloutPhase:
         prompt_of: Mapping[str, tuple[int, PromptLike]],
         on_group: Callable[[EpisodeGroup], None],
     ) -> None:
-        async def run(episode: Episode) -> None:
-            assert self._function is not None
-            await self._function(episode, prompt_of[episode.prompt_id][1], self._tokenizer)
+        async def run(episode: Episode) -> SupportsFloat | None:
+            assert self._play is not None
+            return await self._play(episode, prompt_of[episode.prompt_id][1])
 
         await run_episodes(
             self._client,
@@ -337,24 +340,32 @@ class RolloutPhase:
             sampling,
             on_group=on_group,
             episode_timeout_s=self._episode.timeout_s,
+            max_concurrent=self._episode.max_environments if self._episode.environment is not None else None,
         )
 
     async def _score(self, place: int, prompt: PromptLike, group: GroupResult | EpisodeGroup) -> _Scored:
         samples = group.samples if isinstance(group, GroupResult) else group.results
         drafts = [self._draft(place, prompt, sample) for sample in samples]
-        outcomes = await asyncio.gather(*(self._scorer.score(draft.response_text, prompt) for draft in drafts))
+        outcomes = await asyncio.gather(*map(self._outcome, drafts))
         return _Scored(
             items=[replace(d, score=o.score) for d, o in zip(drafts, outcomes, strict=True) if o.score is not None],
             reasons=[failure.message for failure in group.failures]
             + [f"no reward: {outcome.message}" for outcome in outcomes if outcome.score is None],
         )
 
+    async def _outcome(self, draft: Experience) -> RewardOutcome:
+        """The score that the episode gave itself, or that of the configured reward."""
+        if draft.turn_rewards is not None:
+            return RewardOutcome(draft.score, "ok")
+        return await self._scorer.score(draft.response_text, draft.prompt)
+
     def _draft(self, place: int, prompt: PromptLike, sample: Sample | EpisodeResult) -> Experience:
-        """The sample without its score."""
+        """The sample with the score that its episode gave itself, else NaN."""
+        episode = sample if isinstance(sample, EpisodeResult) else None
         mask = np.array(sample.response_mask) if isinstance(sample, EpisodeResult) else None
         log_probs = np.asarray(sample.log_probs, dtype=np.float32)
         return Experience(
-            prompt=prompt,
+            prompt=prompt if episode is None else _with_token_ids(prompt, episode.prompt_ids),
             group_id=place,
             sample_index=sample.sample_index,
             response_ids=tuple(sample.response_ids),
@@ -363,18 +374,12 @@ class RolloutPhase:
             rollout_log_probs=log_probs if mask is None else log_probs[mask],
             finish_reason=sample.finish_reason,
             version_spans=_generated_spans(sample),
-            num_turns=sample.num_turns if isinstance(sample, EpisodeResult) else 1,
-            score=float("nan"),
+            num_turns=1 if episode is None else episode.num_turns,
+            score=math.nan if episode is None or episode.score is None else episode.score,
+            turn_rewards=None
+            if episode is None or episode.turn_rewards is None
+            else np.asarray(episode.turn_rewards, dtype=np.float32),
         )
-
-
-def load_rollout(name: str) -> RolloutFunction:
-    """Imports the coroutine function `episode.function`.
-
-    Raises:
-        InputError: it cannot be imported or called.
-    """
-    return load_function(name, key="episode.function", arguments=("episode", "prompt", "tokenizer"), is_coroutine=True)
 
 
 async def _with_baseline(scoring: asyncio.Task[_Scored], greedy: asyncio.Task[_Scored]) -> _Scored:
@@ -394,6 +399,14 @@ async def _finish(scoring: Sequence[asyncio.Task[_Scored]], *, min_samples: int,
     enough = [group.items for group in groups if len(group.items) >= min_samples]
     fullest = sorted(sorted(range(len(enough)), key=lambda i: -len(enough[i]))[:at_most])
     return _Scored(items=[item for i in fullest for item in enough[i]], reasons=reasons)
+
+
+def _with_token_ids(prompt: PromptLike, token_ids: Sequence[int]) -> PromptLike:
+    """The prompt that an environment gave an episode in place of that of the data."""
+    if tuple(token_ids) == tuple(prompt.token_ids):
+        return prompt
+    replaced: PromptLike = replace(cast(Any, prompt), token_ids=tuple(token_ids))
+    return replaced
 
 
 def _generated_spans(sample: Sample | EpisodeResult) -> tuple[tuple[int, int], ...]:

@@ -27,6 +27,29 @@ def _no_exit() -> Iterator[None]:
         os._exit = exit_process
 
 
+def load_attribute(name: str, *, key: str, what: str = "package.module:function") -> Callable[..., Any]:
+    """Imports the function or class of the configuration key `key`.
+
+    Raises:
+        InputError: it cannot be imported or called; says what is allowed.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise InputError(f"{key} is {name!r}; allowed: {what}")
+    try:
+        with _no_exit():
+            module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        hint = "; run in the folder of the module, or add it to PYTHONPATH" * isinstance(error, ImportError)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"{key} is {name!r}, but {module_name} cannot be imported ({reason}){hint}") from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise InputError(f"{key} is {name!r}, but {module_name} has no {what.partition(':')[2].lower()} {attribute!r}")
+    loaded: Callable[..., Any] = found
+    return loaded
+
+
 def load_function(
     name: str,
     *,
@@ -40,19 +63,7 @@ def load_function(
     Raises:
         InputError: the function cannot be imported or called; says what is allowed.
     """
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        raise InputError(f"{key} is {name!r}; allowed: package.module:function")
-    try:
-        with _no_exit():
-            module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        hint = "; run in the folder of the module, or add it to PYTHONPATH" * isinstance(error, ImportError)
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"{key} is {name!r}, but {module_name} cannot be imported ({what}){hint}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise InputError(f"{key} is {name!r}, but {module_name} has no function {attribute!r}")
+    function, attribute = load_attribute(name, key=key), name.partition(":")[2]
     if inspect.iscoroutinefunction(function) != is_coroutine:
         raise InputError(
             f"{key} is {name!r}, which is {'no' if is_coroutine else 'a'} coroutine function; write "
@@ -64,5 +75,4 @@ def load_function(
         raise InputError(
             f"{key} is {name!r}, which cannot be called as {attribute}({', '.join((*arguments, *keywords))}): {error}"
         ) from error
-    loaded: Callable[..., Any] = function
-    return loaded
+    return function

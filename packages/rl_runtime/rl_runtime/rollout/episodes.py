@@ -1,0 +1,69 @@
+"""How a sample becomes a multi-turn episode: a rollout function or an environment of the user."""
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, SupportsFloat
+
+from rollout_vllm import ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode
+
+from ..config import EpisodeConfig
+from ..errors import InputError
+from ..experience import PromptLike
+from .user_functions import load_attribute, load_function
+
+RolloutFunction = Callable[[Episode, PromptLike, Any], Awaitable[SupportsFloat | None]]
+PlayEpisode = Callable[[Episode, PromptLike], Awaitable[SupportsFloat | None]]
+
+
+def episode_player(config: EpisodeConfig, tokenizer: Any, chat: ChatFormat | None = None) -> PlayEpisode | None:
+    """The coroutine function that plays the episode of a sample; None for single-turn responses.
+
+    `chat`: the format of the conversation with an environment; default: that of the tokenizer.
+
+    Raises:
+        InputError: `episode.function` or `episode.environment` cannot be imported or called.
+    """
+    if config.environment is not None:
+        load_environment(config)
+        spec = EnvironmentSpec(
+            path=config.environment,
+            options=config.options,
+            start_timeout_s=config.start_timeout_s,
+            step_timeout_s=config.step_timeout_s,
+        )
+        return EnvironmentRollout(spec=spec, chat=chat or ChatFormat(tokenizer), max_turns=config.max_turns)
+    if config.function is None:
+        return None
+    function = load_rollout(config.function)
+    return lambda episode, prompt: function(episode, prompt, tokenizer)
+
+
+def load_rollout(name: str) -> RolloutFunction:
+    """Imports the coroutine function `episode.function`.
+
+    Raises:
+        InputError: it cannot be imported or called.
+    """
+    return load_function(name, key="episode.function", arguments=("episode", "prompt", "tokenizer"), is_coroutine=True)
+
+
+def load_environment(config: EpisodeConfig) -> Callable[..., Any]:
+    """Imports the class `episode.environment` and checks its methods and that it takes `episode.options`.
+
+    Raises:
+        InputError: it cannot be imported, or lacks something; says what.
+    """
+    name = config.environment or ""
+    found = load_attribute(name, key="episode.environment", what="package.module:Class")
+    for method, arguments in (("reset", ("prompt",)), ("step", ("action",))):
+        try:
+            inspect.signature(getattr(found, method)).bind(found, *arguments)
+        except (AttributeError, TypeError) as error:
+            raise InputError(
+                f"episode.environment is {name!r}, which has no method {method}({', '.join(arguments)}): {error}"
+            ) from error
+    try:
+        inspect.signature(found).bind(**config.options)
+    except TypeError as error:
+        raise InputError(f"episode.options is {dict(config.options)}, which {name} does not take: {error}") from error
+    return found
