@@ -69,7 +69,7 @@ _KNOWN = (
     Panel(
         title="Off-policy correction",
         unit="",
-        metrics=("rollout/correction_weight_mean", "rollout/correction_outside_share", "rollout/stale_token_share"),
+        metrics=("rollout/correction_weight_mean", "rollout/correction_outside_share"),
         section="mismatch",
     ),
 )
