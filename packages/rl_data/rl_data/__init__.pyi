@@ -1,5 +1,3 @@
-from .arithmetic import ArithmeticTask as ArithmeticTask
-from .arithmetic import write_task as write_task
 from .checks import check_files as check_files
 from .config import ColumnsConfig as ColumnsConfig
 from .config import DataConfig as DataConfig
@@ -21,6 +19,8 @@ from .rewards.registry import make_reward as make_reward
 from .rewards.registry import register_reward as register_reward
 from .rewards.registry import reward_for as reward_for
 from .sampler import PromptSampler as PromptSampler
+from .tasks import TaskFiles as TaskFiles
+from .tasks import write_task as write_task
 from .tiny_model import build_tiny_model as build_tiny_model
 from .tokenizer import check_model_folder as check_model_folder
 from .tokenizer import find_model_folder as find_model_folder

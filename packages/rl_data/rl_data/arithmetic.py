@@ -1,4 +1,4 @@
-"""Built-in tasks: addition word problems as parquet files in GSM8K format.
+"""Built-in tasks: addition word problems in GSM8K format.
 
 A question adds two numbers from 1 to 50. The answer adds digit by digit, ones first, with the carry as the third addend
 of the tens, and ends in `#### n`:
@@ -24,13 +24,11 @@ whose output the model does not generate, or give only an answer:
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-TaskKind = Literal["arithmetic", "calculator"]
+ArithmeticKind = Literal["arithmetic", "calculator"]
 #: Largest operand; the smallest is 1.
-MAX_OPERAND: dict[TaskKind, int] = {"arithmetic": 50, "calculator": 99}
+MAX_OPERAND: dict[ArithmeticKind, int] = {"arithmetic": 50, "calculator": 99}
 #: Share of operand pairs reserved for validation.
 HELD_OUT_SHARE = 0.2
 #: Share of demonstrations that show the calculation or call the calculator.
@@ -61,18 +59,6 @@ def _template_words() -> tuple[str, ...]:
 
 #: All words and punctuation marks of the tasks except digits and the line break; fixed order.
 VOCABULARY_WORDS: tuple[str, ...] = (*_PUNCTUATION, *NAMES, *ITEMS, *_template_words(), CALL, RESULT)
-
-
-@dataclass(frozen=True)
-class ArithmeticTask:
-    """The three parquet files of the task, each with the columns `question` and `answer`.
-
-    Answers are text. A demonstration of the calculator task is a list of texts that alternate between model and tool.
-    """
-
-    train: Path
-    val: Path
-    demonstrations: Path
 
 
 def working(x: int, y: int) -> str:
@@ -118,52 +104,26 @@ def _problems(rng: random.Random, pairs: Sequence[tuple[int, int]], count: int) 
     return problems
 
 
-def _write(path: Path, rows: Sequence[tuple[str, str | list[str]]]) -> Path:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"question": [row[0] for row in rows], "answer": [row[1] for row in rows]}), path)
-    return path
-
-
-def write_task(
-    folder: str | Path,
-    *,
-    kind: TaskKind = "arithmetic",
-    num_train: int = 4096,
-    num_val: int = 256,
-    num_demonstrations: int = 4096,
-    seed: int = 0,
-) -> ArithmeticTask:
-    """Write train.parquet, val.parquet and demonstrations.parquet to `folder`, which is created if necessary.
-
-    The same arguments give the same rows. The seed also selects the operand pairs of the validation data.
-    Raises ValueError for a count below 1.
-    """
-    for name, count in (("num_train", num_train), ("num_val", num_val), ("num_demonstrations", num_demonstrations)):
-        if count < 1:
-            raise ValueError(f"{name}={count!r}: must be at least 1")
-    rng = random.Random(seed)
+def rows(
+    kind: ArithmeticKind, rng: random.Random, *, num_train: int, num_val: int, num_demonstrations: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows (`question`, `answer`) of training problems, validation problems, and demonstrations."""
     top = MAX_OPERAND[kind]
     pairs = [(x, y) for x in range(1, top + 1) for y in range(x, top + 1)]
     rng.shuffle(pairs)
     num_held_out = int(len(pairs) * HELD_OUT_SHARE)
     held_out, known = pairs[:num_held_out], pairs[num_held_out:]
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    train = [(question, _answer(kind, x, y)) for question, x, y in _problems(rng, known, num_train)]
-    val = [(question, _answer(kind, x, y)) for question, x, y in _problems(rng, held_out, num_val)]
-    demonstrations = [
-        (question, _demonstration(kind, rng, x, y)) for question, x, y in _problems(rng, known, num_demonstrations)
-    ]
-    return ArithmeticTask(
-        train=_write(folder / "train.parquet", train),
-        val=_write(folder / "val.parquet", val),
-        demonstrations=_write(folder / "demonstrations.parquet", demonstrations),
+    return (
+        [{"question": question, "answer": _answer(kind, x, y)} for question, x, y in _problems(rng, known, num_train)],
+        [{"question": question, "answer": _answer(kind, x, y)} for question, x, y in _problems(rng, held_out, num_val)],
+        [
+            {"question": question, "answer": _demonstration(kind, rng, x, y)}
+            for question, x, y in _problems(rng, known, num_demonstrations)
+        ],
     )
 
 
-def _demonstration(kind: TaskKind, rng: random.Random, x: int, y: int) -> str | list[str]:
+def _demonstration(kind: ArithmeticKind, rng: random.Random, x: int, y: int) -> str | list[str]:
     """The response of a demonstration: a text, or its parts for the calculator task."""
     shows = rng.random() < WORKING_SHARE
     if kind == "arithmetic":
@@ -171,6 +131,6 @@ def _demonstration(kind: TaskKind, rng: random.Random, x: int, y: int) -> str | 
     return tool_call(x, y) if shows else [_bare_answer(rng, x, y, MAX_OPERAND[kind])]
 
 
-def _answer(kind: TaskKind, x: int, y: int) -> str:
+def _answer(kind: ArithmeticKind, x: int, y: int) -> str:
     """The answer column of a problem; scoring reads only its last line."""
     return working(x, y) if kind == "arithmetic" else tool_call(x, y)[-1]

@@ -1,13 +1,14 @@
 """Tiny model for tests and examples: a Qwen3 causal LM with 0.4M parameters and a word-level tokenizer.
 
 It lets a whole training stack run on two CPU cores. Its vocabulary has only the words of the built-in tasks
-(`rl_data.arithmetic`). transformers and vLLM load it like any other model.
+(`rl_data.arithmetic`, `rl_data.stones`). transformers and vLLM load it like any other model.
 """
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arithmetic import VOCABULARY_WORDS
+from .stones import WORDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -18,7 +19,7 @@ VOCABULARY_SIZE = 64
 
 
 def _vocabulary() -> dict[str, int]:
-    words = [PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN, "\n", *"0123456789", *VOCABULARY_WORDS]
+    words = [PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN, "\n", *"0123456789", *VOCABULARY_WORDS, *WORDS]
     assert len(set(words)) == len(words) <= VOCABULARY_SIZE, "the vocabulary is too small for the words of the tasks"
     words += [f"<reserved_{index}>" for index in range(VOCABULARY_SIZE - len(words))]
     return {word: index for index, word in enumerate(words)}

@@ -7,6 +7,7 @@ import pytest
 from rl_data import (
     DataConfig,
     RewardConfig,
+    TaskFiles,
     build_tiny_model,
     check_demonstrations,
     check_files,
@@ -15,11 +16,11 @@ from rl_data import (
     load_tokenizer,
     write_task,
 )
-from rl_data.arithmetic import WORKING_SHARE, WRONG_SHARE, ArithmeticTask, working
+from rl_data.arithmetic import WORKING_SHARE, WRONG_SHARE, working
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> ArithmeticTask:
+def task(tmp_path_factory: pytest.TempPathFactory) -> TaskFiles:
     return write_task(tmp_path_factory.mktemp("task"), num_train=2000, num_val=300, num_demonstrations=3000, seed=3)
 
 
@@ -37,12 +38,12 @@ def _pair(question: str) -> tuple[int, int]:
     return (min(x, y), max(x, y))
 
 
-def test_files_are_gsm8k_parquet(task: ArithmeticTask) -> None:
+def test_files_are_gsm8k_parquet(task: TaskFiles) -> None:
     assert check_files([task.train, task.val, task.demonstrations]) == 5300
     assert pq.read_schema(task.train).names == ["question", "answer"]
 
 
-def test_answers_are_right_and_score(task: ArithmeticTask) -> None:
+def test_answers_are_right_and_score(task: TaskFiles) -> None:
     for row in _rows(task.train) + _rows(task.val):
         x, y = _pair(row["question"])
         assert 1 <= x <= y <= 50
@@ -56,14 +57,14 @@ def test_answers_are_right_and_score(task: ArithmeticTask) -> None:
             assert answer == f"#### {x + y}"
 
 
-def test_validation_pairs_do_not_occur_in_other_files(task: ArithmeticTask) -> None:
+def test_validation_pairs_do_not_occur_in_other_files(task: TaskFiles) -> None:
     held_out = {_pair(row["question"]) for row in _rows(task.val)}
     known = {_pair(row["question"]) for row in _rows(task.train) + _rows(task.demonstrations)}
     assert not held_out & known
     assert len(held_out) + len(known) == 50 * 51 // 2
 
 
-def test_shares_of_demonstration_styles(task: ArithmeticTask) -> None:
+def test_shares_of_demonstration_styles(task: TaskFiles) -> None:
     rows = _rows(task.demonstrations)
     shown = [row for row in rows if "\n" in row["answer"]]
     jumps = [row for row in rows if "\n" not in row["answer"]]
@@ -73,7 +74,7 @@ def test_shares_of_demonstration_styles(task: ArithmeticTask) -> None:
     assert len(wrong) / len(jumps) == pytest.approx(WRONG_SHARE, abs=0.03)
 
 
-def test_same_seed_same_rows(tmp_path: Path, task: ArithmeticTask) -> None:
+def test_same_seed_same_rows(tmp_path: Path, task: TaskFiles) -> None:
     again = write_task(tmp_path, num_train=2000, num_val=300, num_demonstrations=3000, seed=3)
     for name in ("train", "val", "demonstrations"):
         assert _rows(getattr(task, name)) == _rows(getattr(again, name))
@@ -86,7 +87,7 @@ def test_bad_count(tmp_path: Path) -> None:
         write_task(tmp_path, num_val=0)
 
 
-def test_texts_round_trip(task: ArithmeticTask, model_folder: Path) -> None:
+def test_texts_round_trip(task: TaskFiles, model_folder: Path) -> None:
     tokenizer = load_tokenizer(model_folder)
     for path in (task.train, task.val, task.demonstrations):
         for row in _rows(path):

@@ -2,22 +2,27 @@
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from ds_engine import OptimConfig
-from rl_data import RewardConfig
+from rl_data import REWARDS, Reward, RewardConfig, make_reward
 from rollout_vllm.config import read_api_key
 from run_kit import EXPERIMENT_PATTERN
 
 MAX_RANKS = 65_536
 """A larger number is a slip, which plans of devices would turn into a full memory."""
-JUDGE_FIELDS = ("prompt", "response", "ground_truth", "data_source")
+JUDGE_FIELDS = ("prompt", "response", "ground_truth", "data_source", "extra")
 """Fields that a judge prompt can use."""
-JUDGE_FIELDS_OF_DATA = ("prompt", "ground_truth", "data_source")
+JUDGE_FIELDS_OF_DATA = ("prompt", "ground_truth", "data_source", "extra")
 """Those that the policy did not write."""
+
+
+EPISODE_TERM = "episode"
+"""Name of what an episode scored itself, beside configured terms."""
 
 
 def _check_at_least(minimum: int, config: object, *names: str) -> None:
@@ -209,8 +214,8 @@ class DynamicSamplingConfig:
     """Groups whose scores do not differ are replaced by groups of fresh prompts (DAPO, arXiv:2503.14476)."""
 
     max_rounds: int = 0
-    """Further rounds of generation in a step, each for the groups that `batch.train_batch_size` still lacks. Then the step
-    trains on the groups it has. 0: off, a step trains on all groups."""
+    """Further rounds of generation in a step, each for the groups that `batch.train_batch_size` still lacks. After them,
+    the step trains on the groups it has. 0: off, a step trains on all groups."""
     min_spread: float = 0.0
     """A group is kept if its maximum score exceeds its minimum by more than this."""
 
@@ -223,22 +228,65 @@ class DynamicSamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardTermConfig:
+    """One of several rewards; the score of a sample is the sum of their values times their weights."""
+
+    function: str
+    """A reward of the registry (gsm8k, math, multiple_choice, format, length, code), or `package.module:function`."""
+    weight: float = 1.0
+    """Factor of the value; 0 writes its metrics only."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the registry's reward, or keyword arguments of the function."""
+    batched: bool = False
+    """The function is called once for a group, with a list of responses and a list of prompts, and returns a list."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ValueError(f"weight is {self.weight}; allowed: a finite number")
+        if self.is_registered and self.batched:
+            raise ValueError(f"batched is true; allowed: false with a reward of the registry ({self.function})")
+        if self.is_registered:
+            self.registered()
+        elif ":" not in self.function:
+            names = ", ".join(REWARDS)
+            raise ValueError(f"function is {self.function!r}; allowed: {names}, or package.module:function")
+
+    @property
+    def is_registered(self) -> bool:
+        return self.function in REWARDS
+
+    def registered(self) -> Reward:
+        """The reward of the registry. Raises ValueError if an option is not allowed."""
+        try:
+            return make_reward(self.function, self.options)
+        except ValueError as error:
+            raise ValueError(f"options.{error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoringConfig(RewardConfig):
     """How responses are scored, in processes of their own during the rollout."""
 
+    terms: Mapping[str, RewardTermConfig] = field(default_factory=dict)
+    """Several rewards with weights, by a name of yours, as in `reward.terms.brief.function=length`. Validation accuracy
+    is the share of samples whose first term is full. Empty: one reward, given by the keys below."""
     function: str | None = None
-    """`package.module:function`, called as `function(response_text, prompt) -> float` instead of the rule of the
-    prompt's data source. A sample whose call raises or returns no finite number is left out of the batch."""
+    """`package.module:function`, called as `function(response_text, prompt) -> float` instead of the reward of the
+    prompt's data source; `async def` too. A sample whose call raises or returns no finite number is left out of the
+    batch. Parameters named `num_tokens` and `finish_reason` get those of the response. What it prints is in
+    `rewards/` of the run folder."""
+    batched: bool = False
+    """`function` is called once for a group, with a list of responses and a list of prompts, and returns a list."""
     url: str | None = None
     """A service that scores instead of a function: `http://host:port/path`, or `http://host:port` of a vLLM server for
     the other kinds of `service`. A sample without a score is left out of the batch."""
     service: Literal["http", "classification", "pooling", "judge"] = "http"
-    """Kind of `url`. `http`: a service that receives prompt, response, ground_truth and data_source as JSON and answers
-    `{"score": number}`. `classification`, `pooling`: a classifier or reward model behind vLLM's /classify or /pooling,
+    """Kind of `url`. `http`: a service that receives prompt, response, ground_truth, data_source and extra as JSON
+    and answers `{"score": number}`. `classification`, `pooling`: a classifier or reward model behind vLLM's /classify or /pooling,
     which reads prompt and response. `judge`: a chat model."""
     judge_prompt: str | None = None
-    """The judge's prompt, with `{prompt}`, `{response}`, `{ground_truth}` and `{data_source}`; `{{` is a brace.
-    The response is marked as text to grade, and the judge is told to end with a line `SCORE <mark>: <number>`."""
+    """The judge's prompt, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}` and `{extra[column]}`;
+    `{{` is a brace. The response is marked as text to grade, and the judge is told to end with a line `SCORE <mark>: <number>`."""
     label: int = 0
     """Index of the class whose probability is the score, for `service=classification`."""
     api_key: str | None = None
@@ -247,7 +295,7 @@ class ScoringConfig(RewardConfig):
     api_key_file: str | None = None
     """File with the bearer token, instead of `api_key`."""
     num_workers: int = 1
-    """Scoring processes, if no service scores."""
+    """Scoring processes, if no service scores. Coroutine functions share one more, with 64 calls at a time."""
     timeout_s: float = 30.0
     """Seconds to score one sample; a slower one is left out of the batch."""
     start_timeout_s: float = 60.0
@@ -255,6 +303,9 @@ class ScoringConfig(RewardConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_terms()
+        if self.batched and self.function is None:
+            raise ValueError("batched is true; allowed: false without function; terms have their own key")
         if self.url is not None:
             if not self.url.startswith(("http://", "https://")) or not _names_a_host(self.url):
                 raise ValueError(f"url is {self.url!r}; allowed: http://host:port/path or https://…")
@@ -281,11 +332,25 @@ class ScoringConfig(RewardConfig):
         """The bearer token, from the file if one is given. Raises rollout_vllm.ApiKeyError if it cannot be read."""
         return read_api_key(self.api_key, self.api_key_file)
 
+    def _check_terms(self) -> None:
+        if self.terms and (self.function or self.url):
+            raise ValueError("terms is given; allowed: empty with function or url, which score alone")
+        for name, term in self.terms.items():
+            if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) or name == EPISODE_TERM:
+                raise ValueError(f"terms.{name} is a term's name; allowed: letters, digits, _ and -, not {EPISODE_TERM}")
+            if term.is_registered and (limit_s := term.registered().max_duration_s) >= self.timeout_s:
+                raise ValueError(
+                    f"terms.{name}.options.timeout_s is {limit_s:g}; allowed: below timeout_s ({self.timeout_s:g}), "
+                    "so that a slow program scores 0 and is not left out"
+                )
+        if self.terms and not any(term.weight for term in self.terms.values()):
+            raise ValueError("terms have weight 0 only; allowed: at least one other weight")
+
     def _check_judge_prompt(self, judge_prompt: str) -> None:
         if self.service != "judge":
             raise ValueError(f"judge_prompt is given; allowed: null with service={self.service}")
         try:
-            judge_prompt.format(**dict.fromkeys(JUDGE_FIELDS, ""))
+            judge_prompt.format(**{**dict.fromkeys(JUDGE_FIELDS, ""), "extra": defaultdict(str)})
         except (LookupError, ValueError, AttributeError) as error:
             names = ", ".join(f"{{{name}}}" for name in JUDGE_FIELDS)
             raise ValueError(
@@ -324,8 +389,8 @@ class SupervisedConfig:
 class TaskSize:
     """The built-in task and its numbers of problems."""
 
-    kind: Literal["arithmetic", "calculator"] = "arithmetic"
-    """Additions with their working shown, or larger additions with a calculator tool."""
+    kind: Literal["arithmetic", "calculator", "stones"] = "arithmetic"
+    """Additions with their working shown, larger additions with a calculator tool, or a game of taking stones."""
     num_train: int = 2000
     """Number of training problems."""
     num_val: int = 256

@@ -1,0 +1,58 @@
+"""Writes the built-in tasks: parquet files with problems and with demonstrations of how to solve them."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from . import arithmetic, stones
+
+TaskKind = Literal["arithmetic", "calculator", "stones"]
+
+
+@dataclass(frozen=True)
+class TaskFiles:
+    """The three parquet files of a task.
+
+    Problems have the column `question`, and `answer` or what the environment of the task reads. Demonstrations have
+    `question` and `answer`: text, or a list of texts that alternate between the model and a tool or environment.
+    """
+
+    train: Path
+    val: Path
+    demonstrations: Path
+
+
+def write_task(
+    folder: str | Path,
+    *,
+    kind: TaskKind = "arithmetic",
+    num_train: int = 4096,
+    num_val: int = 256,
+    num_demonstrations: int = 4096,
+    seed: int = 0,
+) -> TaskFiles:
+    """Write train.parquet, val.parquet and demonstrations.parquet to `folder`, which is created if necessary.
+
+    The same arguments give the same rows. The seed also selects what only the validation data has.
+    Raises ValueError for a count below 1.
+    """
+    counts = {"num_train": num_train, "num_val": num_val, "num_demonstrations": num_demonstrations}
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}={count!r}: must be at least 1")
+    rng = random.Random(seed)
+    made = stones.rows(rng, **counts) if kind == "stones" else arithmetic.rows(kind, rng, **counts)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("train", "val", "demonstrations")
+    return TaskFiles(*(_write(folder / f"{name}.parquet", rows) for name, rows in zip(names, made, strict=True)))
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
