@@ -1,0 +1,66 @@
+"""Two ranks: GSPO gives the same update with and without sequence parallelism.
+
+Run by test_rl_runtime_policy_loss.py with the folder of a model.
+"""
+
+import os
+import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ds_engine import EngineConfig, OptimConfig, ZeroConfig
+from plinth_testing import run_ranks
+from rl_core import BatchConfig, SequenceData
+from rl_runtime.ranks.loss_spec import LossSpec
+from rl_runtime.ranks.train_batch import TrainBatch
+from rl_runtime.ranks.trainer_worker import TrainerWorker
+from rl_runtime.training.policy import PolicyConfig
+from rl_runtime.training.policy_loss import policy_loss
+
+LENS = (9, 4, 14, 7, 11, 5)
+
+
+def make_batch() -> TrainBatch:
+    """Six sequences in several micro batches; old log-probs far enough away that bounds are active."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 64, (100,), generator=random).tolist()
+    sequences = [
+        SequenceData(prompt_ids=ids[n : n + 3], response_ids=ids[n : n + length]) for n, length in enumerate(LENS)
+    ]
+    num_tokens = sum(LENS)
+    columns = {
+        "old_log_probs": -4.2 + 0.3 * torch.randn(num_tokens, generator=random),
+        "advantages": torch.randn(num_tokens, generator=random),
+        "weights": torch.full((num_tokens,), 1 / num_tokens),
+        "mean_weights": torch.full((num_tokens,), 1 / num_tokens),
+    }
+    return TrainBatch(sequences, columns=columns)
+
+
+def update(worker: TrainerWorker, folder: str, loss: LossSpec, sp: int) -> dict[str, float]:
+    config = EngineConfig(
+        dtype="float32", zero=ZeroConfig(stage=2), sequence_parallel=sp, optim=OptimConfig(warmup_steps=0)
+    )
+    worker.build("actor", folder, config, 1)
+    ranks: Any = SimpleNamespace(world_size=worker.world_size)
+    delivery = make_batch().deliveries(ranks, sp, BatchConfig(token_budget=24), with_columns=True)[worker.rank]
+    stats = worker.train(delivery, "actor", 0, loss, 1.0)
+    return {"loss": stats.loss, "grad_norm": stats.grad_norm, **stats.metrics}
+
+
+def main(folder: str, rank: int) -> None:
+    worker = TrainerWorker(rank, 2, device="cpu", num_threads=1)
+    worker.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    loss = LossSpec.of(partial(policy_loss, config=PolicyConfig(loss="gspo"), kl_coef=0.0))
+    whole, shared = update(worker, folder, loss, 1), update(worker, folder, loss, 2)
+    assert whole["grad_norm"] > 1e-3, whole
+    assert 0 < whole["clip_fraction"] < 1, "the bounds are not active"
+    for key, value in whole.items():
+        assert abs(shared[key] - value) <= 1e-5 + 1e-4 * abs(value), (key, value, shared[key])
+
+
+if __name__ == "__main__":
+    run_ranks(partial(main, sys.argv[1]))
