@@ -27,12 +27,14 @@ def check_files(
     the first row without a prompt, without a reward for its data source, or that its rewards can never score.
     """
     config = config or DataConfig()
-    num_rows = 0
+    num_rows, by_source = 0, dict[str, Reward]()
     for file in files:
         table = open_table(file)
         schema = find_schema(table, config)
         for row in read_rows(table, schema):
-            for reward in [_reward_of(row, table, schema)] if rewards is None else rewards:
+            if rewards is None and row.data_source not in by_source:
+                by_source[row.data_source] = _reward_of(row, table, schema)
+            for reward in (by_source[row.data_source],) if rewards is None else rewards:
                 if problem := reward.problem(row.ground_truth, row.extra):
                     raise _unscorable(row, table, schema, problem)
             num_rows += 1

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Schema:
     extra: tuple[str, ...] | None
     """None: every column that no other field names."""
 
-    @property
+    @cached_property
     def used(self) -> set[str]:
         """The columns that are not extra unless they are named."""
         return {self.prompt, self.ground_truth[0], self.data_source or self.prompt, self.tools or self.prompt}

@@ -98,7 +98,7 @@ def is_unicode(text: str) -> bool:
 def parse_json(text: str) -> Any:
     """The JSON value of a text. Raises ValueError, also for a key that occurs twice and for nesting without end."""
     try:
-        return json.loads(text, object_pairs_hook=_without_repeated_keys)
+        return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -109,6 +109,9 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {max(keys, key=keys.count)!r} occurs twice")
     return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_repeated_keys)
 
 
 def first_line(error: BaseException) -> str:

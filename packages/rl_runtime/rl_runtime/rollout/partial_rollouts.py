@@ -35,7 +35,9 @@ class PartialRollout:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "PartialRollout":
         """The inverse of `to_state`, also after JSON."""
-        prompt = {name: tuple(value) if isinstance(value, list) else value for name, value in state["prompt"].items()}
+        prompt: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in state["prompt"].items()
+        }
         samples = [
             PartialSample(**dict(sample) | {"version_spans": tuple(VersionSpan(*s) for s in sample["version_spans"])})
             for sample in state["samples"]
