@@ -129,7 +129,9 @@ def at(config: object, path: str) -> Any:
 
 
 def test_every_documented_run_has_its_preset() -> None:
-    assert set(DOCUMENTED) | {("grpo", "demo"), ("grpo", "calculator"), ("ppo", "demo")} == set(PRESETS)
+    assert set(DOCUMENTED) | {("grpo", "demo"), ("grpo", "calculator"), ("grpo", "game"), ("ppo", "demo")} == set(
+        PRESETS
+    )
 
 
 @pytest.mark.parametrize(("app", "preset"), PRESETS)

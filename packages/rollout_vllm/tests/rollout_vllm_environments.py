@@ -118,3 +118,31 @@ class SlowStart:
 class NeedsAnOption(Counter):
     def __init__(self, size: int) -> None:
         super().__init__(size)
+
+
+def add(x: int, y: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        x: the first number.
+        y: the second number.
+    """
+    return x + y
+
+
+async def shout(text: str) -> str:
+    """Writes in capitals.
+
+    Args:
+        text: the text.
+    """
+    return text.upper()
+
+
+def fails() -> str:
+    """Always fails."""
+    raise RuntimeError("out of order")
+
+
+def without_hints(x):  # type: ignore[no-untyped-def]
+    return x

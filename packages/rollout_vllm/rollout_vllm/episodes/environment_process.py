@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -193,11 +194,18 @@ class EnvironmentProcess:
 
 def _start(spec: EnvironmentSpec, prompt: Any, theirs: socket.socket) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", __name__, spec.path.partition(":")[0]])  # before the first start only
+    context.set_forkserver_preload(["__main__", __name__, *_modules(spec.path)])  # before the first start only
     work = partial(_serve, spec.path, dict(spec.options), prompt)
     process = context.Process(target=run_kept, args=(work, theirs), daemon=True)
     process.start()
     return process
+
+
+def _modules(path: str) -> list[str]:
+    """The module of the environment class, and those that the class names in its attribute `preload`."""
+    module = path.partition(":")[0]
+    found = getattr(sys.modules.get(module), path.partition(":")[2], None)
+    return [module, *getattr(found, "preload", ())]
 
 
 def _kill(process: BaseProcess) -> None:
