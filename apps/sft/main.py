@@ -1,7 +1,7 @@
 """Supervised fine-tuning: `python -m apps.sft.main [section.key=value ...]`, `--help` lists every key.
 
-Demonstrations are parquet files with `question` and `answer` (`supervised.files`), or those of the built-in task. The
-trained model is written to `<run folder>/model` as a Hugging Face folder.
+Demonstrations are files with `question` and `answer`, or `messages` (`supervised.files`), or those of the built-in task.
+The trained model is written to `<run folder>/model` as a Hugging Face folder.
 """
 
 from collections.abc import Sequence

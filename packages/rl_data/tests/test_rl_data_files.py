@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[str, str | bytes, str, int | None, str | None]] = {
     "only a header": ("a.csv", "question,answer\n", "has no rows", None, None),
     "only blank lines": ("a.csv", "\n\n", "has no header", None, None),
     "a broken line": ("a.jsonl", '{"question": "a", "answer": "#### 1"}\n{"question": \n', "no JSON", 2, None),
-    "a broken array": ("a.json", '[{"question": "a"}, {]', "no JSON", 1, None),
+    "a broken array": ("a.json", '[{"question": "a"},\n\n {]', "at character 3", 3, None),
     "a line that is no object": ("a.jsonl", "7\n", "no JSON object but int", 1, None),
     "an array in a line": ("a.jsonl", '{"question": "a", "answer": "#### 1"}\n[1]', "no JSON object but list", 2, None),
     "an array of numbers": ("a.json", "[1]", "no JSON object but int", 0, None),

@@ -4,9 +4,10 @@ Python's own parser keeps what the file says. The readers of `datasets` and pyar
 dates, and their errors name no line.
 """
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from ..errors import DataError
@@ -88,6 +89,9 @@ def _decoded(line: bytes, place: Place) -> str:
 def _parsed(text: str, place: Place) -> Any:
     try:
         return parse_json(text)
+    except json.JSONDecodeError as error:
+        place = replace(place, number=place.number + error.lineno - 1)
+        raise place.error(f"no JSON ({error.msg} at character {error.colno})", _MEND) from error
     except ValueError as error:
         raise place.error(f"no JSON ({first_line(error)})", _MEND) from error
 
