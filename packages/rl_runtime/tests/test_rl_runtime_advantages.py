@@ -32,7 +32,7 @@ def make_batch(group_lengths: list[list[int]], seed: int) -> ExperienceBatch:
             items.append(make_sample(group, index, length, score=score, baseline=baseline))
     batch = ExperienceBatch(items=tuple(items))
     for name in ("old_log_probs", "ref_log_probs", "values"):
-        batch = batch.with_column(name, [random.normal(size=item.num_generated) for item in items])
+        batch = batch.with_column(name, [random.normal(size=item.num_generated).astype(np.float32) for item in items])
     return batch
 
 
@@ -177,7 +177,7 @@ def test_what_compares_samples_of_a_prompt_ignores_how_hard_the_prompt_is(
 def test_rewards_of_turns_are_at_their_tokens_and_the_rest_of_the_score_at_the_last_one() -> None:
     """By hand: rewards 1 at the first and 2 at the third token; a score of 5 leaves 2 for the last."""
     sample = replace(make_sample(0, 0, 4, score=5.0), turn_rewards=np.array([1, 0, 2, 0], np.float32))
-    batch = ExperienceBatch(items=(sample,)).with_column("values", [np.zeros(4)])
+    batch = ExperienceBatch(items=(sample,)).with_column("values", [np.zeros(4, np.float32)])
     columns, _ = advantages(batch, PolicyConfig(advantage="gae", gamma=0.5), max_tokens=8, lam=1.0)
     assert columns["returns"].tolist() == [1 + 0.5 * (0.5 * (2 + 0.5 * 2)), 0.5 * 3, 3, 2]
     assert columns["advantages"].tolist() == columns["returns"].tolist()
@@ -200,7 +200,7 @@ def test_the_length_penalty_lowers_the_score_that_is_trained_on_and_nothing_else
 
 def test_whitening_leaves_the_targets_of_the_critic_alone() -> None:
     batch = ExperienceBatch(items=(make_sample(0, 0, 2, score=1.0), make_sample(0, 1, 3, score=0.0)))
-    batch = batch.with_column("values", [np.zeros(2), np.zeros(3)])
+    batch = batch.with_column("values", [np.zeros(2, np.float32), np.zeros(3, np.float32)])
     plain, _ = advantages(batch, PolicyConfig(advantage="gae"), max_tokens=8)
     white, _ = advantages(batch, PolicyConfig(advantage="gae"), max_tokens=8, whiten=True)
     assert white["returns"].tolist() == plain["returns"].tolist() == [1, 1, 0, 0, 0]
