@@ -1,29 +1,38 @@
 """The client over HTTP compared with `LLM.generate`: `python -m benchmarks.rollout.throughput --device cuda`.
 
-Both run the same model with the same engine settings on the same device, one after the other, and sample the same
-number of tokens with log-probs: 256 requests of 256+512 tokens. A final round of `--crowd` concurrent requests measures
-the CPU use of the client. The weights are random, so nothing is downloaded.
+Both run the same model with the same engine settings on the same device, side by side in memory, and generate in turns:
+256 requests of 256+512 tokens, with and without log-probs. "stock path" sends the client's requests without the mark
+that lets servers buffer tokens. `--steps` adds where the time of a decoding step goes. A final round of `--crowd`
+concurrent requests measures the CPU use of the client. The weights are random, so nothing is downloaded.
 """
 
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from unittest import mock
 
 from benchmarks.random_model import CONFIGS, write_random_model
+from benchmarks.rollout import step_times
 from rollout_vllm import Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup
+from rollout_vllm.client import protocol, request_runner
 from rollout_vllm.servers.command import Device, detect_device, server_arguments, server_environment
 
 _MARK = "seconds: "  # vLLM logs to stdout too
 # Arguments of the HTTP front end, which `LLM` does not accept: name -> number of values.
 _FRONT_END = {"--host": 1, "--port": 1, "--middleware": 1, "--disable-uvicorn-access-log": 0, "--uvicorn-log-level": 1}
+Round = Callable[[int], float]
+"""Generates once with the seeds of a round; returns the seconds."""
 
 
 def prompts(args: argparse.Namespace, number: int) -> list[list[int]]:
@@ -37,11 +46,12 @@ def rollout_config(args: argparse.Namespace) -> RolloutConfig:
         dtype="bfloat16",
         max_model_len=args.prompt_tokens + args.tokens,
         max_num_seqs=args.requests,
-        gpu_memory_utilization=0.5,
-        kv_cache_gib=None if args.device == "cuda" else 1.0,
+        gpu_memory_utilization=0.2,
+        kv_cache_gib=24.0 if args.device == "cuda" else 1.0,
         enforce_eager=args.device == "cpu",
         max_samples_in_flight=max(args.requests, args.crowd),
         startup_timeout_s=1200.0,
+        extra_args=tuple(args.vllm_args),
     )
 
 
@@ -57,93 +67,186 @@ def engine_arguments(args: argparse.Namespace, model: Path) -> list[str]:
     return kept
 
 
-def in_process(args: argparse.Namespace, model: Path) -> dict[str, list[float]]:
-    """Seconds of each round of LLM.generate in a subprocess, with and without log-probs."""
-    config = rollout_config(args)
-    device: Device = args.device
-    env = server_environment(os.environ, config, device=device, api_key="unused", num_cores=os.cpu_count() or 1)
-    env.pop("VLLM_API_KEY")
-    task = {"arguments": engine_arguments(args, model), "rounds": args.rounds, "tokens": args.tokens}
-    command = [sys.executable, "-m", "benchmarks.rollout.throughput", "--as-llm"]
-    done = subprocess.run(
-        command,
-        input=json.dumps(task | {"prompts": prompts(args, args.requests)}),
-        env=env,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found: dict[str, list[float]] = json.loads(done.stdout.rpartition(_MARK)[2].splitlines()[0])
-    return found
+class Direct:
+    """`LLM.generate` in a subprocess."""
+
+    def __init__(self, args: argparse.Namespace, model: Path, env: Mapping[str, str]) -> None:
+        self.task = {"arguments": engine_arguments(args, model), "prompts": prompts(args, args.requests)}
+        self._tokens = args.tokens
+        device: Device = args.device
+        config = rollout_config(args)
+        full = server_environment(env, config, device=device, api_key="unused", num_cores=os.cpu_count() or 1)
+        del full["VLLM_API_KEY"]
+        command = [sys.executable, "-m", "benchmarks.rollout.throughput", "--as-llm"]
+        self._log = model.with_name("llm.log")
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command, env=full, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self._send(self.task | {"tokens": self._tokens})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, task: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+
+    def generate(self, number: int, *, logprobs: int | None) -> float:
+        """Seconds of one round."""
+        self._send({"number": number, "logprobs": logprobs})
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(_MARK):
+                return float(line.removeprefix(_MARK))
+        raise RuntimeError(f"LLM.generate ended with code {self._process.wait()}: {self._log.read_text()[-3000:]}")
 
 
 def run_llm() -> None:
-    """In the subprocess: read the task, time LLM.generate, print the seconds."""
+    """In the subprocess: read the task, then answer each round with its seconds."""
     from vllm import LLM, SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    task = json.load(sys.stdin)
+    task = json.loads(sys.stdin.readline())
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(task["arguments"])))
     inputs: Any = [{"prompt_token_ids": ids} for ids in task["prompts"]]
-    found: dict[str, list[float]] = {}
-    for name, logprobs in (("with", 0), ("without", None)):
-        for number in range(task["rounds"] + 1):
-            params = [
-                SamplingParams(max_tokens=task["tokens"], ignore_eos=True, logprobs=logprobs, seed=1000 * number + i)
-                for i in range(len(inputs))
-            ]
-            begin = time.perf_counter()
-            outputs = llm.generate(inputs, params, use_tqdm=False)
-            seconds = time.perf_counter() - begin
-            assert all(len(output.outputs[0].token_ids) == task["tokens"] for output in outputs)
-            if number:  # the first round is a warm-up
-                found.setdefault(name, []).append(seconds)
-    print(_MARK + json.dumps(found), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        settings = {"max_tokens": task["tokens"], "ignore_eos": True, "logprobs": asked["logprobs"]}
+        params = [SamplingParams(**settings, seed=1000 * asked["number"] + i) for i in range(len(inputs))]
+        begin = time.perf_counter()
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        assert all(len(output.outputs[0].token_ids) == task["tokens"] for output in outputs)
+        print(f"{_MARK}{seconds}", flush=True)
 
 
-@dataclass(frozen=True)
-class OverHttp:
-    """Measurements of the client."""
+def over_http(client: RolloutClient, args: argparse.Namespace, number: int, *, requests: int, n: int = 1) -> float:
+    """Seconds of one round of `requests` samples, in groups of n."""
+    sampling = SamplingConfig(n=n, max_tokens=args.tokens, ignore_eos=True)
+    asked = [
+        Request(prompt_id=str(i), prompt_ids=ids, seed=10_000 * number + i)
+        for i, ids in enumerate(prompts(args, requests // n))
+    ]
+    begin = time.perf_counter()
+    groups = client.generate_blocking(asked, sampling)
+    seconds = time.perf_counter() - begin
+    assert all(group.complete for group in groups)
+    return seconds
 
-    seconds: list[float]
-    """Of each round."""
-    cores: float
-    """CPU cores used by the client process."""
-    crowd_rate: float
-    """tok/s of the round with `--crowd` requests; 0 without it."""
-    crowd_cores: float
+
+def stock_path() -> AbstractContextManager[object]:
+    """Send requests without the mark of a client that reads only ids and log-probs."""
+    marked = protocol.completion_body
+
+    def unmarked(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: value for name, value in marked(*args, **kwargs).items() if name != "vllm_xargs"}
+
+    return mock.patch.object(request_runner, "completion_body", unmarked)
 
 
-def over_http(args: argparse.Namespace, model: Path, log_dir: Path) -> OverHttp:
-    """Time the rounds of the client, then the round with `--crowd` requests."""
-    config = rollout_config(args)
-    sampling = SamplingConfig(n=1, max_tokens=args.tokens, ignore_eos=True)
-
-    def timed(client: RolloutClient, number: int, seed: int) -> tuple[float, float]:
-        """Return (seconds, CPU seconds of this process) of `number` requests."""
-        requests = [
-            Request(prompt_id=str(i), prompt_ids=ids, seed=seed + i) for i, ids in enumerate(prompts(args, number))
-        ]
-        begin, cpu_begin = time.perf_counter(), time.process_time()
-        groups = client.generate_blocking(requests, sampling)
-        spent = time.perf_counter() - begin, time.process_time() - cpu_begin
-        assert all(group.complete for group in groups)
-        return spent
-
-    with ServerGroup.launch(model, config, log_dir=log_dir) as servers:
-        servers.wait_ready()
-        with RolloutClient(servers.endpoints, config) as client:
-            spent = [timed(client, args.requests, 10_000 * number) for number in range(args.rounds + 1)][1:]
-            crowd = timed(client, args.crowd, 10_000_000) if args.crowd else (0.0, 0.0)
-    seconds, cpu = (list(part) for part in zip(*spent, strict=True))
-    return OverHttp(
-        seconds=seconds,
-        cores=sum(cpu) / sum(seconds),
-        crowd_rate=args.crowd * args.tokens / crowd[0] if args.crowd else 0.0,
-        crowd_cores=crowd[1] / crowd[0] if args.crowd else 0.0,
+def assert_same_values(client: RolloutClient, args: argparse.Namespace) -> None:
+    """The two paths of a server give the same tokens and log-probs."""
+    request, sampling = (
+        Request(prompt_id="p", prompt_ids=prompts(args, 1)[0], seed=1),
+        SamplingConfig(n=1, max_tokens=70),
     )
+    client.generate_blocking([request], sampling)  # fills the prefix cache
+    [buffered] = client.generate_blocking([request], sampling)[0].samples
+    with stock_path():
+        [stock] = client.generate_blocking([request], sampling)[0].samples
+    same = (buffered.response_ids, buffered.log_probs) == (stock.response_ids, stock.log_probs)
+    print("one request, buffered and stock path: " + ("same tokens and log-probs" if same else "DIFFERENT"), flush=True)
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Variables for the processes that start meanwhile."""
+    with mock.patch.dict(os.environ, values):
+        yield
+
+
+def compare(args: argparse.Namespace, folder: Path) -> None:
+    model = write_random_model(args.model, folder / "model")
+    readings: dict[str, Path] = {"LLM": folder / "llm_steps", "HTTP": folder / "http_steps"}
+    plugin = os.pathsep.join([str(step_times.plugin_folder(folder / "plugin")), os.getcwd()])
+    probes: dict[str, dict[str, str]] = {}
+    for name, path in readings.items():
+        path.mkdir()
+        paths = os.pathsep.join(filter(None, [plugin, os.environ.get("PYTHONPATH")]))
+        probes[name] = {step_times.FOLDER: str(path), "PYTHONPATH": paths} if args.steps else {}
+    config = rollout_config(args)
+    with ExitStack() as stack:
+        with environment(**probes["LLM"]):
+            direct = stack.enter_context(Direct(args, model, dict(os.environ)))
+        with environment(**probes["HTTP"]):
+            servers = stack.enter_context(ServerGroup.launch(model, config, log_dir=args.logs or folder / "logs"))
+        servers.wait_ready()
+        client = stack.enter_context(RolloutClient(servers.endpoints, config))
+        assert_same_values(client, args)
+
+        def stock(number: int) -> float:
+            with stock_path():
+                return http(number)
+
+        http = partial(over_http, client, args, requests=args.requests)
+        contestants: dict[str, tuple[str, Round]] = {
+            "LLM.generate, no log-probs": ("LLM", partial(direct.generate, logprobs=None)),
+            "LLM.generate": ("LLM", partial(direct.generate, logprobs=0)),
+            "client over HTTP, stock path": ("HTTP", stock),
+            "client over HTTP": ("HTTP", http),
+            f"client over HTTP, n={args.n}": ("HTTP", partial(http, n=args.n)),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in contestants}
+        stages: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
+        client_cpu = dict.fromkeys(contestants, 0.0)
+        for number in range(args.rounds + 1):  # the first round is a warm-up
+            for name, (where, once) in contestants.items():
+                before, cpu = step_times.read(readings[where]), time.process_time()
+                spent = once(number)
+                cpu, after = time.process_time() - cpu, step_times.read(readings[where])
+                if number:
+                    seconds[name].append(spent)
+                    client_cpu[name] += cpu
+                    stages[name].append({stage: after[stage] - before[stage] for stage in after})
+        report(args, seconds, client_cpu)
+        if args.steps:
+            report_steps(seconds, stages)
+        if args.crowd:
+            cpu = time.process_time()
+            spent = over_http(client, args, 1000, requests=args.crowd)
+            cores = (time.process_time() - cpu) / spent
+            print(f"{args.crowd} concurrent requests: {args.crowd * args.tokens / spent:.0f} tok/s, {cores:.2f} cores.")
+
+
+def report(args: argparse.Namespace, seconds: Mapping[str, list[float]], client_cpu: Mapping[str, float]) -> None:
+    total, base = args.requests * args.tokens, statistics.median(seconds["LLM.generate, no log-probs"])
+    sizes = f"{args.requests} requests of {args.prompt_tokens}+{args.tokens} tokens"
+    print(f"{args.model}, {args.device}, {sizes}, vLLM {detect_device()[1]}, {args.rounds} rounds, {args.vllm_args}")
+    print("| | median s | range s | tok/s | seconds / LLM.generate without | client cores |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, each in seconds.items():
+        median = statistics.median(each)
+        cells = [f"{median:.2f}", f"{min(each):.2f}-{max(each):.2f}", f"{total / median:.0f}", f"{median / base:.2f}"]
+        print("|", " | ".join([name, *cells, f"{client_cpu[name] / sum(each):.2f}"]), "|")
+
+
+def report_steps(seconds: Mapping[str, list[float]], stages: Mapping[str, list[dict[str, float]]]) -> None:
+    """Milliseconds per step, means over the rounds."""
+    names = [name for name in next(iter(stages.values()))[0] if name != "steps"]
+    print("\n| ms per step | steps | round |", " | ".join(names), "|")
+    print("| --- |" + " --- |" * (len(names) + 2))
+    for name, rounds in stages.items():
+        steps = sum(each["steps"] for each in rounds)
+        cells = [f"{steps / len(rounds):.0f}", f"{1e3 * sum(seconds[name]) / steps:.2f}"]
+        print("|", " | ".join([name, *cells, *(f"{1e3 * sum(r[s] for r in rounds) / steps:.2f}" for s in names)]), "|")
 
 
 def main() -> None:
@@ -151,31 +254,17 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default=detect_device()[0])
     parser.add_argument("--model", choices=sorted(CONFIGS), default="qwen3-0.6b")
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--n", type=int, default=4, help="samples per request of the last contestant")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", action="store_true", help="time the stages of a step, which adds about 1%%")
+    parser.add_argument("--vllm-args", type=shlex.split, default=[], help="one string of vLLM arguments, for both")
+    parser.add_argument("--logs", type=Path, help="folder of the server's log")
     parser.add_argument("--crowd", type=int, default=1024, help="requests of the final round; 0: no such round")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = write_random_model(args.model, Path(folder) / "model")
-        direct = in_process(args, model)
-        http = over_http(args, model, Path(folder))
-    total = args.requests * args.tokens
-    rates = {
-        "LLM.generate, no log-probs": total / statistics.median(direct["without"]),
-        "LLM.generate": total / statistics.median(direct["with"]),
-        "client over HTTP": total / statistics.median(http.seconds),
-    }
-    print(
-        f"{args.model}, {args.device}, {args.requests} requests of {args.prompt_tokens}+{args.tokens} tokens, ", end=""
-    )
-    print(f"vLLM {detect_device()[1]}, median of {args.rounds}")
-    print("| | tok/s | of LLM.generate |\n| --- | --- | --- |")
-    for name, rate in rates.items():
-        print(f"| {name} | {rate:.0f} | {rate / rates['LLM.generate']:.1%} |")
-    print(f"The client's process used {http.cores:.2f} cores.")
-    if args.crowd:
-        print(f"{args.crowd} concurrent requests: {http.crowd_rate:.0f} tok/s, {http.crowd_cores:.2f} cores.")
+        compare(args, Path(folder))
 
 
 if __name__ == "__main__":

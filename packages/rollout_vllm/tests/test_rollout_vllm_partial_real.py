@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ from rollout_vllm import (
     ServerGroup,
     token_versions,
 )
+from rollout_vllm.client.protocol import Choice, completion_body, parse_completion
 from rollout_vllm.servers.blocking_http import call
+from rollout_vllm.servers.buffering import INTERVAL
 
 pytestmark = pytest.mark.slow
 LONG = SamplingConfig(n=4, max_tokens=200, ignore_eos=True, temperature=0.8)
@@ -128,6 +131,35 @@ def test_pause_by_another_client_loses_no_token(pair: ServerGroup, client: Rollo
     assert all(len(s.response_ids) == 200 for g in groups for s in g.samples)
     assert client.counters.response_tokens == 60 * 4 * 200
     assert client.counters.num_retries > 0
+
+
+@pytest.mark.parametrize("route", ["/pause?mode=abort", "/abort_requests"])
+def test_aborted_answers_hold_tokens_that_the_engine_core_had_not_sent(
+    pair: ServerGroup, client: RolloutClient, route: str
+) -> None:
+    """The engine core sends a first token, and then `INTERVAL` at a time; the rest comes with the abort."""
+    [endpoint, _] = pair.endpoints
+    sampling = SamplingConfig(n=2, max_tokens=230, ignore_eos=True)
+
+    def send(number: int) -> list[Choice]:
+        body = completion_body([5 + number, 6, 7], sampling, model=None, seed=number)
+        status, text = call(endpoint, "POST", "/v1/completions", body, timeout_s=300)
+        assert status == 200, text
+        return parse_completion(json.loads(text), sampling.n)
+
+    before = client.metrics()["server_0/generation_tokens"]
+    with ThreadPoolExecutor(6) as pool:
+        answers = []
+        for number in range(6):
+            answers.append(pool.submit(send, number))
+            time.sleep(0.02)  # so that the requests have different numbers of tokens
+        wait_until(lambda: client.metrics()["server_0/generation_tokens"] > before + 6 * INTERVAL)
+        assert call(endpoint, "POST", route, {}, timeout_s=300)[0] == 200
+        aborted = [c for answer in answers for c in answer.result(300) if c.finish_reason == "abort"]
+    assert call(endpoint, "POST", "/resume", timeout_s=300)[0] == 200
+    lengths = [len(choice.response_ids) for choice in aborted]
+    assert lengths == [len(choice.log_probs) for choice in aborted]
+    assert any(length > 1 and (length - 1) % INTERVAL for length in lengths), lengths
 
 
 def test_failed_pause_changes_nothing(proxy: FaultyProxy) -> None:

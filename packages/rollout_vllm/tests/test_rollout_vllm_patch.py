@@ -1,4 +1,4 @@
-"""What the server process replaces in vLLM: it exists, and clients get vLLM's own token strings."""
+"""What the server process replaces in vLLM: it exists, and requests of other clients take vLLM's own path."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,15 +10,17 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.utils import system_utils
-from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 
 from rollout_vllm.client.protocol import completion_body
 from rollout_vllm.config import SamplingConfig
 from rollout_vllm.servers import patch as patch_module
-from rollout_vllm.servers._serve import skip_token_strings
-from rollout_vllm.servers.patch import PATCHES, SKIP_STRINGS, TOKEN_STRINGS, Patch, records
+from rollout_vllm.servers.buffering import buffer_in_front_end
+from rollout_vllm.servers.patch import BUFFERING, IDS_ONLY, PATCHES, Patch, records
 
 TEXT = "a\u00e9\u20ac \U0001f642z\u4e2d"
 
@@ -35,38 +37,93 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def patched() -> Iterator[None]:
-    restore = skip_token_strings(TOKEN_STRINGS, SKIP_STRINGS)
+    assert BUFFERING.check()
+    undo = buffer_in_front_end(BUFFERING.replace, IDS_ONLY)
     yield
-    restore()
+    for restore in undo:
+        restore()
 
 
-def decoded(tokenizer: Any, extra_args: dict[str, Any] | None) -> list[list[str | None]]:
-    """The token strings of every position of TEXT, as vLLM's front end makes them for a request with log-probs."""
-    params = SamplingParams(logprobs=1, extra_args=extra_args)
-    processor = LogprobsProcessor.from_new_request(tokenizer, SimpleNamespace(sampling_params=params))  # type: ignore[arg-type]
+def front_end(tokenizer: Any, extra_args: dict[str, Any] | None) -> tuple[OutputProcessor, Any]:
+    """vLLM's front end with one request, to which the tokens of TEXT and their log-probs were sent."""
+    params = SamplingParams(logprobs=0, extra_args=extra_args, output_kind=RequestOutputKind.FINAL_ONLY)
+    request: Any = SimpleNamespace(
+        request_id="r-1",
+        external_req_id="r",
+        sampling_params=params,
+        pooling_params=None,
+        resumable=False,
+        prompt_token_ids=[1, 2],
+        prompt_embeds=None,
+        lora_request=None,
+        arrival_time=0.0,
+    )
+    processor = OutputProcessor(tokenizer, log_stats=False)
+    processor.add_request(request, None)
+    state = processor.request_states["r-1"]
     for token in tokenizer.encode(TEXT):
-        ids = numpy.array([[token, (token + 1) % len(tokenizer)]])
-        processor._update_sample_logprobs(LogprobsLists(ids, -ids / 100.0, numpy.array([1])))
-    assert processor.logprobs is not None
-    return [[entry.decoded_token for entry in position.values()] for position in processor.logprobs]
+        row = numpy.array([[token]])
+        lists = LogprobsLists(row, (-row / 128).astype(numpy.float32), numpy.array([1]))
+        assert state.detokenizer is not None
+        assert state.logprobs_processor is not None
+        state.detokenizer.update([token], False)
+        state.logprobs_processor.update_from_output(
+            SimpleNamespace(
+                new_logprobs=lists, new_prompt_logprobs_tensors=None, prompt_token_id_logprobs=None
+            )
+        )
+    return processor, state
 
 
-def test_other_clients_get_the_token_strings_of_stock_vllm(tokenizer: Any, request: pytest.FixtureRequest) -> None:
-    stock = decoded(tokenizer, None)
-    assert "".join(str(position[0]) for position in stock) == TEXT
-    assert len(stock) > len(TEXT)
-    before = LogprobsProcessor.from_new_request
+def response(state: Any) -> tuple[str, list[int], Any]:
+    output = state.make_request_output([], None, "length", None).outputs[0]
+    return output.text, output.token_ids, output.logprobs
+
+
+def test_other_clients_get_the_text_and_token_strings_of_stock_vllm(
+    tokenizer: Any, request: pytest.FixtureRequest
+) -> None:
+    stock = response(front_end(tokenizer, None)[1])
+    assert stock[0] == TEXT
+    assert "".join(str(next(iter(position.values())).decoded_token) for position in stock[2]) == TEXT
     request.getfixturevalue("patched")
-    assert LogprobsProcessor.from_new_request is not before
-    assert decoded(tokenizer, None) == stock
-    assert decoded(tokenizer, {"another": 1}) == stock
+    assert response(front_end(tokenizer, None)[1]) == stock
+    assert response(front_end(tokenizer, {"another": 1})[1]) == stock
 
 
-def test_clients_of_this_package_get_none(tokenizer: Any, patched: None) -> None:
-    calls = TOKEN_STRINGS.calls["from_new_request"]
+def test_clients_of_this_package_get_ids_and_log_probs(tokenizer: Any, patched: None) -> None:
+    calls = BUFFERING.calls["from_new_request"]
     extra_args = completion_body([1], SamplingConfig(), model=None, seed=None)["vllm_xargs"]
-    assert {text for position in decoded(tokenizer, extra_args) for text in position} == {None}
-    assert TOKEN_STRINGS.calls["from_new_request"] == calls + 1
+    text, ids, log_probs = response(front_end(tokenizer, extra_args)[1])
+    assert (text, ids) == ("", tokenizer.encode(TEXT))
+    assert log_probs == [-token / 128 for token in ids]
+    assert BUFFERING.calls["from_new_request"] == calls + 1
+
+
+@pytest.mark.parametrize("internal", [True, False])
+def test_aborted_request_ends_with_the_tokens_that_the_engine_core_still_held(
+    tokenizer: Any, patched: None, internal: bool
+) -> None:
+    processor, state = front_end(tokenizer, {IDS_ONLY: 1})
+    ids = tokenizer.encode(TEXT)
+    assert processor.abort_requests(["r-1" if internal else "r"], internal) == ["r-1"]
+    assert processor.request_states == {"r-1": state}
+    rest = EngineCoreOutput("r-1", [7], new_logprobs=LogprobsLists(*(numpy.array([[-0.5]], numpy.float32),) * 3))
+    end = EngineCoreOutput("r-1", [], finish_reason=FinishReason.ABORT)
+    [answer] = processor.process_outputs([rest, end]).request_outputs
+    [choice] = answer.outputs
+    assert (choice.token_ids, choice.finish_reason) == ([*ids, 7], "abort")
+    assert choice.logprobs == [*(-token / 128 for token in ids), -0.5]
+    assert not processor.request_states
+    assert not processor.external_req_ids
+
+
+@pytest.mark.parametrize("internal", [True, False])
+def test_abort_of_other_requests_is_that_of_stock_vllm(tokenizer: Any, patched: None, internal: bool) -> None:
+    processor, _ = front_end(tokenizer, None)
+    assert processor.abort_requests(["r-1" if internal else "r", "unknown"], internal) == ["r-1"]
+    assert not processor.request_states
+    assert not processor.external_req_ids
 
 
 def test_installed_vllm_has_every_declared_part() -> None:
@@ -90,8 +147,6 @@ def test_renamed_part_of_vllm_leaves_its_own_path(patch: Patch, capsys: pytest.C
 
 def test_untested_vllm_runs_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_module, "_untested", lambda: "vllm 0.99 is not tested (>=0.26,<0.34 is)")
-    before = LogprobsProcessor.from_new_request
-    assert skip_token_strings(TOKEN_STRINGS, SKIP_STRINGS) is None
-    assert LogprobsProcessor.from_new_request == before
+    assert not BUFFERING.check()
     assert {row["state"] for row in records()} == {"stock path"}
     assert callable(system_utils.get_mp_context)

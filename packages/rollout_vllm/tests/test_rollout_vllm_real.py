@@ -50,8 +50,10 @@ from rollout_vllm import (
     request_seed,
     run_episodes,
 )
+from rollout_vllm.client.protocol import completion_body, parse_completion
 from rollout_vllm.servers import control
 from rollout_vllm.servers.blocking_http import call
+from rollout_vllm.servers.buffering import INTERVAL
 from rollout_vllm.servers.command import server_environment
 
 pytestmark = pytest.mark.slow
@@ -73,8 +75,25 @@ def test_requests_for_token_strings_get_them(pair: ServerGroup, model_folder: Pa
     assert [vocabulary[token] for token in choice["logprobs"]["tokens"]] == choice["token_ids"]
     assert all(len(top) in (2, 3) and set(top) <= set(vocabulary) for top in choice["logprobs"]["top_logprobs"])
     log = pair.servers[0].log_path.read_text()
-    for line in ("forked engine: get_mp_context", "log-probs without token strings: from_new_request"):
+    for line in ("forked engine: get_mp_context", "buffered tokens: update_from_output"):
         assert f"{line} is replaced and in use" in log
+
+
+def test_buffered_tokens_and_log_probs_are_those_of_stock_vllm(pair: ServerGroup) -> None:
+    sampling = SamplingConfig(n=1, max_tokens=3 * INTERVAL + 5, temperature=0.9, ignore_eos=True)
+    body = completion_body([5, 6, 7], sampling, model=None, seed=3)
+    answers = []
+    for request in (body, {**body, "vllm_xargs": {}}):
+        status, text = call(pair.endpoints[0], "POST", "/v1/completions", request, timeout_s=120)
+        assert status == 200, text
+        answers.append(json.loads(text)["choices"][0])
+    buffered, stock = answers
+    assert (buffered["text"], buffered["logprobs"]["tokens"]) == ("", [])
+    assert stock["text"]
+    assert len(stock["token_ids"]) == len(stock["logprobs"]["tokens"]) == sampling.max_tokens
+    assert buffered["token_ids"] == stock["token_ids"]
+    assert buffered["logprobs"]["token_logprobs"] == stock["logprobs"]["token_logprobs"]
+    assert parse_completion({"choices": [buffered]}, 1) == parse_completion({"choices": [stock]}, 1)
 
 
 def test_groups_of_samples(client: RolloutClient) -> None:

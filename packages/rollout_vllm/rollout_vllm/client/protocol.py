@@ -3,7 +3,7 @@
 The request is /v1/completions with token ids as the prompt. It uses these vLLM extensions: `return_token_ids` (token
 ids of the response), `return_tokens_as_token_ids` (log-prob tokens as "token_id:17", the fallback for servers without
 the former), `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `repetition_penalty`, and `vllm_xargs`,
-which tells this package's servers that no token strings are needed (other servers ignore it).
+which tells this package's servers that only ids and log-probs are read (other servers ignore it).
 """
 
 import json
@@ -49,7 +49,7 @@ def completion_body(
         "logprobs": 0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
-        "vllm_xargs": {"plinth_skip_token_strings": 1},
+        "vllm_xargs": {"plinth_ids_only": 1},
         "stream": False,
     }
     if model is not None:

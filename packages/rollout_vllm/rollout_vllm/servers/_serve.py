@@ -13,6 +13,7 @@ from typing import Any
 
 AUTH_MODULE = "plinth_server_auth"
 FORK_VARIABLE = "PLINTH_ROLLOUT_FORK"
+BUFFER_VARIABLE = "PLINTH_ROLLOUT_BUFFER"
 
 
 def _load(name: str, file: str) -> Any:
@@ -42,22 +43,13 @@ def _fork_engine_and_worker(patch: Any) -> None:
         import vllm.v1.worker.cpu_worker  # noqa: F401  (imported once, before the fork)
 
 
-def skip_token_strings(patch: Any, marker: str) -> Any:
-    """Stop the front end from decoding every token that has a log-prob, for requests that carry `marker`.
-
-    Other requests get vLLM's own token strings. Returns a function that restores vLLM's own path.
-    """
-    if not patch.check():
-        return None
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-
-    original = LogprobsProcessor.from_new_request
-
-    def from_new_request(tokenizer: Any, request: Any) -> Any:
-        skips = marker in (request.sampling_params.extra_args or {})
-        return original(None if skips else tokenizer, request)
-
-    return patch.replace(LogprobsProcessor, "from_new_request", from_new_request)
+def buffer_tokens(patch: Any, *, engine_core: bool, front_end: bool) -> None:
+    """Make the processes of the server buffer the tokens of clients that read only ids and log-probs."""
+    buffering = _load("plinth_server_buffering", "buffering.py")
+    if engine_core:
+        buffering.buffer_in_engine_core(patch.BUFFERING.replace, patch.IDS_ONLY)
+    if front_end:
+        buffering.buffer_in_front_end(patch.BUFFERING.replace, patch.IDS_ONLY)
 
 
 def main() -> None:
@@ -66,12 +58,16 @@ def main() -> None:
     _load(AUTH_MODULE, "auth.py")
     patch = _load("plinth_server_patch", "patch.py")
     patch.SOCKETS.check()
-    skip_token_strings(patch.TOKEN_STRINGS, patch.SKIP_STRINGS)
     if os.environ.get(FORK_VARIABLE) == "1":
-        _fork_engine_and_worker(patch.FORK)
+        _fork_engine_and_worker(patch.FORK)  # before vLLM's modules import the function that it replaces
+    if patch.BUFFERING.check():
+        os.environ[BUFFER_VARIABLE] = "1"  # both halves or none
+        buffer_tokens(patch, engine_core=True, front_end=True)  # the engine core is forked, or does it again
     sys.argv[0] = "plinth-rollout-server"
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
 
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__" and os.environ.get(BUFFER_VARIABLE) == "1":  # a spawned engine core
+    buffer_tokens(_load("plinth_server_patch", "patch.py"), engine_core=True, front_end=False)

@@ -18,8 +18,8 @@ from packaging.specifiers import SpecifierSet
 TESTED = ">=0.26,<0.34"
 """vLLM's tested versions."""
 
-SKIP_STRINGS = "plinth_skip_token_strings"
-"""Name in a request's `vllm_xargs` of a client that reads no token strings (see docs/rollout_vllm.md)."""
+IDS_ONLY = "plinth_ids_only"
+"""Name in a request's `vllm_xargs` of a client that reads only token ids and their log-probs (docs/rollout_vllm.md)."""
 
 Parts = Mapping[str, tuple[str, ...]]
 """Names by owner, "module" or "module:Class". "a" is an attribute, "a(b, c)" has these parameters."""
@@ -73,18 +73,58 @@ FORK = Patch(
     reason="engine and worker are forked, because each new interpreter imports vLLM again for 8 to 20 s",
     replaces={"vllm.utils.system_utils": ("get_mp_context()",)},
 )
-TOKEN_STRINGS = Patch(
-    name="log-probs without token strings",
-    reason="decoding every token that has a log-prob is most of the cost of a log-prob",
-    replaces={"vllm.v1.engine.logprobs:LogprobsProcessor": ("from_new_request(tokenizer, request)",)},
-    reads={"vllm.sampling_params:SamplingParams": ("extra_args",)},
+_STATE = "tokenizer, request, prompt, parent_req, request_index, queue, log_stats, stream_interval"
+BUFFERING = Patch(
+    name="buffered tokens",
+    reason="sending and decoding each token and its log-prob in Python takes longer than a decoding step",
+    replaces={
+        "vllm.v1.core.sched.scheduler:Scheduler": (
+            "add_request(self, request)",
+            "update_from_output(self, scheduler_output, model_runner_output)",
+        ),
+        "vllm.v1.engine.core:EngineCore": ("abort_requests(self, request_ids)",),
+        "vllm.v1.engine.core:EngineCoreProc": (
+            "_send_finish_outputs_to_client(self, req_ids, client_index, finish_reason)",
+        ),
+        "vllm.v1.engine.output_processor:RequestState": (f"from_new_request({_STATE})",),
+        "vllm.v1.engine.output_processor:OutputProcessor": ("abort_requests(self, request_ids, internal)",),
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": ("_create_completion_logprobs",),
+    },
+    reads={
+        "vllm.v1.engine.core:EngineCoreProc": ("_send_abort_outputs_to_client(self, req_ids, client_index)",),
+        "vllm.v1.engine:EngineCoreOutput": (
+            "new_token_ids",
+            "new_logprobs",
+            "finish_reason",
+            "prefill_stats",
+            "events",
+            "routed_experts",
+        ),
+        "vllm.v1.engine:EngineCoreOutputs": ("outputs",),
+        "vllm.v1.engine.logprobs:LogprobsProcessor": ("update_from_output(self, output)",),
+        "vllm.v1.outputs:LogprobsLists": (
+            "slice_request(self, req_idx, num_positions)",
+            "logprobs",
+            "cu_num_generated_tokens",
+        ),
+        "vllm.v1.outputs:ModelRunnerOutput": ("logprobs",),
+        "vllm.sampling_params:SamplingParams": (
+            "extra_args",
+            "output_kind",
+            "logprobs",
+            "prompt_logprobs",
+            "logprob_token_ids",
+            "stop",
+        ),
+        "vllm.entrypoints.openai.completion.protocol:CompletionLogProbs": ("token_logprobs",),
+    },
 )
 SOCKETS = Patch(
     name="folder of sockets",
     reason="a server's sockets are removed with it, also when it is killed",
     reads={"vllm.envs": ("VLLM_RPC_BASE_PATH",)},
 )
-PATCHES = (FORK, SOCKETS, TOKEN_STRINGS)
+PATCHES = (FORK, SOCKETS, BUFFERING)
 
 
 def records() -> list[dict[str, str]]:

@@ -1,0 +1,215 @@
+"""Buffers tokens and log-probs in vLLM's engine core, for clients that read nothing else of a response.
+
+Stock vLLM sends every token from the engine core to the front end as it is sampled, its log-prob as three arrays, and
+the front end makes Python objects and text of each. That work takes longer than a decoding step of a small model. Here
+the engine core collects the tokens and log-probs of a request and sends them every `INTERVAL` tokens, when the request
+ends and when it is aborted; the front end appends them to two lists. Values and tokens are the same.
+
+`_serve.py` loads this file by path, so it imports nothing of this package.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+INTERVAL = 32
+"""Tokens of a request per message. Counters such as `vllm:generation_tokens` advance in these steps."""
+
+Replace = Callable[[Any, str, Callable[..., Any]], Callable[[], None]]
+"""`Patch.replace`: (target, name, value) -> function that restores."""
+
+
+def is_buffered(request: Any, marker: str) -> bool:
+    """Whether the client of `request` asked for ids only, and nothing in its sampling parameters needs more than that.
+
+    request: vLLM's `Request` (engine core) or `EngineCoreRequest` (front end).
+    """
+    params = request.sampling_params
+    if params is None or marker not in (params.extra_args or {}) or request.resumable:
+        return False
+    needs = (params.logprobs, params.prompt_logprobs, params.logprob_token_ids, params.stop)
+    return params.output_kind.name == "FINAL_ONLY" and not any(needs) and params.prompt_logprobs is None
+
+
+class TokenBuffer:
+    """The tokens and log-probs of requests that the engine core has sampled and not sent yet."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[int, list[int], list[float]]] = {}
+
+    def open(self, request_id: str, client_index: int) -> None:
+        """Buffer a request of front end number `client_index`."""
+        self._held[request_id] = (client_index, [], [])
+
+    def client_of(self, request_id: str) -> int | None:
+        """The front end of a request; None if the request is not buffered."""
+        held = self._held.get(request_id)
+        return None if held is None else held[0]
+
+    def close(self, request_id: str) -> Any:
+        """Stop buffering a request. Returns an unfinished output with what was not sent, None if nothing was held."""
+        from vllm.v1.engine import EngineCoreOutput
+
+        _, token_ids, log_probs = self._held.pop(request_id)
+        return EngineCoreOutput(request_id, token_ids, new_logprobs=_as_arrays(log_probs)) if token_ids else None
+
+    def filter(self, outputs: Iterable[Any], log_probs: Any) -> list[Any]:
+        """The outputs to send after a step, in order.
+
+        outputs: of the requests that took part in the step, with `_Rows`' positions in place of log-probs.
+        log_probs: the step's LogprobsLists, or None.
+        """
+        column = None if log_probs is None else log_probs.logprobs[:, 0].tolist()
+        return [output for output in outputs if self._ready(output, log_probs, column)]
+
+    def _ready(self, output: Any, log_probs: Any, column: list[float] | None) -> bool:
+        held, position = self._held.get(output.request_id), output.new_logprobs
+        if held is None:
+            if position is not None:
+                output.new_logprobs = log_probs.slice_request(*position)
+            return True
+        _, token_ids, values = held
+        token_ids += output.new_token_ids
+        if position is not None:
+            assert column is not None
+            starts, (row, length) = log_probs.cu_num_generated_tokens, position
+            first = row if starts is None else starts[row]
+            values += column[first : first + length]
+        if len(token_ids) < INTERVAL and not _carries_more(output):
+            return False
+        output.new_token_ids, output.new_logprobs = token_ids, _as_arrays(values)
+        if output.finish_reason is None:
+            self._held[output.request_id] = (held[0], [], [])
+        else:
+            del self._held[output.request_id]
+        return True
+
+
+def _carries_more(output: Any) -> bool:
+    """Whether an output has content besides tokens: the first and the last of a request, and rare events."""
+    if output.finish_reason is not None or output.prefill_stats is not None or output.events is not None:
+        return True
+    return output.routed_experts is not None or getattr(output, "new_sampling_mask", None) is not None
+
+
+def _as_arrays(log_probs: list[float]) -> Any:
+    """LogprobsLists of one float32 column, without token ids and ranks; None if log-probs were not requested."""
+    if not log_probs:
+        return None
+    import numpy
+    from vllm.v1.outputs import LogprobsLists
+
+    column, nothing = numpy.array(log_probs, numpy.float32)[:, None], numpy.empty(0, numpy.int32)
+    return LogprobsLists(nothing, column, nothing)
+
+
+class _Rows:
+    """Replaces a step's LogprobsLists: a request's slice is its position (row, number of tokens), not three arrays."""
+
+    def slice_request(self, row: int, length: int) -> tuple[int, int]:
+        return row, length
+
+
+def buffer_in_engine_core(replace: Replace, marker: str) -> list[Callable[[], None]]:
+    """Buffer in this process's engine core. Returns the functions that restore vLLM's own path."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    buffer = TokenBuffer()
+    add, update = Scheduler.add_request, Scheduler.update_from_output
+    abort, send_finished = EngineCore.abort_requests, EngineCoreProc._send_finish_outputs_to_client
+
+    def add_request(self: Any, request: Any) -> None:
+        if is_buffered(request, marker):
+            buffer.open(request.request_id, request.client_index)
+        add(self, request)
+
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        log_probs = model_runner_output.logprobs
+        if log_probs is not None:
+            model_runner_output.logprobs = _Rows()
+        per_client = update(self, scheduler_output, model_runner_output)
+        for outputs in per_client.values():
+            outputs.outputs = buffer.filter(outputs.outputs, log_probs)
+        return per_client
+
+    def abort_requests(self: Any, request_ids: list[str]) -> None:
+        """Unlike vLLM's, answers the requests: the front end waits for their last tokens."""
+        by_client: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            client = buffer.client_of(request_id)
+            if client is not None:
+                by_client.setdefault(client, []).append(request_id)
+        abort(self, request_ids)
+        for client, aborted in by_client.items():
+            self._send_abort_outputs_to_client(aborted, client)
+
+    def send_finish_outputs(self: Any, req_ids: list[str], client_index: int, finish_reason: Any) -> None:
+        rest = [buffer.close(i) for i in dict.fromkeys(req_ids) if buffer.client_of(i) is not None]
+        outputs = EngineCoreOutputs(outputs=[output for output in rest if output is not None])
+        if outputs.outputs:
+            self.output_queue.put_nowait((client_index, outputs))
+        send_finished(self, req_ids, client_index, finish_reason)
+
+    return [
+        replace(Scheduler, "add_request", add_request),
+        replace(Scheduler, "update_from_output", update_from_output),
+        replace(EngineCore, "abort_requests", abort_requests),
+        replace(EngineCoreProc, "_send_finish_outputs_to_client", send_finish_outputs),
+    ]
+
+
+def buffer_in_front_end(replace: Replace, marker: str) -> list[Callable[[], None]]:
+    """The other half, in the API server's process. Returns the functions that restore vLLM's own path."""
+    from vllm.entrypoints.openai.completion import serving
+    from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+    class SampledLogProbs(list[float]):
+        """One log-prob per token."""
+
+    class SampledProcessor(LogprobsProcessor):  # type: ignore[misc]  # vLLM is not typed here
+        """Collects log-probs as they are."""
+
+        def update_from_output(self, output: Any) -> None:
+            if output.new_logprobs is not None:
+                self.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+
+    new_state, abort = RequestState.from_new_request, OutputProcessor.abort_requests
+    choice_log_probs = serving.OpenAIServingCompletion._create_completion_logprobs
+
+    def from_new_request(**given: Any) -> Any:
+        request = given["request"]
+        if not is_buffered(request, marker):
+            return new_state(**given)
+        state = new_state(**given | {"tokenizer": None})  # no text
+        count = request.sampling_params.logprobs
+        values: Any = None if count is None else SampledLogProbs()
+        state.logprobs_processor = SampledProcessor(None, values, None, None, count, None)
+        return state
+
+    def is_open(self: Any, request_id: str) -> bool:
+        state = self.request_states.get(request_id)
+        return state is not None and isinstance(state.logprobs_processor, SampledProcessor)
+
+    def abort_requests(self: Any, request_ids: Iterable[str], internal: bool) -> list[str]:
+        """Unlike vLLM's, leaves the states of buffered requests: the engine core answers with their last tokens."""
+        waiting, others = list[str](), list[str]()
+        for request_id in request_ids:
+            ids = [request_id] if internal else list(self.external_req_ids.get(request_id, ()))
+            buffered = bool(ids) and all(is_open(self, i) for i in ids)
+            waiting += ids if buffered else []
+            others += [] if buffered else [request_id]
+        return [*waiting, *abort(self, others, internal)]
+
+    def create_completion_logprobs(self: Any, token_ids: Any, top_logprobs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(top_logprobs, SampledLogProbs):
+            return choice_log_probs(self, token_ids, top_logprobs, *args, **kwargs)
+        return CompletionLogProbs(token_logprobs=[max(value, -9999.0) for value in top_logprobs])  # JSON has no -inf
+
+    return [
+        replace(RequestState, "from_new_request", from_new_request),
+        replace(OutputProcessor, "abort_requests", abort_requests),
+        replace(serving.OpenAIServingCompletion, "_create_completion_logprobs", create_completion_logprobs),
+    ]

@@ -1,0 +1,117 @@
+"""Buffered tokens: what the front end receives in all is what stock vLLM sends, for any order of events."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists
+
+from rollout_vllm.servers.buffering import INTERVAL, TokenBuffer, is_buffered
+from rollout_vllm.servers.patch import IDS_ONLY
+
+REQUESTS = ("a", "b", "stock")
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[dict[str, tuple[int, bool]]]:
+    """For each step and request that takes part: number of tokens, and whether it is the request's last step."""
+    made, ended = list[dict[str, tuple[int, bool]]](), set[str]()
+    for _ in range(draw(st.integers(1, 3 * INTERVAL))):
+        rows = {}
+        for request in REQUESTS:
+            if request not in ended and draw(st.integers(0, 9)):
+                last = not draw(st.integers(0, 99))
+                rows[request] = (draw(st.sampled_from((1, 1, 1, 0, 3))), last)
+                ended |= {request} if last else set()
+        made.append(rows)
+    return made
+
+
+def outputs_of(rows: dict[str, tuple[int, bool]], first: set[str], speculative: bool) -> tuple[list[Any], Any]:
+    """vLLM's outputs of a step whose tokens are 0, 1, ... and have log-probs -0, -1/8, ..."""
+    starts = numpy.cumsum([0, *(max(1, count) for count, _ in rows.values())]).tolist()
+    size = starts[-1] if speculative else len(rows)
+    ids = numpy.arange(size, dtype=numpy.int32)[:, None]
+    log_probs = LogprobsLists(ids, -ids.astype(numpy.float32) / 8, ids[:, 0], starts if speculative else None)
+    outputs = []
+    for row, (request, (count, last)) in enumerate(rows.items()):
+        begin = starts[row] if speculative else row
+        count = count if speculative else min(count, 1)
+        output = EngineCoreOutput(request, list(range(begin, begin + count)), new_logprobs=(row, count))
+        output.finish_reason = FinishReason.LENGTH if last else None
+        if request not in first:
+            first.add(request)
+            output.prefill_stats = PrefillStats()
+        outputs.append(output)
+    return outputs, log_probs
+
+
+@settings(deadline=None, max_examples=150)
+@given(plan=steps(), speculative=st.booleans(), with_log_probs=st.booleans())
+def test_nothing_is_lost_repeated_or_reordered(plan: list[Any], speculative: bool, with_log_probs: bool) -> None:
+    buffer, first = TokenBuffer(), set[str]()
+    for request in ("a", "b"):
+        buffer.open(request, 3)
+    sent: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+    expected: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+    messages: dict[str, int] = defaultdict(int)
+
+    def receive(output: Any) -> None:
+        ids, values = sent[output.request_id]
+        ids += output.new_token_ids
+        values += [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
+        messages[output.request_id] += 1
+
+    for rows in plan:
+        outputs, log_probs = outputs_of(rows, first, speculative)
+        for output in outputs:
+            expected[output.request_id][0].extend(output.new_token_ids)
+            values = [-token / 8 for token in output.new_token_ids] if with_log_probs else []
+            expected[output.request_id][1].extend(values)
+            output.new_logprobs = output.new_logprobs if with_log_probs else None
+        for output in buffer.filter(outputs, log_probs if with_log_probs else None):
+            receive(output)
+    for request in ("a", "b"):
+        if buffer.client_of(request) is not None:  # did not end: aborted
+            assert buffer.client_of(request) == 3
+            rest = buffer.close(request)
+            if rest is not None:
+                assert 0 < len(rest.new_token_ids) < INTERVAL
+                receive(rest)
+        assert messages[request] <= 3 + len(sent[request][0]) // INTERVAL
+        assert buffer.client_of(request) is None
+    for request in REQUESTS:
+        assert sent[request] == expected[request]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"extra_args": None},
+        {"output_kind": RequestOutputKind.DELTA},
+        {"logprobs": 2},
+        {"prompt_logprobs": 0},
+        {"stop": "x"},
+        {"logprob_token_ids": [3]},
+    ],
+    ids=str,
+)
+def test_requests_that_need_more_than_ids_are_not_buffered(changes: dict[str, Any]) -> None:
+    plain: dict[str, Any] = {"extra_args": {IDS_ONLY: 1}, "logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY}
+
+    def request(resumable: bool = False, **changes: Any) -> Any:
+        return SimpleNamespace(sampling_params=SamplingParams(**plain | changes), resumable=resumable)
+
+    assert is_buffered(request(), IDS_ONLY)
+    assert is_buffered(request(logprobs=None), IDS_ONLY)
+    assert not is_buffered(request(resumable=True), IDS_ONLY)
+    assert not is_buffered(request(**changes), IDS_ONLY)
+    assert not is_buffered(SimpleNamespace(sampling_params=None), IDS_ONLY)
