@@ -68,9 +68,7 @@ def front_end(tokenizer: Any, extra_args: dict[str, Any] | None) -> tuple[Output
         assert state.logprobs_processor is not None
         state.detokenizer.update([token], False)
         state.logprobs_processor.update_from_output(
-            SimpleNamespace(
-                new_logprobs=lists, new_prompt_logprobs_tensors=None, prompt_token_id_logprobs=None
-            )
+            SimpleNamespace(new_logprobs=lists, new_prompt_logprobs_tensors=None, prompt_token_id_logprobs=None)
         )
     return processor, state
 
