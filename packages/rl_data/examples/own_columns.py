@@ -31,10 +31,10 @@ def _write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *, num_train: int = 4096, num_demonstrations: int = 19_200) -> None:
     """Writes the built-in model and task to `folder`, the task as JSON lines."""
     rl_data.build_tiny_model(folder / "model", seed=1)
-    task = rl_data.write_task(folder, num_train=4096, num_val=256, num_demonstrations=19_200, seed=1)
+    task = rl_data.write_task(folder, num_train=num_train, num_demonstrations=num_demonstrations, seed=1)
     for file in (task.train, task.val):
         rows = [row for _, row in open_table(file).rows()]
         solutions = [int(row["answer"].rpartition("#### ")[2]) for row in rows]

@@ -5,6 +5,7 @@ import gzip
 import json
 import logging
 import math
+import runpy
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -433,3 +434,74 @@ def test_rows_are_read_again_from_the_start(tmp_path: Path) -> None:
         table = open_table(write(tmp_path / "a", ROWS))
         assert list(table.rows()) == list(table.rows())
         assert [row for _, row in table.rows({"level"})] == [{"level": 1}, {"level": None}]
+
+
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["user", "assistant", "tool"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "tool_calls", "ground_truth"]) | st.text(), inner, max_size=3
+        )
+    ),
+    max_leaves=8,
+)
+NAMES = ("question", "answer", "prompt", "messages", "reward_model", "ground_truth", "data_source", "tools", "images")
+CONTENTS = st.lists(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=2), VALUES, max_size=5), max_size=3)
+
+
+def data_error(call: Callable[[], int]) -> DataError | None:
+    try:
+        assert call() > 0
+    except DataError as error:
+        return error
+    return None
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    content=st.binary(max_size=60)
+    | st.text('[]{}":,\n\r\\u0dn1 e-.', max_size=60).map(str.encode)
+    | CONTENTS.map(lambda rows: "\n".join(map(json.dumps, rows)).encode())
+    | CONTENTS.map(lambda rows: json.dumps(rows).encode()),
+    suffix=st.sampled_from([".jsonl", ".json", ".csv", ".csv.gz", ".parquet"]),
+)
+def test_any_content_gives_rows_or_a_data_error(content: bytes, suffix: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"a{suffix}"
+        file.write_bytes(gzip.compress(content) if suffix.endswith(".gz") and len(content) % 2 else content)
+        for check in (lambda: check_files([file], rewards=()), lambda: check_demonstrations([file])):
+            error = data_error(check)
+            assert error is None or error.file == str(file)
+            assert len(str(error).encode()) < 4000
+        try:
+            rows = list(iter_rows(file, DataConfig()))
+        except DataError:
+            return
+        for row in rows:
+            json.dumps(
+                [row.messages, row.tools, row.extra, row.ground_truth], allow_nan=False, ensure_ascii=False
+            ).encode()
+
+
+def test_the_example_writes_files_that_load(tmp_path: Path) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "own_columns.py"))
+    example["main"](tmp_path, num_train=64, num_demonstrations=8)
+    config = DataConfig(columns=ColumnsConfig(prompt="problem", ground_truth="solution"))
+    assert check_files([tmp_path / "train.jsonl", tmp_path / "val.jsonl"], config, rewards=()) == 64 + 256
+    assert check_demonstrations([tmp_path / "demonstrations.jsonl"]) == 8
+    prompts = load_prompts([tmp_path / "val.jsonl"], load_tokenizer(tmp_path / "model"), config, max_prompts=9)
+    for prompt in prompts:
+        right = int(prompt.ground_truth)
+        answers = {
+            f"#### {right}": 1.0,
+            f"#### {right + prompt.extra['tolerance']}": 0.5,
+            "#### ": 0.0,
+            "#### 999": 0.0,
+        }
+        assert {text: example["near"](text, prompt) for text in answers} == answers
