@@ -24,7 +24,8 @@ class Fields:
 def score(name: str, text: str, truth: str = "", num_tokens: int = 0, **options: Any) -> float:
     reward = make_reward(name, options)
     facts = {"num_tokens": num_tokens} if name == "length" else {}
-    return pickle.loads(pickle.dumps(reward))(text, Fields(truth), **facts)
+    value: float = pickle.loads(pickle.dumps(reward))(text, Fields(truth), **facts)
+    return value
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,11 @@ def test_memory_and_output_and_files_are_limited() -> None:
 def test_new_processes_are_refused_and_threads_are_not() -> None:
     fork = "import os\nfor _ in range(3):\n  try: os.fork()\n  except PermissionError: print('refused')\n"
     assert out(fork) == "refused\n" * 3
-    for call in ("os.posix_spawn('/bin/true', ['true'], {})", "subprocess.run(['true'])", "assert os.system('true') == 0"):
+    for call in (
+        "os.posix_spawn('/bin/true', ['true'], {})",
+        "subprocess.run(['true'])",
+        "assert os.system('true') == 0",
+    ):
         finished = run_program(f"import os, subprocess\n{call}")
         assert finished.exit_code not in (0, None), call
     threads = "import threading\nt = threading.Thread(target=print, args=('thread',)); t.start(); t.join()"

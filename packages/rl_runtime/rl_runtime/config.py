@@ -214,8 +214,8 @@ class DynamicSamplingConfig:
     """Groups whose scores do not differ are replaced by groups of fresh prompts (DAPO, arXiv:2503.14476)."""
 
     max_rounds: int = 0
-    """Further rounds of generation in a step, each for the groups that `batch.train_batch_size` still lacks. After them,
-    the step trains on the groups it has. 0: off, a step trains on all groups."""
+    """Further rounds of generation in a step, each for the groups that are missing to `batch.train_batch_size`. After
+    them, the step trains on the groups it has. 0: off, a step trains on all groups."""
     min_spread: float = 0.0
     """A group is kept if its maximum score exceeds its minimum by more than this."""
 
@@ -282,11 +282,12 @@ class ScoringConfig(RewardConfig):
     the other kinds of `service`. A sample without a score is left out of the batch."""
     service: Literal["http", "classification", "pooling", "judge"] = "http"
     """Kind of `url`. `http`: a service that receives prompt, response, ground_truth, data_source and extra as JSON
-    and answers `{"score": number}`. `classification`, `pooling`: a classifier or reward model behind vLLM's /classify or /pooling,
-    which reads prompt and response. `judge`: a chat model."""
+    and answers `{"score": number}`. `classification`, `pooling`: a classifier or reward model behind vLLM's /classify
+    or /pooling, which reads prompt and response. `judge`: a chat model."""
     judge_prompt: str | None = None
     """The judge's prompt, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}` and `{extra[column]}`;
-    `{{` is a brace. The response is marked as text to grade, and the judge is told to end with a line `SCORE <mark>: <number>`."""
+    `{{` is a brace. The response is marked as text to grade, and the judge is told to end with a line
+    `SCORE <mark>: <number>`."""
     label: int = 0
     """Index of the class whose probability is the score, for `service=classification`."""
     api_key: str | None = None
@@ -337,7 +338,9 @@ class ScoringConfig(RewardConfig):
             raise ValueError("terms is given; allowed: empty with function or url, which score alone")
         for name, term in self.terms.items():
             if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) or name == EPISODE_TERM:
-                raise ValueError(f"terms.{name} is a term's name; allowed: letters, digits, _ and -, not {EPISODE_TERM}")
+                raise ValueError(
+                    f"terms.{name} is a bad name; allowed: letters, digits, _ and -, but not {EPISODE_TERM}"
+                )
             if term.is_registered and (limit_s := term.registered().max_duration_s) >= self.timeout_s:
                 raise ValueError(
                     f"terms.{name}.options.timeout_s is {limit_s:g}; allowed: below timeout_s ({self.timeout_s:g}), "
@@ -376,7 +379,8 @@ class SupervisedConfig:
     batch_size: int = 64
     """Demonstrations per step, over all ranks."""
     files: tuple[str, ...] = ()
-    """Parquet files of demonstrations (`question`, `answer`); empty: those of the built-in task."""
+    """Files of demonstrations (`question` and `answer`, or `messages`), of the kinds of `data.train`; empty: those of the
+    built-in task."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=2e-3, schedule="cosine"))
     """The optimizer; the schedule is `steps` long."""
 

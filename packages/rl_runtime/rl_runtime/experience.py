@@ -61,6 +61,8 @@ class Experience:
     """(policy version, number of consecutive generated tokens that it sampled), in order."""
     num_turns: int = 1
     score: float
+    reward_terms: Mapping[str, float] = field(default_factory=dict)
+    """Value of each of several rewards (`reward.terms`), before its weight; empty if there is one reward."""
     turn_rewards: Float32Array | None = None
     """Rewards of an environment's turns, one value per generated token, 0 except at the last token of a turn; None: the
     score is the only reward. Their sum is the environment's part of the score."""

@@ -1,5 +1,6 @@
 """User functions for tests, named as `rl_runtime_user_functions:…`."""
 
+import asyncio
 import os
 import time
 from collections.abc import Mapping
@@ -33,6 +34,28 @@ def moody_reward(response_text: str, prompt: Any) -> float:
     if prompt.id == "dies":
         os._exit(3)
     return float("nan") if prompt.id == "nan" else 1.0
+
+
+async def slow_reward(response_text: str, prompt: Any, *, seconds: float = 0.3, scale: float = 1.0) -> float:
+    """Many at a time: it waits, as a request would."""
+    await asyncio.sleep(60 if prompt.id == "hangs" else seconds)
+    if prompt.id == "raises":
+        raise RuntimeError("no idea")
+    return scale
+
+
+def rank_reward(response_texts: list[str], prompts: list[Any], num_tokens: list[int]) -> list[float]:
+    """The rank of each response in its group."""
+    if prompts[0].id == "short":
+        return [1.0]
+    print("ranking " * 1000)
+    order = sorted(response_texts)
+    return [float(order.index(text)) + num_tokens[0] * 100 for text in response_texts]
+
+
+def level_reward(response_text: str, prompt: Any) -> float:
+    """A column of the data."""
+    return float(prompt.extra["level"])
 
 
 def takes_too_many(response_text: str, prompt: Any, config: Any) -> float:

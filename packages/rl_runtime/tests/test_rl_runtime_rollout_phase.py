@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from rl_runtime.app.job_config import JobConfig, without_secrets
-from rl_runtime.config import EpisodeConfig, OversamplingConfig, ScoringConfig
+from rl_runtime.config import EpisodeConfig, OversamplingConfig, RewardTermConfig, ScoringConfig
 from rl_runtime.errors import InputError, RolloutFailed
+from rl_runtime.experience import Experience
 from rl_runtime.rollout.episodes import load_rollout
+from rl_runtime.rollout.hang_guard import HangGuard
 from rl_runtime.rollout.phase import RolloutMeter, RolloutPhase, _finish, _Scored
 from rl_runtime.rollout.scoring import Scorer, load_reward
 from rl_runtime.training.metrics import mismatch
@@ -217,15 +219,19 @@ def test_a_reward_that_hangs_is_named_at_once_and_ends_the_step_soon() -> None:
 
 def test_timeouts_between_answers_are_tolerated() -> None:
     lines: list[str] = []
-    with Scorer(ScoringConfig(num_workers=2), report=lines.append) as scorer:
-        timeout, answer = RewardOutcome(None, "timeout"), RewardOutcome(1.0, "ok")
-        for outcome in [answer, *[timeout] * 31, answer, *[timeout] * 31, RewardOutcome(None, "exception"), timeout]:
-            scorer._count(outcome)
-        assert not scorer.gave_up
-        assert len(lines) == 2
-        for _ in range(31):
-            scorer._count(timeout)
-        assert "its last 32 calls" in scorer.gave_up
+
+    async def no_call(drafts: Sequence[Experience]) -> Sequence[RewardOutcome]:
+        return []
+
+    guard = HangGuard(no_call, "f", whole_groups=False, at_once=2, timeout_s=1, report=lines.append)
+    timeout, answer = RewardOutcome(None, "timeout"), RewardOutcome(1.0, "ok")
+    for outcome in [answer, *[timeout] * 15, answer, *[timeout] * 15, RewardOutcome(None, "exception"), timeout]:
+        guard.count(outcome)
+    assert not guard.gave_up
+    assert len(lines) == 2
+    for _ in range(15):
+        guard.count(timeout)
+    assert "its last 16 calls" in guard.gave_up
 
 
 def test_partial_rollouts_come_first_in_the_next_step(scorer: Scorer) -> None:
@@ -293,9 +299,15 @@ def test_mismatch_of_tokens_of_older_versions_is_separate(scorer: Scorer) -> Non
     assert metrics["rollout/mismatch_ess"] == 1.0
 
 
-JUDGE_PROMPT = "Grade {{0 to 10}}: {prompt} {response} should be {ground_truth} in {data_source}"
-FIELDS = {"prompt": "1 + 1 =", "response": "#### 22", "ground_truth": "2", "data_source": "openai/gsm8k"}
-JUDGED = judge_prompt(JUDGE_PROMPT, FIELDS, trusted=("prompt", "ground_truth", "data_source"))[0]
+JUDGE_PROMPT = "Grade {{0 to 10}}: {prompt} {response} should be {ground_truth} in {data_source} {extra[level]}"
+FIELDS = {
+    "prompt": "1 + 1 =",
+    "response": "#### 22",
+    "ground_truth": "2",
+    "data_source": "openai/gsm8k",
+    "extra": {"level": 3},
+}
+JUDGED = judge_prompt(JUDGE_PROMPT, FIELDS, trusted=("prompt", "ground_truth", "data_source", "extra"))[0]
 
 
 @pytest.mark.parametrize(
@@ -312,15 +324,17 @@ def test_a_service_of_every_kind_scores(settings: dict[str, Any], path: str, bod
         url = service.url + (path if settings["service"] == "http" else "/")
         client = ScriptedClient([[22, 3], [3, 3]], n=2)
         with Scorer(ScoringConfig(url=url, api_key="secret", timeout_s=20, **settings)) as scorer:
-            collected = phase(client, scorer).collect([Prompt("a"), Prompt("b")], SamplingConfig(n=2), step=1)
+            collected = phase(client, scorer).collect(
+                [Prompt(name, extra={"level": 3}) for name in "ab"], SamplingConfig(n=2), step=1
+            )
         with Scorer(ScoringConfig(url=url, api_key="wrong", timeout_s=20, **settings)) as scorer:
             client = ScriptedClient([[2]], n=1)
             with pytest.raises(RolloutFailed, match=r"no reward: .*API key"):
-                phase(client, scorer).collect([Prompt("a")], SamplingConfig(n=1), step=1)
+                phase(client, scorer).collect([Prompt("a", extra={"level": 3})], SamplingConfig(n=1), step=1)
     if path == "/v1/chat/completions":
         assert "Grade {0 to 10}: 1 + 1 = \n[text " in body
         assert "]\n#### 22\n[text " in body
-        assert " should be 2 in openai/gsm8k\n\nGrade what stands between" in body
+        assert " should be 2 in openai/gsm8k 3\n\nGrade what stands between" in body
     texts = [item.response_text for item in collected.batch.items]
     assert texts == ["#### 22", "#### 3", "#### 3", "#### 3"]
     expected = [quality(scored) - (text != "#### 22") / 1000 for text in texts]
@@ -374,14 +388,28 @@ def test_api_keys_are_removed_from_written_configurations() -> None:
         ({"url": "http://a", "judge_prompt": "Grade {response}"}, "null with service=http"),
         ({"url": "http://a", "service": "pooling", "label": 1}, "label is 1"),
         ({"url": "http://a", "service": "classification", "label": -1}, "label is -1"),
+        ({"batched": True}, "batched is true; allowed: false without function"),
+        ({"terms": {"a": {"function": "length"}}}, "limit=None"),
+        ({"terms": {"a": {"function": "nonsense"}}}, "function is 'nonsense'; allowed: gsm8k"),
+        ({"terms": {"a": {"function": "math", "weight": math.inf}}}, "weight is inf"),
+        ({"terms": {"a": {"function": "math", "batched": True}}}, "batched is true; allowed: false"),
+        ({"terms": {"a": {"function": "math", "weight": 0}}}, "weight 0 only"),
+        ({"terms": {"a b": {"function": "math"}}}, "terms.a b is a bad name"),
+        ({"terms": {"episode": {"function": "math"}}}, "but not episode"),
+        ({"terms": {"a": {"function": "math"}}, "function": "a:b"}, "terms is given; allowed: empty"),
+        ({"terms": {"a": {"function": "code", "options": {"timeout_s": 30}}}}, "terms.a.options.timeout_s is 30"),
         ({"num_workers": 0}, "num_workers"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"start_timeout_s": 0}, "start_timeout_s"),
     ],
 )
 def test_scoring_that_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
+    def scoring() -> ScoringConfig:
+        terms = {name: RewardTermConfig(**term) for name, term in settings.get("terms", {}).items()}
+        return ScoringConfig(**{**settings, "terms": terms})
+
     with pytest.raises(ValueError, match=message):
-        ScoringConfig(**settings)
+        scoring()
 
 
 @pytest.mark.parametrize(
@@ -392,7 +420,6 @@ def test_scoring_that_cannot_work_is_refused(settings: dict[str, Any], message: 
         ("rl_runtime_user_functions:absent", "no function 'absent'"),
         ("rl_runtime_user_functions:not_callable", "no function"),
         ("rl_runtime_user_functions:takes_too_many", "cannot be called as"),
-        ("rl_runtime_user_functions:two_turns", "is a coroutine function"),
     ],
 )
 def test_a_wrong_reward_is_refused(name: str, message: str) -> None:

@@ -1,6 +1,7 @@
 from .client.client import RolloutClient as RolloutClient
 from .config import RolloutConfig as RolloutConfig
 from .config import SamplingConfig as SamplingConfig
+from .episodes.async_rewards import AsyncRewardPool as AsyncRewardPool
 from .episodes.chat import ChatFormat as ChatFormat
 from .episodes.chat import ChatTemplateError as ChatTemplateError
 from .episodes.environment_process import Environment as Environment
@@ -10,6 +11,7 @@ from .episodes.environments import EnvironmentRollout as EnvironmentRollout
 from .episodes.episodes import Episode as Episode
 from .episodes.episodes import EpisodeGroup as EpisodeGroup
 from .episodes.episodes import EpisodeResult as EpisodeResult
+from .episodes.episodes import EpisodeRuns as EpisodeRuns
 from .episodes.episodes import TurnFailedError as TurnFailedError
 from .episodes.episodes import run_episodes as run_episodes
 from .episodes.remote_rewards import RemoteReward as RemoteReward
@@ -17,7 +19,6 @@ from .episodes.remote_rewards import classification_reward as classification_rew
 from .episodes.remote_rewards import http_reward as http_reward
 from .episodes.remote_rewards import judge_reward as judge_reward
 from .episodes.remote_rewards import pooling_reward as pooling_reward
-from .episodes.async_rewards import AsyncRewardPool as AsyncRewardPool
 from .episodes.rewards import RewardOutcome as RewardOutcome
 from .episodes.rewards import RewardPool as RewardPool
 from .episodes.tools import ToolEnvironment as ToolEnvironment

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from rollout_vllm import RewardOutcome, RewardPool
+from rollout_vllm import AsyncRewardPool, RewardOutcome, RewardPool
+from rollout_vllm.episodes.processes import MAX_PRINTED_BYTES
 
 # Workers import functions by name, so these functions are written to a module file.
 MODULE = """
-import os, subprocess, time
+import asyncio, os, subprocess, time
 def length(text, scale):
     return len(text) * scale
 def fail(text):
@@ -41,6 +42,51 @@ def word():
     return "good"
 def pid():
     return float(os.getpid())
+def fork(then):
+    if os.fork() == 0 and then == "leave":
+        os._exit(0)
+    return float(os.getpid())
+def shout():
+    for _ in range(40):
+        print("x" * 100_000, flush=True)
+    os.write(2, b"to stderr")
+    return 1.0
+def batch(texts, what):
+    values = [float(len(text)) for text in texts]
+    if what == "raise":
+        raise ValueError("no")
+    if what == "hang":
+        time.sleep(1000)
+    if what == "exit":
+        os._exit(3)
+    wrong = {"short": values[1:], "word": "abc", "none": None, "nan": [float("nan"), 2.0], "text": ["1", 2.0]}
+    return wrong.get(what, values)
+async def wait(then, seconds=0.05):
+    await asyncio.sleep(seconds)
+    if then == "raise":
+        raise ValueError("no\\nanswer")
+    if then == "hang":
+        await asyncio.sleep(1000)
+    if then == "stubborn":
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                pass
+    if then == "block":
+        time.sleep(1000)
+    if then == "exit":
+        os._exit(3)
+    if then == "leave":
+        raise SystemExit(0)
+    if then == "fork":
+        os.fork()
+    if then == "shout":
+        print("y" * 3_000_000)
+    return {"nan": float("nan"), "word": "good", "nothing": None}.get(then, 1.0)
+async def wait_batch(texts):
+    await asyncio.sleep(0.05)
+    return [float(len(text)) for text in texts]
 def start_processes(then):
     # A child, and a daemon that has left the session and the process tree.
     child = subprocess.Popen(["sleep", "1000"]).pid
@@ -103,6 +149,101 @@ def test_failures_affect_only_their_own_sample(pool: RewardPool, functions: Any)
     assert all(o.score is None and o.message for o in outcomes if o.kind != "ok")
     assert outcomes[0].message == "ValueError: no answer"
     assert "exit code 3" in outcomes[5].message
+
+
+def test_a_string_is_no_number(pool: RewardPool, functions: Any) -> None:
+    assert pool.submit(functions.word).result(60).message == "the reward is str 'good', not a number"
+
+
+def test_a_function_that_forks_answers_once(pool: RewardPool, functions: Any) -> None:
+    """The child returns from the function too."""
+    outcomes = [pool.submit(functions.fork, then).result(60) for then in ("return", "leave", "return")]
+    assert [o.kind for o in outcomes] == ["ok"] * 3
+    assert [pool.submit(functions.length, "a" * i, 1).result(60).score for i in range(6)] == list(range(6))
+
+
+BATCHES = {
+    "fine": ("ok", "ok", ""),
+    "nan": ("exception", "ok", "the reward is nan, not a finite number"),
+    "text": ("exception", "ok", "the reward is str '1', not a number"),
+    "raise": ("exception", "exception", "ValueError: no"),
+    "short": ("exception", "exception", "has 1 values for 2 responses"),
+    "word": ("exception", "exception", "is str 'abc', not a list of 2 numbers"),
+    "none": ("exception", "exception", "is NoneType None, not a list of 2 numbers"),
+    "hang": ("timeout", "timeout", "no reward within 1 s"),
+    "exit": ("crash", "crash", "exit code 3"),
+}
+
+
+def test_a_batched_call_gives_an_outcome_for_each_response(pool: RewardPool, functions: Any) -> None:
+    futures = {what: pool.submit_batch(functions.batch, ["a", "bb"], what, num_scores=2) for what in BATCHES}
+    for what, (first, second, message) in BATCHES.items():
+        outcomes = futures[what].result(60)
+        assert [o.kind for o in outcomes] == [first, second], what
+        assert message in outcomes[0].message
+        assert outcomes[1].score == (2.0 if second == "ok" else None)
+
+
+def test_printed_output_is_bounded_and_not_in_the_terminal(
+    functions: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with RewardPool(timeout_s=20.0, printed_dir=str(tmp_path)) as pool, RewardPool(timeout_s=20.0) as silent:
+        assert [pool.submit(functions.shout).result(60).score for _ in range(3)] == [1.0] * 3
+        assert silent.submit(functions.shout).result(60).score == 1.0
+    with AsyncRewardPool(timeout_s=20.0, printed_dir=str(tmp_path)) as pool:
+        assert pool.submit(functions.wait, "shout").result(60).score == 1.0
+    for name in ("reward_0.log", "reward_async.log"):
+        printed = (tmp_path / name).read_bytes()
+        assert MAX_PRINTED_BYTES <= len(printed) < MAX_PRINTED_BYTES + 100
+        assert printed.endswith(b"[what is printed after this is dropped]\n")
+    assert capfd.readouterr() == ("", "")
+
+
+ASYNC = {
+    "fine": ("ok", ""),
+    "raise": ("exception", "ValueError: no answer"),
+    "hang": ("timeout", "no reward within 1.5 s"),
+    "stubborn": ("timeout", "no reward within 1.5 s"),
+    "leave": ("exception", "SystemExit: 0"),
+    "fork": ("ok", ""),
+    "nan": ("exception", "not a finite number"),
+    "word": ("exception", "str 'good', not a number"),
+    "nothing": ("exception", "NoneType None, not a number"),
+    "block": ("timeout", "it blocks the event loop"),
+    "exit": ("crash", "exit code 3"),
+}
+
+
+def test_failures_of_coroutine_functions_affect_only_their_own_sample(functions: Any) -> None:
+    with AsyncRewardPool(timeout_s=1.5) as pool:
+        calls = {what: pool.submit(functions.wait, what) for what in ASYNC}
+        more = [pool.submit(functions.wait, "fine") for _ in range(20)]
+        batch = pool.submit_batch(functions.wait_batch, ["a", "bb"], num_scores=2)
+        for what, (kind, message) in ASYNC.items():
+            outcome = calls[what].result(120)
+            assert (outcome.kind, outcome.score) == (kind, 1.0 if kind == "ok" else None), (what, outcome)
+            assert message in outcome.message
+        assert [future.result(120).score for future in more] == [1.0] * 20
+        assert [outcome.score for outcome in batch.result(120)] == [1.0, 2.0]
+
+
+def test_coroutine_functions_run_at_the_same_time(functions: Any) -> None:
+    with AsyncRewardPool(timeout_s=20.0, max_in_flight=50) as pool:
+        assert pool.submit(functions.wait, "fine").result(60).score == 1.0
+        begin = time.monotonic()
+        calls = [pool.submit(functions.wait, "fine", seconds=0.5) for _ in range(100)]
+        assert {call.result(60).score for call in calls} == {1.0}
+        assert time.monotonic() - begin < 10, "one after the other they would take 50 seconds"
+
+
+def test_a_coroutine_function_that_cannot_be_loaded_is_reported_once(module: Callable[[str, str], Any]) -> None:
+    functions = module("plinth_broken_async", "raise RuntimeError('no license')")
+    with AsyncRewardPool(timeout_s=5.0, start_timeout_s=20.0) as pool:
+        outcomes = [pool.submit(functions.quick, 1.0) for _ in range(3)]
+        assert {future.result(60).kind for future in outcomes} == {"start"}
+        assert "RuntimeError: no license" in outcomes[0].result().message
+    with pytest.raises(ValueError, match="max_in_flight"):
+        AsyncRewardPool(max_in_flight=0)
 
 
 def test_close_ends_the_workers(functions: Any) -> None:

@@ -1,5 +1,6 @@
 import pickle
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -347,3 +348,49 @@ def test_source_docs_skips_tool_comments_and_nested_classes() -> None:
 
 def test_paths_name_sections_and_keys() -> None:
     assert {"actor", "actor.zero.stage", "critic.optim.lr", "data.train"} <= set(all_paths(Example))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """A named part."""
+
+    function: str
+    weight: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.weight < 0:
+            raise ValueError(f"weight is {self.weight}; allowed: 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithTerms:
+    terms: Mapping[str, Term] = field(default_factory=dict)
+
+
+def test_a_mapping_of_sections_is_loaded_and_written(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("terms: {b: {function: f, options: {limit: 3, names: [x, 1]}}, a: {function: g, weight: 1e-1}}")
+    config = load_config(WithTerms, presets=[file], overrides=["terms.b.weight=2", "terms.b.options.limit=4"])
+    assert list(config.terms) == ["b", "a"], "the order of the file"
+    assert config.terms["b"] == Term(function="f", weight=2.0, options={"limit": 4, "names": ["x", 1]})
+    assert config.terms["a"].weight == 0.1
+    file.write_text(to_yaml(config))
+    assert load_config(WithTerms, presets=[file]) == config
+    assert "terms.NAME.weight" in all_paths(WithTerms)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("terms.a.wieght=1", r"terms.a.wieght: unknown key .*nearest: terms.NAME.weight"),
+        ("terms.a.weight=x", "terms.a.weight: got 'x'; allowed: a number"),
+        ("terms.a.weight=-1", "terms.a.weight: is -1.0; allowed: 0 or more"),
+        ("terms.a=3", "terms.a: got 3; allowed: a section with the keys function, weight, options"),
+        ("terms.c.weight=1", "terms.c.function: missing"),
+        ("terms=3", "terms: got 3; allowed: a mapping"),
+    ],
+)
+def test_mistakes_in_a_mapping_of_sections_name_their_key(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(WithTerms, overrides=["terms.a.function=f", override])

@@ -30,7 +30,7 @@ from ..launch.session import Session, open_session, plan_session
 from ..ranks.environment import prepare_driver
 from ..ranks.model_handle import ModelHandle, Reference, WithoutAdapters
 from ..rollout.phase import RolloutPhase
-from ..rollout.scoring import Scorer
+from ..rollout.scoring import Scorer, rewards_of_rows
 from ..rollout.servers import RolloutServers
 from ..rollout.step_rollouts import StepRollouts
 from ..training.checkpoints import RunCheckpoints, Stateful
@@ -183,8 +183,8 @@ def check_job(
     check_tracking(config.tracking)
     placement = plan_session(config.trainer, config.rollout, own_ranks)
     check_functions(config.episode, config.reward)
-    rewards = () if config.reward.function or config.reward.url or config.episode.environment else None
-    check_prompt_files(config.model, config.data, rewards=rewards)
+    is_scored_alone = config.episode.environment is not None and not config.reward.terms
+    check_prompt_files(config.model, config.data, rewards=() if is_scored_alone else rewards_of_rows(config.reward))
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
         check_engine(engine, section=section, num_updates=num_updates, is_saved=config.trainer.save_freq > 0)
@@ -258,7 +258,8 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
     """All steps of the training loop."""
     config, session = job.config, job.session
     profiler = StepProfiler(session.recorder, job.folder / "profile", config.trainer.profile_steps)
-    with Scorer(config.reward, report=job.tracker.info) as scorer, _servers(job, algorithm.roles["actor"]) as servers:
+    scoring = Scorer(config.reward, report=job.tracker.info, printed_dir=job.folder / "rewards")
+    with scoring as scorer, _servers(job, algorithm.roles["actor"]) as servers:
         rollouts = _rollouts(job, scorer)
         checkpoints = RunCheckpoints(
             job.folder / "checkpoints",

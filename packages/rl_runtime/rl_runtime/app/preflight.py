@@ -37,7 +37,7 @@ from ..launch.cluster import check_address
 from ..launch.placement import Placement
 from ..launch.reachability import resolve_sync_transport, why_unreachable
 from ..rollout.episodes import load_environment, load_rollout
-from ..rollout.scoring import load_reward
+from ..rollout.scoring import load_functions, prepare_rewards
 from .inputs import BUILTIN_MODEL
 
 
@@ -61,8 +61,7 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
         load_rollout(episode.function)
     if episode.environment is not None:
         load_environment(episode)
-    if reward.function is not None:
-        load_reward(reward.function)
+    prepare_rewards(load_functions(reward).values())
     if reward.url is not None:
         reward.read_api_key()
         parts = urlsplit(reward.url)

@@ -22,7 +22,6 @@ from rollout_vllm import (
     GroupResult,
     PartialGroup,
     Request,
-    RewardOutcome,
     RolloutClient,
     Sample,
     SamplingConfig,
@@ -53,6 +52,8 @@ class Collected:
     """The train batch of a step and the number of samples left out of it."""
 
     batch: ExperienceBatch
+    dropped: ExperienceBatch = field(default_factory=lambda: ExperienceBatch(items=()))
+    """Scored samples that are not trained on, because dynamic sampling dropped their group."""
     num_failed: int
     reason: str = ""
     """Why the first of these samples was left out."""
@@ -60,6 +61,11 @@ class Collected:
     """Metrics of the rollout: of the servers, the client, and dynamic sampling."""
     note: str = ""
     """A line for the log, if the batch has fewer groups than asked for."""
+
+    @property
+    def scored(self) -> ExperienceBatch:
+        """All scored samples of the step; their mean score is that of the policy, also with dynamic sampling."""
+        return ExperienceBatch(items=self.batch.items + self.dropped.items)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +239,7 @@ class RolloutPhase:
             )
         scores = np.array([item.score for item in items])
         return Validation(
-            accuracy=float(np.mean(scores >= self._scorer.full_score)),
+            accuracy=float(np.mean([self._scorer.is_full(item) for item in items])),
             score_mean=float(scores.mean()),
             num_samples=len(items),
             num_failed=len(prompts) * sampling.n - len(items),
@@ -346,18 +352,16 @@ class RolloutPhase:
     async def _score(self, place: int, prompt: PromptLike, group: GroupResult | EpisodeGroup) -> _Scored:
         samples = group.samples if isinstance(group, GroupResult) else group.results
         drafts = [self._draft(place, prompt, sample) for sample in samples]
-        outcomes = await asyncio.gather(*map(self._outcome, drafts))
+        scores = await self._scorer.score(drafts)
         return _Scored(
-            items=[replace(d, score=o.score) for d, o in zip(drafts, outcomes, strict=True) if o.score is not None],
+            items=[
+                replace(draft, score=found.score, reward_terms=found.terms)
+                for draft, found in zip(drafts, scores, strict=True)
+                if found.score is not None
+            ],
             reasons=[failure.message for failure in group.failures]
-            + [f"no reward: {outcome.message}" for outcome in outcomes if outcome.score is None],
+            + [f"no reward: {found.message}" for found in scores if found.score is None],
         )
-
-    async def _outcome(self, draft: Experience) -> RewardOutcome:
-        """The score that the episode gave itself, or that of the configured reward."""
-        if draft.turn_rewards is not None:
-            return RewardOutcome(draft.score, "ok")
-        return await self._scorer.score(draft.response_text, draft.prompt)
 
     def _draft(self, place: int, prompt: PromptLike, sample: Sample | EpisodeResult) -> Experience:
         """The sample with the score that its episode gave itself, else NaN."""

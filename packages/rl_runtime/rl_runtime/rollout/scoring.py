@@ -1,10 +1,17 @@
-"""Scores responses during the rollout: by the rule of the data source, a function of the user, or a service."""
+"""Scores responses during the rollout: rewards by name or data source, functions of the user, or a service."""
 
 import asyncio
-from collections.abc import Callable
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from rl_data import reward_for
+from rl_data import Reward, reward_for
 from rollout_vllm import (
+    AsyncRewardPool,
     Endpoint,
     RemoteReward,
     RewardOutcome,
@@ -15,101 +22,156 @@ from rollout_vllm import (
     pooling_reward,
 )
 
-from ..config import JUDGE_FIELDS_OF_DATA, ScoringConfig
-from ..experience import PromptLike
+from ..config import EPISODE_TERM, JUDGE_FIELDS_OF_DATA, RewardTermConfig, ScoringConfig
+from ..errors import InputError
+from ..experience import Experience
+from .hang_guard import Call, HangGuard
 from .user_functions import load_function
 
-_SERVICE_CALLS = 64
-"""Calls that a service gets at the same time."""
-_ROUNDS_WITHOUT_ANSWER, _ROUNDS_AFTER_AN_ANSWER = 4, 16
-"""Timeouts in a row, as a multiple of the calls at the same time, after which scoring is given up."""
+_AT_ONCE = 64
+"""Calls that a service, or the event loop of coroutine functions, gets at the same time."""
+_FACTS: Mapping[str, Callable[[Experience], Any]] = {
+    "num_tokens": lambda draft: draft.num_generated,
+    "finish_reason": lambda draft: draft.finish_reason,
+}
+"""What a function gets by keyword if it has a parameter of that name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleScore:
+    """The score of a sample, the value of each term, and why there is no score (else "")."""
+
+    score: float | None
+    terms: Mapping[str, float] = field(default_factory=dict)
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFunction:
+    """A function that scores, with what it is called with.
+
+    facts: names in `_FACTS`. key: the configuration key that gave it.
+    """
+
+    call: Callable[..., Any]
+    key: str
+    name: str
+    batched: bool = False
+    facts: tuple[str, ...] = ()
+
+    @property
+    def is_coroutine(self) -> bool:
+        return inspect.iscoroutinefunction(self.call)
 
 
 class Scorer:
     """Scores responses while others are generated: functions in processes of their own, services over HTTP.
 
-    A call that raises, times out, ends its process or gets no answer affects only its own sample. Timeouts in a row are
-    reported, and after several rounds of them every call fails at once (`gave_up`), so that a function that always
-    hangs cannot stall the run for hours. Close the scorer, or use it as a context manager.
+    A call that raises, times out, ends its process or gets no answer affects only its own sample (its own group, if the
+    function is batched). A function whose calls all time out ends the run (`HangGuard`). Close the scorer, or use it as
+    a context manager.
 
     Raises:
-        InputError: `config.function` cannot be imported or called.
+        InputError: a function cannot be imported or called, or a reward lacks what it needs of this machine.
     """
 
-    def __init__(self, config: ScoringConfig, *, report: Callable[[str], None] = print) -> None:
-        """`report` gets a line when as many calls in a row as run at the same time have timed out."""
-        self._config, self._report = config, report
-        self._num_timeouts, self._has_answered = 0, False
-        self._calls: set[asyncio.Future[RewardOutcome]] = set()
-        self.gave_up = ""
-        """Why no call is made any more; empty while calls are made."""
-        self._function = load_reward(config.function) if config.function is not None else None
-        self._pool: RewardPool | None = None
+    def __init__(
+        self, config: ScoringConfig, *, report: Callable[[str], None] = print, printed_dir: Path | None = None
+    ) -> None:
+        """
+        Args:
+            report: gets a line for what rewards have to say at the start, and for functions that hang.
+            printed_dir: folder for what functions print, created if missing; None: it is dropped.
+        """
+        self._config = config
+        if printed_dir is not None:
+            printed_dir.mkdir(parents=True, exist_ok=True)
+        functions = load_functions(config)
+        for line in prepare_rewards(functions.values()):
+            report(line)
+        self._pools: list[RewardPool] = []
         self._service: RemoteReward | None = None
-        if config.url is None:
-            self._pool = RewardPool(
-                num_workers=config.num_workers, timeout_s=config.timeout_s, start_timeout_s=config.start_timeout_s
-            )
+        self._settings: dict[str, Any] = {
+            "timeout_s": config.timeout_s,
+            "start_timeout_s": config.start_timeout_s,
+            "printed_dir": None if printed_dir is None else str(printed_dir),
+        }
+        self._report = report
+        self._sources = {name: self._function(function) for name, function in functions.items()}
+        if not functions:
+            self._sources[""] = self._data_source() if config.url is None else self._url(config.url)
+        self._full_score = _full_score(config, functions)
+
+    def _function(self, function: RewardFunction) -> HangGuard:
+        call = partial(_call_batch if function.batched else _call_one, self._pool(function.is_coroutine), function)
+        at_once = _AT_ONCE if function.is_coroutine else self._config.num_workers
+        return self._guard(call, f"{function.key}={function.name}", at_once, whole_groups=function.batched)
+
+    def _data_source(self) -> HangGuard:
+        call = partial(_call_by_data_source, self._pool(False), self._config)
+        return self._guard(call, "reward.function=built in", self._config.num_workers)
+
+    def _url(self, url: str) -> HangGuard:
+        self._service = connect_service(self._config, url)
+        return self._guard(partial(_ask_service, self._service, self._config), f"reward.url={url}", _AT_ONCE)
+
+    def _guard(self, call: Call, what: str, at_once: int, *, whole_groups: bool = False) -> HangGuard:
+        timeout_s = self._config.timeout_s
+        return HangGuard(
+            call, what, whole_groups=whole_groups, at_once=at_once, timeout_s=timeout_s, report=self._report
+        )
+
+    def _pool(self, is_coroutine: bool) -> RewardPool:
+        """The pool for coroutine functions or that for others, started when it is first asked for."""
+        kind = AsyncRewardPool if is_coroutine else RewardPool
+        if (found := next((pool for pool in self._pools if type(pool) is kind), None)) is not None:
+            return found
+        if is_coroutine:
+            self._pools.append(AsyncRewardPool(max_in_flight=_AT_ONCE, **self._settings))
         else:
-            self._service = connect_service(config, config.url)
+            self._pools.append(RewardPool(num_workers=self._config.num_workers, **self._settings))
+        return self._pools[-1]
 
     @property
-    def full_score(self) -> float:
-        """The score of a correct answer."""
-        return self._config.score
+    def gave_up(self) -> str:
+        """Why no call is made any more; empty while calls are made."""
+        return next((source.gave_up for source in self._sources.values() if source.gave_up), "")
 
-    async def score(self, text: str, prompt: PromptLike) -> RewardOutcome:
-        """The score of a response, or the reason why it has none."""
-        if self.gave_up:
-            return self._refusal()
-        call = asyncio.ensure_future(self._score(text, prompt))
-        self._calls.add(call)
-        try:
-            outcome = await call
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            return self._refusal()
-        finally:
-            self._calls.discard(call)
-        self._count(outcome)
-        return outcome
+    def is_full(self, item: Experience) -> bool:
+        """Whether a sample counts as right in validation: its first term is full, or its score if there is one reward.
 
-    def _refusal(self) -> RewardOutcome:
-        return RewardOutcome(None, "timeout", self.gave_up)
+        Full is the reward's own full score for rewards of the registry, `reward.score` for functions and services.
+        """
+        first = next(iter(self._config.terms), "")
+        return item.reward_terms.get(first, item.score) >= self._full_score
 
-    def _count(self, outcome: RewardOutcome) -> None:
-        """Reports timeouts in a row, and gives up where they do not end."""
-        if outcome.kind != "timeout":
-            self._num_timeouts, self._has_answered = 0, self._has_answered or outcome.kind == "ok"
-            return
-        self._num_timeouts += 1
-        config = self._config
-        at_once = config.num_workers if self._pool is not None else _SERVICE_CALLS
-        limit = at_once * (_ROUNDS_AFTER_AN_ANSWER if self._has_answered else _ROUNDS_WITHOUT_ANSWER)
-        what = f"reward.url={config.url}" if config.url else f"reward.function={config.function or 'built in'}"
-        hangs = (
-            f"{what} hangs: its last {self._num_timeouts} calls took longer than reward.timeout_s={config.timeout_s:g}"
-        )
-        if self._num_timeouts == at_once:
-            self._report(f"warning: {hangs}; the run ends after {limit} such calls in a row")
-        elif self._num_timeouts == limit:
-            self.gave_up = f"{hangs}; mend it, raise reward.timeout_s, or score more at a time (reward.num_workers)"
-            for call in self._calls:
-                call.cancel()
+    async def score(self, drafts: Sequence[Experience]) -> list[SampleScore]:
+        """The scores of the samples of a group.
 
-    async def _score(self, text: str, prompt: PromptLike) -> RewardOutcome:
-        if self._pool is None:
-            return await self._ask_service(text, prompt)
-        if self._function is not None:
-            return await self._pool.score(self._function, text, prompt)
-        return await self._pool.score(reward_for(prompt.data_source, self._config), text, prompt)
+        A sample whose `score` is set, by its episode, keeps it; configured terms are added to it.
+        """
+        is_asked = [bool(self._config.terms) or math.isnan(draft.score) for draft in drafts]
+        asked = [draft for draft, yes in zip(drafts, is_asked, strict=True) if yes]
+        columns = await asyncio.gather(*(source.score(asked) for source in self._sources.values()))
+        scores = iter([self._sum(draft, outcomes) for draft, *outcomes in zip(asked, *columns, strict=True)])
+        pairs = zip(drafts, is_asked, strict=True)
+        return [next(scores) if yes else SampleScore(score=draft.score) for draft, yes in pairs]
+
+    def _sum(self, draft: Experience, outcomes: Sequence[RewardOutcome]) -> SampleScore:
+        terms = {} if math.isnan(draft.score) else {EPISODE_TERM: draft.score}
+        total = sum(terms.values())
+        for name, outcome in zip(self._sources, outcomes, strict=True):
+            if outcome.score is None:
+                where = f"reward.terms.{name}: " if name else ""
+                return SampleScore(score=None, message=f"{where}{outcome.message}")
+            total += outcome.score * (self._config.terms[name].weight if name else 1.0)
+            terms |= {name: outcome.score} if name else {}
+        return SampleScore(score=total, terms=terms)
 
     def close(self) -> None:
         """Ends the processes and connections."""
-        if self._pool is not None:
-            self._pool.close()
+        for pool in self._pools:
+            pool.close()
         if self._service is not None:
             self._service.close()
 
@@ -119,17 +181,50 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _ask_service(self, text: str, prompt: PromptLike) -> RewardOutcome:
-        assert self._service is not None
-        if self._config.service in ("classification", "pooling"):
-            return await asyncio.wrap_future(self._service.submit(prompt.text + text))
-        fields = {
-            "prompt": prompt.text,
-            "response": text,
-            "ground_truth": prompt.ground_truth,
-            "data_source": prompt.data_source,
-        }
-        return await asyncio.wrap_future(self._service.submit(fields))
+
+async def _call_one(
+    pool: RewardPool, function: RewardFunction, drafts: Sequence[Experience]
+) -> Sequence[RewardOutcome]:
+    (draft,) = drafts
+    facts = {name: _FACTS[name](draft) for name in function.facts}
+    return [await pool.score(function.call, draft.response_text, draft.prompt, **facts)]
+
+
+async def _call_batch(
+    pool: RewardPool, function: RewardFunction, drafts: Sequence[Experience]
+) -> Sequence[RewardOutcome]:
+    texts, prompts = [draft.response_text for draft in drafts], [draft.prompt for draft in drafts]
+    facts = {name: [_FACTS[name](draft) for draft in drafts] for name in function.facts}
+    call = pool.submit_batch(function.call, texts, prompts, num_scores=len(drafts), **facts)
+    return await asyncio.wrap_future(call)
+
+
+async def _call_by_data_source(
+    pool: RewardPool, config: ScoringConfig, drafts: Sequence[Experience]
+) -> Sequence[RewardOutcome]:
+    (draft,) = drafts
+    reward = reward_for(draft.prompt.data_source, config)
+    return [await pool.score(reward, draft.response_text, draft.prompt)]
+
+
+async def _ask_service(
+    service: RemoteReward, config: ScoringConfig, drafts: Sequence[Experience]
+) -> Sequence[RewardOutcome]:
+    (draft,) = drafts
+    return [await asyncio.wrap_future(service.submit(_service_fields(config, draft)))]
+
+
+def _service_fields(config: ScoringConfig, draft: Experience) -> Any:
+    prompt = draft.prompt
+    if config.service in ("classification", "pooling"):
+        return prompt.text + draft.response_text
+    return {
+        "prompt": prompt.text,
+        "response": draft.response_text,
+        "ground_truth": prompt.ground_truth,
+        "data_source": prompt.data_source,
+        "extra": dict(prompt.extra),
+    }
 
 
 def connect_service(config: ScoringConfig, url: str) -> RemoteReward:
@@ -146,10 +241,71 @@ def connect_service(config: ScoringConfig, url: str) -> RemoteReward:
     return judge_reward(endpoint, prompt=config.judge_prompt, trusted=JUDGE_FIELDS_OF_DATA, timeout_s=config.timeout_s)
 
 
-def load_reward(name: str) -> Callable[..., float]:
-    """Imports the function `reward.function`.
+def load_functions(config: ScoringConfig) -> dict[str, RewardFunction]:
+    """The configured functions by the name of their term; "" for `reward.function`. Empty without either.
+
+    Raises:
+        InputError: a function cannot be imported or called.
+    """
+    if config.function is not None:
+        call = load_reward(config.function, batched=config.batched)
+        return {"": _reward_function(call, "reward.function", config.function, config.batched)}
+    return {name: _load_term(term, f"reward.terms.{name}") for name, term in config.terms.items()}
+
+
+def _load_term(term: RewardTermConfig, key: str) -> RewardFunction:
+    if term.is_registered:
+        return _reward_function(term.registered(), f"{key}.function", term.function, False)
+    call = load_reward(term.function, key=f"{key}.function", batched=term.batched, keywords=tuple(term.options))
+    call = partial(call, **term.options) if term.options else call
+    return _reward_function(call, f"{key}.function", term.function, term.batched)
+
+
+def _reward_function(call: Callable[..., Any], key: str, name: str, batched: bool) -> RewardFunction:
+    parameters = inspect.signature(call).parameters
+    facts = tuple(fact for fact in _FACTS if fact in parameters)
+    return RewardFunction(call=call, key=key, name=name, batched=batched, facts=facts)
+
+
+def load_reward(
+    name: str, *, key: str = "reward.function", batched: bool = False, keywords: Collection[str] = ()
+) -> Callable[..., Any]:
+    """Imports a function that scores, plain or coroutine function.
 
     Raises:
         InputError: it cannot be imported or called.
     """
-    return load_function(name, key="reward.function", arguments=("response_text", "prompt"))
+    arguments = ("response_texts", "prompts") if batched else ("response_text", "prompt")
+    return load_function(
+        name, key=key, arguments=arguments, keywords=keywords, offered=_FACTS.keys(), is_coroutine=None
+    )
+
+
+def prepare_rewards(functions: Collection[RewardFunction]) -> list[str]:
+    """Checks what the registry's rewards need of this machine; returns lines for the log.
+
+    Raises:
+        InputError: something is missing.
+    """
+    lines = []
+    for function in functions:
+        if isinstance(function.call, Reward):
+            try:
+                lines.append(function.call.prepare())
+            except ValueError as error:
+                raise InputError(f"{function.key} is {function.name}: {error}") from error
+    return list(dict.fromkeys(filter(None, lines)))
+
+
+def rewards_of_rows(config: ScoringConfig) -> tuple[Reward, ...] | None:
+    """The registry's rewards that score every row; None: the reward of each row's data source."""
+    if config.function is not None or config.url is not None:
+        return ()
+    if not config.terms:
+        return None
+    return tuple(term.registered() for term in config.terms.values() if term.is_registered)
+
+
+def _full_score(config: ScoringConfig, functions: Mapping[str, RewardFunction]) -> float:
+    first = next(iter(functions.values()), None)
+    return first.call.full_score if first is not None and isinstance(first.call, Reward) else config.score

@@ -56,21 +56,26 @@ def load_function(
     key: str,
     arguments: tuple[str, ...],
     keywords: Collection[str] = (),
-    is_coroutine: bool = False,
+    offered: Collection[str] = (),
+    is_coroutine: bool | None = False,
 ) -> Callable[..., Any]:
     """Imports the function of the configuration key `key`; checks that it takes `arguments` and `keywords`.
+
+    offered: further keywords, which it gets if it has parameters of these names. is_coroutine: whether it must be a
+    coroutine function; None: as it is.
 
     Raises:
         InputError: the function cannot be imported or called; says what is allowed.
     """
     function, attribute = load_attribute(name, key=key), name.partition(":")[2]
-    if inspect.iscoroutinefunction(function) != is_coroutine:
+    if is_coroutine is not None and inspect.iscoroutinefunction(function) != is_coroutine:
         raise InputError(
             f"{key} is {name!r}, which is {'no' if is_coroutine else 'a'} coroutine function; write "
             f"`{'async def' if is_coroutine else 'def'} {attribute}({', '.join(arguments)})`"
         )
     try:
-        inspect.signature(function).bind(*arguments, **dict.fromkeys(keywords))
+        signature = inspect.signature(function)
+        signature.bind(*arguments, **dict.fromkeys((*keywords, *(signature.parameters.keys() & set(offered)))))
     except TypeError as error:
         raise InputError(
             f"{key} is {name!r}, which cannot be called as {attribute}({', '.join((*arguments, *keywords))}): {error}"

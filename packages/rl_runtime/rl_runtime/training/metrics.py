@@ -17,8 +17,8 @@ _MISMATCH = {"abs_mean": "log_prob_mismatch", "abs_max": "log_prob_mismatch_max"
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float]:
-    """Scores, lengths and failures of the samples of a step, and the metrics of the servers."""
-    batch = collected.batch
+    """Scores and lengths of the scored samples of a step, number of failures, and the metrics of the servers."""
+    batch = collected.scored
     scores, response_lens = batch.scores_N.numpy(), batch.response_lens_N.numpy()
     prompt_lens = np.array([len(item.prompt.token_ids) for item in batch.items])
     baselines = {item.group_id: item.baseline_score for item in batch.items if item.baseline_score is not None}
@@ -33,11 +33,23 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "response_length/clip_ratio": float(np.mean([item.finish_reason == "length" for item in batch.items])),
         "prompt_length/mean": float(prompt_lens.mean()),
         "prompt_length/max": float(prompt_lens.max()),
-        "rollout/num_samples": float(len(batch.items)),
+        "rollout/num_samples": float(len(collected.batch.items)),
         "rollout/num_failed": float(collected.num_failed),
         "rollout/num_turns": float(np.mean([item.num_turns for item in batch.items])),
         **({"rollout/baseline_score_mean": float(np.mean(list(baselines.values())))} if baselines else {}),
+        **term_metrics(batch),
         **collected.metrics,
+    }
+
+
+def term_metrics(batch: ExperienceBatch) -> dict[str, float]:
+    """Mean and standard deviation of each term of the reward, before its weight; empty if there is one reward."""
+    terms = [item.reward_terms for item in batch.items]
+    columns = {name: np.array([values[name] for values in terms]) for name in (terms[0] if terms else ())}
+    return {
+        f"reward/{name}/{what}": float(compute(values))
+        for name, values in columns.items()
+        for what, compute in (("mean", np.mean), ("std", np.std))
     }
 
 

@@ -68,6 +68,7 @@ def rollout_record(item: Experience) -> dict[str, Any]:
         "prompt": item.prompt.text,
         "response": item.response_text,
         "reward": item.score,
+        "reward_terms": dict(item.reward_terms),
         "ground_truth": item.prompt.ground_truth,
         "group": item.group_id,
         "finish_reason": item.finish_reason,

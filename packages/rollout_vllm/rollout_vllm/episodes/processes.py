@@ -3,12 +3,15 @@
 import ctypes
 import os
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+MAX_PRINTED_BYTES = 1 << 20
+"""Size of a file with what functions print."""
 
 
 class Closable(Protocol):
@@ -20,13 +23,17 @@ class Closable(Protocol):
 PipeT = TypeVar("PipeT", bound=Closable)
 
 
-def run_kept(work: Callable[[PipeT], None], pipe: PipeT, launcher: int | None = None) -> None:
+def run_kept(
+    work: Callable[[PipeT], None], pipe: PipeT, launcher: int | None = None, printed: str | None = None
+) -> None:
     """Main function of a process: a child of it runs `work(pipe)`.
 
     This process ends with the child, or with its own parent, and so does every process that the child has started,
     because it becomes a child of this one when its parent ends. Terminating this process ends them too.
 
     launcher: the pid of the parent, which may have ended before this process asked to end with it; None: unknown.
+    printed: file to which what the child and its processes print is appended, up to `MAX_PRINTED_BYTES`; the rest is
+    dropped. "": all of it is dropped. None: the terminal.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
@@ -35,18 +42,27 @@ def run_kept(work: Callable[[PipeT], None], pipe: PipeT, launcher: int | None = 
     if launcher is not None and os.getppid() != launcher:
         return
     keeper = os.getpid()
+    output = None if printed is None else os.pipe()
     child = os.fork()
     if child == 0:
+        if output is not None:
+            _print_into(*output)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == keeper:
             work(pipe)
         return
     pipe.close()
+    copier = threading.Thread(target=_copy_printed, args=(output[0], printed), daemon=True) if output else None
+    if output and copier:
+        os.close(output[1])
+        copier.start()
     ended = status = 0
     while ended != child:
         ended, status = os.wait()
     _kill_descendants()
+    if copier:
+        copier.join(timeout=1.0)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:  # by a signal: end in the same way
         with suppress(OSError):  # SIGKILL has no handler
@@ -58,6 +74,29 @@ def run_kept(work: Callable[[PipeT], None], pipe: PipeT, launcher: int | None = 
 def describe(error: BaseException) -> str:
     """The type and the message of an error on one line, shortened."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _print_into(reader: int, writer: int) -> None:
+    os.close(reader)
+    for standard in (1, 2):
+        os.dup2(writer, standard)
+    os.close(writer)
+
+
+def _copy_printed(source: int, path: str | None) -> None:
+    """Copies until every process that prints has ended. It never stops reading, because printing would block."""
+    file, room = -1, MAX_PRINTED_BYTES
+    while part := os.read(source, 65536):
+        if not path or room < 0:
+            continue
+        with suppress(OSError):  # a full disk
+            if file < 0:
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                room -= os.fstat(file).st_size
+            os.write(file, part[: max(0, room)])
+            if len(part) > room >= 0:
+                os.write(file, b"\n[what is printed after this is dropped]\n")
+        room -= len(part)
 
 
 def _prctl(option: int, value: int) -> None:

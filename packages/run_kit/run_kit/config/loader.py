@@ -176,7 +176,13 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
     if not isinstance(value, dict) or hint is None:
         return value
     if nested is None:
-        if value_hint(hint) is None and Any not in alternatives(hint)[0]:
+        if (item_type := value_hint(hint)) is not None:
+            return {
+                key: known
+                for key, item in value.items()
+                if (known := _known_part(root, item, item_type, f"{path}.{key}", source, problems)) is not MISSING
+            }
+        if Any not in alternatives(hint)[0]:
             inner = next(iter(value), "")
             message = f"unknown key; {path} is a value ({allowed_words(hint)}), not a section"
             problems.append(ConfigProblem(path=f"{path}.{inner}", message=message, source=source))

@@ -145,6 +145,9 @@ def entries(cls: type, prefix: str = "", instance: Any = MISSING) -> Iterator[Ke
         nested = section_class(hint)
         if nested is None:
             yield Key(path=path, hint=hint, default=default, owner=cls, name=name)
+            if (named := section_class(value_hint(hint))) is not None:
+                yield Section(path=f"{path}.NAME", cls=named, off=True)
+                yield from entries(named, f"{path}.NAME.")
         else:
             off = instance is None or default is None
             yield Section(path=path, cls=nested, off=off)

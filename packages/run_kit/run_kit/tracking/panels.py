@@ -23,6 +23,7 @@ class Panel:
 # The panels in their order, with patterns (as in file names) for the metrics that they show.
 _KNOWN = (
     Panel(title="Score", unit="", metrics=("critic/score/mean", "critic/rewards/mean")),
+    Panel(title="Rewards", unit="", metrics=("reward/*/mean",)),
     Panel(title="Held-out", unit="", metrics=("val/*accuracy*", "val/*score*")),
     Panel(title="Loss", unit="", metrics=("actor/loss", "sft/loss", "critic/vf_loss", "critic/loss")),
     Panel(title="Gradient norm", unit="", metrics=("actor/grad_norm", "critic/grad_norm", "sft/grad_norm")),

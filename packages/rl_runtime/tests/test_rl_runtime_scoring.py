@@ -1,0 +1,149 @@
+"""Several rewards with weights, coroutine and batched functions, episodes that score themselves."""
+
+import asyncio
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_data import make_reward
+from rl_runtime.app.preflight import check_functions
+from rl_runtime.config import EpisodeConfig, RewardTermConfig, ScoringConfig
+from rl_runtime.errors import InputError
+from rl_runtime.experience import Experience, ExperienceBatch
+from rl_runtime.rollout.scoring import SampleScore, Scorer, rewards_of_rows
+from rl_runtime.training.metrics import term_metrics
+from rl_runtime.training.record import rollout_record
+
+sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
+
+from rl_runtime_user_functions import Prompt
+
+MODULE = "rl_runtime_user_functions"
+
+
+def draft(text: str, prompt: Prompt | None = None, *, tokens: int = 3, score: float = math.nan) -> Experience:
+    return Experience(
+        prompt=prompt or Prompt("a"),
+        group_id=0,
+        sample_index=0,
+        response_ids=(1,) * tokens,
+        response_text=text,
+        rollout_log_probs=np.zeros(tokens, np.float32),
+        finish_reason="stop",
+        version_spans=((0, tokens),),
+        score=score,
+    )
+
+
+def terms(**given: Mapping[str, Any]) -> dict[str, RewardTermConfig]:
+    return {name: RewardTermConfig(**term) for name, term in given.items()}
+
+
+def scores(config: ScoringConfig, drafts: Sequence[Experience], **options: Any) -> list[SampleScore]:
+    with Scorer(config, **{"report": lambda _: None, **options}) as scorer:
+        return asyncio.run(scorer.score(drafts))
+
+
+SEVERAL = terms(
+    correct={"function": "math"},
+    brief={"function": "length", "weight": 0.5, "options": {"limit": 2, "margin": 2}},
+    level={"function": f"{MODULE}:level_reward", "weight": -0.1},
+    watched={"function": "format", "weight": 0, "options": {"pattern": "[0-9]+"}},
+    later={"function": f"{MODULE}:slow_reward", "options": {"seconds": 0.0, "scale": 10.0}},
+)
+
+
+def test_the_score_is_the_weighted_sum_of_terms() -> None:
+    lines: list[str] = []
+    prompt = Prompt("a", extra={"level": 4})
+    drafts = [draft("2", prompt), draft("\\boxed{3}", prompt, tokens=2), draft("2", Prompt("b"))]
+    config = ScoringConfig(terms=SEVERAL, timeout_s=20)
+    with Scorer(config, report=lines.append) as scorer:
+        right, wrong, failed = asyncio.run(scorer.score(drafts))
+        assert right.terms == {"correct": 1.0, "brief": 0.5, "level": 4.0, "watched": 1.0, "later": 10.0}
+        assert right.score == pytest.approx(1 + 0.25 - 0.4 + 10)
+        assert wrong.terms["correct"] == 0
+        assert wrong.score == pytest.approx(0.5 - 0.4 + 10)
+        assert (failed.score, failed.message) == (None, "reward.terms.level: KeyError: 'level'")
+        items = [
+            replace(one, score=found.score or 0.0, reward_terms=found.terms)
+            for one, found in zip(drafts[:2], (right, wrong), strict=True)
+        ]
+        assert [scorer.is_full(item) for item in items] == [True, False], "the first term decides"
+    metrics = term_metrics(ExperienceBatch(items=tuple(items)))
+    assert metrics["reward/correct/mean"] == metrics["reward/correct/std"] == 0.5
+    assert (metrics["reward/brief/mean"], metrics["reward/level/std"]) == (0.75, 0)
+    assert rollout_record(items[0])["reward_terms"] == right.terms
+    assert lines == []
+
+
+def test_an_episodes_own_score_is_kept_and_terms_are_added() -> None:
+    drafts = [draft("1 2", score=0.25), draft("2")]
+    alone = scores(ScoringConfig(function=f"{MODULE}:length_reward"), drafts)
+    assert [one.score for one in alone] == [0.25, 1.0]
+    assert alone[0].terms == {}
+    both = scores(ScoringConfig(terms=terms(brief={"function": "length", "options": {"limit": 9}})), drafts)
+    assert [one.score for one in both] == [1.25, 1.0]
+    assert both[0].terms == {"episode": 0.25, "brief": 1.0}
+
+
+def test_coroutine_functions_wait_together() -> None:
+    drafts = [draft("x", Prompt(name)) for name in ["fine"] * 40 + ["hangs", "raises"]]
+    config = ScoringConfig(function=f"{MODULE}:slow_reward", timeout_s=3.0)
+    scores(config, drafts[:1])
+    begin = time.monotonic()
+    found = scores(config, drafts)
+    assert time.monotonic() - begin < 12, "one after the other the 40 would take 12 seconds"
+    assert [one.score for one in found[:40]] == [1.0] * 40
+    assert [one.message for one in found[40:]] == ["no reward within 3 s", "RuntimeError: no idea"]
+
+
+def test_a_batched_function_gets_its_group(tmp_path: Path) -> None:
+    config = ScoringConfig(function=f"{MODULE}:rank_reward", batched=True, timeout_s=20)
+    drafts = [draft("c"), draft("a"), draft("b")]
+    found = scores(config, drafts, printed_dir=tmp_path / "rewards")
+    assert [one.score for one in found] == [302.0, 300.0, 301.0]
+    short = scores(config, [draft("a", Prompt("short")), draft("b", Prompt("short"))])
+    assert {one.message for one in short} == {"ValueError: the batched reward has 1 values for 2 responses"}
+    assert "ranking" in (tmp_path / "rewards" / "reward_0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        ({"function": "nowhere:f"}, "reward.terms.a.function is 'nowhere:f', but nowhere cannot be imported"),
+        ({"function": f"{MODULE}:length_reward", "options": {"x": 1}}, "unexpected keyword|got an unexpected"),
+        ({"function": f"{MODULE}:not_callable"}, "has no function"),
+    ],
+)
+def test_terms_that_cannot_be_called_are_refused(term: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_functions(EpisodeConfig(), ScoringConfig(terms=terms(a=term)))
+
+
+def test_what_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"reward.terms.a.function is math: math-verify is not installed"):
+        check_functions(EpisodeConfig(), ScoringConfig(terms=terms(a={"function": "math"})))
+
+
+def test_code_says_at_the_start_what_programs_can_reach() -> None:
+    lines: list[str] = []
+    scores(ScoringConfig(terms=terms(a={"function": "code"})), [], report=lines.append)
+    assert len(lines) == 1
+    assert lines[0].startswith("code reward: ")
+
+
+def test_only_rewards_of_the_registry_look_at_rows() -> None:
+    assert rewards_of_rows(ScoringConfig()) is None
+    assert rewards_of_rows(ScoringConfig(function="a:b")) == ()
+    assert rewards_of_rows(ScoringConfig(url="http://a/b")) == ()
+    found = rewards_of_rows(ScoringConfig(terms=terms(a={"function": "math"}, b={"function": "a:b"})))
+    assert found == (make_reward("math"),)
