@@ -72,8 +72,8 @@ class PolicyConfig:
     """Tokens before sampling.max_tokens over which `overlong_penalty` grows; null: a fifth of sampling.max_tokens, the
     share of DAPO."""
     overlong_filter: bool = False
-    """Do not train on responses cut at sampling.max_tokens (DAPO's overlong filtering); their scores still count in the
-    advantages of the others."""
+    """Train neither policy nor critic on responses cut at sampling.max_tokens (DAPO's overlong filtering); their scores
+    still count in the advantages of the others."""
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
     def __post_init__(self) -> None:
