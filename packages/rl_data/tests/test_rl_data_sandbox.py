@@ -191,6 +191,8 @@ def test_processes_outside_cannot_be_signaled(closed: dict[str, bool]) -> None:
         program += "  except OSError: pass\nprint('alive')"
         assert out(program) == "alive\n"
         assert bystander.poll() is None
+        secret = f"try: open('/proc/{bystander.pid}/environ').read(); print('read')\nexcept OSError: print('no')"
+        assert out(secret) == "no\n"
     finally:
         bystander.kill()
         bystander.wait()
