@@ -73,7 +73,7 @@ class Moody(Counter):
             "nothing": None,
             "three values": found[:3],
             "number as text": (7, 1.0, done, info),
-            "megabytes": ("x" * (65 * 2**20), 1.0, done, info),
+            "megabytes": ("x" * (17 * 2**20), 1.0, done, info),
         }
         if self.prompt in wrong:
             return wrong[self.prompt]

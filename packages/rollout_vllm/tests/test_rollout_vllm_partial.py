@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import pickle
 import random
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from rollout_vllm import (
     Episode,
+    EpisodeGroup,
+    EpisodeRuns,
     GroupResult,
     PartialGroup,
     Request,
@@ -26,6 +29,7 @@ from rollout_vllm import (
 )
 from rollout_vllm.client.dispatch import Dispatcher
 from rollout_vllm.client.group_run import GroupRun, extend, fresh_group, remaining, seed_of
+from rollout_vllm.client.metrics import ClientCounters
 from rollout_vllm.client.protocol import Choice
 from rollout_vllm.client.request_runner import Completion, CompletionRequest, RequestFailure
 from rollout_vllm.samples import Endpoint, PartialSample, merge_spans, token_versions
@@ -263,3 +267,89 @@ def test_blocking_call_from_the_clients_thread_is_rejected() -> None:
     with pytest.raises(RuntimeError, match="own thread"):
         client.run(callback())
     client.close()
+
+
+# ---- episodes that outlive a step ------------------------------------------------------------------------------------
+class HoldingServers(FakeServers):
+    """FakeServers that answer one token of a response per tick, and at once when they are interrupted."""
+
+    def __init__(self, lengths: dict[str, int]) -> None:
+        super().__init__(0, [1], interrupt_rate=0.0, fail_rate=0.0)
+        self.lengths_of, self.in_flight = lengths, set[int]()
+        self.lock, self.counters = threading.Lock(), ClientCounters()
+
+    async def run(self, call: CompletionRequest) -> Completion | RequestFailure | None:
+        if call.owner.stopping:
+            return None
+        version, place, choice = self.policy_version, len(call.prompt_ids) - len(PROMPT), Choice([], [], "abort")
+        self.in_flight.add(id(call.owner))
+        while not call.owner.stopping:
+            await asyncio.sleep(0.001)
+            choice.response_ids.append(1000 * version + place)
+            choice.log_probs.append(-float(place))
+            place += 1
+            if place >= self.lengths_of[call.group.split("/")[0]]:
+                choice = dataclasses.replace(choice, finish_reason="stop")
+                break
+        self.in_flight.discard(id(call.owner))
+        return Completion(choices=[choice], server=0, version=version, num_attempts=1)
+
+    def has_attempts_in_flight(self, owners: list[GroupRun]) -> bool:
+        return bool(self.in_flight & set(map(id, owners)))
+
+    async def interrupt(self, owners: list[GroupRun] | None = None) -> None:
+        await asyncio.sleep(0)
+
+
+def test_held_episodes_go_on_with_their_tokens_and_their_time() -> None:
+    """Two steps: the long episodes of the first are held in the middle of a turn, and end in the second."""
+    client = RolloutClient([Endpoint("http://127.0.0.1:1")])
+    servers = HoldingServers({"short": 2, "long": 150, "next": 2})
+    client._runner = servers  # type: ignore[assignment]
+    began: list[str] = []
+
+    async def function(episode: Episode) -> float:
+        began.append(episode.prompt_id)
+        await episode.generate()
+        return 1.0
+
+    async def two_steps() -> tuple[list[EpisodeGroup], list[EpisodeGroup]]:
+        runs = EpisodeRuns(client, function, episode_timeout_s=1.0)
+        requests = {name: Request(prompt_id=name, prompt_ids=PROMPT) for name in ("long", "short", "next")}
+        sampling = SamplingConfig(n=2, max_tokens=512)
+        first = await runs.first([requests["long"], requests["short"]], sampling, num_groups=1)
+        assert not servers.in_flight, "weights can be pushed"
+        await asyncio.sleep(1.2)  # an update that takes longer than the episodes may
+        servers.policy_version = 1
+        return first, await runs.first([requests["long"], requests["next"]], sampling, num_groups=2)
+
+    first, second = asyncio.run(two_steps())
+    assert [group.prompt_id for group in first] == ["short"]
+    assert [group.prompt_id for group in second] == ["long", "next"]
+    assert sorted(began) == ["long", "long", "next", "next", "short", "short"], "nothing starts again"
+    for result in second[0].results:
+        assert [span.policy_version for span in result.version_spans] == [0, 1]
+        versions = token_versions(result.version_spans)
+        assert result.response_ids == [1000 * version + place for place, version in enumerate(versions)]
+        assert result.log_probs == [-float(place) for place in range(150)]
+        assert result.score == 1.0
+
+
+def test_episodes_that_are_not_kept_are_cancelled() -> None:
+    client = RolloutClient([Endpoint("http://127.0.0.1:1")])
+    client._runner = HoldingServers({"short": 2, "long": 10**9})  # type: ignore[assignment]
+    ended: list[str] = []
+
+    async def function(episode: Episode) -> None:
+        try:
+            await episode.generate()
+        finally:
+            ended.append(episode.prompt_id)
+
+    async def step() -> list[EpisodeGroup]:
+        runs = EpisodeRuns(client, function)
+        requests = [Request(prompt_id=name, prompt_ids=PROMPT) for name in ("long", "short")]
+        return await runs.first(requests, SamplingConfig(n=1, max_tokens=10**9), num_groups=1, keep_rest=False)
+
+    assert [group.prompt_id for group in asyncio.run(step())] == ["short"]
+    assert ended == ["short", "long"]

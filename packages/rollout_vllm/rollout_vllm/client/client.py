@@ -27,6 +27,15 @@ _INTERRUPT_POLL_S = 0.02
 _INTERRUPT_TIMEOUT_S = 30.0
 
 
+class Gate:
+    """Requests that can be held together: see `RolloutClient.hold`. Open at first; of one event loop."""
+
+    def __init__(self) -> None:
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+        self.runs: set[GroupRun] = set()
+
+
 class RolloutClient(HttpClient):
     """Generates groups of samples. Every requested sample is returned exactly once, as a `Sample` or a `Failure`.
 
@@ -108,10 +117,37 @@ class RolloutClient(HttpClient):
         return FirstGroups(groups=[first[index] for index in sorted(first)], rest=rest)
 
     async def sample(
-        self, request: Request, sampling: SamplingConfig, *, deadline_s: float | None = None
+        self,
+        request: Request,
+        sampling: SamplingConfig,
+        *,
+        deadline_s: float | None = None,
+        gate: Gate | None = None,
     ) -> GroupResult:
-        """Generate one group. Multi-turn rollouts are built on this."""
-        return (await self.generate([request], sampling, deadline_s=deadline_s))[0]
+        """Generate one group. Multi-turn rollouts are built on this. gate: see `hold`; then there is no deadline."""
+        if gate is None:
+            return (await self.generate([request], sampling, deadline_s=deadline_s))[0]
+        start: Request | PartialGroup = request
+        while True:
+            await gate.is_open.wait()
+            run = self._run_of(start, sampling)
+            gate.runs.add(run)
+            try:
+                with self._counting_busy_time():
+                    await self._group(run, None)
+            finally:
+                gate.runs.discard(run)
+            if run.is_finished:
+                return await self._deliver(run.result(), None)
+            start = run.partial()
+
+    async def hold(self, gate: Gate) -> None:
+        """Close the gate: its requests are interrupted and keep their tokens; they go on after `gate.is_open.set()`.
+
+        Requires `RolloutConfig(control_routes=True)`, else ControlError.
+        """
+        gate.is_open.clear()
+        await self._interrupt(list(gate.runs))
 
     def generate_blocking(
         self,

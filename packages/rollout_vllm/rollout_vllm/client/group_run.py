@@ -171,6 +171,11 @@ class GroupRun:
                 num_attempts=num_attempts,
             )
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample is complete or has failed."""
+        return not self._unfinished(range(len(self.parts)))
+
     def fail_unfinished(self, kind: FailureKind, message: str) -> None:
         for index in self._unfinished(range(len(self.parts))):
             self._fail([index], kind, message, max(1, self.parts[index].num_attempts))

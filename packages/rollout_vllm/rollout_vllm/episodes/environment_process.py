@@ -28,7 +28,7 @@ Message = Mapping[str, Any]
 """A chat message: role, content, and what else the chat template reads."""
 Observation = str | Sequence[Message] | None
 
-_MAX_LINE_BYTES = 64 * 2**20
+_MAX_LINE_BYTES = 16 * 2**20
 _CLOSE_S = 5.0
 _STEP_HELP = "allowed: (observation, reward, done, info), or (observation, reward, terminated, truncated, info)"
 

@@ -19,13 +19,14 @@ import dataclasses
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, SupportsFloat
 
-from ..client.client import RolloutClient
-from ..client.transport import gather_or_cancel
+from ..client.client import Gate, RolloutClient
+from ..client.transport import cancel, gather_or_cancel
 from ..config import SamplingConfig
 from ..errors import RolloutError
 from ..samples import Failure, FailureKind, FinishReason, Request, Sample, VersionSpan, merge_spans, request_seed
@@ -87,7 +88,14 @@ class EpisodeGroup:
 class Episode:
     """One conversation with the policy, as token ids. Passed to the rollout function."""
 
-    def __init__(self, client: RolloutClient, request: Request, sample_index: int, sampling: SamplingConfig) -> None:
+    def __init__(
+        self,
+        client: RolloutClient,
+        request: Request,
+        sample_index: int,
+        sampling: SamplingConfig,
+        gate: Gate | None = None,
+    ) -> None:
         self.prompt_id = request.prompt_id
         self.sample_index = sample_index
         self.prompt_ids = list(request.prompt_ids)
@@ -99,7 +107,8 @@ class Episode:
         self._rewards: dict[int, float] = {}  # index among the sampled tokens -> reward
         self.data: dict[str, Any] = {}  # for the rollout function; returned with the result
         self.is_cut = False  # set by the rollout function if a limit ends the episode
-        self._client, self._sampling, self._seed = client, dataclasses.replace(sampling, n=1), request.seed
+        self._client, self._gate = client, gate
+        self._sampling, self._seed = dataclasses.replace(sampling, n=1), request.seed
 
     @property
     def token_ids(self) -> list[int]:
@@ -132,7 +141,9 @@ class Episode:
             seed = request_seed(self._seed, turn_number, f"{self.sample_index}/{self.prompt_id}")
         # A distinct routing name: later turns use the server that has this episode's prefix in its cache.
         name = f"{self.prompt_id}/{self.sample_index}"
-        group = await self._client.sample(Request(prompt_id=name, prompt_ids=self.token_ids, seed=seed), sampling)
+        request = Request(prompt_id=name, prompt_ids=self.token_ids, seed=seed)
+        sample = self._client.sample if self._gate is None else partial(self._client.sample, gate=self._gate)
+        group = await sample(request, sampling)
         if group.failures:
             raise TurnFailedError(group.failures[0])
         turn = group.samples[0]
@@ -221,33 +232,149 @@ async def run_episodes(
     "rollout" or "deadline"); the other episodes continue. A returned number is a reward of the last turn.
     max_concurrent: limit of the episodes that run at the same time; None: no limit.
     """
-    free = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+    runs = EpisodeRuns(client, function, episode_timeout_s=episode_timeout_s, max_concurrent=max_concurrent)
+    return await runs.first(requests, sampling, num_groups=len(requests), keep_rest=False, on_group=on_group)
 
-    async def one(episode: Episode) -> EpisodeResult | Failure:
-        async with free:
-            return await _run_one(episode, function, episode_timeout_s)
 
-    async def one_group(request: Request) -> EpisodeGroup:
-        episodes = [Episode(client, request, index, sampling) for index in range(sampling.n)]
-        outcomes = await gather_or_cancel(map(one, episodes))
-        group = EpisodeGroup(
+class EpisodeRuns:
+    """Episodes that may outlive the call that started them, for steps that do not wait for the longest ones.
+
+    Arguments as in `run_episodes`. Of one event loop.
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        function: RolloutFunction,
+        *,
+        episode_timeout_s: float | None = None,
+        max_concurrent: int | None = None,
+    ) -> None:
+        self._client, self._function, self._timeout_s = client, function, episode_timeout_s
+        self._free = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+        self._clock, self._gate = _Clock(), Gate()
+        self._held: dict[str, asyncio.Task[EpisodeGroup]] = {}
+
+    async def first(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        *,
+        num_groups: int,
+        keep_rest: bool = True,
+        on_group: OnEpisodes | None = None,
+    ) -> list[EpisodeGroup]:
+        """Run the episodes of every request, and return as soon as `num_groups` groups are complete.
+
+        The other groups are held if keep_rest (requires `RolloutConfig(control_routes=True)`, else ControlError), else
+        cancelled. A held group goes on when a later call has its request again: its functions and environments stay as
+        they are, the turns in flight keep their tokens and resume, and its time limits stand still in between.
+        Returns the groups that ended, in request order; like those that on_group gets.
+        """
+        self._clock.go_on()
+        self._gate.is_open.set()
+        gate = self._gate if keep_rest else None
+        tasks = [
+            self._held.pop(request.prompt_id)
+            if request.prompt_id in self._held
+            else asyncio.ensure_future(self._group(request, sampling, gate))
+            for request in requests
+        ]
+        try:
+            ended = await self._collect(tasks, num_groups, on_group)
+            rest = {r.prompt_id: t for i, (r, t) in enumerate(zip(requests, tasks, strict=True)) if i not in ended}
+            if keep_rest and rest:
+                self._clock.stop()
+                await self._client.hold(self._gate)
+                self._held |= rest
+            else:
+                await cancel(rest.values())
+        except BaseException:
+            await cancel(tasks)
+            raise
+        return [ended[index] for index in sorted(ended)]
+
+    async def _collect(
+        self, tasks: Sequence[asyncio.Task[EpisodeGroup]], num_groups: int, on_group: OnEpisodes | None
+    ) -> dict[int, EpisodeGroup]:
+        """Delivers groups as they end, until `num_groups` of them are complete."""
+        queue: asyncio.Queue[int] = asyncio.Queue()
+        for index, task in enumerate(tasks):
+            task.add_done_callback(partial(_put, queue, index))
+        ended: dict[int, EpisodeGroup] = {}
+        num_complete = 0
+        while num_complete < num_groups and len(ended) < len(tasks):
+            index = await queue.get()
+            group = ended[index] = tasks[index].result()
+            num_complete += not group.failures
+            if on_group is not None:
+                answer = on_group(group)
+                if inspect.isawaitable(answer):
+                    await answer
+        return ended
+
+    async def _group(self, request: Request, sampling: SamplingConfig, gate: Gate | None) -> EpisodeGroup:
+        episodes = [Episode(self._client, request, index, sampling, gate) for index in range(sampling.n)]
+        outcomes = await gather_or_cancel(map(self._one, episodes))
+        return EpisodeGroup(
             prompt_id=request.prompt_id,
             results=tuple(o for o in outcomes if isinstance(o, EpisodeResult)),
             failures=tuple(o for o in outcomes if isinstance(o, Failure)),
         )
-        if on_group is not None:
-            answer = on_group(group)
-            if inspect.isawaitable(answer):
-                await answer
-        return group
 
-    return await gather_or_cancel(one_group(request) for request in requests)
+    async def _one(self, episode: Episode) -> EpisodeResult | Failure:
+        async with self._free:
+            return await _run_one(episode, self._function, self._clock, self._timeout_s)
 
 
-async def _run_one(episode: Episode, function: RolloutFunction, timeout_s: float | None) -> EpisodeResult | Failure:
+def _put(queue: asyncio.Queue[int], index: int, _: object) -> None:
+    queue.put_nowait(index)
+
+
+class _Clock:
+    """The time limits of episodes, which stand still while the episodes are held."""
+
+    def __init__(self) -> None:
+        self._left_s: dict[asyncio.Timeout, float] = {}  # of limits that stand still
+        self._limits: set[asyncio.Timeout] = set()
+        self._stands_still = False
+
+    @asynccontextmanager
+    async def limit(self, timeout_s: float | None) -> AsyncIterator[asyncio.Timeout]:
+        async with asyncio.timeout(timeout_s) as limit:
+            self._limits.add(limit)
+            if self._stands_still:
+                self._stop(limit)
+            try:
+                yield limit
+            finally:
+                self._limits.discard(limit)
+                self._left_s.pop(limit, None)
+
+    def stop(self) -> None:
+        self._stands_still = True
+        for limit in self._limits:
+            self._stop(limit)
+
+    def _stop(self, limit: asyncio.Timeout) -> None:
+        when = limit.when()
+        if when is not None and not limit.expired():
+            self._left_s[limit] = when - asyncio.get_running_loop().time()
+            limit.reschedule(None)
+
+    def go_on(self) -> None:
+        self._stands_still = False
+        for limit, left_s in self._left_s.items():
+            limit.reschedule(asyncio.get_running_loop().time() + left_s)
+        self._left_s.clear()
+
+
+async def _run_one(
+    episode: Episode, function: RolloutFunction, clock: "_Clock", timeout_s: float | None
+) -> EpisodeResult | Failure:
     begin = time.monotonic()
     try:
-        async with asyncio.timeout(timeout_s) as limit:
+        async with clock.limit(timeout_s) as limit:
             value = await function(episode)
         if value is not None:
             episode.reward(value)
