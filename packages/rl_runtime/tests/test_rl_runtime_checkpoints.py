@@ -76,6 +76,12 @@ def test_the_same_model_in_another_dtype_is_loaded(tmp_path: Path) -> None:
     assert sampler.loaded == [{"at": 3}]
 
 
+def test_a_part_that_an_earlier_version_did_not_save_starts_as_in_a_new_run(tmp_path: Path) -> None:
+    saved, sampler, kl = save(tmp_path), Loads({}), Loads({})
+    RunCheckpoints(Path(), TrainerConfig(), [], roles={}, parts={"kl": kl, "sampler": sampler}, config="").load(saved)
+    assert (kl.loaded, sampler.loaded) == ([], [{"at": 3}])
+
+
 @pytest.mark.parametrize(("save_freq", "steps"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6])])
 def test_every_nth_step_is_saved(save_freq: int, steps: list[int]) -> None:
     run = RunCheckpoints(Path(), TrainerConfig(save_freq=save_freq), [], roles={}, parts={}, config="")

@@ -123,8 +123,9 @@ class RunCheckpoints:
             group.run(TrainerWorker.load_rng, str(checkpoint.path), first)
         restore_rng(checkpoint.state["rng"])
         saved = checkpoint.state["parts"]
-        for name in self._parts.keys() & saved.keys():  # earlier versions had fewer parts, which then start anew
-            self._parts[name].load_state_dict(saved[name])
+        for name, part in self._parts.items():
+            if name in saved:  # earlier versions had fewer parts; a new one starts as in a new run
+                part.load_state_dict(saved[name])
 
     @cached_property
     def _models(self) -> dict[str, ModelDescription]:
