@@ -168,8 +168,9 @@ def test_groups_without_spread_are_replaced_by_fresh_prompts(scorer: Scorer) -> 
     assert numbers(collected) == [0, 3, 5, 6]
     assert Counter(item.group_id for item in collected.batch.items) == {0: 2, 3: 2, 5: 2, 6: 2}
     metrics = rollout_metrics(collected)
-    assert metrics["critic/score/mean"] == 0.5
-    assert metrics["rollout/generated_score_mean"] == 9 / 16
+    assert metrics["critic/score/mean"] == 9 / 16, "the mean over all generated samples"
+    assert metrics["rollout/trained_score_mean"] == 0.5
+    assert (metrics["rollout/num_samples"], collected.batch.scores_N.tolist()) == (8, [1, 0] * 4)
     assert metrics["rollout/num_generated_samples"] == 16
     assert metrics["rollout/num_dropped_groups"] == 3
     assert metrics["rollout/num_surplus_groups"] == 1

@@ -38,13 +38,13 @@ class DynamicSampling:
         return self._draw(num_replacements(selection))
 
     def select(self, collected: Collected, *, step: int) -> Collected:
-        """The step with its informative groups only, and the metrics of dynamic sampling.
+        """Splits the batch into the informative groups to train on and the dropped ones; adds metrics.
 
         Raises:
             RolloutFailed: no group is informative.
         """
-        batch = collected.batch
-        selection, score_mean = self._select(batch.items), float(batch.scores_N.mean())
+        items = collected.batch.items
+        selection, score_mean = self._select(items), float(collected.batch.scores_N.mean())
         what = (
             f"{selection.num_groups} of {self._num_groups} groups have scores that differ: {selection.num_dropped} "
             f"groups were dropped in {self._num_rounds} rounds (mean score of all samples {score_mean:.4g})"
@@ -54,16 +54,19 @@ class DynamicSampling:
                 f"step {step}: {what}; nothing is left to train on. Use prompts of other difficulty, a larger "
                 "sampling.n, or dynamic_sampling.max_rounds=0 to train on such groups"
             )
+        chosen = set(selection.index.tolist())
+        train = ExperienceBatch(items=tuple(item for i, item in enumerate(items) if i in chosen))
         metrics = {
             "rollout/num_sampling_rounds": float(self._num_rounds),
             "rollout/num_dropped_groups": float(selection.num_dropped),
             "rollout/num_surplus_groups": float(selection.num_surplus),
-            "rollout/num_generated_samples": float(len(batch.items)),
-            "rollout/generated_score_mean": score_mean,
+            "rollout/num_generated_samples": float(len(items)),
+            "rollout/trained_score_mean": float(train.scores_N.mean()),
         }
         return replace(
             collected,
-            batch=batch.select(selection.index.tolist()),
+            batch=train,
+            dropped=ExperienceBatch(items=tuple(item for i, item in enumerate(items) if i not in chosen)),
             metrics=collected.metrics | metrics,
             note=what if selection.num_missing else "",
         )
