@@ -336,6 +336,10 @@ class ScoringConfig(RewardConfig):
     def _check_terms(self) -> None:
         if self.terms and (self.function or self.url):
             raise ValueError("terms is given; allowed: empty with function or url, which score alone")
+        for name in ("method", "format_score"):
+            value, default = getattr(self, name), getattr(RewardConfig(), name)
+            if self.terms and value != default:
+                raise ValueError(f"{name} is {value}; allowed: {default} with terms, which have options.{name} instead")
         for name, term in self.terms.items():
             if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) or name == EPISODE_TERM:
                 raise ValueError(

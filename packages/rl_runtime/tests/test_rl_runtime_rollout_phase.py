@@ -395,6 +395,7 @@ def test_api_keys_are_removed_from_written_configurations() -> None:
         ({"terms": {"a": {"function": "math", "batched": True}}}, "batched is true; allowed: false"),
         ({"terms": {"a": {"function": "math", "weight": 0}}}, "weight 0 only"),
         ({"terms": {"a b": {"function": "math"}}}, "terms.a b is a bad name"),
+        ({"terms": {"a": {"function": "math"}}, "method": "flexible"}, "method is flexible; allowed: strict with terms"),
         ({"terms": {"episode": {"function": "math"}}}, "but not episode"),
         ({"terms": {"a": {"function": "math"}}, "function": "a:b"}, "terms is given; allowed: empty"),
         ({"terms": {"a": {"function": "code", "options": {"timeout_s": 30}}}}, "terms.a.options.timeout_s is 30"),

@@ -94,6 +94,12 @@ def test_an_episodes_own_score_is_kept_and_terms_are_added() -> None:
     assert both[0].terms == {"episode": 0.25, "brief": 1.0}
 
 
+def test_a_sum_that_is_not_finite_is_no_score() -> None:
+    huge = {"function": f"{MODULE}:level_reward", "weight": 1e308}
+    (found,) = scores(ScoringConfig(terms=terms(a=huge)), [draft("x", Prompt("a", extra={"level": 1e308}))])
+    assert (found.score, found.message) == (None, "the weighted sum of reward.terms is inf")
+
+
 def test_coroutine_functions_wait_together() -> None:
     drafts = [draft("x", Prompt(name)) for name in ["fine"] * 40 + ["hangs", "raises"]]
     config = ScoringConfig(function=f"{MODULE}:slow_reward", timeout_s=3.0)

@@ -166,6 +166,8 @@ class Scorer:
                 return SampleScore(score=None, message=f"{where}{outcome.message}")
             total += outcome.score * (self._config.terms[name].weight if name else 1.0)
             terms |= {name: outcome.score} if name else {}
+        if not math.isfinite(total):
+            return SampleScore(score=None, message=f"the weighted sum of reward.terms is {total}")
         return SampleScore(score=total, terms=terms)
 
     def close(self) -> None:
