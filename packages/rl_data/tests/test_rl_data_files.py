@@ -28,6 +28,7 @@ from rl_data import (
     load_demonstrations,
     load_prompts,
     load_tokenizer,
+    make_reward,
 )
 from rl_data.files.opening import open_table
 from rl_data.rows import iter_rows
@@ -505,3 +506,19 @@ def test_the_example_writes_files_that_load(tmp_path: Path) -> None:
             "#### 999": 0.0,
         }
         assert {text: example["near"](text, prompt) for text in answers} == answers
+
+
+def test_the_rewards_of_the_run_decide_what_a_row_needs(tmp_path: Path) -> None:
+    rows: Rows = [{"prompt": "a", "ground_truth": "1", "x": 1}, {"prompt": "b", "ground_truth": "one", "x": 2}]
+    file = write_json_lines(tmp_path / "a", rows)
+    assert check_files([file], rewards=()) == 2
+    assert check_files([file], rewards=[make_reward("length", {"target": 4, "unit": "characters"})]) == 2
+    assert check_files([write_json_lines(tmp_path / "b", rows[:1])], rewards=[make_reward("gsm8k")]) == 1
+    with pytest.raises(DataError, match="line 2, column 'ground_truth': the answer 'one' is no number"):
+        check_files([file], rewards=[make_reward("gsm8k")])
+    with pytest.raises(DataError, match="column 'data_source' is missing; the columns found are prompt, ground_truth"):
+        check_files([file])
+    without = write_json_lines(tmp_path / "c", [{"prompt": "a"}])
+    assert check_files([without], rewards=()) == 1
+    with pytest.raises(DataError, match="column 'reward_model' is missing; the columns found are prompt"):
+        check_files([without], rewards=[make_reward("gsm8k")])

@@ -1,5 +1,6 @@
 """Conversations with system, assistant and tool turns, tools, and arguments of the chat template."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,18 @@ def tokenizer(model: Path) -> Any:
 
 def write(folder: Path, kind: str, *rows: dict[str, Any]) -> Path:
     file = folder / f"a.{kind}"
-    if kind == "parquet":
+    if kind == "csv":
+        with file.open("w", newline="") as stream:
+            cells = [[json.dumps(v) if not isinstance(v, str) else v for v in row.values()] for row in rows]
+            csv.writer(stream).writerows([rows[0], *cells])
+    elif kind == "parquet":
         pq.write_table(pa.Table.from_pylist(list(rows)), file)
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
 @pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD])], ids=["list", "text"])
 def test_conversations_and_tools_are_rendered_and_kept(tmp_path: Path, tokenizer: Any, kind: str, tools: Any) -> None:
     file = write(tmp_path, kind, {"messages": MESSAGES, "tools": tools, "level": 1})
