@@ -70,3 +70,23 @@ async def two_turns(episode: Any, prompt: Any, tokenizer: Any) -> None:
 
 
 not_callable = 3
+
+
+class Echo:
+    """An environment of two turns; the reward of a turn is its number, a prompt named `silent` has none."""
+
+    def reset(self, prompt: Any) -> str | None:
+        self.turns, self.prompt = 0, prompt
+        return "ask" if prompt.id == "other prompt" else None
+
+    def step(self, action: str) -> tuple[str, float | None, bool, dict[str, Any]]:
+        if self.prompt.id == "raises":
+            raise RuntimeError("no board")
+        self.turns += 1
+        return "more", None if self.prompt.id == "silent" else float(self.turns), self.turns == 2, {}
+
+
+async def rewards_itself(episode: Any, prompt: Any, tokenizer: Any) -> float:
+    """A turn, and a reward that it returns."""
+    await episode.generate(max_tokens=1)
+    return 0.25

@@ -187,6 +187,83 @@ def test_an_episodes_context_is_masked_and_its_log_probs_are_left_out(scorer: Sc
     assert sum(n for item in collected.batch.items for _, n in item.version_spans) == 8
 
 
+class EpisodeTokenizer(Tokenizer):
+    """Texts of an episode: a token is a letter."""
+
+    chat_template = None
+    all_special_ids = ()
+    name_or_path = "letters"
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def test_an_environments_rewards_are_the_score_and_its_failures_cost_their_own_samples(scorer: Scorer) -> None:
+    names = ["fine", "raises", "silent", "other prompt"]
+    episode = EpisodeConfig(environment="rl_runtime_user_functions:Echo", max_turns=4)
+    rollout = RolloutPhase(ScriptedClient([], n=2), EpisodeTokenizer(), scorer=scorer, seed=1, episode=episode)
+    collected = rollout.collect([Prompt(name) for name in names], SamplingConfig(n=2, max_tokens=32), step=1)
+    items = {item.prompt.id: item for item in collected.batch.items}
+    assert len(collected.batch.items) == 6
+    assert collected.num_failed == 2
+    assert collected.reason == "environment rl_runtime_user_functions:Echo: RuntimeError: no board"
+    fine = items["fine"]
+    assert fine.score == 3.0
+    assert fine.turn_rewards is not None
+    assert fine.turn_rewards.tolist() == [1.0, 2.0]
+    assert fine.num_generated == 2
+    assert items["silent"].turn_rewards is None, "the configured reward scores it"
+    assert items["silent"].score == 1.0
+    assert bytes(items["other prompt"].prompt.token_ids) == b"ask"
+    assert items["other prompt"].num_tokens == 3 + 6
+
+
+def test_a_number_that_a_rollout_function_returns_is_the_score(scorer: Scorer) -> None:
+    episode = EpisodeConfig(function="rl_runtime_user_functions:rewards_itself")
+    collected = phase(ScriptedClient([], n=2), scorer, episode=episode).collect(
+        [Prompt("a")], SamplingConfig(n=2, max_tokens=8), step=1
+    )
+    assert collected.batch.scores_N.tolist() == [0.25, 0.25]
+
+
+def test_episodes_that_a_step_does_not_wait_for_are_held_and_start_again_after_a_resume(scorer: Scorer) -> None:
+    class HoldingClient(ScriptedClient):
+        """Answers at once, but for the first turns of prompt "slow", which wait until the gate opens again."""
+
+        async def sample(self, request: Request, sampling: SamplingConfig, *, gate: Any = None) -> GroupResult:
+            if "slow" in request.prompt_id and not self.version:
+                while not self.version:
+                    await asyncio.sleep(0.001)
+            self.requests.append(request)
+            return GroupResult(prompt_id=request.prompt_id, samples=(sample(request.prompt_id, 0, 2),))
+
+        async def hold(self, gate: Any) -> None:
+            gate.is_open.clear()
+
+    client = HoldingClient([], n=2)
+    options = {
+        "episode": EpisodeConfig(function="rl_runtime_user_functions:rewards_itself"),
+        "oversampling": OversamplingConfig(extra_prompts=1),
+    }
+    rollout = phase(client, scorer, **options)
+    sampling = SamplingConfig(n=2, max_tokens=8)
+    first = rollout.collect([Prompt("slow"), Prompt("a"), Prompt("b")], sampling, step=1)
+    assert {item.prompt.id for item in first.batch.items} == {"a", "b"}
+    assert first.metrics["rollout/num_partial_groups"] == 1
+    assert rollout.num_prompts(2) == 2
+    state = json.loads(json.dumps(rollout.state_dict()))
+    client.version, num_requests = 1, len(client.requests)
+    second = rollout.collect([Prompt("c"), Prompt("d")], sampling, step=2)
+    assert "slow" in {item.prompt.id for item in second.batch.items} | {p.prompt.id for p in rollout._partial}
+    assert len(client.requests) - num_requests <= 6, "the held turns are not requested again"
+
+    resumed = phase(HoldingClient([], n=2, version=1), scorer, **options)
+    resumed.load_state_dict(state)
+    again = resumed.collect([Prompt("c"), Prompt("d")], sampling, step=2)
+    assert len({item.prompt.id for item in again.batch.items}) == 2
+    assert resumed.num_prompts(2) == 2
+
+
 def test_a_users_reward_that_fails_leaves_the_sample_out() -> None:
     names = ["fine", "raises", "nan", "dies", "hangs", "fine too"]
     config = ScoringConfig(function="rl_runtime_user_functions:moody_reward", num_workers=2, timeout_s=3.0)
@@ -395,7 +472,10 @@ def test_api_keys_are_removed_from_written_configurations() -> None:
         ({"terms": {"a": {"function": "math", "batched": True}}}, "batched is true; allowed: false"),
         ({"terms": {"a": {"function": "math", "weight": 0}}}, "weight 0 only"),
         ({"terms": {"a b": {"function": "math"}}}, "terms.a b is a bad name"),
-        ({"terms": {"a": {"function": "math"}}, "method": "flexible"}, "method is flexible; allowed: strict with terms"),
+        (
+            {"terms": {"a": {"function": "math"}}, "method": "flexible"},
+            "method is flexible; allowed: strict with terms",
+        ),
         ({"terms": {"episode": {"function": "math"}}}, "but not episode"),
         ({"terms": {"a": {"function": "math"}}, "function": "a:b"}, "terms is given; allowed: empty"),
         ({"terms": {"a": {"function": "code", "options": {"timeout_s": 30}}}}, "terms.a.options.timeout_s is 30"),

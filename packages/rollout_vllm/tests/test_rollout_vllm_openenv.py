@@ -41,7 +41,7 @@ def url() -> Iterator[str]:
 
 def spec(url: str, **options: Any) -> EnvironmentSpec:
     fields = {"action_field": "text", "observation_field": "hint", "reset_columns": {"number": "secret"}}
-    return EnvironmentSpec(path=PATH, options={"url": url, **fields, **options})
+    return EnvironmentSpec(path=PATH, options={"url": url} | fields | options)
 
 
 def prompt(secret: int) -> Any:
@@ -64,8 +64,8 @@ def test_concurrent_sessions_have_states_of_their_own(url: str) -> None:
 
 
 def test_errors_of_the_server_and_of_the_fields_are_named(url: str) -> None:
-    async def one_step(action: str, **options: Any) -> None:
-        async with EnvironmentProcess(spec(url, **options), prompt(7)) as environment:
+    async def one_step(action: str, address: str = url, **options: Any) -> None:
+        async with EnvironmentProcess(spec(address, **options), prompt(7)) as environment:
             await environment.reset()
             await environment.step(action)
 
@@ -79,4 +79,4 @@ def test_errors_of_the_server_and_of_the_fields_are_named(url: str) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        assert "Failed to connect" in fails("5", url=nowhere)
+        assert "Failed to connect" in fails("5", address=nowhere)

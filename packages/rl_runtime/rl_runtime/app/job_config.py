@@ -49,11 +49,6 @@ class JobConfig:
     def __post_init__(self) -> None:
         if self.sampling.temperature <= 0:
             raise ValueError(f"sampling.temperature is {self.sampling.temperature}; allowed: above 0")
-        if self.oversampling.extra_prompts and self.episode.is_on:
-            raise ValueError(
-                f"oversampling.extra_prompts is {self.oversampling.extra_prompts}; allowed: 0 with episodes, "
-                "because a step waits for all its episodes"
-            )
         if self.greedy_baseline and self.oversampling.extra_prompts:
             raise ValueError(
                 f"oversampling.extra_prompts is {self.oversampling.extra_prompts}; allowed: 0 with a greedy baseline "

@@ -19,6 +19,7 @@ from rollout_vllm import (
     Episode,
     EpisodeGroup,
     EpisodeResult,
+    EpisodeRuns,
     GroupResult,
     PartialGroup,
     Request,
@@ -26,9 +27,9 @@ from rollout_vllm import (
     Sample,
     SamplingConfig,
     request_seed,
-    run_episodes,
     token_versions,
 )
+from rollout_vllm.client.group_run import fresh_group
 from rollout_vllm.client.transport import gather_or_cancel
 
 from ..config import EpisodeConfig, OversamplingConfig
@@ -151,6 +152,8 @@ class RolloutPhase:
         self._greedy_baseline = greedy_baseline
         self._meter = RolloutMeter(client)
         self._partial: list[PartialRollout] = []
+        self._prompts: dict[str, PromptLike] = {}  # of episodes that run or are held
+        self._training_episodes = self._episode_runs()
 
     def num_prompts(self, train_batch_size: int) -> int:
         """Number of new prompts for the next step, so that `train_batch_size` groups can complete."""
@@ -304,7 +307,7 @@ class RolloutPhase:
     ) -> None:
         """Generates the groups of `requests`; those that a step does not wait for become partial rollouts."""
         if self._play is not None:
-            await self._run_episodes(requests, sampling, prompt_of, on_group)
+            await self._run_episodes(requests, sampling, num_groups, prompt_of, on_group)
         elif num_groups is not None and num_groups < len(requests):
             keep = self._oversampling.partial_rollouts
             first = await self._client.generate_first(
@@ -332,19 +335,43 @@ class RolloutPhase:
         self,
         requests: Sequence[Request | PartialGroup],
         sampling: SamplingConfig,
+        num_groups: int | None,
         prompt_of: Mapping[str, tuple[int, PromptLike]],
         on_group: Callable[[EpisodeGroup], None],
     ) -> None:
-        async def run(episode: Episode) -> SupportsFloat | None:
-            assert self._play is not None
-            return await self._play(episode, prompt_of[episode.prompt_id][1])
+        """Runs the episodes of `requests`. Those that a step does not wait for are held in this process.
 
-        await run_episodes(
-            self._client,
-            [request for request in requests if isinstance(request, Request)],
-            run,
+        In a checkpoint a held group is its request, so that a run that resumes from it starts its episodes again.
+        """
+        whole = [request if isinstance(request, Request) else request.request for request in requests]
+        keep = num_groups is not None and self._oversampling.extra_prompts > 0 and self._oversampling.partial_rollouts
+        self._prompts |= {prompt_id: prompt for prompt_id, (_, prompt) in prompt_of.items()}
+        runs = self._episode_runs() if num_groups is None else self._training_episodes
+        groups = await runs.first(
+            whole,
             sampling,
+            num_groups=len(whole) if num_groups is None else num_groups,
+            keep_rest=keep,
             on_group=on_group,
+        )
+        ended = {group.prompt_id for group in groups}
+        if keep:
+            self._partial = [
+                PartialRollout(prompt=self._prompts[request.prompt_id], group=fresh_group(request, sampling.n))
+                for request in whole
+                if request.prompt_id not in ended
+            ]
+        for prompt_id in ended:
+            self._prompts.pop(prompt_id, None)
+
+    def _episode_runs(self) -> EpisodeRuns:
+        async def play(episode: Episode) -> SupportsFloat | None:
+            assert self._play is not None
+            return await self._play(episode, self._prompts[episode.prompt_id])
+
+        return EpisodeRuns(
+            self._client,
+            play,
             episode_timeout_s=self._episode.timeout_s,
             max_concurrent=self._episode.max_environments if self._episode.environment is not None else None,
         )

@@ -17,6 +17,8 @@ class OpenEnvEnvironment:
     Rewards are those of the server; a step without one adds nothing.
     """
 
+    preload = ("openenv.core.generic_client",)  # imported once, before processes are forked
+
     def __init__(
         self,
         url: str,
@@ -28,7 +30,10 @@ class OpenEnvEnvironment:
         reset_columns: Mapping[str, str] | None = None,
         reset_is_prompt: bool = True,
     ) -> None:
-        from openenv.core import GenericEnvClient
+        try:
+            from openenv.core import GenericEnvClient
+        except ImportError as error:
+            raise ImportError(f"{error}: pip install 'plinth-rollout-vllm[openenv]'") from error
 
         self._client = GenericEnvClient(base_url=url)
         self._action_field, self._action = action_field, dict(action or {})
