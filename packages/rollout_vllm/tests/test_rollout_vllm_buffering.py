@@ -107,11 +107,13 @@ def test_nothing_is_lost_repeated_or_reordered(plan: list[Any], speculative: boo
 def test_requests_that_need_more_than_ids_are_not_buffered(changes: dict[str, Any]) -> None:
     plain: dict[str, Any] = {"extra_args": {IDS_ONLY: 1}, "logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY}
 
-    def request(resumable: bool = False, **changes: Any) -> Any:
-        return SimpleNamespace(sampling_params=SamplingParams(**plain | changes), resumable=resumable)
+    def request(name: str = "cmpl-1-0-ab", resumable: bool = False, **changes: Any) -> Any:
+        return SimpleNamespace(request_id=name, sampling_params=SamplingParams(**plain | changes), resumable=resumable)
 
     assert is_buffered(request(), IDS_ONLY)
     assert is_buffered(request(logprobs=None), IDS_ONLY)
+    assert is_buffered(request("13_cmpl-1-0-ab"), IDS_ONLY)  # one of n
+    assert not is_buffered(request("chatcmpl-1-0-ab"), IDS_ONLY)
     assert not is_buffered(request(resumable=True), IDS_ONLY)
     assert not is_buffered(request(**changes), IDS_ONLY)
     assert not is_buffered(SimpleNamespace(sampling_params=None), IDS_ONLY)

@@ -48,8 +48,8 @@ def front_end(tokenizer: Any, extra_args: dict[str, Any] | None) -> tuple[Output
     """vLLM's front end with one request, to which the tokens of TEXT and their log-probs were sent."""
     params = SamplingParams(logprobs=0, extra_args=extra_args, output_kind=RequestOutputKind.FINAL_ONLY)
     request: Any = SimpleNamespace(
-        request_id="r-1",
-        external_req_id="r",
+        request_id="cmpl-r-1",
+        external_req_id="cmpl-r",
         sampling_params=params,
         pooling_params=None,
         resumable=False,
@@ -60,7 +60,7 @@ def front_end(tokenizer: Any, extra_args: dict[str, Any] | None) -> tuple[Output
     )
     processor = OutputProcessor(tokenizer, log_stats=False)
     processor.add_request(request, None)
-    state = processor.request_states["r-1"]
+    state = processor.request_states["cmpl-r-1"]
     for token in tokenizer.encode(TEXT):
         row = numpy.array([[token]])
         lists = LogprobsLists(row, (-row / 128).astype(numpy.float32), numpy.array([1]))
@@ -104,10 +104,10 @@ def test_aborted_request_ends_with_the_tokens_that_the_engine_core_still_held(
 ) -> None:
     processor, state = front_end(tokenizer, {IDS_ONLY: 1})
     ids = tokenizer.encode(TEXT)
-    assert processor.abort_requests(["r-1" if internal else "r"], internal) == ["r-1"]
-    assert processor.request_states == {"r-1": state}
-    rest = EngineCoreOutput("r-1", [7], new_logprobs=LogprobsLists(*(numpy.array([[-0.5]], numpy.float32),) * 3))
-    end = EngineCoreOutput("r-1", [], finish_reason=FinishReason.ABORT)
+    assert processor.abort_requests(["cmpl-r-1" if internal else "cmpl-r"], internal) == ["cmpl-r-1"]
+    assert processor.request_states == {"cmpl-r-1": state}
+    rest = EngineCoreOutput("cmpl-r-1", [7], new_logprobs=LogprobsLists(*(numpy.array([[-0.5]], numpy.float32),) * 3))
+    end = EngineCoreOutput("cmpl-r-1", [], finish_reason=FinishReason.ABORT)
     [answer] = processor.process_outputs([rest, end]).request_outputs
     [choice] = answer.outputs
     assert (choice.token_ids, choice.finish_reason) == ([*ids, 7], "abort")
@@ -119,7 +119,7 @@ def test_aborted_request_ends_with_the_tokens_that_the_engine_core_still_held(
 @pytest.mark.parametrize("internal", [True, False])
 def test_abort_of_other_requests_is_that_of_stock_vllm(tokenizer: Any, patched: None, internal: bool) -> None:
     processor, _ = front_end(tokenizer, None)
-    assert processor.abort_requests(["r-1" if internal else "r", "unknown"], internal) == ["r-1"]
+    assert processor.abort_requests(["cmpl-r-1" if internal else "cmpl-r", "unknown"], internal) == ["cmpl-r-1"]
     assert not processor.request_states
     assert not processor.external_req_ids
 

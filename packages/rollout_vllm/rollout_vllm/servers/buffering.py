@@ -8,11 +8,15 @@ ends and when it is aborted; the front end appends them to two lists. Values and
 `_serve.py` loads this file by path, so it imports nothing of this package.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 INTERVAL = 32
 """Tokens of a request per message. Counters such as `vllm:generation_tokens` advance in these steps."""
+
+_COMPLETION = re.compile(r"(\d+_)?cmpl-")
+"""Beginning of vLLM's ids of /v1/completions: the only route whose answer is made of buffered tokens."""
 
 Replace = Callable[[Any, str, Callable[..., Any]], Callable[[], None]]
 """`Patch.replace`: (target, name, value) -> function that restores."""
@@ -25,6 +29,8 @@ def is_buffered(request: Any, marker: str) -> bool:
     """
     params = request.sampling_params
     if params is None or marker not in (params.extra_args or {}) or request.resumable:
+        return False
+    if not _COMPLETION.match(request.request_id):
         return False
     needs = (params.logprobs, params.prompt_logprobs, params.logprob_token_ids, params.stop)
     return params.output_kind.name == "FINAL_ONLY" and not any(needs) and params.prompt_logprobs is None
