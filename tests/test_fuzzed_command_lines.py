@@ -4,7 +4,7 @@ import contextlib
 import io
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -157,7 +157,7 @@ def check_accepted(app: App, config: Any, arguments: list[str], folder: Path) ->
 def says(text: str, value: Any) -> bool:
     """Whether a plain text means the value, read by rules of its own."""
     if value is None:
-        return text in ("null", "~", "None", "")
+        return text in ("null", "~", "None") or not text.strip()
     if isinstance(value, bool):
         return text == str(value).lower()
     if isinstance(value, (int, float)):

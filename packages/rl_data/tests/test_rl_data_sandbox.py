@@ -231,6 +231,8 @@ FENCED = "Here it is:\n```python\n{}\n```\n"
         ("print('x' * 10 ** 8)", ["assert True"], 0.0),
         ("import numpy\ndef f(): return numpy.ones(3).sum()", ["assert f() == 3"], 1.0),
         ("if __name__ == '__main__': input()", ["assert True"], 1.0),
+        ("print('\ud800')", [{"input": "\ud800", "output": "\ud800"}], 0.0),
+        ("\0", ["assert True"], 0.0),
     ],
 )
 def test_the_score_is_the_share_of_tests_passed(program: str, truth: Any, expected: float) -> None:

@@ -165,7 +165,8 @@ class CodeReward(Reward):
         )
         if test.code is None:
             finished = run_program(program, test.stdin, limits)
-            return finished.exit_code == 0 and _output_lines(finished.stdout) == _output_lines(test.stdout.encode())
+            expected = _output_lines(test.stdout.encode("utf-8", "replace"))
+            return finished.exit_code == 0 and _output_lines(finished.stdout) == expected
         token = secrets.token_hex(16)
         finished = run_program(_ASSERT_PROGRAM, json.dumps([program, test.code, token]), limits)
         return finished.stdout.endswith(token.encode())

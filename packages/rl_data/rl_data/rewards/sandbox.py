@@ -113,10 +113,11 @@ def _launched(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 def _read(stdout: IO[bytes], deadline: float, limit: int) -> tuple[bytes, Literal["", "timeout", "output"]]:
     """Output until all writers are gone, the deadline or the limit; and which of these two ended it."""
-    output = b""
+    output, readable = b"", select.poll()  # select.select takes no descriptor above 1023
+    readable.register(stdout, select.POLLIN)
     while True:
         left = deadline - time.monotonic()
-        if left <= 0 or not select.select([stdout], [], [], left)[0]:
+        if left <= 0 or not readable.poll(left * 1000):
             return output, "timeout"
         if not (part := os.read(stdout.fileno(), 65536)):
             return output, ""
