@@ -383,8 +383,8 @@ class SupervisedConfig:
     batch_size: int = 64
     """Demonstrations per step, over all ranks."""
     files: tuple[str, ...] = ()
-    """Files of demonstrations (`question` and `answer`, or `messages`), of the kinds of `data.train`; empty: those of the
-    built-in task."""
+    """Files of demonstrations (`question` and `answer`, or `messages`), of the kinds of `data.train`; empty: those of
+    the built-in task."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=2e-3, schedule="cosine"))
     """The optimizer; the schedule is `steps` long."""
 
