@@ -293,6 +293,8 @@ class RolloutPhase:
             single = replace(sampling, n=1, temperature=0.0)
             generation.append(self._generate_groups(requests, single, None, prompt_of, score_into(greedy)))
         await gather_or_cancel(generation)
+        held = {rest.group.prompt_id for rest in self._partial}
+        self._prompts = {prompt_id: prompt for prompt_id, prompt in self._prompts.items() if prompt_id in held}
         for prompt_id, baseline in greedy.items():
             scoring[prompt_id] = asyncio.create_task(_with_baseline(scoring[prompt_id], baseline))
         return [scoring[prompt_id] for prompt_id in prompt_of if prompt_id in scoring]
@@ -361,8 +363,6 @@ class RolloutPhase:
                 for request in whole
                 if request.prompt_id not in ended
             ]
-        for prompt_id in ended:
-            self._prompts.pop(prompt_id, None)
 
     def _episode_runs(self) -> EpisodeRuns:
         async def play(episode: Episode) -> SupportsFloat | None:
