@@ -150,7 +150,7 @@ def check_accepted(app: App, config: Any, arguments: list[str], folder: Path) ->
     if len(arguments) == 1 and not set(text) & set("$'\"&*![{"):
         value = config
         for word in key.split("."):
-            value = getattr(value, word) if word else None
+            value = value[word] if isinstance(value, Mapping) else getattr(value, word) if word else None
         assert says(text, value), f"{key} is {value!r}"
 
 
