@@ -39,6 +39,11 @@ Answers = Sequence[int | None]
 
 
 class Tokenizer:
+    name_or_path, chat_template, all_special_ids = "letters", None, ()
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         return f"#### {ids[-1]}"
 
@@ -370,6 +375,17 @@ def test_the_greedy_baseline_of_episodes_is_a_greedy_episode(scorer: Scorer) -> 
     scored = [(item.prompt.id, item.score, item.baseline_score, item.num_turns) for item in collected.batch.items]
     assert scored == [("0", 1.0, 0.0, 2)] * 2 + [("1", 0.0, 1.0, 2)] * 2
     assert [setting.temperature for setting in client.greedy_settings] == [0.0] * 4
+
+
+def test_environments_that_wait_for_others_have_their_prompts_beside_greedy_ones(scorer: Scorer) -> None:
+    """The two greedy episodes end long before the others, which run one after the other."""
+    client = AnsweringClient([DIFFER, DIFFER], greedy=[WRONG, RIGHT])
+    episode = EpisodeConfig(environment="rl_runtime_user_functions:Echo", max_environments=1)
+    steps = rollouts(client, scorer, batch=2, max_rounds=0, phase=GREEDY | {"episode": episode})
+    steps = replace(steps, sampling=SamplingConfig(n=2, max_tokens=32))
+    collected = collect(steps)
+    assert (collected.num_failed, collected.reason) == (0, "")
+    assert [(item.score, item.baseline_score) for item in collected.batch.items] == [(3.0, 3.0)] * 4
 
 
 def config_with(greedy: bool) -> Callable[..., JobConfig]:
