@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apps.grpo.config import GrpoConfig
 from rl_core import DynamicSelection
 from rl_data import PromptSampler
 from rl_runtime.app.job_config import JobConfig
@@ -414,7 +413,7 @@ def config_with(greedy: bool) -> Callable[..., JobConfig]:
 def test_sampling_that_cannot_hold_is_refused(greedy: bool, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_with(greedy)(**settings)
-    assert not GrpoConfig().greedy_baseline
+    assert not JobConfig().greedy_baseline
 
 
 @pytest.mark.parametrize(
