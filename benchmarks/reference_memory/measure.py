@@ -64,9 +64,10 @@ def measure(args: argparse.Namespace, folder: str, num_parameters: int, rank: in
     delivery = batch.deliveries(ranks, 1, BatchConfig(token_budget=args.tokens), with_columns=False)[rank]
     before = used_by_all_ranks()
     worker.build("actor", folder, config, 1)
-    worker.log_probs(delivery, "actor", 1.0)
+    for _ in range(3):  # buffers of gathered weights come with the first passes
+        worker.log_probs(delivery, "actor", 1.0)
+        delivery = replace(delivery, mini_batches=None)
     actor = used_by_all_ranks()
-    delivery = replace(delivery, mini_batches=None)
     free = worker.log_probs(delivery, "actor", 1.0, None, adapters=False)
     adapters_off = used_by_all_ranks()
     worker.build("ref", folder, config, None)
