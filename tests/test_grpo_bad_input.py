@@ -39,6 +39,21 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "reward module that does not parse": ("reward.function=broken:score", ("reward.function", "broken", "SyntaxError")),
     "model that cannot be trained": ("model.path=BERT data.train=good.parquet", ("BertLMHeadModel cannot be trained",)),
     "prompts that are numbers": ("model.path=WITH data.train=numbers.parquet", ("data.train", "row 0", "'question'")),
+    "a line of JSON lines without an answer": (
+        "model.path=WITH data.train=lines.jsonl",
+        (
+            "data.train",
+            "lines.jsonl: line 12346, column 'answer': there is no ground truth",
+        ),
+    ),
+    "a column of CSV that is missing": (
+        "model.path=WITH data.train=lines.csv data.columns.prompt=text reward.method=flexible",
+        ("column 'text' is missing; the columns found are question, answer", "data.columns.prompt"),
+    ),
+    "a saved data set without its split": (
+        "model.path=WITH data.train=saved",
+        ("say which of its splits", "saved:train"),
+    ),
     "unknown key": ("actor.zero.stag=2", ("actor.zero.stage",)),
     "wrong type": ("actor.zero.stage=two", ("actor.zero.stage", "two")),
     # 2 layers x 2 KV heads x 32 x 4 bytes x (K and V) is 1 KiB per token: 512 tokens need 0.0005 GiB.
@@ -81,6 +96,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, columns in FILES.items():
         table = {column: pa.array(values, pa.string()) for column, values in columns.items()}
         pq.write_table(pa.table(table), folder / f"{name}.parquet")
+    line = json.dumps({"question": "a", "answer": "#### 1"}) + "\n"
+    (folder / "lines.jsonl").write_text(line * 12_345 + line.replace("#### 1", "") + line)
+    (folder / "lines.csv").write_text("question,answer\na,#### 1\n")
+    (folder / "saved").mkdir()
+    (folder / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     return folder
 
 
