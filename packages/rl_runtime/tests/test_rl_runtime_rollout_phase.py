@@ -241,7 +241,7 @@ def test_episodes_that_a_step_does_not_wait_for_are_held_and_start_again_after_a
             gate.is_open.clear()
 
     client = HoldingClient([], n=2)
-    options = {
+    options: dict[str, Any] = {
         "episode": EpisodeConfig(function="rl_runtime_user_functions:rewards_itself"),
         "oversampling": OversamplingConfig(extra_prompts=1),
     }
