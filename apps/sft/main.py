@@ -1,6 +1,6 @@
 """Supervised fine-tuning: `python -m apps.sft.main [section.key=value ...]`, `--help` lists every key.
 
-Demonstrations are files with `question` and `answer`, or `messages` (`supervised.files`), or those of the built-in task.
+Demonstrations are files with `question` and `answer`, or with `messages` (`supervised.files`), or the built-in ones.
 The trained model is written to `<run folder>/model` as a Hugging Face folder.
 """
 
