@@ -175,7 +175,7 @@ def buffer_in_front_end(replace: Replace, marker: str) -> list[Callable[[], None
     class SampledLogProbs(list[float]):
         """One log-prob per token."""
 
-    class SampledProcessor(LogprobsProcessor):  # type: ignore[misc]  # vLLM is not typed here
+    class SampledProcessor(LogprobsProcessor):  # vLLM is not typed here
         """Collects log-probs as they are."""
 
         def update_from_output(self, output: Any) -> None:
