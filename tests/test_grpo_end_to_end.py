@@ -65,7 +65,7 @@ def write_verl_rows(path: Path, num_rows: int, words: int) -> None:
 
 
 def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, start_app: StartApp) -> None:
-    """With a user's model and data, a reference model, ZeRO-3 and partial rollouts."""
+    """With a user's model and data, LoRA and its reference model, ZeRO-3, partial rollouts and their correction."""
     model = write_random_model("qwen3-tiny", tmp_path / "model")
     write_verl_rows(tmp_path / "a.parquet", 6, words=0)
     write_verl_rows(tmp_path / "b.parquet", 3, words=40)  # longer than max_prompt_length: skipped
@@ -84,8 +84,10 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
         "algorithm.entropy_coef=0.1",  # a gradient even where all answers are equally wrong
         "actor.dtype=float32",
         "actor.zero.stage=3",
+        "actor.lora.rank=4",
         "actor.optim.lr=1e-3",
         "oversampling.extra_prompts=2",
+        "algorithm.rollout_correction.mode=truncate",
         "trainer.save_freq=1",
         "trainer.val_before_train=false",
     ]
@@ -98,6 +100,7 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
     app.children("ray::TrainerWorker")[0].kill()
     assert app.finish() == 1, app.output
     assert "3 of 9 prompts are longer" in app.output
+    assert "reference model: the actor's engine with its LoRA adapters off" in app.output
     error, *notes = app.output.splitlines()[-3:]
     assert re.match("error: rank [01] of 2 died in", error)
     assert f"The traceback is in {first / 'train.log'}" in notes
@@ -122,5 +125,19 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
     assert float(row["rollout/num_samples"]) == 8
     assert float(row["rollout/stale_token_share"]) > 0
     assert float(row["rollout/log_prob_mismatch_stale"]) > 0
+    # No ratio is out of bounds after one small update, so that every token's weight is its ratio.
+    stale, fresh_ratio, stale_ratio, weight, outside = (
+        float(row[f"rollout/{name}"])
+        for name in (
+            "stale_token_share",
+            "mismatch_ratio_mean",
+            "mismatch_ratio_mean_stale",
+            "correction_weight_mean",
+            "correction_outside_share",
+        )
+    )
+    assert outside == 0
+    assert weight == pytest.approx(stale * stale_ratio + (1 - stale) * fresh_ratio, abs=1e-5)
+    assert 0.9 < float(row["rollout/correction_ess"]) <= 1
     # The checkpoint's actor has taken a step, so it has left its reference: a fresh actor would still equal it.
     assert float(row["actor/kl"]) > 0
