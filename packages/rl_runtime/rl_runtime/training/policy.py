@@ -24,7 +24,7 @@ TOKEN_LEVEL = ("reinforce_pp", "gae")
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Advantage, policy loss, KL and entropy terms; docs/algorithms.md has a page on each family."""
+    """Advantage, policy loss, KL and entropy terms; docs/algorithms.md describes each algorithm."""
 
     advantage: AdvantageName = "grpo"
     """How scores become advantages. `grpo` (arXiv:2402.03300), `dr_grpo` (arXiv:2503.20783), `rloo` (arXiv:2402.14740)
