@@ -1,4 +1,4 @@
-"""Prompts, tokenization, scoring functions, and a built-in arithmetic task with a tiny model, for RL of LLMs."""
+"""Data files, prompts, tokenization, rewards, and built-in tasks with a tiny model, for RL of LLMs."""
 
 import lazy_loader
 
