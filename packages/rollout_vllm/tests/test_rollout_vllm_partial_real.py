@@ -57,7 +57,7 @@ def assert_idle(client: RolloutClient) -> None:
 def test_pause_keeps_every_token_with_its_version_and_log_prob(
     pair: ServerGroup, client: RolloutClient, model_folder: Path, adapter_folder: Path
 ) -> None:
-    requests = make_requests(48, step=21)
+    requests = make_requests(96, step=21)  # enough that some still wait when both servers have begun
     adapters = LoraAdapters(pair.endpoints)
     future = started(client, requests)
     client.run(client.pause(timeout_s=300))
