@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import math
+import shlex
 import signal
 import subprocess
 import sys
@@ -284,7 +285,7 @@ def test_the_report(tmp_path: Path) -> None:
 
 def test_the_documented_commands_are_right() -> None:
     text = (REPO / "docs" / "benchmarks.md").read_text()
-    lines = [line.split("#")[0].split() for line in text.splitlines() if line.startswith("plinth bench")]
+    lines = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("plinth bench")]
     assert len(lines) >= 4
     presets = REPO / "apps" / "bench" / "presets"
     for _, _, name, *arguments in lines:
