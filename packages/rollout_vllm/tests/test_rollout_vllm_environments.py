@@ -295,3 +295,29 @@ def test_a_cancelled_run_leaves_no_environment_behind() -> None:
     for after_s in (0.0, 0.005, 0.02, 0.5):
         asyncio.run(cancelled(after_s))
         assert descendants() == before
+
+
+def test_what_the_main_module_imports_is_imported_once_for_all_environments(tmp_path: Path) -> None:
+    """By `python -m`, as the apps are started: multiprocessing imports the main module in every process."""
+    (tmp_path / "slow_import.py").write_text(
+        "import os\n\nwith open('imports', 'a') as file:\n    print(os.getpid(), file=file)\n"
+    )
+    (tmp_path / "trains.py").write_text(
+        "import asyncio\n"
+        "import slow_import\n"
+        "from rollout_vllm import EnvironmentSpec\n"
+        "from rollout_vllm.episodes.environment_process import EnvironmentProcess\n\n"
+        "COUNTER = EnvironmentSpec(path='rollout_vllm_environments:Counter')\n\n\n"
+        "async def play():\n"
+        "    async with EnvironmentProcess(COUNTER, 'p') as environment:\n"
+        "        return (await environment.step('go')).reward\n\n\n"
+        "async def main():\n"
+        "    return await asyncio.gather(*(play() for _ in range(4)))\n\n\n"
+        "if __name__ == '__main__':\n"
+        "    assert asyncio.run(main()) == [1.0] * 4\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    subprocess.run(
+        [sys.executable, "-m", "trains"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, check=True, timeout=120
+    )
+    assert len((tmp_path / "imports").read_text().splitlines()) == 2, "this process and the server that forks"

@@ -13,7 +13,7 @@ class EnvironmentRollout:
     """Plays one episode in an environment of its own process: `await rollout(episode, prompt)`.
 
     The episode ends when the environment says so, after max_turns, or when the next observation leaves no tokens for a
-    turn; the last two set `episode.is_cut`. Rewards that the environment gives are the score. `info` of the last step
+    turn; the last two set `episode.is_cut`, and the environment hears of it. Rewards that it gives are the score. `info` of the last step
     is in `episode.data`.
     """
 
@@ -37,5 +37,7 @@ class EnvironmentRollout:
                 context = self.chat.context_ids(turn.response_ids, step.observation or "", environment.tools)
                 if turn_number == self.max_turns or len(context) >= episode.num_tokens_left:
                     episode.is_cut = True
+                    if (reward := await environment.cut()) is not None:
+                        episode.reward(reward)
                     return
                 episode.add_context(context)

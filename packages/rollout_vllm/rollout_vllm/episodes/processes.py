@@ -111,11 +111,19 @@ def _end(*_: object) -> None:
 
 def _kill_descendants() -> None:
     """Kills the children of this process until there is none: a subreaper gets those of a child that has ended."""
-    while children := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_child(pid)]:
+    while _has_children() and (children := list(filter(_is_child, map(int, filter(str.isdigit, os.listdir("/proc")))))):
         for pid in children:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+
+
+def _has_children() -> bool:
+    """Whether a child of this process runs, or has ended and was not waited for. Cheaper than reading /proc."""
+    with suppress(ChildProcessError):
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return True
+    return False
 
 
 def _is_child(pid: int) -> bool:
