@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "row without an answer": ("model.path=WITH data.train=no_answer.parquet", ("row",)),
     "model folder without a tokenizer": ("model.path=WITHOUT data.train=good.parquet", ("tokenizer",)),
     "batch that ranks cannot divide": (
-        "batch.train_batch_size=3 batch.mini_batch_size=3 sampling.n=3",
+        "trainer.num_ranks=2 batch.train_batch_size=3 batch.mini_batch_size=3 sampling.n=3",
         ("mini_batch_size", "that works: 2, 4"),
     ),
     "port in use": ("rollout.port=PORT", ("PORT",)),

@@ -55,3 +55,8 @@ class GrpoConfig(JobConfig):
     def greedy_baseline(self) -> bool:
         """ReMax subtracts the score of a greedy response."""
         return self.algorithm.advantage == "remax"
+
+    @property
+    def keeps_reference(self) -> bool:
+        """With a KL term, unless the adapters can be turned off."""
+        return self.algorithm.kl_coef > 0 and self.actor.lora is None

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ds_engine import EngineConfig
-from rl_runtime import JobConfig, PolicyConfig, TrainerConfig
+from rl_runtime import JobConfig, PolicyConfig, TrainedModel, TrainerConfig
 from rl_runtime.config import MAX_RANKS
 from rl_runtime.training.policy import AdvantageName
 
@@ -76,3 +76,16 @@ class PpoConfig(JobConfig):
                 f"algorithm.critic_warmup_steps is {self.algorithm.critic_warmup_steps}; allowed: fewer than the "
                 f"{self.trainer.total_training_steps} of trainer.total_training_steps, or the actor never trains"
             )
+
+    @property
+    def models(self) -> tuple[TrainedModel, ...]:
+        """The actor and the critic."""
+        critic = TrainedModel(
+            section="critic", engine=self.critic, head="value", own_ranks=self.trainer.num_critic_ranks
+        )
+        return (*super().models, critic)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """With a KL term, unless the adapters can be turned off."""
+        return self.algorithm.kl_coef > 0 and self.actor.lora is None

@@ -111,7 +111,9 @@ def compose(job: "rl_runtime.Job", config: PpoConfig) -> "rl_runtime.Algorithm":
 
 def main(config: PpoConfig) -> None:
     """Runs the job and prints its summary."""
-    rl_runtime.run_job(config, check(config), partial(compose, config=config))
+    choice = rl_runtime.choose_settings(config)
+    config = choice.config
+    rl_runtime.run_job(config, check(config), partial(compose, config=config), choice=choice)
 
 
 def cli(argv: Sequence[str] | None = None) -> NoReturn:

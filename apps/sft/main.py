@@ -18,7 +18,7 @@ def check(config: SftConfig) -> "rl_runtime.Placement":
     """Refuses settings that cannot work before any process starts; plans the devices."""
     rl_runtime.prepare_driver(config.trainer.device)
     run_kit.check_tracking(config.tracking)
-    rl_runtime.check_sequence_parallel(config.engine, section="engine", num_ranks=config.trainer.num_ranks)
+    rl_runtime.check_sequence_parallel(config.engine, section="engine", num_ranks=config.trainer.rank_count)
     placement = rl_runtime.plan_ranks(config.trainer)
     rl_runtime.check_prompt_files(config.model, config.data)
     rl_runtime.check_supervised(config.model, config.data, config.supervised, section="supervised")

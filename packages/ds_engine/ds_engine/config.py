@@ -249,8 +249,9 @@ class EngineConfig:
     dtype: Dtype | DeprecatedDtype = "bfloat16"
     """Dtype of weights and activations: bfloat16, float16 (with dynamic loss scaling) or float32. The optimizer always
     keeps fp32 master weights. bf16, fp16 and fp32 are deprecated names of the same."""
-    gradient_checkpointing: bool = False
-    """Recompute activations of layers in the backward pass instead of keeping them."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations of layers in the backward pass instead of keeping them. null: false, unless an app chooses
+    it."""
     checkpoint_every: int = 1
     """With gradient_checkpointing: recompute every k-th layer and keep the activations of the others; at least 1."""
     checkpoint_to_cpu: bool = False
@@ -258,9 +259,9 @@ class EngineConfig:
     sequence_parallel: int = 1
     """Number of ranks that share each micro batch, a slice of its tokens each (Ulysses). Must divide the number of
     ranks and the model's attention heads."""
-    compile: bool = False
+    compile: bool | None = None
     """Compile the layers with torch.compile (needs a C++ compiler, on CUDA also Triton). Attention itself is not
-    compiled. The first steps are slow."""
+    compiled. The first steps are slow. null: false, unless an app chooses it."""
     attention: Attention = "auto"
     """auto: on CUDA flash-attn-4 (flash4, Hopper only) or flash-attn (flash) if installed, otherwise torch's varlen
     attention; on the CPU SDPA, one sequence at a time."""

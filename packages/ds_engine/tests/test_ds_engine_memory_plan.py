@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ds_engine_testkit import make_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
 from ds_engine.planning.memory_plan import MemoryEstimate, estimate_memory
+from ds_engine.planning.model_shape import ModelShape, count_shape
 from plinth_testing import RankPool, write_tiny_model
 
 QWEN3_06B = {
@@ -222,3 +224,44 @@ def test_peaks_measured_on_h200s(
     kept = {"log_prob_bytes": int(kept_gib * 2**30)}
     estimate = plan(settings_, dp=gpus, tokens_per_micro_batch=tokens, num_micro_batches=1, **kept)
     assert estimate.device_bytes / 2**30 == pytest.approx(measured_gib, rel=0.02)
+
+
+COUNTED = {"qwen3": QWEN3_06B, "qwen2": {"num_hidden_layers": 4}, "llama": {"num_hidden_layers": 4}, "mistral": {}}
+
+
+@pytest.mark.parametrize("family", COUNTED)
+def test_a_counted_shape_is_an_upper_bound(family: str, tmp_path: Path) -> None:
+    """Known families, counted as if they were unknown: the same parameters, and no smaller activations."""
+    from transformers import AutoConfig
+
+    fields = {k: v for k, v in COUNTED[family].items() if k != "model_type"}
+    AutoConfig.for_model(family, **fields).save_pretrained(tmp_path)
+    exact, counted = ModelShape.read(tmp_path), count_shape(tmp_path)
+    assert exact.is_exact
+    assert not counted.is_exact
+    for head in ("lm", "value"):
+        sizes = [sum(weight.size for weight in shape.weights(head)) for shape in (exact, counted)]
+        assert sizes[0] == sizes[1]
+    for settings_ in (config(2), config(3, gradient_checkpointing=True)):
+        known, bound = (estimate_memory(s, settings_, dp=2, tokens_per_micro_batch=8192) for s in (exact, counted))
+        assert bound.weights == known.weights
+        assert known.activations.device <= bound.activations.device <= 3 * known.activations.device
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "gemma3_text", "qwen3_moe", "phi3"])
+def test_other_architectures_are_counted(family: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = {"num_hidden_layers": 2, "n_layer": 2}
+    AutoConfig.for_model(family, **small).save_pretrained(tmp_path)
+    shape = count_shape(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert sum(weight.size for weight in shape.weights()) == sum(p.numel() for p in model.parameters())
+    assert estimate_memory(shape, config(2), tokens_per_micro_batch=1024).device_bytes > 0
+
+
+def test_a_folder_without_sizes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ValueError, match="cannot be counted"):
+        count_shape(tmp_path)

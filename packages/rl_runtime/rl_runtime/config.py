@@ -13,6 +13,8 @@ from rl_data import REWARDS, Reward, RewardConfig, make_reward
 from rollout_vllm.config import read_api_key
 from run_kit import EXPERIMENT_PATTERN
 
+DEFAULT_NUM_RANKS = 2
+"""Ranks on the CPU."""
 MAX_RANKS = 65_536
 """A larger number is a slip, which plans of devices would turn into a full memory."""
 JUDGE_FIELDS = ("prompt", "response", "ground_truth", "data_source", "extra")
@@ -48,8 +50,9 @@ class RanksConfig:
     """Parent of the run folders."""
     private_output: bool = True
     """Only this user can enter the run folder (mode 0700); false: as the umask allows."""
-    num_ranks: int = 2
-    """Number of trainer processes, one DeepSpeed rank each; on CUDA one GPU each."""
+    num_ranks: int | None = None
+    """Number of trainer processes, one DeepSpeed rank each; on CUDA one GPU each. null: as many as there are GPUs and
+    as the batch divides by; 2 on the CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks; `auto` uses CUDA if there is a GPU."""
     cpu_threads_per_rank: int = 1
@@ -66,8 +69,8 @@ class RanksConfig:
     to find its loss scale are not counted."""
 
     def __post_init__(self) -> None:
-        _check_at_least(1, self, "num_ranks", "cpu_threads_per_rank")
-        if self.num_ranks > MAX_RANKS:
+        _check_at_least(1, self, *(["num_ranks"] if self.num_ranks is not None else []), "cpu_threads_per_rank")
+        if self.rank_count > MAX_RANKS:
             raise ValueError(f"num_ranks is {self.num_ranks}; allowed: at most {MAX_RANKS}")
         _check_at_least(0, self, "seed")
         if self.max_skipped_updates < 0:
@@ -81,6 +84,11 @@ class RanksConfig:
             raise ValueError(
                 f"experiment is {self.experiment!r}; allowed: letters, digits and . _ + = -, a letter or digit first"
             )
+
+    @property
+    def rank_count(self) -> int:
+        """Number of trainer processes."""
+        return DEFAULT_NUM_RANKS if self.num_ranks is None else self.num_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,17 +30,21 @@ class RolloutConfig:
     """How the servers are started and how the client sends requests to them."""
 
     # ---- servers -------------------------------------------------------------------------------------------------
-    num_servers: int = 1  # number of servers to start (data-parallel replicas); ignored when urls is set
+    num_servers: int | None = None  # servers to start (data-parallel replicas); None: 1; ignored when urls is set
     tensor_parallel_size: int = 1  # GPUs per server
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: decided by the installed vLLM distribution
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = (
         "auto"  # auto: vLLM's choice (bfloat16 for float32 weights)
     )
     max_model_len: int | None = None  # context length in tokens, prompt plus response; None: the model's maximum
-    max_num_seqs: int = 256  # maximum number of sequences that a server decodes at the same time
-    gpu_memory_utilization: float = 0.5  # fraction of GPU memory that a server may use, 0..1; ignored on the CPU
+    max_num_seqs: int | None = None  # maximum number of sequences that a server decodes at the same time; None: 256
+    gpu_memory_utilization: float | None = (
+        None  # fraction of GPU memory that a server may use, 0..1; None: 0.5; ignored on the CPU
+    )
     kv_cache_gib: float | None = None  # KV cache in GiB; None: 1 on the CPU, set by gpu_memory_utilization on GPUs
-    enforce_eager: bool = True  # False: torch.compile and CUDA graphs; starts more slowly, decodes faster
+    enforce_eager: bool | None = (
+        None  # False: torch.compile and CUDA graphs, starts later, decodes faster; None: False on GPUs, True on the CPU
+    )
     prefix_caching: bool = True
     chunked_prefill: bool | None = None  # None: off on the CPU (per-request seeds crash that engine), on elsewhere
     sleep_mode: bool = False  # allow control.sleep, which frees GPU memory between rollouts; GPU only
@@ -69,18 +73,20 @@ class RolloutConfig:
     max_samples_in_flight: int = 1024  # per server; further samples wait in the client (back-pressure)
 
     def __post_init__(self) -> None:
-        _require_positive(self, ("num_servers", "tensor_parallel_size", "max_num_seqs", "startup_timeout_s"))
+        _require_positive(self, ("tensor_parallel_size", "startup_timeout_s"))
         _require_positive(self, ("request_timeout_s", "connect_timeout_s", "retry_base_s", "retry_max_s"))
         _require_positive(self, ("max_samples_in_flight",))
-        _require_positive(self, ("max_model_len", "kv_cache_gib", "cpu_threads"), or_none=True)
-        _require(self.num_servers <= 4096, "num_servers", self.num_servers, "at most 4096")
+        optional = ("num_servers", "max_num_seqs", "max_model_len", "kv_cache_gib", "cpu_threads")
+        _require_positive(self, optional, or_none=True)
+        _require(self.server_count <= 4096, "num_servers", self.num_servers, "at most 4096")
         rank_fits = self.max_lora_rank in (None, *_LORA_RANKS)
         _require(rank_fits, "max_lora_rank", self.max_lora_rank, f"one of {', '.join(map(str, _LORA_RANKS))}, or None")
         _require(self.stop_grace_s >= 0, "stop_grace_s", self.stop_grace_s, "0 or more seconds")
         _require(self.max_retries >= 0, "max_retries", self.max_retries, "0 or more")
         memory = self.gpu_memory_utilization
-        _require(0 < memory <= 1, "gpu_memory_utilization", memory, "greater than 0 and at most 1")
-        last = (self.port or 1) + self.num_servers - 1
+        fits = memory is None or 0 < memory <= 1
+        _require(fits, "gpu_memory_utilization", memory, "greater than 0 and at most 1, or None")
+        last = (self.port or 1) + self.server_count - 1
         ports_fit = self.port is None or 1 <= self.port <= last <= 65535
         _require(ports_fit, "port", self.port, "in 1..65535 with room for num_servers ports, or None")
         every_interface = self.host in ("", "0.0.0.0", "::")
@@ -96,6 +102,11 @@ class RolloutConfig:
         for url in self.urls:
             ok = url.startswith(("http://", "https://"))
             _require(ok, "urls", url, "http://host:port or https://host:port")
+
+    @property
+    def server_count(self) -> int:
+        """Number of servers to start."""
+        return 1 if self.num_servers is None else self.num_servers
 
     def read_api_key(self) -> str | None:
         """The token, from the file if one is given. Raises ApiKeyError if the file cannot be read."""

@@ -14,6 +14,7 @@ from collections import Counter
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -40,6 +41,7 @@ from rollout_vllm.servers.checks import (
 )
 from rollout_vllm.servers.command import detect_device, plan_cpu_threads, server_arguments, server_environment
 from rollout_vllm.servers.diagnose import diagnose
+from rollout_vllm.servers.memory import ServerMemory, estimate_server_memory
 
 QUICK = settings(deadline=None, derandomize=True)
 QWEN = {
@@ -330,6 +332,41 @@ def test_gpu_arguments() -> None:
     assert "--enforce-eager" not in args
     assert "--enable-chunked-prefill" in args
     assert "--kv-cache-memory-bytes" not in args
+
+
+def test_settings_left_open_follow_the_device() -> None:
+    gpu, cpu = (server_arguments(RolloutConfig(), "m", port=1, device=device) for device in ("cuda", "cpu"))
+    assert "--enforce-eager" not in gpu
+    assert "--enforce-eager" in cpu
+    assert "--enforce-eager" in server_arguments(RolloutConfig(enforce_eager=True), "m", port=1, device="cuda")
+    assert options(gpu)["--max-num-seqs"] == options(cpu)["--max-num-seqs"] == "256"
+    assert options(gpu)["--gpu-memory-utilization"] == "0.5"
+
+
+@QUICK
+@given(st.integers(1, 8), st.integers(1, 512), st.integers(1, 10**6), st.booleans())
+def test_server_memory_grows_with_what_it_holds(tp: int, sequences: int, tokens: int, graphs: bool) -> None:
+    def memory(**changes: Any) -> ServerMemory:
+        sizes = {
+            "weight_bytes": 1_192_099_840,
+            "kv_bytes_per_token": 114_688,
+            "kv_tokens": tokens,
+            "hidden": 1024,
+            "intermediate": 3072,
+            "vocab": 151_936,
+            "max_num_seqs": sequences,
+            "tensor_parallel_size": tp,
+            "graphs": graphs,
+        }
+        return estimate_server_memory(**(sizes | changes))
+
+    whole = memory()
+    assert whole.total == whole.weights + whole.kv_cache + whole.workspace
+    assert whole.kv_cache * tp >= tokens * 114_688
+    assert memory(kv_tokens=tokens + 1).total >= whole.total
+    assert memory(max_num_seqs=sequences + 1).workspace > whole.workspace
+    assert memory(tensor_parallel_size=tp + 1).total <= whole.total
+    assert memory(graphs=True).total >= whole.total
 
 
 def test_environment() -> None:

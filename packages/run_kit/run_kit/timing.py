@@ -37,6 +37,29 @@ class Span:
     end_s: float
 
 
+class Laps:
+    """Seconds between marks, for what happens once.
+
+    Args:
+        clock: monotonic seconds; for tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start = self._last = clock()
+        self._laps: list[tuple[str, float]] = []
+
+    def mark(self, name: str) -> None:
+        """Ends a lap."""
+        now = self._clock()
+        self._laps.append((name, now - self._last))
+        self._last = now
+
+    def __str__(self) -> str:
+        laps = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._laps)
+        return f"{self._last - self._start:.1f} s: {laps}"
+
+
 class PhaseTimer:
     """Times the nested phases of one step after the other.
 

@@ -65,6 +65,7 @@ class Tracker:
         config: the app's whole config with a `tracking` section, or a TrackingConfig alone.
         num_steps: number of the last step.
         first_step: number of the first step (a resumed run starts later).
+        comment: text for the top of config.yaml.
         supervised: `log_supervised` writes to metrics.tsv (an SFT run), not to supervised.tsv (a warm start).
         clock: monotonic seconds; for tests.
 
@@ -79,6 +80,7 @@ class Tracker:
         *,
         num_steps: int,
         first_step: int = 1,
+        comment: str = "",
         supervised: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -92,7 +94,7 @@ class Tracker:
         self._clock = clock
         self._started = self._curves_time = clock()
         self._closed = False
-        run.write_config(config)
+        run.write_config(config, comment)
         self._writers: list[MetricWriter] = []
         if self._config.tensorboard:
             self._writers.append(TensorBoardWriter(run.tensorboard_dir))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from run_kit_testkit import Clock
 
 from run_kit.memory import GIB, MemorySampler, TreeMemory, process_tree_memory
-from run_kit.timing import PhaseTimer
+from run_kit.timing import Laps, PhaseTimer
 
 
 @pytest.fixture
@@ -120,6 +120,16 @@ def test_inner_phases_never_exceed_their_parent(work: list[tuple[list[str], floa
         assert metrics[f"timing_s/{path}"] == node.seconds
     tops = sum(node.seconds for path, node in timer.walk() if "/" not in path)
     assert metrics["timing_s/step"] == pytest.approx(tops + metrics["timing_s/other"])
+
+
+def test_laps_are_seconds_between_marks() -> None:
+    clock = Clock()
+    laps = Laps(clock)
+    clock.now += 1.5
+    laps.mark("models")
+    clock.now += 2.0
+    laps.mark("servers")
+    assert str(laps) == "3.5 s: models 1.5, servers 2.0"
 
 
 def test_child_processes_are_counted() -> None:

@@ -104,6 +104,9 @@ def test_folders_that_cannot_be_made_or_opened(tmp_path: Path) -> None:
 def test_written_config_repeats_the_run(run: RunFolder) -> None:
     config = AppConfig(seed=7)
     assert load_config(AppConfig, presets=[run.write_config(config)]) == config
+    file = run.write_config(config, "chosen:\nkey=1: {why")
+    assert file.read_text().startswith("# chosen:\n# key=1: {why\n")
+    assert load_config(AppConfig, presets=[file]) == config
 
 
 def test_the_log_holds_the_console_output(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,7 +121,7 @@ def _checked_trial(model_config: Any, config: EngineConfig, head: Head, device: 
     check_heads(model_config, config.sequence_parallel)
     trial = try_model(model_config, head=head, device=device)
     for name, default in (("sequence_parallel", 1), ("compile", False), ("attention", "auto")):
-        if trial.way == "rows" and getattr(config, name) != default:
+        if trial.way == "rows" and (getattr(config, name) or default) != default:
             raise EngineConfigError(
                 f"{name}={getattr(config, name)} needs packed sequences, but {trial}: use {name}={default}"
             )

@@ -163,7 +163,7 @@ class _States:
 
 
 def estimate_memory(
-    model: str | Path | Mapping[str, Any],
+    model: str | Path | Mapping[str, Any] | ModelShape,
     config: EngineConfig,
     *,
     dp: int = 1,
@@ -176,7 +176,8 @@ def estimate_memory(
     """Estimate the memory of one of dp x `config.sequence_parallel` ranks in training, with a fused log-prob function.
 
     Args:
-        model: a Hugging Face config.json, its folder, or its content (llama, mistral, qwen2, qwen3).
+        model: a Hugging Face config.json, its folder, or its content (llama, mistral, qwen2, qwen3); of others a
+            shape by `count_shape`, for which the estimate is an upper bound.
         tokens_per_micro_batch: packed tokens that the sp ranks of a group share.
         targets_per_micro_batch: predicted tokens among them; None: all.
         num_micro_batches: micro batches per mini batch; the estimate is the same for all values above 1.
@@ -189,7 +190,7 @@ def estimate_memory(
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name}={count} is not allowed: 1 or more")
-    shape = ModelShape.read(model)
+    shape = model if isinstance(model, ModelShape) else ModelShape.read(model)
     weights = shape.weights(head)
     frozen: list[Weight] = []
     if config.lora is not None:

@@ -1,9 +1,10 @@
-"""Parameter shapes of a dense decoder from its Hugging Face config.json. Uses the standard library only."""
+"""Parameter shapes of a decoder from its Hugging Face config.json; those of the known families need no library."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any, Literal
 
 from ..config import LoraConfig
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Dense decoders whose sizes follow from config.json alone, to the byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,13 @@ class ModelShape:
     qkv_bias: bool
     other_bias: bool
     qk_norm: bool
+    counted: tuple[Weight, ...] = ()
+    """All parameters of a model outside of the known families, whose other sizes are upper bounds."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the sizes are those of a known family; otherwise estimates are too large rather than too small."""
+        return not self.counted
 
     @classmethod
     def read(cls, model: str | Path | Mapping[str, Any]) -> ModelShape:
@@ -52,8 +61,8 @@ class ModelShape:
         """
         config = model if isinstance(model, Mapping) else _read_json(Path(model))
         family = config.get("model_type")
-        if family not in _FAMILIES:
-            raise ValueError(f"model_type={family!r} is not allowed: the planner supports {', '.join(_FAMILIES)}")
+        if family not in FAMILIES:
+            raise ValueError(f"model_type={family!r} is not allowed: the planner supports {', '.join(FAMILIES)}")
         try:
             heads = int(config["num_attention_heads"])
             return cls(
@@ -83,7 +92,7 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     def linear_layers(self) -> list[Weight]:
-        """Weight matrices of one layer."""
+        """Weight matrices of one layer; outside of the known families, of a dense layer with the same widths."""
         hidden, inner = self.hidden, self.intermediate
         shapes = {
             "q_proj": (self.query_width, hidden),
@@ -108,6 +117,9 @@ class ModelShape:
 
     def weights(self, head: Literal["lm", "value"] = "lm") -> list[Weight]:
         """All parameters, in no particular order; a tied LM head is not listed."""
+        if self.counted:
+            value_head = [Weight(name="score", shape=(1, self.hidden))] if head == "value" else []
+            return [w for w in self.counted if head == "lm" or w.name != "lm_head"] + value_head
         weights = [Weight(name="embed_tokens", shape=(self.vocab, self.hidden))]
         weights += self._layer() * self.num_layers
         weights.append(Weight(name="norm", shape=(self.hidden,)))
@@ -124,6 +136,67 @@ class ModelShape:
         a = [Weight(name="A", shape=(lora.rank, w.shape[1])) for w in adapted]
         b = [Weight(name="B", shape=(w.shape[0], lora.rank)) for w in adapted]
         return (a + b) * self.num_layers
+
+
+def count_shape(folder: str | Path) -> ModelShape:
+    """The shape of any architecture that transformers knows, built on the meta device, without memory.
+
+    Its parameters are exact. What a layer keeps is bounded from above: as the intermediate size counts half of all
+    inputs and outputs of the largest layer's matrices, of a mixture those of as many experts as a token uses.
+
+    Raises:
+        ValueError: transformers cannot build it, or its configuration lacks a size.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    text = config.get_text_config()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        heads = int(text.num_attention_heads)
+        layers, width = int(text.num_hidden_layers), int(text.hidden_size)
+    except Exception as error:  # from_config runs the architecture's own code
+        raise ValueError(f"the sizes of {folder} cannot be counted: {type(error).__name__}: {error}") from error
+    experts = int(getattr(text, "num_experts_per_tok", None) or 1)
+    outer = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m for p in m.parameters()}
+    return ModelShape(
+        vocab=int(text.vocab_size),
+        hidden=width,
+        intermediate=_widest_layer(model, outer, experts) // 2,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(text, "head_dim", None) or width // heads),
+        tied=model.get_output_embeddings() is None or len(outer) == 1,
+        qkv_bias=False,
+        other_bias=False,
+        qk_norm=True,
+        counted=tuple(
+            Weight(name=_plain_name(model, p, name), shape=tuple(p.shape)) for name, p in model.named_parameters()
+        ),
+    )
+
+
+def _plain_name(model: Any, parameter: Any, name: str) -> str:
+    """`embed_tokens` and `lm_head` for the two tables, whatever the architecture calls them."""
+    for plain, module in (("embed_tokens", model.get_input_embeddings()), ("lm_head", model.get_output_embeddings())):
+        if module is not None and any(p is parameter for p in module.parameters()):
+            return plain
+    return name
+
+
+def _widest_layer(model: Any, outer: set[int], experts: int) -> int:
+    """The sum of rows and columns of all matrices of the layer that has the most."""
+    widths: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 and id(parameter) not in outer:
+            number = re.match(r"(.*?\.\d+)\.", name)
+            layer = number[1] if number else ""
+            copies = min(experts, int(parameter.shape[0])) if parameter.ndim == 3 else 1
+            widths[layer] = widths.get(layer, 0) + copies * sum(parameter.shape[-2:])
+    return max(widths.values(), default=0)
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

@@ -17,6 +17,8 @@ from math import gcd
 from ..errors import BatchError
 from .plan import listed, nearest_divisors, nearest_multiples
 
+DEFAULT_TOKEN_BUDGET = 16_384
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
@@ -28,8 +30,14 @@ class BatchConfig:
     """Prompts per optimizer step. At least 1, divides `train_batch_size`."""
     micro_batch_size: int | None = None
     """Sequences per forward/backward on one GPU. None packs up to `token_budget` tokens instead."""
-    token_budget: int = 16384
-    """Maximum packed tokens (prompt + response) per micro batch; a longer sequence gets its own. At least 1."""
+    token_budget: int | None = None
+    """Maximum packed tokens (prompt + response) per micro batch; a longer sequence gets its own. At least 1. None:
+    16,384, unless an app chooses it."""
+
+    @property
+    def max_packed_tokens(self) -> int:
+        """`token_budget`, or its default."""
+        return DEFAULT_TOKEN_BUDGET if self.token_budget is None else self.token_budget
 
     def __post_init__(self) -> None:
         for name in ("train_batch_size", "mini_batch_size", "micro_batch_size", "token_budget"):
@@ -113,7 +121,7 @@ def batch_layout(config: BatchConfig, *, samples_per_prompt: int, dp: int, sp: i
         micro_batch_size=micro,
         gradient_accumulation_steps=sequences // (micro * dp * sp),
         sequences_per_forward=None if by_tokens else micro * sp,
-        tokens_per_forward=config.token_budget * sp if by_tokens else None,
+        tokens_per_forward=config.max_packed_tokens * sp if by_tokens else None,
     )
 
 

@@ -23,6 +23,7 @@ from run_kit.cli import INVOKED_AS
 from run_kit.config.loader import to_yaml
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
+from run_kit.timing import Laps
 
 from ..launch.placement import Placement
 from ..launch.reachability import resolve_sync_transport
@@ -37,8 +38,9 @@ from ..training.checkpoints import RunCheckpoints, Stateful
 from ..training.loop import Learn, LoopResult, TrainingLoop
 from ..training.record import RunRecord
 from ..training.supervised import train_supervised
+from .choices import Choice
 from .inputs import Inputs, chat_format, load_inputs
-from .job_config import JobConfig, without_secrets
+from .job_config import JobConfig, JobConfigT, without_secrets
 from .preflight import (
     check_adapters,
     check_architectures,
@@ -161,7 +163,7 @@ def job_layout(
         InputError: the number of ranks is no multiple of sequence_parallel.
     """
     engine = engine or config.actor
-    num_ranks = num_ranks or config.trainer.num_ranks
+    num_ranks = num_ranks or config.trainer.rank_count
     check_sequence_parallel(engine, section=section, num_ranks=num_ranks)
     sp = engine.sequence_parallel
     return batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=num_ranks // sp, sp=sp)
@@ -200,21 +202,36 @@ def check_job(
     return JobPlan(placement=placement, resume_from=resume_from, skipped=skipped, architectures=architectures)
 
 
-def run_job(config: JobConfig, plan: JobPlan, compose: Callable[[Job], Algorithm]) -> None:
-    """Runs the job into a new run folder: processes, engines, training loop, export, summary."""
+def run_job(
+    config: JobConfigT,
+    plan: JobPlan,
+    compose: Callable[[Job], Algorithm],
+    *,
+    choice: Choice[JobConfigT] | None = None,
+) -> None:
+    """Runs the job into a new run folder: processes, engines, training loop, export, summary.
+
+    Args:
+        choice: the settings of `config` that were chosen, which are printed and explained in config.yaml.
+    """
+    chosen = choice or Choice(config=config)
     trainer = config.trainer
+    start = Laps()
     run = RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
     with (
         MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
-        Tracker(run, without_secrets(config), num_steps=config.trainer.total_training_steps) as tracker,
+        Tracker(
+            run, without_secrets(config), num_steps=trainer.total_training_steps, comment=chosen.comment()
+        ) as tracker,
         _resume_command(run),
     ):
-        tracker.info(f"run folder {run.path}; starting {config.trainer.num_ranks} ranks and the servers")
-        for line in (*plan.skipped, *plan.architectures):
+        tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
+        for line in (*chosen.lines(), *plan.skipped, *plan.architectures):
             tracker.info(line)
         inputs = load_inputs(
             config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed
         )
+        start.mark("inputs")
         with open_session(
             plan.placement,
             trainer=config.trainer,
@@ -223,6 +240,7 @@ def run_job(config: JobConfig, plan: JobPlan, compose: Callable[[Job], Algorithm
             log_dir=run.path / "servers",
             sync=config.sync,
         ) as session:
+            start.mark("ranks")
             job = Job(
                 config=config,
                 session=session,
@@ -232,7 +250,10 @@ def run_job(config: JobConfig, plan: JobPlan, compose: Callable[[Job], Algorithm
                 resumed=plan.resume_from,
             )
             algorithm = compose(job)
+            start.mark("models")
             session.servers.wait_ready()
+            start.mark("servers, which started with the ranks,")
+            tracker.info(f"ready after {start}")
             result = _train(job, algorithm, memory)
             if config.trainer.export_model:
                 algorithm.roles["actor"].export(str(run.path / "model"), job.model_path)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from ds_engine import EngineConfig
+from ds_engine import EngineConfig, Head
 from rl_core import BatchConfig
 from rl_data import DataConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
@@ -23,6 +23,18 @@ from ..config import (
     TaskSize,
     TrainerConfig,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A model that the job trains."""
+
+    section: str
+    """Its configuration section."""
+    engine: EngineConfig
+    head: Head = "lm"
+    own_ranks: int = 0
+    """Ranks for it alone; 0: it is on the actor's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +72,16 @@ class JobConfig:
                 f"dynamic_sampling.max_rounds is {self.dynamic_sampling.max_rounds}; allowed: 0 {allowed}, because no "
                 "scores are compared within a group"
             )
+
+    @property
+    def models(self) -> tuple[TrainedModel, ...]:
+        """The trained models, the actor first."""
+        return (TrainedModel(section="actor", engine=self.actor),)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the ranks keep a frozen copy of the first policy (`Job.reference`)."""
+        return False
 
     @property
     def greedy_baseline(self) -> bool:

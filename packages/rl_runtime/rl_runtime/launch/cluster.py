@@ -76,7 +76,7 @@ def launch_on_other_nodes(
         known,
         driver=str(ray.get_runtime_context().get_node_id()),
         num_ranks=num_ranks,
-        num_servers=rollout.num_servers,
+        num_servers=rollout.server_count,
         resources=default_resources(rollout, device),
     )
     return launch_on_ray(model_path, rollout, log_dir=log_dir, node_ids=nodes, extra_args=extra_args, env=env)

@@ -118,10 +118,10 @@ def plan_session(
         PlacementError: more GPUs requested than available.
     """
     return plan_placement(
-        gpu_ids=_gpus(trainer),
+        gpu_ids=usable_gpus(trainer),
         device=trainer.device,
-        num_ranks=trainer.num_ranks,
-        num_servers=0 if rollout.urls else rollout.num_servers,
+        num_ranks=trainer.rank_count,
+        num_servers=0 if rollout.urls else rollout.server_count,
         tensor_parallel_size=rollout.tensor_parallel_size,
         colocate=trainer.colocate,
         own_ranks=own_ranks,
@@ -129,16 +129,17 @@ def plan_session(
     )
 
 
-def _gpus(trainer: RanksConfig) -> list[int]:
+def usable_gpus(trainer: RanksConfig) -> list[int]:
+    """Indices of the GPUs that the run may use; none: it runs on the CPU."""
     return [] if trainer.device == "cpu" else visible_gpus()
 
 
 def plan_ranks(trainer: RanksConfig) -> Placement:
     """The placement of the ranks alone, for apps without rollout."""
     return plan_placement(
-        gpu_ids=_gpus(trainer),
+        gpu_ids=usable_gpus(trainer),
         device=trainer.device,
-        num_ranks=trainer.num_ranks,
+        num_ranks=trainer.rank_count,
         num_servers=0,
         tensor_parallel_size=1,
         colocate=True,

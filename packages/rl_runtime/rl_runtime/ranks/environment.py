@@ -4,9 +4,12 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..errors import PlacementError
+
+CACHE_VARIABLE = "PLINTH_CACHE_DIR"
+"""Folder of everything that is compiled: layers, Triton and attention kernels, vLLM's graphs. It serves later runs."""
 
 # Turns off progress bars, usage reports and warnings of libraries, which would disturb the output of the run.
 _QUIET = {
@@ -25,10 +28,24 @@ def prepare_driver(device: str) -> None:
     Call it before the libraries are imported: several read their variables only at import. `device`: "auto", "cpu"
     or "cuda".
     """
-    for name, value in _QUIET.items():
+    for name, value in {**_QUIET, **cache_variables(os.environ)}.items():
         os.environ.setdefault(name, value)
     # transformers imports DeepSpeed, which would search for an accelerator and warn if it finds none.
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if device == "cpu" or not visible_gpus() else "cuda")
+
+
+def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that keep compiled code across runs, in one folder: `PLINTH_CACHE_DIR` or `~/.cache/plinth`."""
+    default = os.path.join(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "plinth")
+    folder = os.path.abspath(environment.get(CACHE_VARIABLE) or default)
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "inductor"),
+        "TRITON_CACHE_DIR": os.path.join(folder, "triton"),
+        "VLLM_CACHE_ROOT": os.path.join(folder, "vllm"),
+        # FlashAttention-4 compiles its kernels in every process unless it is told to keep them.
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": os.path.join(folder, "flash_attention_4"),
+    }
 
 
 def visible_gpus() -> list[int]:
@@ -72,7 +89,7 @@ def ray_has_token() -> bool:
 def rank_env(gpus: Sequence[int], num_threads: int) -> dict[str, str]:
     """The environment of a trainer rank."""
     return {
-        **{name: os.environ.get(name, value) for name, value in _QUIET.items()},
+        **{name: os.environ.get(name, value) for name, value in {**_QUIET, **cache_variables(os.environ)}.items()},
         "PYTHONPATH": python_path(),
         "PYTHONWARNINGS": "ignore::FutureWarning",
         # All ranks are on this host: gloo would listen on the address of the host's name.

@@ -191,7 +191,7 @@ def _assignment(
 
     The limits per micro batch are multiplied by sp, because each of the sp ranks holds 1/sp of the tokens.
     """
-    size, budget = config.micro_batch_size, config.token_budget
+    size, budget = config.micro_batch_size, config.max_packed_tokens
     plan = plan_micro_batches(
         [len(sequences[i].prompt_ids) + len(sequences[i].response_ids) for i in mini_batch],
         num_ranks=num_replicas,

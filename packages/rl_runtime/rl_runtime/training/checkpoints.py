@@ -93,7 +93,7 @@ class RunCheckpoints:
         state = {
             "step": step,
             "policy_version": step,
-            "num_ranks": self._trainer.num_ranks,
+            "num_ranks": self._trainer.rank_count,
             "seed": self._trainer.seed,
             "rng": capture_rng(),
             "config": self._config,

@@ -114,5 +114,5 @@ class TrainingLoop:
     def _resume(self, checkpoint: Checkpoint) -> None:
         self._checkpoints.load(checkpoint)
         num_ranks = checkpoint.state["num_ranks"]
-        reshaped = f", saved with trainer.num_ranks={num_ranks}" if num_ranks != self._trainer.num_ranks else ""
+        reshaped = f", saved with trainer.num_ranks={num_ranks}" if num_ranks != self._trainer.rank_count else ""
         self._record.info(f"resumed after step {checkpoint.step} from {checkpoint.path}{reshaped}")

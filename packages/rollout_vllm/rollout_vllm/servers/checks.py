@@ -160,9 +160,9 @@ def check_memory(config: RolloutConfig, device: Device, available_bytes: int | N
     budget = kv_cache_bytes_of(config, device)
     if device != "cpu" or budget is None or available_bytes is None:
         return
-    if budget * config.num_servers > available_bytes:
+    if budget * config.server_count > available_bytes:
         raise KVCacheTooSmallError(
-            f"{config.num_servers} server(s) with kv_cache_gib={budget / 2**30:.4g} need more than the "
+            f"{config.server_count} server(s) with kv_cache_gib={budget / 2**30:.4g} need more than the "
             f"{available_bytes / 2**30:.1f} GiB of free memory; lower kv_cache_gib or num_servers"
         )
 

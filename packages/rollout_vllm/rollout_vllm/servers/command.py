@@ -13,6 +13,8 @@ Device = Literal["cpu", "cuda"]
 SERVED_MODEL_NAME = "policy"
 AUTH_MIDDLEWARE = "plinth_server_auth.ApiKeyMiddleware"  # the module that _serve.py registers
 DEFAULT_CPU_KV_CACHE_GIB = 1.0
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.5
 
 # Variables of the launching process that would silently change the server, or that it has no need of.
 _DROPPED_VARIABLES = (
@@ -56,14 +58,14 @@ def server_arguments(
     args += ["--host", config.host, "--port", str(port), "--middleware", AUTH_MIDDLEWARE]
     args += ["--dtype", config.dtype, "--load-format", config.load_format]
     # On the CPU, results depend on the batch composition; a batch of one sequence is reproducible.
-    max_num_seqs = 1 if config.deterministic and device == "cpu" else config.max_num_seqs
+    max_num_seqs = 1 if config.deterministic and device == "cpu" else config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     args += ["--max-num-seqs", str(max_num_seqs)]
     # Log-probs of the distribution that tokens are sampled from: after temperature, top-p and top-k.
     args += ["--logprobs-mode", "processed_logprobs"]
     args += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
     if config.max_model_len is not None:
         args += ["--max-model-len", str(config.max_model_len)]
-    if config.enforce_eager:
+    if is_eager(config, device):
         args += ["--enforce-eager"]
     prefix_caching = config.prefix_caching and not (config.deterministic and device == "cpu")
     args += ["--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching"]
@@ -72,7 +74,7 @@ def server_arguments(
     if config.tensor_parallel_size > 1:
         args += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
     if device == "cuda":
-        args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+        args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)]
     if config.sleep_mode:
         args += ["--enable-sleep-mode"]
     if config.max_lora_rank is not None:  # two: the next version is loaded before the current one is unloaded
@@ -81,6 +83,11 @@ def server_arguments(
     if kv_cache_bytes is not None:
         args += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
     return [*args, *extra_args, *config.extra_args]
+
+
+def is_eager(config: RolloutConfig, device: Device) -> bool:
+    """Whether a server runs without torch.compile and CUDA graphs."""
+    return device == "cpu" if config.enforce_eager is None else config.enforce_eager
 
 
 def kv_cache_bytes_of(config: RolloutConfig, device: Device) -> int | None:
@@ -126,7 +133,7 @@ def server_environment(
     if config.max_lora_rank is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if device == "cpu":
-        threads = plan_cpu_threads(num_cores, config.num_servers, config.cpu_threads)
+        threads = plan_cpu_threads(num_cores, config.server_count, config.cpu_threads)
         env["OMP_NUM_THREADS"] = str(threads)
         # By default vLLM pins its threads to the first cores, which other servers and trainer ranks use too.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -136,7 +143,7 @@ def server_environment(
             # Runs the worker in the engine's process (vLLM's "uni" executor). With a separate worker process, both
             # processes spin for a second after every message, which costs each server one core (two during a sync).
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if config.enforce_eager:
+        if is_eager(config, device):
             # vLLM compiles two sampler functions even with --enforce-eager: 5 to 30 s at the first request.
             env["TORCHDYNAMO_DISABLE"] = "1"
     elif config.deterministic:

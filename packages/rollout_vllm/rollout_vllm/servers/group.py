@@ -48,7 +48,7 @@ def check_launch(model_path: str | Path, config: RolloutConfig, *, elsewhere: bo
         return device
     check_cache_folder()
     check_memory(config, device, _free_memory())
-    for index in range(config.num_servers):
+    for index in range(config.server_count):
         reserve_port(config.host, None if config.port is None else config.port + index).close()
     return device
 
@@ -121,9 +121,9 @@ class ServerGroup:
                 [Endpoint(url.rstrip("/"), config.read_api_key()) for url in config.urls], [], config.startup_timeout_s
             )
         device = check_launch(model_path, config)
-        if gpu_ids_per_server is not None and len(gpu_ids_per_server) != config.num_servers:
+        if gpu_ids_per_server is not None and len(gpu_ids_per_server) != config.server_count:
             raise RolloutConfigError(
-                f"gpu_ids_per_server has {len(gpu_ids_per_server)} entries for num_servers={config.num_servers}"
+                f"gpu_ids_per_server has {len(gpu_ids_per_server)} entries for num_servers={config.server_count}"
             )
         api_key = config.read_api_key() or secrets.token_urlsafe(32)
         servers = [
@@ -138,7 +138,7 @@ class ServerGroup:
                 env=env,
                 gpu_ids=gpu_ids_per_server[index] if gpu_ids_per_server is not None else None,
             )
-            for index in range(config.num_servers)
+            for index in range(config.server_count)
         ]
         group = cls([server.endpoint for server in servers], servers, config.startup_timeout_s)
         try:

@@ -154,16 +154,16 @@ def launch_on_ray(
         raise RolloutConfigError("urls: existing servers do not need Ray; use ServerGroup.launch")
     if not ray.is_initialized():
         raise RolloutConfigError("Ray is not initialized: call ray.init(address=...) first")
-    if node_ids is not None and (placement_group is not None or len(node_ids) != config.num_servers):
+    if node_ids is not None and (placement_group is not None or len(node_ids) != config.server_count):
         raise RolloutConfigError(
-            f"node_ids has {len(node_ids)} entries for num_servers={config.num_servers}; give one per server, and no "
+            f"node_ids has {len(node_ids)} entries for num_servers={config.server_count}; give one per server, and no "
             "placement_group"
         )
     device: Device = detect_device()[0] if config.device == "auto" else config.device
     check_device_features(config, device)
     resources = dict(resources_per_server or default_resources(config, device))
     if placement_group is None:
-        _check_resources(resources, config.num_servers, ray.cluster_resources())
+        _check_resources(resources, config.server_count, ray.cluster_resources())
     settings = {
         "device": device,
         "api_key": config.read_api_key() or secrets.token_urlsafe(32),
@@ -180,7 +180,7 @@ def launch_on_ray(
             max_concurrency=8,  # alive() must not wait for wait_ready()
             scheduling_strategy=_strategy(placement_group, node_ids, index),
         ).remote()
-        for index in range(config.num_servers)
+        for index in range(config.server_count)
     ]
     folder = Path(model_path).expanduser()
     model = str(folder.absolute() if folder.is_dir() else model_path)  # actors have another working directory

@@ -94,9 +94,14 @@ class RunFolder:
         """Name of the folder: experiment and time."""
         return self.path.name
 
-    def write_config(self, config: Any) -> Path:
-        """Write the resolved configuration without credentials in URLs; `config=<this file>` repeats the run."""
-        atomic_write(self.config_file, redact_urls(to_yaml(config)))
+    def write_config(self, config: Any, comment: str = "") -> Path:
+        """Write the resolved configuration without credentials in URLs; `config=<this file>` repeats the run.
+
+        Args:
+            comment: lines for the top of the file.
+        """
+        head = "".join(f"# {line}\n" for line in comment.splitlines())
+        atomic_write(self.config_file, head + redact_urls(to_yaml(config)))
         return self.config_file
 
     def __enter__(self) -> "RunFolder":

@@ -1,0 +1,398 @@
+"""Settings that a configuration leaves open (null), chosen for the devices on which the run starts.
+
+`choose_settings` reads the GPUs; `choose_for` is the pure rule. A setting that is given is never changed. On GPUs the
+memory plan counts the trainer (`ds_engine.estimate_memory`) and the server on the same GPU
+(`rollout_vllm.estimate_server_memory`): activations are recomputed, micro batches shrink and the KV cache gives way,
+in this order, until both fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic
+
+from ds_engine import EngineConfig, MemoryEstimate, ModelShape, count_shape, estimate_memory
+from ds_engine.planning.model_shape import FAMILIES
+from rl_core import BatchError, batch_layout
+from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
+from rl_data import DataError, find_model_folder
+from rollout_vllm import ServerMemory, estimate_server_memory
+
+from ..config import DEFAULT_NUM_RANKS
+from ..errors import InputError
+from ..launch.gpus import Gpu, read_gpus
+from ..launch.session import usable_gpus
+from ..ranks.environment import prepare_driver
+from .inputs import BUILTIN_MODEL
+from .job_config import JobConfig, JobConfigT
+
+_TOKEN_BUDGETS = (DEFAULT_TOKEN_BUDGET, 8_192, 4_096)
+_MOST_SEQUENCES = 512
+"""Sequences for which vLLM captures CUDA graphs."""
+_KV_SHARES = ((1.0, 0.75, 0.5), (0.25, 0.1))
+"""Sizes of the KV cache, relative to all sequences of a step at full length; the second group is a last resort."""
+_FRAGMENTATION = 1.08
+"""Reserved over allocated bytes of torch's allocator."""
+_TRAINER_BYTES = 2 * 2**30
+"""CUDA context, communicators and the buckets of the weight sync of a rank."""
+_USABLE = 0.97
+"""Share of a GPU's free memory that is planned."""
+_ALONE = 0.9
+"""Share of a GPU that a server without a rank beside it uses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(Generic[JobConfigT]):
+    """A configuration without open settings, and why each was chosen."""
+
+    config: JobConfigT
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Dotted key -> why it has its value; given settings are not among them."""
+    devices: str = "the CPU"
+    memory: str = ""
+    """The memory plan in one line; empty without one."""
+    rank_bytes: int = 0
+    """Planned bytes of a rank at its peak."""
+    server_bytes: int = 0
+    """Planned bytes of the server on the rank's GPU."""
+
+    def with_default(self, key: str, value: Any, why: str) -> Choice[JobConfigT]:
+        """Sets an open setting."""
+        if _value(self.config, key) is not None:
+            return self
+        return replace(self, config=_with_value(self.config, key, value), reasons={**self.reasons, key: why})
+
+    def lines(self) -> list[str]:
+        """What was chosen, for the user: at most three lines."""
+        if not self.reasons:
+            return []
+        chosen = ", ".join(f"{key}={_text(_value(self.config, key))}" for key in self.reasons)
+        return [f"chosen for {self.devices}: {chosen}", *([self.memory] if self.memory else [])]
+
+    def comment(self) -> str:
+        """What was chosen and why, one setting a line."""
+        lines = [f"{key}={_text(_value(self.config, key))}: {why}" for key, why in self.reasons.items()]
+        head = [f"Chosen for {self.devices}; every other value was given or is a default."] if lines else []
+        return "\n".join([*head, *lines, *([self.memory] if self.memory else [])])
+
+
+def choose_settings(config: JobConfigT) -> Choice[JobConfigT]:
+    """Fills in the settings that are null, for the GPUs of this host or its CPU.
+
+    Raises:
+        InputError: the model's folder cannot be read, or its training states alone exceed a GPU.
+        PlacementError: CUDA_VISIBLE_DEVICES names no usable GPU.
+    """
+    prepare_driver(config.trainer.device)
+    gpu_ids = usable_gpus(config.trainer)
+    if not gpu_ids:
+        return choose_for(config, gpus=(), shape=None)
+    return choose_for(config, gpus=read_gpus(gpu_ids), shape=_read_shape(config.model.path))
+
+
+def choose_for(config: JobConfigT, *, gpus: Sequence[Gpu], shape: ModelShape | None) -> Choice[JobConfigT]:
+    """The rule of `choose_settings`, as a pure function.
+
+    Args:
+        gpus: the GPUs that the run may use; none: the CPU.
+        shape: sizes of the model; None: it is so small that its memory does not matter.
+
+    Raises:
+        InputError: the training states alone exceed a GPU.
+    """
+    choice = Choice(config=config, devices=_devices(gpus))
+    choice = _choose_processes(choice, len(gpus))
+    choice = _choose_speed(choice, bool(gpus), shape)
+    if gpus and shape is not None:
+        return _choose_memory(choice, min(gpu.free_bytes for gpu in gpus), min(gpu.total_bytes for gpu in gpus), shape)
+    return _choose_sizes(choice, gradient_checkpointing=False, token_budget=DEFAULT_TOKEN_BUDGET, why="the default")
+
+
+def _read_shape(path: str) -> ModelShape | None:
+    if path == BUILTIN_MODEL:
+        return None
+    try:
+        folder = find_model_folder(path)
+    except DataError as error:
+        raise InputError(f"model.path: {error}") from error
+    try:
+        return ModelShape.read(folder)
+    except ValueError:
+        pass
+    try:
+        return count_shape(folder)
+    except (ValueError, OSError) as error:
+        raise InputError(f"model.path is {path}: {error}") from error
+
+
+def _devices(gpus: Sequence[Gpu]) -> str:
+    if not gpus:
+        return "the CPU"
+    least = min(gpu.free_bytes for gpu in gpus)
+    return f"{len(gpus)} x {gpus[0].name} ({least / 2**30:.0f} GiB free)"
+
+
+# ------------------------------------------------------------------ processes
+
+
+def _choose_processes(choice: Choice[JobConfigT], num_gpus: int) -> Choice[JobConfigT]:
+    """Ranks and servers."""
+    trainer, rollout = choice.config.trainer, choice.config.rollout
+    own = sum(model.own_ranks for model in choice.config.models)
+    here = not rollout.urls and trainer.ray_address is None
+    per_server = rollout.tensor_parallel_size
+    apart = 0
+    if here and not trainer.colocate and num_gpus:
+        apart = per_server * (rollout.num_servers or max(1, (num_gpus - own) // (2 * per_server)))
+    limit = max(1, num_gpus - own - apart) if num_gpus else DEFAULT_NUM_RANKS
+    ranks = next((n for n in range(limit, 0, -1) if _divides(choice.config, n)), limit)
+    why = (
+        ("one per GPU" if num_gpus else "two on the CPU") if ranks == limit else f"the batch does not divide by {limit}"
+    )
+    choice = choice.with_default("trainer.num_ranks", ranks, why)
+    if rollout.urls:
+        return choice
+    ranks = choice.config.trainer.rank_count
+    if not num_gpus or not here:
+        return choice.with_default("rollout.num_servers", 1, "one on the CPU" if here else "one on the other nodes")
+    shared = ranks + own if trainer.colocate else num_gpus - ranks - own
+    why = "one per GPU" if per_server == 1 else f"one per {per_server} GPUs"
+    return choice.with_default("rollout.num_servers", max(1, shared // per_server), why)
+
+
+def _divides(config: JobConfig, num_ranks: int) -> bool:
+    """Whether mini batches divide over this number of ranks for every model on them."""
+    for model in config.models:
+        sp, ranks = model.engine.sequence_parallel, model.own_ranks or num_ranks
+        if ranks % sp:
+            return False
+        try:
+            batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=ranks // sp, sp=sp)
+        except BatchError:
+            return False
+    return True
+
+
+# ---------------------------------------------------------------------- speed
+
+
+def _choose_speed(choice: Choice[JobConfigT], on_gpu: bool, shape: ModelShape | None) -> Choice[JobConfigT]:
+    """Compiled layers, CUDA graphs, and sequences at once."""
+    config = choice.config
+    for model in config.models:
+        works, why = _compiles(model.engine, shape) if on_gpu else (False, "off on the CPU")
+        choice = choice.with_default(f"{model.section}.compile", works, why)
+    if not config.rollout.urls:
+        graphs = on_gpu and shape is not None
+        why = "CUDA graphs decode faster" if graphs else "CUDA graphs need a GPU, and pay off from some 100M parameters"
+        choice = choice.with_default("rollout.enforce_eager", not graphs, why)
+        if on_gpu:
+            samples = _samples_per_server(choice.config)
+            most = min(_MOST_SEQUENCES, samples)
+            why = "all samples of a step at once" if most == samples else "as many as CUDA graphs are captured for"
+            choice = choice.with_default("rollout.max_num_seqs", most, why)
+            longest = _longest(config)
+            choice = choice.with_default("rollout.max_model_len", longest, "the longest prompt and response")
+    return choice
+
+
+def _compiles(engine: EngineConfig, shape: ModelShape | None) -> tuple[bool, str]:
+    if shape is None:
+        return False, "compiling takes longer than training the built-in model"
+    if not shape.is_exact:
+        return False, f"measured for {', '.join(FAMILIES)} only"
+    if engine.lora is not None and engine.lora.base_format == "nf4":
+        return False, "an NF4 base is dequantized outside of compiled layers"
+    if engine.zero.offload.param == "nvme":
+        return False, "weights on NVMe are fetched in hooks inside the layers"
+    return True, "compiled layers train faster"
+
+
+def _samples_per_server(config: JobConfig) -> int:
+    prompts = config.batch.train_batch_size + config.oversampling.extra_prompts
+    return -(-prompts * config.sampling.n // config.rollout.server_count)
+
+
+def _longest(config: JobConfig) -> int:
+    """Tokens of the longest prompt and response."""
+    return config.data.max_prompt_length + max(config.sampling.max_tokens, config.validation.max_tokens)
+
+
+# --------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """One way to divide a GPU between a rank and a server."""
+
+    recompute: bool
+    token_budget: int | None
+    kv_share: float
+    trainer: int
+    """Bytes of a rank at its peak."""
+    states: int
+    """Those of weights, gradients and optimizer alone."""
+    server: ServerMemory | None
+
+    @property
+    def total(self) -> int:
+        """Bytes of the rank and the server beside it."""
+        return self.trainer + (self.server.total if self.server is not None else 0)
+
+
+def _choose_memory(choice: Choice[JobConfigT], free: int, total: int, shape: ModelShape) -> Choice[JobConfigT]:
+    """Recomputation, micro batches and the server's share."""
+    config, usable = choice.config, int(free * _USABLE)
+    plans = list(_plans(config, shape, total))
+    plan = next((p for p in plans if p.total <= usable), plans[-1])
+    is_estimate = "" if shape.is_exact else " (upper bounds: the planner knows only the sizes of its parameters)"
+    if plan.states > usable and shape.is_exact:
+        raise InputError(
+            f"model.path: weights, gradients and optimizer states of a rank take {plan.states / 2**30:.1f} GiB, and a "
+            f"GPU has {free / 2**30:.1f} GiB free; use more GPUs with actor.zero.stage=3, "
+            "actor.zero.offload.optimizer=cpu, or actor.lora.rank=16"
+        )
+    fits = plan.total <= usable
+    why = "fits into memory" if fits else "the smallest that is tried"
+    choice = _choose_sizes(choice, gradient_checkpointing=plan.recompute, token_budget=plan.token_budget, why=why)
+    line = f"memory of a GPU: {plan.trainer / 2**30:.1f} GiB for a rank at its peak"
+    if plan.server is not None:
+        server = plan.server
+        choice = _choose_share(choice, plan, total)
+        line += (
+            f", {server.total / 2**30:.1f} GiB for the server (weights {server.weights / 2**30:.1f}, KV cache "
+            f"{server.kv_cache / 2**30:.1f})"
+        )
+    elif not config.rollout.urls:
+        choice = choice.with_default("rollout.gpu_memory_utilization", _ALONE, "the server has its GPU alone")
+    line += f", of {free / 2**30:.1f} GiB free{is_estimate}"
+    if not fits:
+        line += "; expect it to run out of memory: use actor.zero.stage=3, zero.offload, LoRA or more GPUs"
+    server_bytes = plan.total - plan.trainer
+    return replace(choice, memory=line, rank_bytes=plan.trainer, server_bytes=server_bytes)
+
+
+def _choose_share(choice: Choice[JobConfigT], plan: _Plan, total: int) -> Choice[JobConfigT]:
+    """The server's KV cache, and the share of the GPU that vLLM wants to find free at its start."""
+    assert plan.server is not None
+    rollout = choice.config.rollout
+    if rollout.gpu_memory_utilization is None:
+        gib = round(plan.server.kv_cache * rollout.tensor_parallel_size / 2**30, 2)
+        why = f"{plan.kv_share:.0%} of all sequences at full length"
+        choice = choice.with_default("rollout.kv_cache_gib", max(gib, 0.01), why)
+    share = min(0.99, math.ceil(plan.server.total / total * 100) / 100)
+    return choice.with_default("rollout.gpu_memory_utilization", share, "what the server needs")
+
+
+def _choose_sizes(
+    choice: Choice[JobConfigT], *, gradient_checkpointing: bool, token_budget: int | None, why: str
+) -> Choice[JobConfigT]:
+    for model in choice.config.models:
+        choice = choice.with_default(f"{model.section}.gradient_checkpointing", gradient_checkpointing, why)
+    if choice.config.batch.micro_batch_size is not None:
+        return choice
+    return choice.with_default("batch.token_budget", token_budget, why)
+
+
+def _plans(config: JobConfig, shape: ModelShape, total: int) -> Iterator[_Plan]:
+    """All ways in the order of preference; at least one."""
+    is_open = any(model.engine.gradient_checkpointing is None for model in config.models)
+    budgets: Sequence[int | None] = _TOKEN_BUDGETS
+    if config.batch.micro_batch_size is not None or config.batch.token_budget is not None:
+        budgets = (config.batch.token_budget,)
+    sizes = [(recompute, budget) for recompute in ((False, True) if is_open else (False,)) for budget in budgets]
+    sizes.sort(key=lambda size: (size[0], -(size[1] or 0)))
+    # Small micro batches without recomputation are no better than larger ones with it.
+    sizes = [size for size in sizes if size != (False, _TOKEN_BUDGETS[-1]) or not is_open]
+    for shares in _KV_SHARES:
+        for recompute, budget in sizes:
+            trainer, states = _trainer_bytes(config, shape, recompute, budget)
+            for share in shares:
+                server = _server_memory(config, shape, share, total)
+                yield _Plan(
+                    recompute=recompute,
+                    token_budget=budget,
+                    kv_share=share,
+                    trainer=trainer,
+                    states=states,
+                    server=server,
+                )
+
+
+def _trainer_bytes(config: JobConfig, shape: ModelShape, recompute: bool, budget: int | None) -> tuple[int, int]:
+    """(bytes at the peak, bytes of the states) of the rank with the most."""
+    tokens = budget or config.batch.max_packed_tokens
+    if config.batch.micro_batch_size is not None:
+        tokens = config.batch.micro_batch_size * _longest(config)
+    shared: list[MemoryEstimate] = []
+    alone: list[MemoryEstimate] = []
+    for model in config.models:
+        engine = model.engine
+        if engine.gradient_checkpointing is None:
+            engine = replace(engine, gradient_checkpointing=recompute)
+        ranks = model.own_ranks or config.trainer.rank_count
+        estimate = estimate_memory(
+            shape,
+            engine,
+            dp=max(1, ranks // engine.sequence_parallel),
+            tokens_per_micro_batch=max(tokens, _longest(config)) * engine.sequence_parallel,
+            head=model.head,
+        )
+        (alone if model.own_ranks else shared).append(estimate)
+    reference = shared[0].weights.device if config.keeps_reference else 0
+    groups = [shared, *([estimate] for estimate in alone)]
+    states = [sum(e.device_bytes - e.activations.device for e in group) for group in groups]
+    peaks = [n + max(e.activations.device for e in group) for n, group in zip(states, groups, strict=True)]
+    peaks[0] += reference
+    return int(max(peaks) * _FRAGMENTATION) + _TRAINER_BYTES, max(states)
+
+
+def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total: int) -> ServerMemory | None:
+    """The server on a rank's GPU; None if there is none."""
+    rollout, trainer = config.rollout, config.trainer
+    if rollout.urls or trainer.ray_address is not None or not trainer.colocate:
+        return None
+    size = 4 if rollout.dtype == "float32" else 2
+    per_token = 2 * shape.num_layers * shape.kv_width * size
+    sequences = rollout.max_num_seqs or 256
+    longest = rollout.max_model_len or _longest(config)
+    needed = max(longest, int(min(sequences, _samples_per_server(config)) * min(longest, _longest(config)) * kv_share))
+    if rollout.kv_cache_gib is not None:
+        needed = int(rollout.kv_cache_gib * 2**30 / per_token)
+    memory = estimate_server_memory(
+        weight_bytes=size * sum(weight.size for weight in shape.weights()),
+        kv_bytes_per_token=per_token,
+        kv_tokens=needed,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        vocab=shape.vocab,
+        max_num_seqs=sequences,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        element_bytes=size,
+        graphs=not rollout.enforce_eager,
+    )
+    if rollout.gpu_memory_utilization is not None and rollout.kv_cache_gib is None:
+        # vLLM fills its share with the KV cache.
+        rest = int(rollout.gpu_memory_utilization * total) - memory.total + memory.kv_cache
+        return replace(memory, kv_cache=max(0, rest))
+    return memory
+
+
+# ------------------------------------------------------------------ dotted keys
+
+
+def _value(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _with_value(config: Any, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    return replace(config, **{name: _with_value(getattr(config, name), rest, value) if rest else value})
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

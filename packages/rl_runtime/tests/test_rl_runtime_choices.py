@@ -1,0 +1,240 @@
+"""Settings chosen for the devices of a run: the pure rule, on GPUs that this machine lacks."""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_engine import EngineConfig, LoraConfig, ModelShape
+from ds_engine.config import OffloadConfig, ZeroConfig
+from rl_core import BatchConfig
+from rl_data import DataConfig
+from rl_runtime import InputError, JobConfig, ModelConfig, TrainedModel, TrainerConfig, choose_settings, job_layout
+from rl_runtime.app.choices import choose_for
+from rl_runtime.launch.gpus import Gpu, parse_gpus
+from rollout_vllm import RolloutConfig, SamplingConfig
+
+QWEN3_06B = ModelShape.read(
+    {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    }
+)
+QWEN2_7B = ModelShape.read(
+    {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    }
+)
+GIB = 2**30
+
+
+def gpus(number: int, gib: float = 140.0, used: float = 0.0) -> tuple[Gpu, ...]:
+    return (Gpu(name="GPU", total_bytes=int(gib * GIB), used_bytes=int(used * GIB)),) * number
+
+
+def config(**sections: Any) -> JobConfig:
+    """64 prompts x 4 samples, two updates, 320 + 512 tokens."""
+    given_sections = {
+        "batch": BatchConfig(train_batch_size=64, mini_batch_size=32),
+        "data": DataConfig(max_prompt_length=320),
+        "sampling": SamplingConfig(n=4, max_tokens=512),
+        "validation": SamplingConfig(n=1, max_tokens=512),
+    }
+    return JobConfig(**(given_sections | sections))
+
+
+def test_the_cpu_keeps_its_defaults() -> None:
+    choice = choose_settings(replace(config(), trainer=TrainerConfig(device="cpu")))
+    chosen = choice.config
+    assert (chosen.trainer.num_ranks, chosen.rollout.num_servers) == (2, 1)
+    assert (chosen.rollout.enforce_eager, chosen.actor.compile, chosen.actor.gradient_checkpointing) == (
+        True,
+        False,
+        False,
+    )
+    assert chosen.batch.token_budget == 16384
+    assert len(choice.lines()) == 1
+    assert "the CPU" in choice.lines()[0]
+
+
+def test_a_gpu_gets_the_fast_way() -> None:
+    choice = choose_for(config(), gpus=gpus(1), shape=QWEN3_06B)
+    chosen = choice.config
+    assert (chosen.trainer.num_ranks, chosen.rollout.num_servers) == (1, 1)
+    assert (chosen.rollout.enforce_eager, chosen.actor.compile, chosen.actor.gradient_checkpointing) == (
+        False,
+        True,
+        False,
+    )
+    assert (chosen.rollout.max_num_seqs, chosen.rollout.max_model_len) == (256, 832)
+    assert chosen.rollout.kv_cache_gib is not None
+    # 256 sequences of 832 tokens, 28 layers, keys and values of 1,024 numbers in bf16
+    assert chosen.rollout.kv_cache_gib == pytest.approx(256 * 832 * 28 * 2 * 1024 * 2 / GIB, abs=0.01)
+    assert len(choice.lines()) == 2
+    assert choice.comment().count("\n") == len(choice.reasons) + 1
+
+
+@pytest.mark.parametrize(("number", "ranks", "per_server"), [(1, 1, 256), (2, 2, 128), (3, 2, 128), (4, 4, 64)])
+def test_ranks_and_servers_follow_the_gpus(number: int, ranks: int, per_server: int) -> None:
+    chosen = choose_for(config(), gpus=gpus(number), shape=QWEN3_06B).config
+    assert (chosen.trainer.num_ranks, chosen.rollout.num_servers) == (ranks, ranks)
+    assert chosen.rollout.max_num_seqs == per_server
+    job_layout(chosen)
+
+
+def test_servers_apart_get_the_other_gpus() -> None:
+    apart = config(trainer=TrainerConfig(colocate=False))
+    choice = choose_for(apart, gpus=gpus(4), shape=QWEN3_06B)
+    assert (choice.config.trainer.num_ranks, choice.config.rollout.num_servers) == (2, 2)
+    assert choice.config.rollout.gpu_memory_utilization == 0.9
+    assert choice.config.rollout.kv_cache_gib is None
+    existing = replace(apart, rollout=RolloutConfig(urls=("http://h:1",)))
+    chosen = choose_for(existing, gpus=gpus(4), shape=QWEN3_06B).config
+    assert chosen.trainer.num_ranks == 4
+    assert chosen.rollout == existing.rollout
+
+
+def test_what_compiled_layers_cannot_do_is_left_off() -> None:
+    for engine in (
+        EngineConfig(lora=LoraConfig(base_format="nf4")),
+        EngineConfig(zero=ZeroConfig(stage=3, offload=OffloadConfig(optimizer="nvme", param="nvme", nvme_path="/x"))),
+    ):
+        choice = choose_for(config(actor=engine), gpus=gpus(2), shape=QWEN3_06B)
+        assert choice.config.actor.compile is False
+    unknown = replace(QWEN3_06B, counted=tuple(QWEN3_06B.weights()))
+    choice = choose_for(config(), gpus=gpus(2), shape=unknown)
+    assert choice.config.actor.compile is False
+    assert "upper bounds" in choice.memory
+
+
+def test_a_smaller_gpu_recomputes() -> None:
+    chosen = choose_for(config(), gpus=gpus(1, gib=24), shape=QWEN3_06B).config
+    assert chosen.actor.gradient_checkpointing is True
+    assert chosen.actor.compile is True
+
+
+def test_states_that_cannot_fit_are_refused() -> None:
+    with pytest.raises(InputError, match=r"127\.\d GiB, and a GPU has 80\.0 GiB free.*actor\.zero\.stage=3"):
+        choose_for(config(), gpus=gpus(1, gib=80), shape=QWEN2_7B)
+    # 7B as a whole leaves no room for a server: said, not refused, because activations are an estimate.
+    assert "expect it to run out of memory" in choose_for(config(), gpus=gpus(1, gib=150), shape=QWEN2_7B).memory
+    lora = config(actor=EngineConfig(lora=LoraConfig()))
+    assert "expect" not in choose_for(lora, gpus=gpus(1, gib=80), shape=QWEN2_7B).memory
+
+
+class WithCritic(JobConfig):
+    @property
+    def models(self) -> tuple[TrainedModel, ...]:
+        return (*super().models, TrainedModel(section="actor", engine=self.actor, head="value", own_ranks=self.own))
+
+    own = 0
+
+
+class WithOwnRanks(WithCritic):
+    own = 1
+
+
+def test_a_critic_needs_memory_or_gpus_of_its_own() -> None:
+    sections = {f.name: getattr(config(), f.name) for f in dataclasses.fields(config())}
+    alone = choose_for(config(), gpus=gpus(2), shape=QWEN3_06B)
+    shared = choose_for(WithCritic(**sections), gpus=gpus(2), shape=QWEN3_06B)
+    apart = choose_for(WithOwnRanks(**sections), gpus=gpus(2), shape=QWEN3_06B)
+    assert shared.config.trainer.num_ranks == 2
+    assert apart.config.trainer.num_ranks == 1
+    assert apart.config.rollout.num_servers == 2
+    assert shared.rank_bytes > alone.rank_bytes + 5 * GIB
+
+
+OPEN: dict[str, st.SearchStrategy[Any]] = {
+    "trainer.num_ranks": st.sampled_from([1, 2, 4]),
+    "rollout.num_servers": st.integers(1, 4),
+    "rollout.max_num_seqs": st.integers(1, 1024),
+    "rollout.enforce_eager": st.booleans(),
+    "rollout.gpu_memory_utilization": st.sampled_from([0.1, 0.5, 0.9]),
+    "rollout.kv_cache_gib": st.sampled_from([0.5, 20.0]),
+    "rollout.max_model_len": st.sampled_from([832, 4096]),
+    "actor.compile": st.booleans(),
+    "actor.gradient_checkpointing": st.booleans(),
+    "batch.token_budget": st.sampled_from([1024, 20000]),
+}
+
+
+def value(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = getattr(tree, name)
+    return tree
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(
+    data=st.data(),
+    number=st.integers(0, 5),
+    gib=st.sampled_from([16.0, 40.0, 80.0, 140.0]),
+    stage=st.sampled_from([1, 2, 3]),
+    shape=st.sampled_from([QWEN3_06B, QWEN2_7B]),
+)
+def test_given_settings_win_and_the_plan_fits(
+    data: st.DataObject, number: int, gib: float, stage: Any, shape: ModelShape
+) -> None:
+    """Given settings are kept, open ones are filled, the counts are consistent, and a plan fits or says so."""
+    names = data.draw(st.sets(st.sampled_from(sorted(OPEN)), max_size=5))
+    by_hand = {name: data.draw(OPEN[name], label=name) for name in sorted(names)}
+    sections: dict[str, dict[str, Any]] = {}
+    for name, chosen in by_hand.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = chosen
+    job = config(
+        trainer=TrainerConfig(**sections.get("trainer", {})),
+        rollout=RolloutConfig(**sections.get("rollout", {})),
+        actor=EngineConfig(zero=ZeroConfig(stage=stage), **sections.get("actor", {})),
+        batch=BatchConfig(train_batch_size=64, mini_batch_size=32, **sections.get("batch", {})),
+    )
+    try:
+        choice = choose_for(job, gpus=gpus(number, gib), shape=shape if number else None)
+    except InputError:
+        assert shape is QWEN2_7B or gib == 16
+        return
+    for name, chosen in by_hand.items():
+        assert value(choice.config, name) == chosen
+        assert name not in choice.reasons
+    filled = set(OPEN) - {"rollout.kv_cache_gib", "rollout.gpu_memory_utilization"}
+    if not number:
+        filled -= {"rollout.max_num_seqs", "rollout.max_model_len"}
+    assert all(value(choice.config, name) is not None for name in filled)
+    assert set(choice.reasons) <= set(OPEN)
+    if number and "trainer.num_ranks" not in by_hand:
+        assert choice.config.trainer.rank_count <= number
+        job_layout(choice.config)
+    if number and "expect it to run out" not in choice.memory:
+        assert choice.rank_bytes + choice.server_bytes <= gib * GIB
+
+
+def test_the_built_in_model_needs_no_plan_on_a_gpu() -> None:
+    choice = choose_for(config(model=ModelConfig()), gpus=gpus(2), shape=None)
+    assert (choice.config.trainer.num_ranks, choice.config.actor.compile) == (2, False)
+    assert choice.memory == ""
+
+
+def test_gpus_are_read_from_nvidia_smi() -> None:
+    text = "NVIDIA H200, 143771, 4\nNVIDIA A100, 40GB, 40960, 17\nNo devices were found\n\nbroken, N/A, 3\n"
+    found = parse_gpus(text)
+    assert [(gpu.name, gpu.total_bytes // 2**20, gpu.free_bytes // 2**20) for gpu in found] == [
+        ("NVIDIA H200", 143771, 143767),
+        ("NVIDIA A100, 40GB", 40960, 40943),
+    ]
