@@ -1,0 +1,78 @@
+"""Workload W on TRL's GRPOTrainer with vLLM in the same process; prints the seconds of each rollout step.
+
+`python -m benchmarks.grpo_step.trl_step FOLDER --steps 4`; the folder is `benchmarks.grpo_step.workload`'s.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.grpo_step.workload import MINI_BATCH, NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS, SAMPLES, parity
+
+PER_FORWARD = 32
+"""Sequences per forward and backward pass."""
+
+
+def score(completions: list[str], **_: Any) -> list[float]:
+    """W's reward."""
+    return [parity(completion, None) for completion in completions]
+
+
+def main(folder: Path, *, steps: int, vllm: bool, new_tokens: int) -> None:
+    """Trains for `steps` rollouts of two updates each."""
+    import datasets
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    updates = NUM_PROMPTS // MINI_BATCH
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        """Prints the time between every second update."""
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.last = time.perf_counter()
+
+        def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step % updates == 0:
+                now = time.perf_counter()
+                print(f"trl step {state.global_step // updates}: {now - self.last:.2f} s", flush=True)
+                self.last = now
+
+    table = datasets.Dataset.from_parquet(str(folder / "train.parquet")).rename_column("question", "prompt")
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        max_steps=steps * updates,
+        per_device_train_batch_size=PER_FORWARD,
+        gradient_accumulation_steps=MINI_BATCH * SAMPLES // PER_FORWARD,
+        generation_batch_size=NUM_PROMPTS * SAMPLES,
+        num_generations=SAMPLES,
+        max_completion_length=new_tokens,
+        beta=0.0,
+        bf16=vllm,
+        use_cpu=not vllm,
+        gradient_checkpointing=False,
+        use_vllm=vllm,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.3,
+        vllm_max_model_length=PROMPT_TOKENS + NEW_TOKENS + 8,
+        save_strategy="no",
+        report_to="none",
+        logging_strategy="no",
+        disable_tqdm=True,
+        model_init_kwargs={"dtype": "bfloat16"},
+    )
+    trainer = GRPOTrainer(
+        model=str(folder / "model"), reward_funcs=score, args=config, train_dataset=table, callbacks=[Clock()]
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    parser.add_argument("--cpu", action="store_true", help="without vLLM, to try this script")
+    args = parser.parse_args()
+    main(args.folder, steps=args.steps, vllm=not args.cpu, new_tokens=args.new_tokens)

@@ -1,0 +1,47 @@
+"""Workload W: Qwen3-0.6B's configuration with random weights, 64 prompts x 4 samples, 297 prompt and 512 new tokens.
+
+`python -m benchmarks.grpo_step.workload FOLDER [--model NAME]` writes `model/` and `train.parquet`.
+"""
+
+import argparse
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+from benchmarks.random_model import CONFIGS, write_random_model
+
+NUM_PROMPTS, SAMPLES, MINI_BATCH = 64, 4, 32
+"""Prompts a step, samples a prompt, prompts an update: two updates of 128 sequences."""
+PROMPT_TOKENS, NEW_TOKENS = 297, 512
+
+
+def parity(response: str, prompt: Any) -> float:
+    """1 for an even number of characters: most random tokens decode to none, so scores differ within a group."""
+    return float(len(response) % 2 == 0)
+
+
+def prompts(number: int) -> list[str]:
+    """Texts of PROMPT_TOKENS bytes, one token each, that share no prefix."""
+    letters = random.Random(0)
+    return ["".join(letters.choices(string.ascii_lowercase + " ", k=PROMPT_TOKENS)) for _ in range(number)]
+
+
+def write_workload(folder: Path, *, model: str = "qwen3-0.6b", num_steps: int = 32) -> None:
+    """Writes the model and prompts for `num_steps` steps, unless they exist."""
+    import pyarrow
+    import pyarrow.parquet
+
+    if not (folder / "model" / "config.json").is_file():
+        write_random_model(model, folder / "model")
+    texts = prompts(NUM_PROMPTS * num_steps)
+    pyarrow.parquet.write_table(pyarrow.table({"question": texts}), folder / "train.parquet")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", choices=sorted(CONFIGS), default="qwen3-0.6b")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    write_workload(args.folder, model=args.model)
