@@ -28,7 +28,7 @@ from rollout_vllm.client.protocol import MalformedAnswerError, completion_body, 
 from rollout_vllm.client.retry import backoff_s, classify_status
 from rollout_vllm.config import RolloutConfig, SamplingConfig
 from rollout_vllm.samples import Endpoint, request_seed
-from rollout_vllm.servers.auth import ApiKeyMiddleware
+from rollout_vllm.servers.auth import KEY_VARIABLE, ApiKeyMiddleware
 from rollout_vllm.servers.checks import (
     available_memory_bytes,
     check_context,
@@ -381,7 +381,8 @@ def test_environment() -> None:
     public = server_environment(base, RolloutConfig(host="10.0.0.1"), device="cpu", api_key="k", num_cores=2)
     assert "GLOO_SOCKET_IFNAME" not in public
     assert "TORCHELASTIC_USE_AGENT_STORE" not in env  # set by torchrun: the server would wait for its store
-    assert (env["OMP_NUM_THREADS"], env["VLLM_API_KEY"], env["PLINTH_ROLLOUT_FORK"]) == ("1", "k", "1")
+    assert (env["OMP_NUM_THREADS"], env[KEY_VARIABLE], env["PLINTH_ROLLOUT_FORK"]) == ("1", "k", "1")
+    assert "VLLM_API_KEY" not in env  # it would be part of the key of vLLM's compiled graphs
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     sharded = server_environment(base, RolloutConfig(tensor_parallel_size=2), device="cpu", api_key="k", num_cores=2)
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in sharded  # one worker per shard
@@ -418,7 +419,7 @@ def test_cpu_threads(cores: int, servers: int) -> None:
 def test_only_requests_with_the_key_reach_the_server(
     monkeypatch: pytest.MonkeyPatch, given: bytes | None, passes: bool
 ) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "right")
+    monkeypatch.setenv(KEY_VARIABLE, "right")
     reached: list[str] = []
     sent: list[object] = []
 

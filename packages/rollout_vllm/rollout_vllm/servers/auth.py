@@ -17,7 +17,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-KEY_VARIABLE = "VLLM_API_KEY"  # vLLM's own check reads the same variable
+KEY_VARIABLE = "PLINTH_SERVER_API_KEY"
+"""Not VLLM_API_KEY: vLLM 0.26 makes that part of the key of its compiled graphs and writes it beside them, so that a
+server with a new random key would compile everything again."""
 
 
 class ApiKeyMiddleware:

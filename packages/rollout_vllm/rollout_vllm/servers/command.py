@@ -8,6 +8,7 @@ from typing import Literal
 
 from ..config import RolloutConfig
 from ..errors import RolloutConfigError
+from .auth import KEY_VARIABLE
 
 Device = Literal["cpu", "cuda"]
 SERVED_MODEL_NAME = "policy"
@@ -117,7 +118,7 @@ def server_environment(
 ) -> dict[str, str]:
     """Environment of a server: the launcher's `base`, overridden by our variables and then by `extra`."""
     env = inherited_environment(base) | {
-        "VLLM_API_KEY": api_key,
+        KEY_VARIABLE: api_key,
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
