@@ -8,7 +8,7 @@ WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-fast mutants lint format pants clean distclean
+.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants clean distclean
 
 help: ## Show this list
 	@echo "Plinth. Targets:"
@@ -32,6 +32,9 @@ test-fast: setup ## Run unit and property tests only
 
 mutants: setup ## Plant faults one at a time in a copy of the tree and report which the tests catch (not in CI)
 	$(PYTHON) scripts/mutants.py $(ARGS)
+
+bench-gpu: setup ## Measure GRPO steps with default settings beside TRL (GPUs; two for TRL, which has to be installed)
+	$(PYTHON) -m benchmarks.grpo_step.compare outputs/bench_gpu $(ARGS)
 
 lint: setup ## Run ruff check, ruff format --check and mypy --strict
 	$(PYTHON) -m ruff check .

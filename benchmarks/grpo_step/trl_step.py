@@ -27,7 +27,7 @@ def main(folder: Path, *, steps: int, vllm: bool, new_tokens: int) -> None:
 
     updates = NUM_PROMPTS // MINI_BATCH
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         """Prints the time between every second update."""
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:

@@ -4,7 +4,8 @@
 #   e.g.   run.sh /tmp/work qwen3-0.6b 'cases=["zero3_no_offload"]'
 #          OVERRIDES='"trainer.device=cpu","actor.dtype=float32"' run.sh /tmp/work qwen3-tiny steps=2
 # MODEL as in benchmarks/random_model.py. OVERRIDES are JSON strings with commas, appended to the overrides below.
-# Same requirements as benchmarks/grpo_step/run.sh.
+# Needs torch, DeepSpeed, vLLM and Ray in python3, and this repository's packages on PYTHONPATH, with weight_sync
+# installed as a distribution (vLLM finds its plugin through the entry point).
 set -euo pipefail
 work=${1:?usage: run.sh WORK_DIR [MODEL] [bench key=value ...]}; shift
 model=${1:-qwen3-0.6b}; [ $# = 0 ] || shift
