@@ -57,6 +57,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "run_kit": {
         "config": "",
+        "machine": "",
         "report": "config tracking",
         "tracking": "config",
     },

