@@ -37,7 +37,7 @@ def failing(error: Exception) -> Callable[[Example], None]:
 @pytest.fixture
 def presets(tmp_path: Path) -> Path:
     (tmp_path / "overlays").mkdir()
-    (tmp_path / "base.yaml").write_text("# The base values. More text.\nseed: 2\nexperiment: base\n")
+    (tmp_path / "base.yaml").write_text("# The base values,\n# e.g. 2. More text.\nseed: 2\nexperiment: base\n")
     (tmp_path / "zero3.yaml").write_text("actor: {zero: {stage: 3}}\n")
     (tmp_path / "overlays" / "tiny.yaml").write_text("# Small.\nseed: 3\n")
     return tmp_path
@@ -135,7 +135,7 @@ def test_help_lists_everything(presets: Path, capsys: pytest.CaptureFixture[str]
     for words in (
         "usage: python -m apps.example [preset=NAME]",
         "An example app.",
-        "base   The base values",
+        "base   The base values, e.g. 2. More text.",
         "tiny  Small",
         "python -m apps.example seed=2",
         "actor.zero.stage: 1|2|3 = 2",

@@ -122,7 +122,7 @@ def _default_text(value: Any) -> str:
 
 
 def _top_comment(path: Path) -> str:
-    """First sentence of the comment at the top of a file."""
+    """The comment at the top of a file, on one line."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     comment = takewhile(lambda line: line.startswith("#"), lines)
-    return " ".join(line.lstrip("#").strip() for line in comment).partition(". ")[0].rstrip(".")
+    return " ".join(line.lstrip("#").strip() for line in comment)
