@@ -365,9 +365,12 @@ def test_a_case_on_the_real_stack(tmp_path: Path) -> None:
         assert sum(value for name, value in parts.items() if name.count("/") == 1) >= 0.95 * whole
         assert other <= 0.05 * whole
 
-    # The trace has rank 0's work and the phases that asked for it.
+    # The trace has the work of the ranks and of the server, and the phases that asked for it.
     with gzip.open(case / "profile" / "step_000002.json.gz", "rt") as file:
-        events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+        every = json.load(file)["traceEvents"]
+    processes = {event["args"]["name"] for event in every if event["name"] == "process_name"}
+    assert {"phases of the step", "rank 0", "rank 1", "server engine 1", "server front end 1"} <= processes
+    events = [event for event in every if event["ph"] == "X"]
     names = {event["name"] for event in events}
     assert {"step", "gen", "update_actor", "update_critic", "values", "sync"} <= names, "the driver's phases"
     assert {"actor: train", "critic: train", "actor: log_probs", "push_weights"} <= names, "the rank's"

@@ -136,7 +136,8 @@ class TrainerConfig(RanksConfig):
     export_model: bool = True
     """Write the final policy to `<run folder>/model` as a Hugging Face folder."""
     profile_steps: tuple[int, ...] = ()
-    """Steps to trace (rank 0 and the phases of the loop); the traces for Perfetto are in `<run folder>/profile/`."""
+    """Steps to trace: the phases of the loop, every rank, and the servers on this host, on one clock in one file for
+    Perfetto, `<run folder>/profile/step_000003.json.gz`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

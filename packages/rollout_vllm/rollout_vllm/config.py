@@ -50,6 +50,7 @@ class RolloutConfig:
     sleep_mode: bool = False  # allow control.sleep, which frees GPU memory between rollouts; GPU only
     control_routes: bool = False  # enable the routes that abort requests, pause and update weights (API key required)
     max_lora_rank: int | None = None  # largest LoRA rank that servers accept, one of vLLM's sizes; None: no LoRA
+    profile_dir: str | None = None  # folder on the servers' host for traces (control.start_profile); None: no tracing
     load_format: str = "auto"  # vLLM's --load-format; "dummy": random weights, when weights are pushed anyway
     deterministic: bool = False  # same seeds give the same tokens, independently of batching; slower
     cpu_threads: int | None = (

@@ -45,6 +45,7 @@ from .preflight import (
     check_adapters,
     check_architectures,
     check_engine,
+    check_environment,
     check_functions,
     check_lengths,
     check_prompt_files,
@@ -187,6 +188,7 @@ def check_job(
     check_functions(config.episode, config.reward)
     is_scored_alone = config.episode.environment is not None and not config.reward.terms
     check_prompt_files(config.model, config.data, rewards=() if is_scored_alone else rewards_of_rows(config.reward))
+    check_environment(config.episode, config.model, config.data, config.task, seed=config.trainer.seed)
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
         check_engine(engine, section=section, num_updates=num_updates, is_saved=config.trainer.save_freq > 0)
@@ -235,7 +237,7 @@ def run_job(
         with open_session(
             plan.placement,
             trainer=config.trainer,
-            rollout=_rollout_config(config),
+            rollout=_rollout_config(config, run.path),
             model_path=str(inputs.model_path),
             log_dir=run.path / "servers",
             sync=config.sync,
@@ -278,7 +280,7 @@ def _resume_command(run: RunFolder) -> Iterator[None]:
 def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
     """All steps of the training loop."""
     config, session = job.config, job.session
-    profiler = StepProfiler(session.recorder, job.folder / "profile", config.trainer.profile_steps)
+    profiler = StepProfiler(session.recorders, job.folder / "profile", config.trainer.profile_steps)
     scoring = Scorer(config.reward, report=job.tracker.info, printed_dir=job.folder / "rewards")
     with scoring as scorer, _servers(job, algorithm.roles["actor"]) as servers:
         rollouts = _rollouts(job, scorer)
@@ -300,10 +302,14 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
         return loop.run(algorithm.learn, job.resumed)
 
 
-def _rollout_config(config: JobConfig) -> RolloutConfig:
-    """Partial rollouts need servers that can return unfinished responses."""
-    partial_rollouts = config.oversampling.extra_prompts > 0 and config.oversampling.partial_rollouts
-    return replace(config.rollout, control_routes=True) if partial_rollouts else config.rollout
+def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:
+    """Partial rollouts need servers that can return unfinished responses; traced steps those that trace themselves."""
+    rollout = config.rollout
+    if config.oversampling.extra_prompts > 0 and config.oversampling.partial_rollouts:
+        rollout = replace(rollout, control_routes=True)
+    if config.trainer.profile_steps and config.trainer.ray_address is None and not rollout.urls:
+        rollout = replace(rollout, profile_dir=rollout.profile_dir or str(run / "profile" / "servers"))
+    return rollout
 
 
 def _servers(job: Job, actor: ModelHandle) -> RolloutServers:

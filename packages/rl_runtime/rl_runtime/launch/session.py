@@ -14,6 +14,8 @@ from typing import Literal
 import ray
 
 from rollout_vllm import RolloutClient, RolloutConfig, ServerGroup
+from rollout_vllm.servers import control
+from run_kit.profiling import TraceRecorder
 from weight_sync import SyncConfig, server_args, server_env
 
 from ..config import RanksConfig, TrainerConfig
@@ -48,15 +50,19 @@ class Session:
     client: RolloutClient
     own_ranks: Mapping[str, WorkerGroup] = field(default_factory=dict)
     """Role -> the ranks that compute for it alone."""
+    profile_dir: Path | None = None
+    """Folder to which the servers write traces; None: they are not traced."""
 
     def ranks_of(self, role: str) -> WorkerGroup:
         """The ranks of the engine of `role`."""
         return self.own_ranks.get(role, self.ranks)
 
     @property
-    def recorder(self) -> "RankZeroRecorder":
-        """Traces rank 0 of the actor's ranks."""
-        return RankZeroRecorder(self.ranks)
+    def recorders(self) -> list[TraceRecorder]:
+        """They trace every rank, and the servers that were started with a folder for traces."""
+        ranks = [RankRecorder(self.ranks, "actor" if self.own_ranks else "")]
+        ranks += [RankRecorder(group, role) for role, group in self.own_ranks.items()]
+        return [*ranks, *([ServerRecorder(self.servers, self.profile_dir)] if self.profile_dir is not None else [])]
 
     @property
     def rank_groups(self) -> tuple[WorkerGroup, ...]:
@@ -64,19 +70,45 @@ class Session:
         return (self.ranks, *self.own_ranks.values())
 
 
-class RankZeroRecorder:
-    """torch's profiler on rank 0 of a group; the `TraceRecorder` of run_kit's `StepProfiler`."""
+class RankRecorder:
+    """torch's profiler on all ranks of a group; a `TraceRecorder` of run_kit's `StepProfiler`."""
 
-    def __init__(self, ranks: WorkerGroup) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: WorkerGroup, role: str) -> None:
+        self._ranks, self._role = ranks, role
 
     def start(self) -> None:
         """Starts to record."""
         self._ranks.run(TrainerWorker.start_profile)
 
-    def stop(self, path: str) -> None:
-        """Stops, and writes the trace on this host."""
-        self._ranks.run(TrainerWorker.stop_profile, path)
+    def stop(self, folder: Path) -> Mapping[str, Path]:
+        """Stops, and writes the traces on this host."""
+        names = [f"{self._role} rank {rank}".strip() for rank in range(self._ranks.world_size)]
+        paths = [folder / f"{name.replace(' ', '_')}.json.gz" for name in names]
+        self._ranks.run_each(TrainerWorker.stop_profile, [str(path) for path in paths])
+        return dict(zip(names, paths, strict=True))
+
+
+class ServerRecorder:
+    """vLLM's profiler in all processes of the servers; a `TraceRecorder` of run_kit's `StepProfiler`."""
+
+    def __init__(self, servers: ServerGroup, folder: Path) -> None:
+        self._servers, self._folder = servers, folder
+
+    def start(self) -> None:
+        """Starts to record."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._known = set(self._folder.iterdir())
+        control.start_profile(self._servers.endpoints)
+
+    def stop(self, folder: Path) -> Mapping[str, Path]:
+        """Stops; the traces are those that the servers wrote since `start`."""
+        control.stop_profile(self._servers.endpoints)
+        traces: dict[str, Path] = {}
+        for path in sorted(set(self._folder.glob("*.json.gz")) - self._known):
+            kind = "server front end" if ".async_llm." in path.name else "server engine"
+            number = sum(name.startswith(kind) for name in traces) + 1
+            traces[f"{kind} {number}"] = path.rename(folder / path.name)
+        return traces
 
 
 @contextmanager
@@ -106,7 +138,10 @@ def open_session(
         watch()
         client = RolloutClient(servers.endpoints, rollout)
         stack.callback(client.close)
-        yield Session(placement=placement, ranks=ranks, own_ranks=own_ranks, servers=servers, client=client)
+        folder = None if rollout.profile_dir is None or not servers.servers else Path(rollout.profile_dir)
+        yield Session(
+            placement=placement, ranks=ranks, own_ranks=own_ranks, servers=servers, client=client, profile_dir=folder
+        )
 
 
 def plan_session(

@@ -280,14 +280,12 @@ class TrainerWorker:
                 restore_rng(load_state_dict(path))
 
     def start_profile(self) -> None:
-        """Starts to trace rank 0; does nothing on other ranks."""
-        if self.rank == 0:
-            self._profiler.start()
+        """Starts to trace this rank."""
+        self._profiler.start()
 
     def stop_profile(self, path: str) -> None:
-        """Stops the trace of rank 0 and writes it."""
-        if self.rank == 0:
-            self._profiler.stop(path)
+        """Stops the trace of this rank and writes it."""
+        self._profiler.stop(path)
 
     def memory_gb(self) -> dict[str, float]:
         """Peak reserved and allocated device memory since the last call, in GB (1e9 bytes); zeros on the CPU."""

@@ -1,5 +1,6 @@
 """Command line and environment of a server, as pure functions of the configuration."""
 
+import json
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +79,9 @@ def server_arguments(
         args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)]
     if config.sleep_mode:
         args += ["--enable-sleep-mode"]
+    if config.profile_dir is not None:
+        profiler = {"profiler": "torch", "torch_profiler_dir": config.profile_dir, "torch_profiler_with_stack": False}
+        args += ["--profiler-config", json.dumps(profiler)]
     if config.max_lora_rank is not None:  # two: the next version is loaded before the current one is unloaded
         args += ["--enable-lora", "--max-lora-rank", str(config.max_lora_rank), "--max-loras", "2"]
     kv_cache_bytes = kv_cache_bytes_of(config, device)

@@ -1,6 +1,7 @@
-"""Control routes of the servers: sleep, wake and LoRA adapters. Errors name the servers that failed.
+"""Control routes of the servers: sleep, wake, traces and LoRA adapters. Errors name the servers that failed.
 
-They exist on servers started with `RolloutConfig(sleep_mode=True)` or `RolloutConfig(max_lora_rank=...)`.
+They exist on servers started with `RolloutConfig(sleep_mode=True)`, `RolloutConfig(profile_dir=...)` or
+`RolloutConfig(max_lora_rank=...)`.
 """
 
 import json
@@ -30,7 +31,7 @@ def _post(endpoint: Endpoint, path: str, body: object | None, timeout_s: float) 
     except NO_ANSWER as error:
         return f"{type(error).__name__}: {error}"
     if status == 404 and not path.startswith("/v1/"):
-        return "HTTP 404: the server does not have this route; start it with sleep_mode=True"
+        return "HTTP 404: the server does not have this route; start it with sleep_mode=True, or profile_dir"
     return None if status == 200 else f"HTTP {status}: {' '.join(text.split())[:300]}"
 
 
@@ -67,6 +68,16 @@ def is_sleeping(endpoint: Endpoint, *, timeout_s: float = 30.0) -> bool:
     except (*NO_ANSWER, ValueError, LookupError, TypeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
     raise ControlError(f"is_sleeping failed: {endpoint.url}: {problem}")
+
+
+def start_profile(endpoints: Sequence[Endpoint], *, timeout_s: float = 120.0) -> None:
+    """Trace the servers' processes, which need `RolloutConfig(profile_dir=...)`. Raises ControlError."""
+    _raise("start_profile", on_all(endpoints, lambda e: _post(e, "/start_profile", None, timeout_s)))
+
+
+def stop_profile(endpoints: Sequence[Endpoint], *, timeout_s: float = 600.0) -> None:
+    """Stop, and write a Chrome trace of each process into `profile_dir`. Raises ControlError."""
+    _raise("stop_profile", on_all(endpoints, lambda e: _post(e, "/stop_profile", None, timeout_s)))
 
 
 class LoraAdapters:
