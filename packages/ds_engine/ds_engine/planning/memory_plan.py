@@ -45,7 +45,7 @@ from typing import Any, Literal
 from ..config import EngineConfig, OffloadDevice
 from ..dtypes import NF4_CHUNK, dtype_bytes, nf4_bytes
 from .collective_plan import FALLBACK_BUCKET_ELEMENTS, shard_elements
-from .model_shape import ModelShape, Weight
+from .model_shape import ModelShape, Weight, read_shape
 
 _LIVE_ELEMENTS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance."""
@@ -83,6 +83,8 @@ class MemoryEstimate:
     """Buffers for communication and offload, and parameters gathered at stage 3."""
     activations: Place
     """Activations kept by the forward pass, and the temporary tensors at the peak."""
+    is_exact: bool = True
+    """Whether the family is known; otherwise activations are an upper bound."""
 
     @property
     def device_bytes(self) -> int:
@@ -109,6 +111,8 @@ class MemoryEstimate:
         total = Place(device=self.device_bytes, cpu=self.cpu_bytes, nvme=sum(place.nvme for _, place in self.rows()))
         for name, place in [*self.rows(), ("total", total)]:
             lines.append(f"{name:12}" + "".join(f"{n / 1e9:10.2f}" for n in (place.device, place.cpu, place.nvme)))
+        if not self.is_exact:
+            lines.append("the architecture is not known: its parameters are counted, activations are an upper bound")
         return "\n".join(lines)
 
 
@@ -176,8 +180,8 @@ def estimate_memory(
     """Estimate the memory of one of dp x `config.sequence_parallel` ranks in training, with a fused log-prob function.
 
     Args:
-        model: a Hugging Face config.json, its folder, or its content (llama, mistral, qwen2, qwen3); of others a
-            shape by `count_shape`, for which the estimate is an upper bound.
+        model: a Hugging Face folder or its config.json; content or shape of one. Outside of llama, mistral, qwen2 and
+            qwen3 the estimate is an upper bound, and needs torch and transformers.
         tokens_per_micro_batch: packed tokens that the sp ranks of a group share.
         targets_per_micro_batch: predicted tokens among them; None: all.
         num_micro_batches: micro batches per mini batch; the estimate is the same for all values above 1.
@@ -190,7 +194,7 @@ def estimate_memory(
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name}={count} is not allowed: 1 or more")
-    shape = model if isinstance(model, ModelShape) else ModelShape.read(model)
+    shape = model if isinstance(model, ModelShape) else read_shape(model)
     weights = shape.weights(head)
     frozen: list[Weight] = []
     if config.lora is not None:
@@ -212,6 +216,7 @@ def estimate_memory(
         num_parameters=num_parameters,
         num_trained=sum(w.size for w in weights),
         num_ranks=case.ranks,
+        is_exact=shape.is_exact,
         weights=states.weights,
         gradients=states.gradients,
         optimizer=states.optimizer,

@@ -138,6 +138,23 @@ class ModelShape:
         return (a + b) * self.num_layers
 
 
+def read_shape(model: str | Path | Mapping[str, Any]) -> ModelShape:
+    """The shape of a known family from its configuration, of any other architecture by `count_shape`.
+
+    Args:
+        model: a config.json, its folder, or its content.
+
+    Raises:
+        ValueError: the file does not exist, a size is missing, or the architecture cannot be counted; content of
+            another family, which only a folder's architecture can be built from.
+    """
+    if not isinstance(model, Mapping):
+        path = Path(model)
+        if _read_json(path).get("model_type") not in FAMILIES:
+            return count_shape(path if path.is_dir() else path.parent)
+    return ModelShape.read(model)
+
+
 def count_shape(folder: str | Path) -> ModelShape:
     """The shape of any architecture that transformers knows, built on the meta device, without memory.
 
@@ -150,15 +167,15 @@ def count_shape(folder: str | Path) -> ModelShape:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
-    text = config.get_text_config()
     try:
+        config = AutoConfig.from_pretrained(folder)
+        text = config.get_text_config()
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         heads = int(text.num_attention_heads)
         layers, width = int(text.num_hidden_layers), int(text.hidden_size)
     except Exception as error:  # from_config runs the architecture's own code
-        raise ValueError(f"the sizes of {folder} cannot be counted: {type(error).__name__}: {error}") from error
+        raise ValueError(f"the sizes of {str(folder)!r} cannot be counted: {type(error).__name__}: {error}") from error
     experts = int(getattr(text, "num_experts_per_tok", None) or 1)
     outer = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m for p in m.parameters()}
     return ModelShape(

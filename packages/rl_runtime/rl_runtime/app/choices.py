@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
-from ds_engine import EngineConfig, MemoryEstimate, ModelShape, count_shape, estimate_memory
-from ds_engine.planning.model_shape import FAMILIES
+from ds_engine import EngineConfig, MemoryEstimate, ModelShape, estimate_memory
+from ds_engine.planning.model_shape import FAMILIES, read_shape
 from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rl_data import DataError, find_model_folder
@@ -118,12 +118,8 @@ def _read_shape(path: str) -> ModelShape | None:
     except DataError as error:
         raise InputError(f"model.path: {error}") from error
     try:
-        return ModelShape.read(folder)
-    except ValueError:
-        pass
-    try:
-        return count_shape(folder)
-    except (ValueError, OSError) as error:
+        return read_shape(folder)
+    except ValueError as error:
         raise InputError(f"model.path is {path}: {error}") from error
 
 
