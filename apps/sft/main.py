@@ -27,12 +27,17 @@ def check(config: SftConfig) -> "rl_runtime.Placement":
 
 def main(config: SftConfig) -> None:
     """Trains on the demonstrations and writes the model."""
+    choice = rl_runtime.choose_supervised(
+        config, model=config.model, trainer=config.trainer, engine=config.engine, token_budget=config.token_budget
+    )
+    config = choice.config
     placement = check(config)
     architectures = rl_runtime.check_architectures(config.model, {"engine": config.engine}, on_gpu=placement.on_gpu)
     trainer = config.trainer
     run = run_kit.RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
-    with run_kit.Tracker(run, config, num_steps=config.supervised.steps, supervised=True) as tracker:
-        for line in architectures:
+    steps = config.supervised.steps
+    with run_kit.Tracker(run, config, num_steps=steps, supervised=True, comment=choice.comment()) as tracker:
+        for line in (*choice.lines(), *architectures):
             tracker.info(line)
         inputs = rl_runtime.load_inputs(
             config.model,

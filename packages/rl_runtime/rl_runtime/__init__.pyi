@@ -1,5 +1,6 @@
 from .app.choices import Choice as Choice
 from .app.choices import choose_settings as choose_settings
+from .app.choices import choose_supervised as choose_supervised
 from .app.inputs import Inputs as Inputs
 from .app.inputs import load_inputs as load_inputs
 from .app.job import Algorithm as Algorithm

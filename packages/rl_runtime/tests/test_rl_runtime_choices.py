@@ -12,7 +12,18 @@ from ds_engine import EngineConfig, LoraConfig, ModelShape
 from ds_engine.config import OffloadConfig, ZeroConfig
 from rl_core import BatchConfig
 from rl_data import DataConfig
-from rl_runtime import InputError, JobConfig, ModelConfig, TrainedModel, TrainerConfig, choose_settings, job_layout
+from rl_runtime import (
+    InputError,
+    JobConfig,
+    ModelConfig,
+    RanksConfig,
+    TrainedModel,
+    TrainerConfig,
+    choose_settings,
+    choose_supervised,
+    job_layout,
+)
+from rl_runtime.app import choices
 from rl_runtime.app.choices import choose_for
 from rl_runtime.launch.gpus import Gpu, parse_gpus
 from rollout_vllm import RolloutConfig, SamplingConfig
@@ -138,6 +149,12 @@ def test_states_that_cannot_fit_are_refused() -> None:
     assert "expect" not in choose_for(lora, gpus=gpus(1, gib=80), shape=QWEN2_7B).memory
 
 
+@dataclasses.dataclass(frozen=True)
+class Supervised:
+    trainer: RanksConfig = dataclasses.field(default_factory=RanksConfig)
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+
+
 class WithCritic(JobConfig):
     @property
     def models(self) -> tuple[TrainedModel, ...]:
@@ -223,6 +240,26 @@ def test_given_settings_win_and_the_plan_fits(
         job_layout(choice.config)
     if number and "expect it to run out" not in choice.memory:
         assert choice.rank_bytes + choice.server_bytes <= gib * GIB
+
+
+@pytest.mark.parametrize(("number", "gib", "recompute"), [(1, 140, False), (2, 20, True), (3, 140, False)])
+def test_supervised_training_gets_all_gpus(
+    monkeypatch: pytest.MonkeyPatch, number: int, gib: float, recompute: bool
+) -> None:
+    """The GPUs are made up; the rest is the real function."""
+    monkeypatch.setattr(choices, "usable_gpus", lambda _: list(range(number)))
+    monkeypatch.setattr(choices, "read_gpus", lambda _: gpus(number, gib))
+    monkeypatch.setattr(choices, "_read_shape", lambda _: QWEN3_06B)
+    job = Supervised()
+    choice = choose_supervised(job, model=ModelConfig(), trainer=job.trainer, engine=job.engine, token_budget=16384)
+    chosen = choice.config
+    assert chosen.trainer.num_ranks == number
+    assert (chosen.engine.compile, chosen.engine.gradient_checkpointing) == (True, recompute)
+    by_hand = Supervised(trainer=RanksConfig(num_ranks=1), engine=EngineConfig(compile=False))
+    kept = choose_supervised(
+        by_hand, model=ModelConfig(), trainer=by_hand.trainer, engine=by_hand.engine, token_budget=16384
+    ).config
+    assert (kept.trainer.num_ranks, kept.engine.compile) == (1, False)
 
 
 def test_the_built_in_model_needs_no_plan_on_a_gpu() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 from ds_engine import EngineConfig, MemoryEstimate, ModelShape, estimate_memory
 from ds_engine.planning.model_shape import FAMILIES, read_shape
@@ -20,13 +20,15 @@ from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rl_data import DataError, find_model_folder
 from rollout_vllm import ServerMemory, estimate_server_memory
 
-from ..config import DEFAULT_NUM_RANKS
+from ..config import DEFAULT_NUM_RANKS, ModelConfig, RanksConfig
 from ..errors import InputError
 from ..launch.gpus import Gpu, read_gpus
 from ..launch.session import usable_gpus
 from ..ranks.environment import prepare_driver
 from .inputs import BUILTIN_MODEL
 from .job_config import JobConfig, JobConfigT
+
+ConfigT = TypeVar("ConfigT")
 
 _TOKEN_BUDGETS = (DEFAULT_TOKEN_BUDGET, 8_192, 4_096)
 _MOST_SEQUENCES = 512
@@ -44,10 +46,10 @@ _ALONE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice(Generic[JobConfigT]):
+class Choice(Generic[ConfigT]):
     """A configuration without open settings, and why each was chosen."""
 
-    config: JobConfigT
+    config: ConfigT
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Dotted key -> why it has its value; given settings are not among them."""
     devices: str = "the CPU"
@@ -58,7 +60,7 @@ class Choice(Generic[JobConfigT]):
     server_bytes: int = 0
     """Planned bytes of the server on the rank's GPU."""
 
-    def with_default(self, key: str, value: Any, why: str) -> Choice[JobConfigT]:
+    def with_default(self, key: str, value: Any, why: str) -> Choice[ConfigT]:
         """Sets an open setting."""
         if _value(self.config, key) is not None:
             return self
@@ -90,6 +92,38 @@ def choose_settings(config: JobConfigT) -> Choice[JobConfigT]:
     if not gpu_ids:
         return choose_for(config, gpus=(), shape=None)
     return choose_for(config, gpus=read_gpus(gpu_ids), shape=_read_shape(config.model.path))
+
+
+def choose_supervised(
+    config: ConfigT, *, model: ModelConfig, trainer: RanksConfig, engine: EngineConfig, token_budget: int
+) -> Choice[ConfigT]:
+    """The ranks and the engine of an app without rollout, whose sections are `trainer` and `engine`.
+
+    Raises InputError and PlacementError as `choose_settings`.
+    """
+    prepare_driver(trainer.device)
+    gpu_ids = usable_gpus(trainer)
+    gpus = read_gpus(gpu_ids) if gpu_ids else ()
+    shape = _read_shape(model.path) if gpus else None
+    choice = Choice(config=config, devices=_devices(gpus))
+    sp = engine.sequence_parallel
+    ranks = trainer.num_ranks or (max(sp, len(gpus) // sp * sp) if gpus else DEFAULT_NUM_RANKS)
+    why = "one per GPU" if gpus else "two on the CPU"
+    choice = choice.with_default("trainer.num_ranks", ranks, why)
+    works, why = _compiles(engine, shape) if gpus else (False, "off on the CPU")
+    choice = choice.with_default("engine.compile", works, why)
+    if shape is None:
+        return choice.with_default("engine.gradient_checkpointing", False, "the default")
+    free = min(gpu.free_bytes for gpu in gpus)
+    kept = estimate_memory(
+        shape,
+        replace(engine, compile=_value(choice.config, "engine.compile"), gradient_checkpointing=False),
+        dp=max(1, ranks // sp),
+        tokens_per_micro_batch=token_budget * sp,
+    )
+    peak = int(kept.device_bytes * _FRAGMENTATION) + _TRAINER_BYTES
+    why = f"{peak / 2**30:.1f} GiB with all activations kept, {free / 2**30:.1f} GiB free"
+    return choice.with_default("engine.gradient_checkpointing", peak > free * _USABLE, why)
 
 
 def choose_for(config: JobConfigT, *, gpus: Sequence[Gpu], shape: ModelShape | None) -> Choice[JobConfigT]:
