@@ -44,8 +44,13 @@ def load_inputs(
     folder: Path,
     seed: int,
     with_prompts: bool = True,
+    max_prompts: int | None = None,
 ) -> Inputs:
-    """Loads prompts and demonstrations; writes the built-in model and its task to `folder` first."""
+    """Loads prompts and demonstrations; writes the built-in model and its task to `folder` first.
+
+    Args:
+        max_prompts: limit of the prompts for training and of those for validation; None: `data` says it.
+    """
     model_path = find_model_folder(model.path)
     train, val, demonstrations = data.train, data.val, supervised.files
     if model.path == BUILTIN_MODEL:
@@ -65,8 +70,8 @@ def load_inputs(
     return Inputs(
         model_path=model_path,
         tokenizer=tokenizer,
-        train_prompts=load_prompts(train, tokenizer, data) if train else [],
-        val_prompts=load_prompts(val, tokenizer, data, max_prompts=data.max_val_prompts) if val else [],
+        train_prompts=load_prompts(train, tokenizer, data, max_prompts=max_prompts) if train else [],
+        val_prompts=load_prompts(val, tokenizer, data, max_prompts=max_prompts or data.max_val_prompts) if val else [],
         demonstrations=load_demonstrations(demonstrations, tokenizer, data) if supervised.steps else [],
     )
 

@@ -4,6 +4,7 @@ Apps call them from their own `check`, so a run folder, a Ray cluster and server
 The errors tell the user how to fix the configuration.
 """
 
+import asyncio
 import glob
 import os
 import re
@@ -27,18 +28,26 @@ from rl_data import (
     check_model_folder,
     find_model_folder,
 )
-from rollout_vllm import Endpoint, RequestTooLongError, RolloutConfig, SamplingConfig, check_launch, check_running
+from rollout_vllm import (
+    Endpoint,
+    EnvironmentFailedError,
+    RequestTooLongError,
+    RolloutConfig,
+    SamplingConfig,
+    check_launch,
+    check_running,
+)
 from rollout_vllm.servers.checks import check_request_length
 from weight_sync import SyncConfig, check_server
 
-from ..config import EpisodeConfig, ModelConfig, ScoringConfig, SupervisedConfig, TrainerConfig
+from ..config import EpisodeConfig, ModelConfig, ScoringConfig, SupervisedConfig, TaskSize, TrainerConfig
 from ..errors import InputError
 from ..launch.cluster import check_address
 from ..launch.placement import Placement
 from ..launch.reachability import resolve_sync_transport, why_unreachable
-from ..rollout.episodes import load_environment, load_rollout
+from ..rollout.episodes import load_environment, load_rollout, reset_once
 from ..rollout.scoring import load_functions, prepare_rewards
-from .inputs import BUILTIN_MODEL
+from .inputs import BUILTIN_MODEL, load_inputs
 
 
 @contextmanager
@@ -86,6 +95,29 @@ def check_prompt_files(model: ModelConfig, data: DataConfig, *, rewards: Sequenc
     for key, files in (("data.train", data.train), ("data.val", data.val)):
         with _naming(key):
             check_files(files, data, rewards=rewards)
+
+
+def check_environment(
+    episode: EpisodeConfig, model: ModelConfig, data: DataConfig, task: TaskSize, *, seed: int
+) -> None:
+    """Starts the environment once for the first prompt of training and once for that of validation, and resets it.
+
+    Raises InputError if a start or a reset fails, for example because the rows lack a column.
+    """
+    if episode.environment is None:
+        return
+    with TemporaryDirectory() as folder:
+        one = load_inputs(model, data, SupervisedConfig(steps=0), task, folder=Path(folder), seed=seed, max_prompts=1)
+    for what, prompts in (("training", one.train_prompts), ("validation", one.val_prompts)):
+        for prompt in prompts:
+            try:
+                asyncio.run(reset_once(episode, prompt))
+            except EnvironmentFailedError as error:
+                columns = ", ".join(prompt.extra) or "none"
+                raise InputError(
+                    f"episode.environment fails at the first prompt of {what} ({prompt.id}): {error}; its columns in "
+                    f"prompt.extra: {columns}"
+                ) from error
 
 
 def check_architectures(model: ModelConfig, engines: Mapping[str, EngineConfig], *, on_gpu: bool) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, SupportsFloat
 
 from rollout_vllm import ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode
+from rollout_vllm.episodes.environment_process import EnvironmentProcess
 
 from ..config import EpisodeConfig
 from ..errors import InputError
@@ -25,17 +26,33 @@ def episode_player(config: EpisodeConfig, tokenizer: Any, chat: ChatFormat | Non
     """
     if config.environment is not None:
         load_environment(config)
-        spec = EnvironmentSpec(
-            path=config.environment,
-            options=config.options,
-            start_timeout_s=config.start_timeout_s,
-            step_timeout_s=config.step_timeout_s,
+        return EnvironmentRollout(
+            spec=environment_spec(config), chat=chat or ChatFormat(tokenizer), max_turns=config.max_turns
         )
-        return EnvironmentRollout(spec=spec, chat=chat or ChatFormat(tokenizer), max_turns=config.max_turns)
     if config.function is None:
         return None
     function = load_rollout(config.function)
     return lambda episode, prompt: function(episode, prompt, tokenizer)
+
+
+def environment_spec(config: EpisodeConfig) -> EnvironmentSpec:
+    """What `episode` says about its environment."""
+    return EnvironmentSpec(
+        path=config.environment or "",
+        options=config.options,
+        start_timeout_s=config.start_timeout_s,
+        step_timeout_s=config.step_timeout_s,
+    )
+
+
+async def reset_once(config: EpisodeConfig, prompt: PromptLike) -> None:
+    """Starts the environment in its own process, resets it and ends it.
+
+    Raises:
+        rollout_vllm.EnvironmentFailedError: as in an episode.
+    """
+    async with EnvironmentProcess(environment_spec(config), prompt) as environment:
+        await environment.reset()
 
 
 def load_rollout(name: str) -> RolloutFunction:
