@@ -40,10 +40,10 @@ class EnvironmentFailedError(RolloutError):
 class Environment(Protocol):
     """What an environment class has. Each method may be a coroutine function.
 
-    An optional attribute `tools` is a list of JSON schemas of tools, which the chat template puts into the prompt; it is
-    read after `reset`. An optional method `cut()` is called instead of the next `step` when a limit ends the episode; it
-    returns a last reward, or None. An optional method `close()` is called at the end of the episode, whatever ended it,
-    unless the environment hangs.
+    An optional attribute `tools` is a list of JSON schemas of tools, which the chat template puts into the prompt; it
+    is read after `reset`. An optional method `cut()` is called when a limit ends the episode, and returns a last reward
+    or None. An optional method `close()` is called at the end of the episode, whatever ended it, unless the environment
+    hangs.
     """
 
     def reset(self, prompt: Any) -> Any:

@@ -13,8 +13,8 @@ class EnvironmentRollout:
     """Plays one episode in an environment of its own process: `await rollout(episode, prompt)`.
 
     The episode ends when the environment says so, after max_turns, or when the next observation leaves no tokens for a
-    turn; the last two set `episode.is_cut`, and the environment hears of it. Rewards that it gives are the score. `info` of the last step
-    is in `episode.data`.
+    turn; the last two set `episode.is_cut` and call the environment's `cut`. Rewards that the environment gives are the
+    score. `info` of the last step is in `episode.data`.
     """
 
     spec: EnvironmentSpec
