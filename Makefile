@@ -1,4 +1,5 @@
-# `make demo` and `make test` run on a bare machine with Python 3.11, a C compiler and a package index.
+# `make demo` and `make test` run on a bare machine with Python 3.11, a C compiler and a package index; on a host with an
+# NVIDIA GPU they set up the CUDA stack and use the GPU. PLINTH_STACK=cpu or cuda chooses by hand.
 PYTHON := .venv/bin/python
 TYPED := $(patsubst %/py.typed,%,$(wildcard packages/*/*/py.typed))
 # Tests that start processes wait much of their time, so three workers suit two cores. conftest.py groups these tests by
@@ -15,13 +16,13 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Arguments of the demo: make demo ARGS='trainer.seed=1 trainer.total_training_steps=10'"
 
-setup: ## Install the pinned CPU stack and the packages into .venv (3 minutes the first time)
+setup: ## Install the pinned stack (CUDA beside an NVIDIA GPU, else CPU) and the packages into .venv
 	@scripts/setup.sh
 
 demo: setup ## Run GRPO end to end: built-in model and task, 2 DeepSpeed ranks, a vLLM server
 	$(PYTHON) -m apps.grpo.main $(ARGS)
 
-test: setup ## Run unit, property and multi-process tests and a short end-to-end run
+test: setup ## Run unit, property and multi-process tests and a short end-to-end run; ARGS='-m gpu' tests the GPUs
 	$(PYTHON) -m pytest $(WORKERS) -m "not thorough" $(ARGS)
 
 test-all: setup ## Run these and the thorough tests: kill and resume, reshape, bench, compiled layers, memory plans

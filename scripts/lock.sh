@@ -5,8 +5,8 @@
 #   scripts/lock.sh --upgrade                upgrade everything to the newest compatible version
 #   scripts/lock.sh --upgrade-package ray    upgrade one
 #
-# The lists hold plain `name==version` lines: no URLs, no hashes of one index's builds. scripts/setup.sh installs
-# 3rdparty/cpu.txt; Pants' resolves read the lists in 3rdparty/pants/, pinned to the same versions.
+# The lists have one line per distribution and no addresses. scripts/setup.sh installs 3rdparty/cpu.txt, or 3rdparty/cuda.txt
+# with its hashes; Pants' resolves read the lists in 3rdparty/pants/, pinned to the versions of 3rdparty/cpu.txt.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,8 +24,27 @@ resolve() { # resolve OUTPUT INPUT [option...]
     "$input" --output-file "$output" "$@" > /dev/null
 }
 
-resolve 3rdparty/cpu.txt 3rdparty/requirements.in --override 3rdparty/overrides.txt "$@"
+# The hashes are those of the files for CPython 3.11 and this platform. With the files of all platforms, as
+# `uv pip compile --generate-hashes` lists them, the list is thirty times as long.
+add_hashes() { # add_hashes LIST PLATFORM
+  resolve .cache/pylock.toml "$1" --no-deps --python-platform "$2"
+  "$uv_env/bin/python" - .cache/pylock.toml > "$1" << 'PYTHON'
+import sys
+import tomllib
+
+with open(sys.argv[1], "rb") as lock:
+    for package in tomllib.load(lock)["packages"]:
+        files = package.get("wheels") or [package["sdist"]]
+        hashes = sorted({f"--hash=sha256:{file['hashes']['sha256']}" for file in files})
+        print(f"{package['name']}=={package['version']}", *hashes)
+PYTHON
+}
+
+resolve 3rdparty/cpu.txt 3rdparty/cpu.in --override 3rdparty/cpu-overrides.txt "$@"
 resolve 3rdparty/pants/python-default.txt 3rdparty/pants/python-default.in --constraint 3rdparty/cpu.txt
 resolve 3rdparty/pants/pytest.txt 3rdparty/pants/pytest.in --constraint 3rdparty/cpu.txt
 resolve 3rdparty/pants/setuptools.txt 3rdparty/pants/setuptools.in --constraint 3rdparty/cpu.txt
+platform=x86_64-manylinux_2_31 # the oldest glibc that all wheels of the CUDA stack work with
+resolve 3rdparty/cuda.txt 3rdparty/cuda.in --override 3rdparty/cuda-overrides.txt --python-platform "$platform" "$@"
+add_hashes 3rdparty/cuda.txt "$platform"
 git diff --stat -- 3rdparty || true

