@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from ds_engine import EngineConfig, StepStats, TokenOutputs
+from ds_engine import EngineConfig, LossOutput, StepStats, TokenOutputs
 from rl_core import BatchConfig, BatchError, pack
-from rl_data import Demonstration
+from rl_data import Demonstration, Prompt
 from rl_runtime.app.job import job_layout
 from rl_runtime.app.job_config import JobConfig
 from rl_runtime.config import SupervisedConfig, TrainerConfig
@@ -88,14 +88,10 @@ class InProcessRanks:
         return [worker._engines[role] for worker in self.workers]
 
 
-class Prompt:
-    id, text, token_ids, ground_truth, data_source = "p", "p", (1, 2), "1", "gsm8k"
-
-
 def make_batch(lengths: list[int]) -> ExperienceBatch:
     items = [
         Experience(
-            prompt=Prompt(),
+            prompt=Prompt("p", "p", (1, 2), "1", "gsm8k"),
             group_id=number,
             sample_index=0,
             response_ids=tuple(100 * number + t for t in range(length)),
@@ -116,7 +112,8 @@ def handle(ranks: InProcessRanks, name: str, *, sp: int = 1, batch: BatchConfig 
     return model
 
 
-def any_loss(*_: Any) -> None: ...
+def any_loss(*_: Any) -> LossOutput:
+    raise AssertionError("the engines of these tests compute no loss")
 
 
 def stats(*, norm: float = 1.0, scale: float = 1.0, loss: float = 0.5) -> StepStats:

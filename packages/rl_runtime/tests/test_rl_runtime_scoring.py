@@ -81,6 +81,8 @@ def test_the_score_is_the_weighted_sum_of_terms() -> None:
     assert metrics["reward/correct/mean"] == metrics["reward/correct/std"] == 0.5
     assert (metrics["reward/brief/mean"], metrics["reward/level/std"]) == (0.75, 0)
     assert rollout_record(items[0])["reward_terms"] == right.terms
+    assert rollout_record(items[0])["baseline_score"] is None
+    assert rollout_record(replace(items[0], baseline_score=0.5))["baseline_score"] == 0.5
     assert lines == []
 
 

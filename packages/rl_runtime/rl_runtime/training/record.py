@@ -69,6 +69,7 @@ def rollout_record(item: Experience) -> dict[str, Any]:
         "response": item.response_text,
         "reward": item.score,
         "reward_terms": dict(item.reward_terms),
+        "baseline_score": item.baseline_score,
         "ground_truth": item.prompt.ground_truth,
         "group": item.group_id,
         "finish_reason": item.finish_reason,
