@@ -12,12 +12,10 @@ import pytest
 from rl_data import (
     DataConfig,
     DataError,
-    build_tiny_model,
     check_demonstrations,
     check_files,
     load_demonstrations,
     load_prompts,
-    load_tokenizer,
 )
 from rl_data.rows import iter_rows
 
@@ -48,14 +46,8 @@ RENDERED = (
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def tokenizer(model: Path) -> Any:
-    tokenizer = load_tokenizer(model)
+def tokenizer(tokenizer: Any) -> Any:
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

@@ -14,7 +14,6 @@ from rl_data import (
     DataConfig,
     DataError,
     ModelFolderError,
-    build_tiny_model,
     check_files,
     check_model_folder,
     load_demonstrations,
@@ -27,16 +26,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def tokenizer(model_folder: Path) -> Any:
-    return load_tokenizer(model_folder)
 
 
 def _gsm8k(path: Path, rows: list[tuple[str | None, str | None]], **more: Any) -> Path:
