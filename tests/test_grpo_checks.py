@@ -80,6 +80,10 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["episode.environment=apps.grpo.stones:Nobody"], "episode.environment is .*no class 'Nobody'"),
         (["episode.environment=apps.grpo.calculator:calculate"], r"which has no method reset\(prompt\)"),
         (["episode.environment=apps.grpo.stones:StoneGame", "episode.options={size: 3}"], "episode.options is .*size"),
+        (
+            ["episode.environment=apps.grpo.stones:StoneGame"],
+            r"environment fails at the first prompt of training \(train:0\): .*KeyError: 'stones'; its columns in",
+        ),
         (["episode.environment=a:B", "episode.function=a:b"], "allowed: null with a function"),
         (["episode.options={size: 3}"], "allowed: {} without an environment"),
         (["episode.max_turns=0"], "max_turns"),

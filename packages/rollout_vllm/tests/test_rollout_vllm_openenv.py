@@ -29,7 +29,7 @@ def url() -> Iterator[str]:
         port = probe.getsockname()[1]
     script = Path(__file__).with_name("rollout_vllm_openenv_server.py")
     with subprocess.Popen([sys.executable, str(script), str(port)]) as server:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
@@ -41,7 +41,8 @@ def url() -> Iterator[str]:
 
 def spec(url: str, **options: Any) -> EnvironmentSpec:
     fields = {"action_field": "text", "observation_field": "hint", "reset_columns": {"number": "secret"}}
-    return EnvironmentSpec(path=PATH, options={"url": url} | fields | options)
+    options = {"url": url} | fields | options
+    return EnvironmentSpec(path=PATH, options=options, start_timeout_s=600.0)  # the first process imports the library
 
 
 def prompt(secret: int) -> Any:

@@ -30,6 +30,7 @@ from rollout_vllm import (
 from rollout_vllm.episodes.verifiers import write_tasks
 
 PATH = "rollout_vllm.episodes.verifiers:VerifiersEnvironment"
+PATIENT = {"start_timeout_s": 600.0, "step_timeout_s": 600.0}  # the first process imports the library
 HARNESS = {"id": "rollout_vllm_verifiers_game"}
 TASKSET = {"taskset": HARNESS}
 
@@ -39,7 +40,7 @@ def play(
 ) -> tuple[EpisodeGroup, FakeClient]:
     tokenizer = tokenizer_of(CHATML)
     client: Any = FakeClient([ids_of(tokenizer, turn + "<|im_end|>") for turn in turns])
-    spec = EnvironmentSpec(path=PATH, options={"env": TASKSET | env}, step_timeout_s=60.0)
+    spec = EnvironmentSpec(path=PATH, options={"env": TASKSET | env}, **PATIENT)
     rollout = EnvironmentRollout(spec=spec, chat=ChatFormat(tokenizer), max_turns=8)
     task = {"prompt": "Find a number.", "system_prompt": "Be quick.", "number": number}
 
@@ -137,7 +138,7 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(env: dict[str, Any], 
 
 
 def test_a_task_that_lacks_a_field_is_named() -> None:
-    spec = EnvironmentSpec(path=PATH, options={"env": TASKSET})
+    spec = EnvironmentSpec(path=PATH, options={"env": TASKSET}, **PATIENT)
     rollout = EnvironmentRollout(spec=spec, chat=ChatFormat(tokenizer_of(CHATML)), max_turns=8)
 
     async def function(episode: Episode) -> None:
