@@ -166,7 +166,7 @@ def test_folders_share_a_line_per_file_system_and_need_not_exist(tmp_path: Path)
     assert f"outputs {tmp_path}, cache {tmp_path / 'not' / 'there'}" in rows[0].found
     environment = {"HF_HOME": "/models", "XDG_CACHE_HOME": "/cache"}
     folders = host.run_folders(environment, Path("/home"), tmp_path)
-    assert (folders["Hugging Face"], folders["vLLM"]) == (Path("/models"), Path("/cache/vllm"))
+    assert (folders["Hugging Face"], folders["compiled code"]) == (Path("/models"), Path("/cache/plinth"))
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem() -> None:

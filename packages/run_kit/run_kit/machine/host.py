@@ -63,8 +63,7 @@ def run_folders(environment: Mapping[str, str], home: Path, here: Path) -> dict[
         "outputs": here,
         "temporary": Path(environment.get("TMPDIR") or tempfile.gettempdir()),
         "Hugging Face": Path(environment.get("HF_HOME") or cache / "huggingface"),
-        "vLLM": Path(environment.get("VLLM_CACHE_ROOT") or cache / "vllm"),
-        "Triton": Path(environment.get("TRITON_CACHE_DIR") or home / ".triton"),
+        "compiled code": Path(environment.get("PLINTH_CACHE_DIR") or cache / "plinth"),
     }
 
 
@@ -76,7 +75,7 @@ def check_disks(folders: Mapping[str, Path]) -> list[Check]:
     for use, folder in folders.items():
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         if not os.access(existing, os.W_OK | os.X_OK):
-            remedy = "make it writable, or choose another folder (HF_HOME, VLLM_CACHE_ROOT, TRITON_CACHE_DIR, TMPDIR)"
+            remedy = "make it writable, or choose another folder (HF_HOME, PLINTH_CACHE_DIR, TMPDIR)"
             rows.append(
                 Check(subject=f"{use} folder", found=f"no right to write {existing}", state="problem", remedy=remedy)
             )
@@ -89,7 +88,7 @@ def check_disks(folders: Mapping[str, Path]) -> list[Check]:
 
 def check_disk(use: str, free: int) -> Check:
     """Free space of one file system."""
-    remedy = "free space, or move the folder: trainer.output_dir, HF_HOME, VLLM_CACHE_ROOT, TRITON_CACHE_DIR, TMPDIR"
+    remedy = "free space, or move the folder: trainer.output_dir, HF_HOME, PLINTH_CACHE_DIR, TMPDIR"
     return at_least("disk", f"{_size(free)} free: {use}", free, warn=5 * GIB, refuse=GIB, remedy=remedy)
 
 
