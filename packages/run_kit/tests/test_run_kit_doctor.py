@@ -234,6 +234,18 @@ def test_compilers_that_lack_are_named(lacking: list[str], nvcc: str, cuda: str 
     assert {row.subject: row.state for row in rows[1:]} == wrong
 
 
+def test_nvcc_is_the_one_that_torch_takes(tmp_path: Path) -> None:
+    for folder in ("home", "other"):
+        (tmp_path / folder / "bin").mkdir(parents=True)
+        program = tmp_path / folder / "bin" / "nvcc"
+        program.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.1, V13.1.80\n")
+        program.chmod(0o755)
+    found = {"CUDA_HOME": str(tmp_path / "home"), "PATH": str(tmp_path / "other" / "bin")}
+    assert software.read_compilers(found)["nvcc"] == str(tmp_path / "home" / "bin" / "nvcc")
+    assert software.nvcc_version(software.read_compilers({"PATH": found["PATH"]})["nvcc"]) == "13.1"
+    assert "nvcc" not in software.read_compilers({"CUDA_HOME": str(tmp_path), "PATH": found["PATH"]})
+
+
 def test_the_version_of_nvcc_is_read() -> None:
     assert software.parse_nvcc("Cuda compilation tools, release 13.0, V13.0.88\nBuild x") == "13.0"
     assert software.nvcc_version("/not/there") == ""

@@ -76,18 +76,21 @@ def check_server(installed: Mapping[str, str], has_gpu: bool) -> Check:
     return Check(subject="rollout servers", found=found, state=state, remedy=remedy)
 
 
-def read_compilers(cuda_home: str | None) -> dict[str, str]:
-    """Compilers of C, C++ and CUDA, ninja and Python.h -> path, of those that exist."""
-    folders = [Path(cuda_home, "bin")] if cuda_home else []
-    folders += [Path(sysconfig.get_path("purelib"), "nvidia", f"cu{major}", "bin") for major in (13, 12)]
-    nvcc = next((str(folder / "nvcc") for folder in folders if (folder / "nvcc").is_file()), shutil.which("nvcc"))
+def read_compilers(environment: Mapping[str, str]) -> dict[str, str]:
+    """Compilers of C, C++ and CUDA, ninja and Python.h -> path, of those that exist.
+
+    nvcc is the one that torch and FlashInfer would take, which do not look into NVIDIA's wheels.
+    """
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    nvcc = None if home else shutil.which("nvcc", path=environment.get("PATH", ""))
+    at_home = Path(home or "/usr/local/cuda", "bin", "nvcc")
     header = Path(sysconfig.get_path("include"), "Python.h")
     found = {
         "C compiler": shutil.which("cc") or shutil.which("gcc"),
         "C++ compiler": shutil.which("c++") or shutil.which("g++"),
         "ninja": shutil.which("ninja", path=str(Path(sys.executable).parent)) or shutil.which("ninja"),
         "Python.h": str(header) if header.is_file() else None,
-        "nvcc": nvcc,
+        "nvcc": nvcc or (str(at_home) if at_home.is_file() else None),
     }
     return {name: path for name, path in found.items() if path}
 
