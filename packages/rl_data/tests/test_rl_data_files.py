@@ -5,9 +5,11 @@ import gzip
 import json
 import logging
 import math
+import random
 import runpy
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from rl_data import (
     ColumnsConfig,
     DataConfig,
     DataError,
-    build_tiny_model,
     check_demonstrations,
     check_files,
     load_demonstrations,
@@ -40,11 +41,6 @@ ROWS: Rows = [
 ]
 FREE = DataConfig(columns=ColumnsConfig(prompt="problem", ground_truth="solution"))
 """Columns of the user's own."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_tokenizer(build_tiny_model(tmp_path_factory.mktemp("model")))
 
 
 def write_parquet(path: Path, rows: Rows) -> Path:
@@ -506,6 +502,36 @@ def test_the_example_writes_files_that_load(tmp_path: Path) -> None:
             "#### 999": 0.0,
         }
         assert {text: example["near"](text, prompt) for text in answers} == answers
+
+
+def test_the_rewards_of_the_example_can_be_learned_from_its_demonstrations(tmp_path: Path) -> None:
+    """Some demonstrations are right and some wrong, no row is refused, and the tokenizer keeps every text."""
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "registry_rewards.py"))
+    example["main"](tmp_path, num_train=16, num_val=4, num_demonstrations=64)
+    tokenizer = load_tokenizer(tmp_path / "model")
+    config = DataConfig(columns=ColumnsConfig(prompt="question", ground_truth="solution"))
+    for name in ("code", "math"):
+        reward = make_reward(name)
+        train, val = (tmp_path / name / f"{file}.jsonl" for file in ("train", "val"))
+        assert check_files([train, val], config, rewards=[reward]) > 4
+        held_out, known = ({p.text for p in load_prompts([file], tokenizer, config)} for file in (val, train))
+        demonstrations = load_demonstrations([tmp_path / name / "demonstrations.jsonl"], tokenizer, config)
+        assert not held_out & (known | {tokenizer.decode(one.prompt_ids) for one in demonstrations})
+        assert all(tokenizer.unk_token_id not in one.prompt_ids + one.response_ids for one in demonstrations)
+    (prompt,) = load_prompts([tmp_path / "math" / "val.jsonl"], tokenizer, config, max_prompts=1)
+    right = replace(prompt, ground_truth="\\frac{1}{2}")
+    answers = {"\\boxed{\\frac{3}{6}}": 1.0, "\\boxed{\\frac{1}{2}}": 1.0, "\\boxed{\\frac{3}{12}}": 0.0}
+    assert {text: make_reward("math")(text, right) for text in answers} == answers
+    (prompt,) = load_prompts([tmp_path / "code" / "val.jsonl"], tokenizer, config, max_prompts=1)
+    sampled = {example["code_row"](random.Random(seed), True)["answer"] for seed in range(3)}
+    assert {text: tokenizer.decode(tokenizer(text)["input_ids"]) for text in sampled} == {
+        text: text for text in sampled
+    }
+    tests = "assert f(2, 5) == 21"
+    programs = {"a + (b * 3)": 0.0, "(a + b) * 3": 1.0}
+    for expression, score in programs.items():
+        program = f"```python\ndef f(a, b):\n    return {expression}\n```"
+        assert make_reward("code")(program, replace(prompt, ground_truth=tests)) == score
 
 
 def test_the_rewards_of_the_run_decide_what_a_row_needs(tmp_path: Path) -> None:
