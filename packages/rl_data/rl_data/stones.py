@@ -11,7 +11,7 @@ A player who leaves a multiple of 4 wins. The opponent does so whenever it can, 
 it moves at random. All games start from a number that the model can win.
 
 The moves of the demonstrations are right in about 6 of 10 cases: half of them are random. Validation games start from
-numbers of stones from which no other game starts.
+numbers of stones from which no other game starts; longer games reach these numbers in the middle.
 """
 
 import random
@@ -21,9 +21,9 @@ from typing import Any
 
 MAX_TAKEN = 3
 #: Numbers of stones at the start; those that the first player can win.
-STARTS = tuple(stones for stones in range(5, 25) if stones % (MAX_TAKEN + 1))
-#: Share of the starts reserved for validation.
-HELD_OUT_SHARE = 0.2
+STARTS = tuple(stones for stones in range(5, 20) if stones % (MAX_TAKEN + 1))
+#: Share of the starts reserved for validation. The highest ones are not: no other game would reach them.
+HELD_OUT_SHARE = 0.25
 #: Share of random moves in the demonstrations.
 RANDOM_SHARE = 0.5
 
@@ -55,12 +55,11 @@ def rows(
     rng: random.Random, *, num_train: int, num_val: int, num_demonstrations: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of training and validation games (`question`, `stones`, `seed` of the opponent), and demonstrations."""
-    starts = rng.sample(STARTS, len(STARTS))
-    num_held_out = int(len(starts) * HELD_OUT_SHARE)
-    known = starts[num_held_out:]
+    held_out = rng.sample(STARTS[:-MAX_TAKEN], int(len(STARTS) * HELD_OUT_SHARE))
+    known = [stones for stones in STARTS if stones not in held_out]
     return (
         [_game(rng, known) for _ in range(num_train)],
-        [_game(rng, starts[:num_held_out]) for _ in range(num_val)],
+        [_game(rng, held_out) for _ in range(num_val)],
         [_demonstration(rng, rng.choice(known)) for _ in range(num_demonstrations)],
     )
 

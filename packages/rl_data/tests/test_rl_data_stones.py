@@ -74,6 +74,8 @@ def test_validation_starts_occur_in_no_other_game(tmp_path: Path) -> None:
     train, val, demonstrations = ({row["question"] for row in table} for table in tables)
     assert val
     assert not val & (train | demonstrations)
+    positions = {text for row in tables[2] for part in row["answer"][1::2] for text in part.splitlines()}
+    assert val <= positions, "other games reach every start of the validation"
     tokenizer = build_tiny_tokenizer()
     prompts = load_prompts([task.train], tokenizer, DataConfig())
     assert all(prompt.text == f"{question(prompt.extra['stones'])}\n" for prompt in prompts)
