@@ -110,6 +110,13 @@ class Endless(Counter):
         super().__init__(num_turns=-1)
 
 
+class CutCounter(Endless):
+    """Gives a last reward when it is cut: 10, or a wrong one."""
+
+    async def cut(self) -> float:
+        return float("nan") if self.prompt == "nan" else 10.0
+
+
 class SlowStart:
     def __init__(self) -> None:
         time.sleep(600)

@@ -208,6 +208,12 @@ def test_an_endless_environment_is_cut_by_turns_or_tokens(max_turns: int, max_to
     assert result.score == sum(range(1, num_turns + 1))
 
 
+def test_an_environment_that_is_cut_may_give_a_last_reward() -> None:
+    good, bad = play("CutCounter", ["good", "nan"], max_turns=3)
+    assert good.results[0].score == 1.0 + 2.0 + 3.0 + 10.0
+    assert "cut() returned the reward 'nan' (float); allowed: a finite number or None" in bad.failures[0].message
+
+
 def test_an_endless_environment_is_cut_by_time() -> None:
     (group,) = play("Endless", max_turns=10**9, max_tokens=10**9, episode_timeout_s=1.0)
     assert group.failures[0].kind == "deadline"
