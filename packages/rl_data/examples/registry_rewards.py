@@ -5,11 +5,11 @@
         python -m apps.grpo.main preset=demo model.path=example/model data.train=example/$reward/train.jsonl \\
             data.val=example/$reward/val.jsonl warm_start.files=example/$reward/demonstrations.jsonl \\
             data.columns.prompt=question data.columns.ground_truth=solution reward.terms.correct.function=$reward \\
-            trainer.total_training_steps=20
+            trainer.total_training_steps=20 reward.num_workers=2
     done
 
 `code`: `Write f(a, b): the sum of a and the product of b and 3` is answered by a program, and the solution is its test.
-Demonstrations confuse each of the two operators half of the time.
+Demonstrations confuse each of the two operators half of the time. The sandbox needs 0.2 s of CPU time for a program.
 
 `math`: `What is 1/6 + 2/6?` is answered by a fraction, which is right if it equals the solution, reduced or not. In six
 of ten demonstrations the denominators are added too.
