@@ -22,6 +22,7 @@ from .model.loading import check_offload, load_model, prepare_model, torch_dtype
 from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
 from .model.packed_model import row_kernel
 from .model.sequence_parallel import join_sequence_group
+from .simple import SimpleBatch
 from .state.checkpoint import load_state, save_state
 from .state.export import export_tensors
 from .state.reshape import StateSource, fill_state, has_layout
@@ -29,6 +30,9 @@ from .zero.ds_config import deepspeed_config
 from .zero.memory import EngineMemory, MemoryReport, memory_stats
 from .zero.optimizer import build_optimizer, start_deepspeed
 from .zero.optimizer_step import LossScale, check_fp16, global_grad_norm
+
+_AHEAD_TOKENS = 512
+"""Length of the sequences with which an engine compiles ahead: attention has other kernels for much shorter ones."""
 
 
 class ZeroEngine:
@@ -219,6 +223,27 @@ class ZeroEngine:
             loss_scale=loss_scale,
             num_guarded_collectives=num_guarded() - guarded_before,
         )
+
+    def compile_ahead(self) -> None:
+        """Compile what the first log-probs or values and the first step would, on two made-up sequences. Collective.
+
+        Nothing changes: the gradient of one weight is computed and thrown away. At stage 3 only the pass without
+        gradients is run: in the other, hooks gather weights for the step that follows. Does nothing without
+        `config.compile`.
+        """
+        if not self.config.compile:
+            return
+        length = min(_AHEAD_TOKENS, int(getattr(self.module.config, "max_position_embeddings", None) or _AHEAD_TOKENS))
+        batch = SimpleBatch.pack([([1], [1] * (length - 1))] * 2)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            self._set_mode(training=False)
+            with torch.no_grad():
+                self._micro_batches.infer([batch])
+            if self._optimizer is not None and self.zero_stage < 3:
+                self._set_mode(training=True)
+                weight = next(p for p in self.module.parameters() if p.requires_grad)
+                self._micro_batches.rehearse(batch, weight)
 
     # ------------------------------------- export, checkpoints, offload, memory
 

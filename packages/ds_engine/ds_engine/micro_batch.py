@@ -82,6 +82,14 @@ class MicroBatches:
         rows = [self._forward(self._inputs(batch), temperature)[0] for batch in micro_batches]
         return [rows_RK.cpu() for rows_RK in rows]
 
+    def rehearse(self, batch: TokenBatch, weight: torch.nn.Parameter) -> None:
+        """Run forward and backward without any effect; `weight` is in the first layer or before it, so that the
+        backward pass goes through all layers. Not at stage 3."""
+        packed, _ = self._inputs(batch)
+        rows_RK = self._deepspeed.module(packed=packed, temperature=1.0)
+        # Gradients are captured, not accumulated, so that none of DeepSpeed's hooks run.
+        torch.autograd.grad(rows_RK.sum(), [weight])
+
     def to_device(self, batch: TokenBatch) -> DeviceBatch:
         """The model's inputs and `batch` itself on the device."""
         return self._inputs(batch), batch.to(self._device)

@@ -81,6 +81,21 @@ def train_traced(**options: Any) -> tuple[dict[str, Any], int]:
     return result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def train_compiled_ahead(**options: Any) -> tuple[dict[str, Any], int, int]:
+    """What `train_traced` gives, with `compile_ahead` right after the engine is built; and graphs compiled by that."""
+    compiled: list[int] = []
+    build_only = build
+
+    def build_ahead(*args: Any, **kwargs: Any) -> ZeroEngine:
+        engine = build_only(*args, **kwargs)
+        engine.compile_ahead()
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return engine
+
+    with patch.dict(globals(), {"build": build_ahead}):
+        return *train_traced(**options), compiled[0]
+
+
 def train_upstream(part: str, **options: Any) -> dict[str, Any]:
     """`train` with one part of zero.optimizer left to DeepSpeed or to torch.
 

@@ -89,6 +89,42 @@ def test_compiled_engine_takes_the_same_steps(two_ranks: RankPool, tiny_model: P
         assert float((compiled["weights"][name] - weight).norm() / weight.norm()) < 1e-5, name
 
 
+AHEAD = {
+    "stage 2": EngineConfig(zero=ZeroConfig(stage=2), dtype="bfloat16"),
+    "stage 1, recomputed": EngineConfig(zero=ZeroConfig(stage=1), dtype="float32", gradient_checkpointing=True),
+    "stage 3": EngineConfig(zero=ZeroConfig(stage=3), dtype="float32"),
+    "lora": EngineConfig(zero=ZeroConfig(stage=2), dtype="float32", lora=LoraConfig(rank=2, dropout=0.5)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [next(iter(AHEAD)), *(pytest.param(c, marks=pytest.mark.thorough) for c in [*AHEAD][1:])]
+)
+def test_compiling_ahead_changes_nothing_and_leaves_nothing_to_compile(
+    two_ranks: RankPool, tiny_model: Path, case: str
+) -> None:
+    """Weights, log-probs and norms to the last bit, with dropout too, which draws random numbers."""
+    config = replace(AHEAD[case], compile=True, optim=OptimConfig(lr=3e-3))
+    steps = [make_samples(n, seed=s) for n, s in ((7, 1), (5, 2))]
+    per_rank: list[dict[str, Any]] = [{"steps": [[s[r::4], s[r + 2 :: 4]] for s in steps]} for r in range(2)]
+    for rank, given in enumerate(per_rank):
+        seen = steps[0][rank::2]
+        given |= {"log_prob_samples": [seen]} if config.lora is None else {"samples": seen}
+    options = {"model_path": str(tiny_model), "config": config}
+    plain, num_plain = two_ranks.run("train_traced", per_rank, **options)[0]
+    ahead, num_graphs, num_ahead = two_ranks.run("train_compiled_ahead", per_rank, **options)[0]
+    assert [s.loss for s in ahead["stats"]] == [s.loss for s in plain["stats"]]
+    assert [s.grad_norm for s in ahead["stats"]] == [s.grad_norm for s in plain["stats"]]
+    for name in plain.get("weights", plain.get("adapters")):
+        parts = (result.get("weights", result.get("adapters"))[name] for result in (ahead, plain))
+        assert torch.equal(*parts), name
+    if config.zero.stage == 3 or config.lora is not None:  # gradients; the base without adapters
+        assert 0 < num_ahead < num_graphs
+    else:
+        assert num_graphs == num_ahead >= num_plain
+
+
 def test_compiled_layers_save_fewer_activations(tmp_path: Path) -> None:
     """Of what a layer's graph hands to its backward pass, cut as inductor has it cut; gradients are as ever."""
     model = load_model(str(write_tiny_model(tmp_path)), EngineConfig(dtype="float32"), device=CPU, ds_config={})

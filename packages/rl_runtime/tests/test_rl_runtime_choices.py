@@ -25,8 +25,9 @@ from rl_runtime import (
 )
 from rl_runtime.app import choices
 from rl_runtime.app.choices import choose_for
-from rl_runtime.launch.gpus import Gpu, parse_gpus
+from rl_runtime.launch.gpus import Gpu, known_gpus
 from rollout_vllm import RolloutConfig, SamplingConfig
+from run_kit.machine import gpus as machine_gpus
 
 QWEN3_06B = ModelShape.read(
     {
@@ -198,7 +199,7 @@ def value(tree: Any, key: str) -> Any:
     return tree
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(
     data=st.data(),
     number=st.integers(0, 5),
@@ -268,10 +269,7 @@ def test_the_built_in_model_needs_no_plan_on_a_gpu() -> None:
     assert choice.memory == ""
 
 
-def test_gpus_are_read_from_nvidia_smi() -> None:
-    text = "NVIDIA H200, 143771, 4\nNVIDIA A100, 40GB, 40960, 17\nNo devices were found\n\nbroken, N/A, 3\n"
-    found = parse_gpus(text)
-    assert [(gpu.name, gpu.total_bytes // 2**20, gpu.free_bytes // 2**20) for gpu in found] == [
-        ("NVIDIA H200", 143771, 143767),
-        ("NVIDIA A100, 40GB", 40960, 40943),
-    ]
+def test_gpus_whose_memory_is_unknown_are_left_to_torch() -> None:
+    text = "0, GPU-a, 9.0, 143771, 4, 580.65, NVIDIA H200\n1, GPU-b, 9.0, [N/A], 17, 580.65, NVIDIA GB10\n"
+    found = known_gpus(machine_gpus.parse_gpus(text))
+    assert {index: (gpu.name, gpu.free_bytes // 2**20) for index, gpu in found.items()} == {0: ("NVIDIA H200", 143767)}

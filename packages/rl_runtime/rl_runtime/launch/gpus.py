@@ -1,9 +1,9 @@
-"""The GPUs of this host and their memory, without a CUDA context in this process."""
+"""The memory of this host's GPUs, without a CUDA context in this process."""
 
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from run_kit.machine import gpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,24 +23,19 @@ class Gpu:
 
 def read_gpus(gpu_ids: Sequence[int]) -> tuple[Gpu, ...]:
     """The GPUs with these indices, from nvidia-smi; else from torch, which does not know what others hold."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
-    if shutil.which(query[0]):
-        answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
-        found = parse_gpus(answer.stdout)
-        if all(index < len(found) for index in gpu_ids):
-            return tuple(found[index] for index in gpu_ids)
+    found = known_gpus(gpus.read_gpus()[0])
+    if all(index in found for index in gpu_ids):
+        return tuple(found[index] for index in gpu_ids)
     import torch
 
     properties = [torch.cuda.get_device_properties(index) for index in range(len(gpu_ids))]
     return tuple(Gpu(name=p.name, total_bytes=p.total_memory, used_bytes=0) for p in properties)
 
 
-def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """GPUs of nvidia-smi's lines `name, total MiB, used MiB`; lines of another form are left out."""
-    gpus = []
-    for line in text.splitlines():
-        name, *numbers = (part.strip() for part in line.rsplit(",", 2))
-        if len(numbers) == 2 and all(number.isdigit() for number in numbers):
-            total, used = (int(number) * 2**20 for number in numbers)
-            gpus.append(Gpu(name=name, total_bytes=total, used_bytes=used))
-    return tuple(gpus)
+def known_gpus(listed: Sequence[gpus.Gpu]) -> dict[int, Gpu]:
+    """Index -> GPU, of those whose memory nvidia-smi reports."""
+    return {
+        gpu.index: Gpu(name=gpu.name, total_bytes=gpu.total_mib * 2**20, used_bytes=gpu.used_mib * 2**20)
+        for gpu in listed
+        if gpu.total_mib is not None and gpu.used_mib is not None
+    }

@@ -115,6 +115,7 @@ class TrainerWorker:
             trainable=total_steps is not None,
             head=head,
         )
+        self._engines[role].compile_ahead()  # while the servers start
 
     def drop(self, role: str) -> None:
         """Frees the engine of `role`, if there is one."""
