@@ -4,6 +4,7 @@ A plain class that tests use without Ray; `WorkerGroup` runs it as a Ray actor.
 """
 
 import gc
+import logging
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,7 +116,10 @@ class TrainerWorker:
             trainable=total_steps is not None,
             head=head,
         )
-        self._engines[role].compile_ahead()  # while the servers start
+        try:
+            self._engines[role].compile_ahead()  # while the servers start
+        except Exception as error:  # the first step compiles then, and reports what is really wrong
+            logging.getLogger(__name__).warning("the layers of %s are not compiled ahead: %r", role, error)
 
     def drop(self, role: str) -> None:
         """Frees the engine of `role`, if there is one."""
