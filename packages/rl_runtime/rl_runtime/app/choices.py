@@ -232,7 +232,7 @@ def _compiles(engine: EngineConfig, shape: ModelShape | None) -> tuple[bool, str
     if shape is None:
         return False, "compiling takes longer than training the built-in model"
     if not shape.is_exact:
-        return False, f"measured for {', '.join(FAMILIES)} only"
+        return False, f"only {', '.join(FAMILIES)} are compiled without being asked"
     if engine.lora is not None and engine.lora.base_format == "nf4":
         return False, "an NF4 base is dequantized outside of compiled layers"
     if engine.zero.offload.param == "nvme":
