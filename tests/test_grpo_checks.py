@@ -9,6 +9,7 @@ import pytest
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import check
 from benchmarks.random_model import write_random_model
+from rl_runtime.ranks.environment import cache_variables
 from run_kit import load_config
 
 DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo.yaml"
@@ -121,8 +122,9 @@ def test_refused(overrides: list[str], message: str) -> None:
 def test_a_home_that_cannot_be_written_is_refused_with_what_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("XDG_CACHE_HOME", *cache_variables({})):
+        monkeypatch.setenv(name, "restored after the test, also where it was not set")
+        monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", "/proc/nowhere")
     with pytest.raises(ValueError, match=r"/proc/nowhere/.cache/vllm cannot be written .*set HOME, XDG_CACHE_HOME"):
         check(load_config(GrpoConfig, presets=[DEMO], overrides=[]))

@@ -101,8 +101,9 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
     assert app.finish() == 1, app.output
     assert "3 of 9 prompts are longer" in app.output
     assert "reference model: the actor's engine with its LoRA adapters off" in app.output
-    error, *notes = app.output.splitlines()[-3:]
-    assert re.match("error: rank [01] of 2 died in", error)
+    _, error, *notes = re.split("^(error: .*)\n", app.output, flags=re.MULTILINE)[-3:]
+    notes = notes[-1].splitlines()
+    assert re.match("error: rank [01] of 2 died in", error), app.output[-3000:]
     assert f"The traceback is in {first / 'train.log'}" in notes
     (resume,) = (note for note in notes if note.startswith("To resume after step"))
     assert not app.survivors()

@@ -98,9 +98,8 @@ AHEAD = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [next(iter(AHEAD)), *(pytest.param(c, marks=pytest.mark.thorough) for c in [*AHEAD][1:])]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", AHEAD)
 def test_compiling_ahead_changes_nothing_and_leaves_nothing_to_compile(
     two_ranks: RankPool, tiny_model: Path, case: str
 ) -> None:

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl_runtime.errors import PlacementError
 from rl_runtime.launch.placement import ClusterNode, plan_placement, plan_server_nodes
-from rl_runtime.ranks.environment import visible_gpus
+from rl_runtime.ranks.environment import cache_variables, visible_gpus
 
 
 @given(
@@ -147,3 +149,12 @@ def test_the_gpus_of_cuda_visible_devices(
             visible_gpus()
     else:
         assert visible_gpus() == expected
+
+
+def test_compiled_code_is_kept_in_one_folder_if_it_can_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    kept = cache_variables({"PLINTH_CACHE_DIR": str(folder), "XDG_CACHE_HOME": "/proc/nowhere"})
+    assert {name for name, value in kept.items() if not value.startswith(f"{folder}/")} == {
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+    }
+    assert cache_variables({"XDG_CACHE_HOME": "/proc/nowhere"}) == {}

@@ -120,7 +120,7 @@ def test_a_batched_function_gets_its_group(tmp_path: Path) -> None:
     assert [one.score for one in found] == [302.0, 300.0, 301.0]
     short = scores(config, [draft("a", Prompt("short")), draft("b", Prompt("short"))])
     assert {one.message for one in short} == {"ValueError: the batched reward has 1 values for 2 responses"}
-    assert "ranking" in (tmp_path / "rewards" / "reward_0.log").read_text()
+    assert any("ranking" in log.read_text() for log in (tmp_path / "rewards").iterdir()), "by any of the processes"
 
 
 @pytest.mark.parametrize(

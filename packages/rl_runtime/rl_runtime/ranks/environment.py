@@ -35,9 +35,17 @@ def prepare_driver(device: str) -> None:
 
 
 def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that keep compiled code across runs, in one folder: `PLINTH_CACHE_DIR` or `~/.cache/plinth`."""
+    """The variables that keep compiled code across runs, in one folder: `PLINTH_CACHE_DIR` or `~/.cache/plinth`.
+
+    None if it cannot be written: the libraries then use their own folders, of which torch's is in the system's for
+    temporary files.
+    """
     default = os.path.join(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "plinth")
     folder = os.path.abspath(environment.get(CACHE_VARIABLE) or default)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:
+        return {}
     return {
         "TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "inductor"),
         "TRITON_CACHE_DIR": os.path.join(folder, "triton"),
