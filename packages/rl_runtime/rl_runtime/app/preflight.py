@@ -40,9 +40,17 @@ from rollout_vllm import (
 from rollout_vllm.servers.checks import check_request_length
 from weight_sync import SyncConfig, check_server
 
-from ..config import EpisodeConfig, ModelConfig, ScoringConfig, SupervisedConfig, TaskSize, TrainerConfig
+from ..config import (
+    EpisodeConfig,
+    ModelConfig,
+    RanksConfig,
+    ScoringConfig,
+    SupervisedConfig,
+    TaskSize,
+    TrainerConfig,
+)
 from ..errors import InputError
-from ..launch.cluster import check_address
+from ..launch.cluster import check_nodes, cluster_nodes, read_nodes
 from ..launch.placement import Placement
 from ..launch.reachability import resolve_sync_transport, why_unreachable
 from ..rollout.episodes import load_environment, load_rollout, reset_once
@@ -235,8 +243,7 @@ def check_servers(
     """Checks server settings against model, devices and hosts, and existing servers against the settings.
 
     Raises:
-        InputError: the placement lacks the device or transport, the transport does not reach the servers, or there is
-            no cluster at `trainer.ray_address`.
+        InputError: the placement lacks the device or transport, or the transport does not reach the servers.
         rollout_vllm.RolloutConfigError: a port is in use, the KV cache does not fit into memory, vLLM cannot serve the
             folder, or an existing server cannot be used.
         weight_sync.SyncConfigError: an existing server cannot receive weights.
@@ -248,17 +255,11 @@ def check_servers(
         raise InputError(f"sync.transport is {sync.transport}, which needs GPUs; use auto, shm or tcp")
     resolve_sync_transport(sync, trainer=trainer, rollout=rollout, on_gpu=placement.on_gpu)
     if rollout.urls:
-        if trainer.ray_address is not None:
-            raise InputError(
-                "trainer.ray_address is given with rollout.urls, which names existing servers; give one of them"
-            )
         check_running(replace(rollout, control_routes=True))
         for url in rollout.urls:
             check_server(Endpoint(url, rollout.read_api_key()))
         return
     rollout.read_api_key()
-    if trainer.ray_address is not None:
-        check_address(trainer.ray_address)
     elsewhere = trainer.ray_address is not None
     builtin = model.path == BUILTIN_MODEL
     model_folder = str(Path(trainer.output_dir).absolute() if builtin else find_model_folder(model.path))
@@ -272,6 +273,22 @@ def check_servers(
         return
     with TemporaryDirectory() as folder:
         check_launch(build_tiny_model(folder), rollout, elsewhere=elsewhere)
+
+
+def check_cluster(model: ModelConfig, trainer: RanksConfig, placement: Placement) -> None:
+    """Looks at every node of the cluster that the placement uses; does nothing without a cluster.
+
+    Raises:
+        InputError: a node does not answer, has other packages or another model folder, or does not share
+            `trainer.output_dir`.
+    """
+    if trainer.ray_address is None:
+        return
+    folder = None if model.path == BUILTIN_MODEL else str(find_model_folder(model.path))
+    shared = Path(trainer.output_dir).absolute()
+    nodes = [node for node in cluster_nodes() if node.node_id in placement.nodes]
+    reports = read_nodes(nodes, model_folder=folder, shared_folder=shared)
+    check_nodes(list(reports.values()), model_folder=folder, shared_folder=shared)
 
 
 def find_checkpoint(trainer: TrainerConfig, on_skip: Callable[[str], None] = lambda _: None) -> Checkpoint | None:
