@@ -4,15 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import PlacementError
+from ..ranks.environment import GpuId
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """GPU ids of every trainer rank and every rollout server on this host; an empty tuple is the CPU."""
 
-    rank_gpus: tuple[tuple[int, ...], ...]
-    server_gpus: tuple[tuple[int, ...], ...]
-    own_rank_gpus: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    rank_gpus: tuple[tuple[GpuId, ...], ...]
+    server_gpus: tuple[tuple[GpuId, ...], ...]
+    own_rank_gpus: Mapping[str, tuple[tuple[GpuId, ...], ...]] = field(default_factory=dict)
     """Role -> GPU ids of the ranks that compute for it alone."""
     num_gpus_elsewhere: int = 0
     """Number of GPUs of servers on other hosts; Ray assigns them there."""
@@ -37,7 +38,7 @@ class Placement:
 
 def plan_placement(
     *,
-    gpu_ids: Sequence[int],
+    gpu_ids: Sequence[GpuId],
     device: str,
     num_ranks: int,
     num_servers: int,

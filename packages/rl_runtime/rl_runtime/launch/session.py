@@ -19,7 +19,7 @@ from run_kit.profiling import TraceRecorder
 from weight_sync import SyncConfig, server_args, server_env
 
 from ..config import RanksConfig, TrainerConfig
-from ..ranks.environment import visible_gpus
+from ..ranks.environment import GpuId, visible_gpus
 from ..ranks.trainer_worker import TrainerWorker
 from ..ranks.worker_group import WorkerGroup
 from .cluster import join_cluster, launch_on_other_nodes
@@ -164,8 +164,8 @@ def plan_session(
     )
 
 
-def usable_gpus(trainer: RanksConfig) -> list[int]:
-    """Indices of the GPUs that the run may use; none: it runs on the CPU."""
+def usable_gpus(trainer: RanksConfig) -> list[GpuId]:
+    """The GPUs that the run may use; none: it runs on the CPU."""
     return [] if trainer.device == "cpu" else visible_gpus()
 
 
@@ -214,7 +214,7 @@ def _servers(
 
 
 @contextmanager
-def _ranks(trainer: RanksConfig, rank_gpus: Sequence[tuple[int, ...]], *, name: str = "") -> Iterator[WorkerGroup]:
+def _ranks(trainer: RanksConfig, rank_gpus: Sequence[tuple[GpuId, ...]], *, name: str = "") -> Iterator[WorkerGroup]:
     ranks = WorkerGroup(
         rank_gpus,
         num_threads=trainer.cpu_threads_per_rank,

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..errors import RankError
-from .environment import rank_env
+from .environment import GpuId, rank_env
 from .heartbeat import Heartbeats, find_stalled
 from .trainer_worker import TrainerWorker
 
@@ -32,7 +32,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        rank_gpus: Sequence[tuple[int, ...]],
+        rank_gpus: Sequence[tuple[GpuId, ...]],
         *,
         num_threads: int,
         timeout_s: float,
