@@ -26,7 +26,6 @@ from run_kit.profiling import StepProfiler
 from run_kit.timing import Laps
 
 from ..launch.placement import Placement
-from ..launch.reachability import resolve_sync_transport
 from ..launch.session import Session, open_session, plan_session
 from ..ranks.environment import prepare_driver
 from ..ranks.model_handle import ModelHandle, Reference, WithoutAdapters
@@ -338,18 +337,13 @@ def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:
 
 
 def _servers(job: Job, actor: ModelHandle) -> RolloutServers:
-    """The rollout servers with the transport that reaches them."""
+    """The rollout servers, to which the actor's weights are pushed."""
     config, session = job.config, job.session
-    sync = resolve_sync_transport(
-        config.sync, trainer=config.trainer, rollout=config.rollout, on_gpu=session.placement.on_gpu
-    )
-    if sync != config.sync:
-        job.tracker.info(f"servers on other hosts: weights are sent over {sync.transport}")
     return RolloutServers(
         session.servers,
         session.client,
         actor,
-        sync,
+        config.sync,
         max_restarts=config.trainer.max_server_restarts,
         report=job.tracker.info,
         adapters_alone=config.rollout.max_lora_rank is not None,

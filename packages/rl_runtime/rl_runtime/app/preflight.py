@@ -38,13 +38,13 @@ from rollout_vllm import (
     check_running,
 )
 from rollout_vllm.servers.checks import check_request_length
-from weight_sync import SyncConfig, check_server
+from weight_sync import ONE_HOST_TRANSPORTS, SyncConfig, SyncConfigError, check_server, choose_transports
 
 from ..config import EpisodeConfig, ModelConfig, ScoringConfig, SupervisedConfig, TaskSize, TrainerConfig
 from ..errors import InputError
 from ..launch.cluster import check_address
 from ..launch.placement import Placement
-from ..launch.reachability import resolve_sync_transport, why_unreachable
+from ..launch.reachability import why_unreachable
 from ..rollout.episodes import load_environment, load_rollout, reset_once
 from ..rollout.scoring import load_functions, prepare_rewards
 from .inputs import BUILTIN_MODEL, load_inputs
@@ -244,9 +244,7 @@ def check_servers(
     device = "cuda" if placement.on_gpu else "cpu"
     if rollout.device not in ("auto", device):
         raise InputError(f"rollout.device is {rollout.device}, but the ranks run on {device}; leave it at auto")
-    if sync.transport in ("ipc", "nccl") and not placement.on_gpu:
-        raise InputError(f"sync.transport is {sync.transport}, which needs GPUs; use auto, shm or tcp")
-    resolve_sync_transport(sync, trainer=trainer, rollout=rollout, on_gpu=placement.on_gpu)
+    check_transport(sync, rollout, trainer, on_gpu=placement.on_gpu)
     if rollout.urls:
         if trainer.ray_address is not None:
             raise InputError(
@@ -272,6 +270,20 @@ def check_servers(
         return
     with TemporaryDirectory() as folder:
         check_launch(build_tiny_model(folder), rollout, elsewhere=elsewhere)
+
+
+def check_transport(sync: SyncConfig, rollout: RolloutConfig, trainer: TrainerConfig, *, on_gpu: bool) -> None:
+    """Raises InputError if `sync.transport` needs a GPU, or does not reach servers on other hosts."""
+    try:
+        choose_transports(sync, rollout.urls, on_gpu=on_gpu)
+    except SyncConfigError as error:
+        raise InputError(f"sync.{error}") from error
+    if trainer.ray_address is not None and sync.transport in ONE_HOST_TRANSPORTS:
+        raise InputError(
+            f"sync.transport is {sync.transport}, but trainer.ray_address={trainer.ray_address} puts the servers on "
+            f"other hosts, and {ONE_HOST_TRANSPORTS[sync.transport]} works within one host only; allowed: auto, "
+            f"tcp{', nccl' * on_gpu}"
+        )
 
 
 def find_checkpoint(trainer: TrainerConfig, on_skip: Callable[[str], None] = lambda _: None) -> Checkpoint | None:
