@@ -18,7 +18,7 @@ from ds_engine import EngineConfig, Head
 from rl_core import BatchLayout, batch_layout
 from rl_data import PromptSampler
 from rollout_vllm import RolloutConfig
-from run_kit import RunFolder, Tracker, check_tracking
+from run_kit import RunFolder, RunStopped, StopRequest, Tracker, check_tracking
 from run_kit.cli import INVOKED_AS
 from run_kit.config.loader import to_yaml
 from run_kit.memory import MemorySampler
@@ -26,7 +26,6 @@ from run_kit.profiling import StepProfiler
 from run_kit.timing import Laps
 
 from ..launch.placement import Placement
-from ..launch.reachability import resolve_sync_transport
 from ..launch.session import Session, open_session, plan_session
 from ..ranks.environment import prepare_driver
 from ..ranks.model_handle import ModelHandle, Reference, WithoutAdapters
@@ -216,12 +215,17 @@ def run_job(
 ) -> None:
     """Runs the job into a new run folder: processes, engines, training loop, export, summary.
 
+    SIGINT, SIGTERM and SIGUSR1 end it after the current step, with a checkpoint; a second one ends it at once.
+
     Args:
         choice: the settings of `config` that were chosen, which are printed and explained in config.yaml.
+
+    Raises:
+        run_kit.RunStopped: a signal ended the run before its last step; the exit code is 128 + the signal.
     """
     chosen = choice or Choice(config=config)
     trainer = config.trainer
-    start = Laps()
+    start, stop = Laps(), StopRequest()
     run = RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
     with (
         MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
@@ -259,10 +263,14 @@ def run_job(
             session.servers.wait_ready()
             start.mark("servers, which started with the ranks,")
             tracker.info(f"ready after {start}")
-            result = _train(job, algorithm, memory)
-            if config.trainer.export_model:
+            result = _train(job, algorithm, memory, stop)
+            if config.trainer.export_model and result.stopped_after is None:
                 algorithm.roles["actor"].export(str(run.path / "model"), job.model_path)
         tracker.summary(result)
+        if stop.signal and result.stopped_after is not None:
+            tracker.info(f"stopped by {stop.signal.name} after step {result.stopped_after}")
+            tracker.info(resume_command(run) or "There is no checkpoint to resume from.")
+            raise RunStopped(stop.signal)
 
 
 @contextmanager
@@ -271,16 +279,24 @@ def _resume_command(run: RunFolder) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if steps := CheckpointReader(run.path / "checkpoints").steps():
-            command, folder = INVOKED_AS.get() or "APP", shlex.quote(str(run.path))
-            error.add_note(
-                f"To resume after step {max(steps)}: {command} config={shlex.quote(str(run.config_file))} "
-                f"trainer.resume=auto trainer.resume_from={folder}"
-            )
+        if command := resume_command(run):
+            error.add_note(command)
         raise
 
 
-def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
+def resume_command(run: RunFolder) -> str:
+    """A sentence with the command that resumes the run; empty if there is no checkpoint."""
+    steps = CheckpointReader(run.path / "checkpoints").steps()
+    if not steps:
+        return ""
+    command, folder = INVOKED_AS.get() or "APP", shlex.quote(str(run.path))
+    return (
+        f"To resume after step {max(steps)}: {command} config={shlex.quote(str(run.config_file))} "
+        f"trainer.resume=auto trainer.resume_from={folder}"
+    )
+
+
+def _train(job: Job, algorithm: Algorithm, memory: MemorySampler, stop: StopRequest) -> LoopResult:
     """All steps of the training loop."""
     config, session = job.config, job.session
     profiler = StepProfiler(session.recorders, job.folder / "profile", config.trainer.profile_steps)
@@ -294,6 +310,7 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
             roles=algorithm.roles,
             parts={"sampler": rollouts.sampler, "rollout": rollouts.phase, **algorithm.state},
             config=to_yaml(without_secrets(config)),
+            unsavable=_unsavable(config),
         )
         loop = TrainingLoop(
             config.trainer,
@@ -302,7 +319,14 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
             checkpoints=checkpoints,
             record=RunRecord(job.tracker, memory, profiler, session),
         )
-        return loop.run(algorithm.learn, job.resumed)
+        return loop.run(algorithm.learn, job.resumed, stop=stop)
+
+
+def _unsavable(config: JobConfig) -> str:
+    """Why no checkpoint can hold the state of the run (`check_engine` refuses it with save_freq); else empty."""
+    offloads = {model.section: model.engine.zero.offload.optimizer for model in config.models}
+    sections = [section for section, offload in offloads.items() if offload == "nvme"]
+    return f"{sections[0]}.zero.offload.optimizer is nvme, whose files no checkpoint holds" if sections else ""
 
 
 def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:
@@ -316,18 +340,13 @@ def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:
 
 
 def _servers(job: Job, actor: ModelHandle) -> RolloutServers:
-    """The rollout servers with the transport that reaches them."""
+    """The rollout servers, to which the actor's weights are pushed."""
     config, session = job.config, job.session
-    sync = resolve_sync_transport(
-        config.sync, trainer=config.trainer, rollout=config.rollout, on_gpu=session.placement.on_gpu
-    )
-    if sync != config.sync:
-        job.tracker.info(f"servers on other hosts: weights are sent over {sync.transport}")
     return RolloutServers(
         session.servers,
         session.client,
         actor,
-        sync,
+        config.sync,
         max_restarts=config.trainer.max_server_restarts,
         report=job.tracker.info,
         adapters_alone=config.rollout.max_lora_rank is not None,

@@ -38,7 +38,7 @@ from rollout_vllm import (
     check_running,
 )
 from rollout_vllm.servers.checks import check_request_length
-from weight_sync import SyncConfig, check_server
+from weight_sync import ONE_HOST_TRANSPORTS, SyncConfig, SyncConfigError, check_server, choose_transports
 
 from ..config import (
     EpisodeConfig,
@@ -52,7 +52,7 @@ from ..config import (
 from ..errors import InputError
 from ..launch.cluster import check_nodes, cluster_nodes, read_nodes
 from ..launch.placement import Placement
-from ..launch.reachability import resolve_sync_transport, why_unreachable
+from ..launch.reachability import why_unreachable
 from ..rollout.episodes import load_environment, load_rollout, reset_once
 from ..rollout.scoring import load_functions, prepare_rewards
 from .inputs import BUILTIN_MODEL, load_inputs
@@ -251,9 +251,7 @@ def check_servers(
     device = "cuda" if placement.on_gpu else "cpu"
     if rollout.device not in ("auto", device):
         raise InputError(f"rollout.device is {rollout.device}, but the ranks run on {device}; leave it at auto")
-    if sync.transport in ("ipc", "nccl") and not placement.on_gpu:
-        raise InputError(f"sync.transport is {sync.transport}, which needs GPUs; use auto, shm or tcp")
-    resolve_sync_transport(sync, trainer=trainer, rollout=rollout, on_gpu=placement.on_gpu)
+    check_transport(sync, rollout, placement)
     if rollout.urls:
         check_running(replace(rollout, control_routes=True))
         for url in rollout.urls:
@@ -289,6 +287,21 @@ def check_cluster(model: ModelConfig, trainer: RanksConfig, placement: Placement
     nodes = [node for node in cluster_nodes() if node.node_id in placement.nodes]
     reports = read_nodes(nodes, model_folder=folder, shared_folder=shared)
     check_nodes(list(reports.values()), model_folder=folder, shared_folder=shared)
+
+
+def check_transport(sync: SyncConfig, rollout: RolloutConfig, placement: Placement) -> None:
+    """Raises InputError if `sync.transport` needs a GPU, or does not reach servers on other hosts."""
+    try:
+        choose_transports(sync, rollout.urls, on_gpu=placement.on_gpu)
+    except SyncConfigError as error:
+        raise InputError(f"sync.{error}") from error
+    pushing = placement.ranks[0].node
+    if sync.transport in ONE_HOST_TRANSPORTS and any(slot.node != pushing for slot in placement.servers):
+        raise InputError(
+            f"sync.transport is {sync.transport}, but some servers are on other nodes than rank 0, and "
+            f"{ONE_HOST_TRANSPORTS[sync.transport]} works within one host only; allowed: auto, "
+            f"tcp{', nccl' * placement.on_gpu}"
+        )
 
 
 def find_checkpoint(trainer: TrainerConfig, on_skip: Callable[[str], None] = lambda _: None) -> Checkpoint | None:

@@ -49,6 +49,7 @@ class RolloutServers:
         self._report = report
         self._weights = threading.RLock()
         self._connected: list[int] = []
+        self._transports: dict[str, str] = {}
         self._failures_recovered = [0] * len(servers.endpoints)
         self._num_restarts = 0
         self._num_reported = 0
@@ -117,6 +118,7 @@ class RolloutServers:
                     self._connect([self._servers.endpoints[index] for index in serving])
                     self._connected = serving
                 report: SyncReport = self._actor.push_weights(version)
+                self._report_transports(report)
                 return report
             except RankError as error:
                 self._connected = []
@@ -141,10 +143,17 @@ class RolloutServers:
             self._connected = []
             failures = self._num_failures()[index]
             self._connect([endpoint])
-            self._actor.push_weights(version)
+            self._report_transports(self._actor.push_weights(version))
             self._failures_recovered[index] = failures
             self._num_restarts += 1
             return version
+
+    def _report_transports(self, report: SyncReport) -> None:
+        """Reports how the weights travel to the servers, after the first push and when that changes."""
+        if not report.transports.items() <= self._transports.items():
+            self._transports |= report.transports
+            routes = "; ".join(f"{url}: {transport}" for url, transport in report.transports.items())
+            self._report(f"weights: rank 0 -> {routes}")
 
     def _connect(self, endpoints: list[Endpoint]) -> None:
         self._actor.connect_servers(endpoints, self._sync, self._adapter)
