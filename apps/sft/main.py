@@ -19,9 +19,10 @@ def check(config: SftConfig) -> "rl_runtime.Placement":
     rl_runtime.prepare_driver(config.trainer.device)
     run_kit.check_tracking(config.tracking)
     rl_runtime.check_sequence_parallel(config.engine, section="engine", num_ranks=config.trainer.rank_count)
-    placement = rl_runtime.plan_ranks(config.trainer)
+    placement = rl_runtime.plan_ranks(config.trainer, sequence_parallel=config.engine.sequence_parallel)
     rl_runtime.check_prompt_files(config.model, config.data)
     rl_runtime.check_supervised(config.model, config.data, config.supervised, section="supervised")
+    rl_runtime.check_cluster(config.model, config.trainer, placement)
     return placement
 
 

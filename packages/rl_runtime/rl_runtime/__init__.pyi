@@ -13,6 +13,7 @@ from .app.job_config import JobConfig as JobConfig
 from .app.job_config import TrainedModel as TrainedModel
 from .app.job_config import run_job_cli as run_job_cli
 from .app.preflight import check_architectures as check_architectures
+from .app.preflight import check_cluster as check_cluster
 from .app.preflight import check_engine as check_engine
 from .app.preflight import check_lengths as check_lengths
 from .app.preflight import check_prompt_files as check_prompt_files

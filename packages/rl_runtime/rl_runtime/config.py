@@ -55,6 +55,12 @@ class RanksConfig:
     as the batch divides by; 2 on the CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks; `auto` uses CUDA if there is a GPU."""
+    ray_address: str | None = None
+    """Ray cluster (`auto` or `host:port`) over whose nodes ranks and rollout servers are spread. This host must be one
+    of them. `model.path` must be the same folder on all nodes, and `output_dir` a folder that they share. null:
+    everything runs on this host, in a local Ray."""
+    ranks_per_node: int | None = None
+    """Ranks on a node of the cluster at most; null: nodes are filled one after the other."""
     cpu_threads_per_rank: int = 1
     """torch threads of each rank."""
     seed: int = 1
@@ -69,7 +75,8 @@ class RanksConfig:
     to find its loss scale are not counted."""
 
     def __post_init__(self) -> None:
-        _check_at_least(1, self, *(["num_ranks"] if self.num_ranks is not None else []), "cpu_threads_per_rank")
+        given = [name for name in ("num_ranks", "ranks_per_node") if getattr(self, name) is not None]
+        _check_at_least(1, self, *given, "cpu_threads_per_rank")
         if self.rank_count > MAX_RANKS:
             raise ValueError(f"num_ranks is {self.num_ranks}; allowed: at most {MAX_RANKS}")
         _check_at_least(0, self, "seed")
@@ -98,12 +105,7 @@ class TrainerConfig(RanksConfig):
     total_training_steps: int = 30
     """Number of steps; a step is rollout, scoring, update and weight sync."""
     colocate: bool = True
-    """Rollout servers share the trainer's GPUs (true) or use the GPUs after them (false). Ignored on the CPU and for
-    servers on other hosts."""
-    ray_address: str | None = None
-    """Ray cluster (`auto` or `host:port`) whose other nodes run the rollout servers. This host must be a node; the
-    trainer ranks run here. `model.path` must be the same folder on all nodes (the built-in model is in
-    `output_dir`). null: everything runs on this host, in a local Ray."""
+    """Rollout servers share the trainer's GPUs (true) or use the GPUs after them (false). Ignored on the CPU."""
     val_before_train: bool = True
     """Validate once before the first step."""
     val_after_train: bool = True

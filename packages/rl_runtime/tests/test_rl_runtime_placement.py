@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -6,122 +7,149 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_runtime.errors import PlacementError
-from rl_runtime.launch.placement import ClusterNode, plan_placement, plan_server_nodes
+from rl_runtime.launch.placement import Node, Placement, Slot, plan_placement
 from rl_runtime.ranks.environment import cache_variables, visible_gpus
 
 
+def nodes_with(num_gpus: list[int], num_cpus: int | None = None) -> list[Node]:
+    return [
+        Node(node_id=f"n{i}", address=f"10.0.0.{i}", gpu_ids=range(number), num_cpus=num_cpus)
+        for i, number in enumerate(num_gpus)
+    ]
+
+
 @given(
-    num_gpus=st.integers(1, 16),
-    num_ranks=st.integers(1, 8),
-    num_servers=st.integers(0, 4),
-    tp=st.integers(1, 4),
+    num_gpus=st.lists(st.integers(0, 8), min_size=1, max_size=4).filter(any),
+    num_ranks=st.integers(1, 12),
+    sp=st.sampled_from([1, 2, 4]),
+    num_servers=st.integers(0, 6),
+    tp=st.sampled_from([1, 2, 4]),
     colocate=st.booleans(),
     num_critic_ranks=st.integers(0, 3),
+    ranks_per_node=st.one_of(st.none(), st.integers(1, 8)),
 )
-def test_every_process_has_its_gpus_and_none_is_given_twice(
-    num_gpus: int, num_ranks: int, num_servers: int, tp: int, colocate: bool, num_critic_ranks: int
+def test_every_process_has_gpus_of_one_node_and_none_is_given_twice(
+    num_gpus: list[int],
+    num_ranks: int,
+    sp: int,
+    num_servers: int,
+    tp: int,
+    colocate: bool,
+    num_critic_ranks: int,
+    ranks_per_node: int | None,
 ) -> None:
+    num_ranks *= sp
+    nodes = nodes_with(num_gpus)
     own_ranks = {"critic": num_critic_ranks} if num_critic_ranks else {}
-    all_ranks = num_ranks + num_critic_ranks
-    needed = max(all_ranks, num_servers * tp) if colocate else all_ranks + num_servers * tp
-
-    def plan():  # type: ignore[no-untyped-def]
-        return plan_placement(
-            gpu_ids=range(num_gpus),
+    try:
+        placement = plan_placement(
+            nodes,
             device="auto",
             num_ranks=num_ranks,
             num_servers=num_servers,
             tensor_parallel_size=tp,
             colocate=colocate,
             own_ranks=own_ranks,
+            sequence_parallel={"actor": sp},
+            ranks_per_node=ranks_per_node,
         )
-
-    if needed > num_gpus:
-        with pytest.raises(PlacementError, match=str(needed)):
-            plan()
+    except PlacementError as error:
+        assert nodes[0].describe() in str(error)
+        room = sum(min(number, ranks_per_node or number) // sp * sp for number in num_gpus)
+        of_servers = sum(number // tp for number in num_gpus)
+        fits_easily = colocate and not own_ranks and room >= num_ranks and of_servers >= num_servers
+        assert not fits_easily, "refused although there is room"
         return
-    placement = plan()
-    critic_gpus = placement.own_rank_gpus.get("critic", ())
-    rank_gpus = [gpu for gpus in (*placement.rank_gpus, *critic_gpus) for gpu in gpus]
-    server_gpus = [gpu for gpus in placement.server_gpus for gpu in gpus]
-    assert len(rank_gpus) == len(set(rank_gpus)) == all_ranks == placement.num_ranks
-    assert len(critic_gpus) == num_critic_ranks
-    assert placement.num_gpus == len(set(rank_gpus + server_gpus))
-    assert len(server_gpus) == len(set(server_gpus)) == num_servers * tp
-    assert colocate or not set(rank_gpus) & set(server_gpus)
-    assert set(rank_gpus + server_gpus) <= set(range(num_gpus))
+    of_ranks = [(slot.node, gpu) for slot in placement.all_ranks for gpu in slot.gpus]
+    of_servers_ = [(slot.node, gpu) for slot in placement.servers for gpu in slot.gpus]
+    assert len(of_ranks) == len(set(of_ranks)) == placement.num_ranks == num_ranks + num_critic_ranks
+    assert len(of_servers_) == len(set(of_servers_)) == num_servers * tp
+    assert all(len(slot.gpus) == tp for slot in placement.servers)
+    assert colocate or not set(of_ranks) & set(of_servers_)
+    assert placement.num_gpus == len({*of_ranks, *of_servers_})
+    known = {(node.node_id, gpu) for node in nodes for gpu in node.gpu_ids}
+    assert {*of_ranks, *of_servers_} <= known
+    groups = [placement.ranks[first : first + sp] for first in range(0, num_ranks, sp)]
+    assert all(len({slot.node for slot in group}) == 1 for group in groups), "a sequence-parallel group spans nodes"
+    order = [slot.node for slot in placement.ranks]
+    assert order == sorted(order), "ranks of a node are not neighbors"
+    if ranks_per_node is not None:
+        assert max(order.count(node) for node in order) <= ranks_per_node
 
 
-@pytest.mark.parametrize(("gpu_ids", "device"), [([], "auto"), ([0, 1], "cpu")])
-def test_without_gpus_everything_runs_on_the_cpu(gpu_ids: list[int], device: str) -> None:
-    placement = plan_placement(
-        gpu_ids=gpu_ids, device=device, num_ranks=2, num_servers=1, tensor_parallel_size=1, colocate=True
-    )
+@pytest.mark.parametrize(("num_gpus", "device"), [(0, "auto"), (2, "cpu")])
+def test_without_gpus_everything_runs_on_the_cpu(num_gpus: int, device: str) -> None:
+    nodes = [Node(gpu_ids=range(num_gpus))]
+    placement = plan_placement(nodes, device=device, num_ranks=2, num_servers=1)
     assert not placement.on_gpu
-    assert placement.rank_gpus == ((), ())
-
-
-@pytest.mark.parametrize("colocate", [True, False])
-def test_servers_on_other_hosts_take_no_gpu_of_this_one(colocate: bool) -> None:
-    placement = plan_placement(
-        gpu_ids=[0, 1],
-        device="auto",
-        num_ranks=2,
-        num_servers=3,
-        tensor_parallel_size=4,
-        colocate=colocate,
-        servers_elsewhere=True,
-    )
-    assert placement.rank_gpus == ((0,), (1,))
-    assert placement.server_gpus == ()
-    assert placement.num_gpus == 2 + 12
+    assert placement.ranks == (Slot(), Slot())
+    assert placement.num_gpus == 0
 
 
 @given(
     num_cpus=st.lists(st.integers(0, 8), min_size=1, max_size=5),
-    num_gpus=st.lists(st.integers(0, 8), min_size=5, max_size=5),
-    driver=st.integers(0, 4),
-    num_ranks=st.integers(1, 4),
-    num_servers=st.integers(1, 8),
-    wanted=st.fixed_dictionaries({"CPU": st.integers(0, 2)}, optional={"GPU": st.integers(1, 4)}),
+    num_ranks=st.integers(1, 8),
+    num_servers=st.integers(0, 8),
+    ranks_per_node=st.one_of(st.none(), st.integers(1, 4)),
 )
-def test_servers_are_spread_over_the_other_nodes_or_refused(
-    num_cpus: list[int],
-    num_gpus: list[int],
-    driver: int,
-    num_ranks: int,
-    num_servers: int,
-    wanted: dict[str, float],
+def test_on_the_cpu_every_process_takes_one_cpu_and_servers_are_spread(
+    num_cpus: list[int], num_ranks: int, num_servers: int, ranks_per_node: int | None
 ) -> None:
-    driver %= len(num_cpus)
-    nodes = [
-        ClusterNode(node_id=f"n{i}", address=f"10.0.0.{i}", resources={"CPU": cpus, "GPU": gpus})
-        for i, (cpus, gpus) in enumerate(zip(num_cpus, num_gpus, strict=False))
-    ]
-    room = {
-        node.node_id: min((node.resources[name] // amount for name, amount in wanted.items() if amount), default=99)
-        for node in nodes
-        if node.node_id != f"n{driver}"
-    }
+    nodes = [Node(node_id=f"n{i}", address=f"10.0.0.{i}", num_cpus=number) for i, number in enumerate(num_cpus)]
+    room = sum(min(number, ranks_per_node or number) for number in num_cpus)
 
-    def plan() -> tuple[str, ...]:
-        return plan_server_nodes(
-            nodes, driver=f"n{driver}", num_ranks=num_ranks, num_servers=num_servers, resources=wanted
+    def plan() -> Placement:
+        return plan_placement(
+            nodes, device="auto", num_ranks=num_ranks, num_servers=num_servers, ranks_per_node=ranks_per_node
         )
 
-    if num_cpus[driver] < num_ranks:
-        with pytest.raises(PlacementError, match=r"trainer\.num_ranks"):
+    if room < num_ranks:
+        with pytest.raises(PlacementError, match=f"there is room for {room} ranks"):
             plan()
-    elif sum(room.values()) < num_servers:
-        with pytest.raises(PlacementError, match=f"room for {sum(room.values()):g} "):
+    elif sum(num_cpus) < num_ranks + num_servers:
+        with pytest.raises(PlacementError, match=f"room for {sum(num_cpus) - num_ranks} servers"):
             plan()
     else:
-        planned = plan()
-        counts = {name: planned.count(name) for name in room}
-        assert sum(counts.values()) == len(planned) == num_servers
-        assert all(counts[name] <= room[name] for name in room)
-        open_nodes = [counts[name] for name in room if counts[name] < room[name]]
-        assert not open_nodes or max(counts.values()) <= min(open_nodes) + 1, "one is crowded beside an emptier one"
+        placement = plan()
+        ranks = [slot.node for slot in placement.ranks]
+        servers = [slot.node for slot in placement.servers]
+        assert (len(ranks), len(servers)) == (num_ranks, num_servers)
+        left = {f"n{i}": number - ranks.count(f"n{i}") for i, number in enumerate(num_cpus)}
+        assert all(servers.count(node) <= number for node, number in left.items())
+        open_nodes = [servers.count(node) for node, number in left.items() if servers.count(node) < number]
+        assert not open_nodes or max(map(servers.count, servers), default=0) <= min(open_nodes) + 1
+
+
+def test_two_hosts_of_two_gpus_hold_four_ranks_and_their_servers() -> None:
+    placement = plan_placement(
+        nodes_with([2, 2]), device="auto", num_ranks=4, num_servers=4, sequence_parallel={"actor": 2}
+    )
+    assert placement.ranks == placement.servers
+    assert [(slot.node, slot.gpus) for slot in placement.ranks] == [
+        ("n0", (0,)),
+        ("n0", (1,)),
+        ("n1", (0,)),
+        ("n1", (1,)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_ranks": 5, "num_servers": 0}, r"need 5 GPUs .*room for 4 ranks: 10\.0\.0\.0: 2 GPU; 10\.0\.0\.1: 2 GPU"),
+        ({"num_ranks": 4, "num_servers": 1, "colocate": False}, "need 5 GPUs .*not shared.*room for 0 servers"),
+        ({"num_ranks": 2, "num_servers": 2, "tensor_parallel_size": 4}, "need 8 GPUs .*room for 0 servers"),
+        (
+            {"num_ranks": 4, "num_servers": 0, "sequence_parallel": {"actor": 4}},
+            r"each group of 4 \(sequence_parallel\) on one node; there is room for 0 ranks",
+        ),
+        ({"num_ranks": 4, "num_servers": 0, "ranks_per_node": 1}, "at most 1 on a node .*room for 2 ranks"),
+        ({"num_ranks": 3, "num_servers": 0, "own_ranks": {"critic": 2}}, "3 ranks and 2 of the critic"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_every_node_has(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        plan_placement(nodes_with([2, 2]), device="cuda", **settings)
 
 
 @pytest.mark.parametrize(

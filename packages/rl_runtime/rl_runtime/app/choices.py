@@ -22,8 +22,8 @@ from rollout_vllm import ServerMemory, estimate_server_memory
 
 from ..config import DEFAULT_NUM_RANKS, ModelConfig, RanksConfig
 from ..errors import InputError
-from ..launch.gpus import Gpu, read_gpus
-from ..launch.session import usable_gpus
+from ..launch.gpus import Gpu
+from ..launch.session import read_gpus_of
 from ..ranks.environment import prepare_driver
 from .inputs import BUILTIN_MODEL
 from .job_config import JobConfig, JobConfigT
@@ -81,17 +81,16 @@ class Choice(Generic[ConfigT]):
 
 
 def choose_settings(config: JobConfigT) -> Choice[JobConfigT]:
-    """Fills in the settings that are null, for the GPUs of this host or its CPU.
+    """Fills in the settings that are null, for the GPUs of this host or of the cluster, or the CPU.
 
     Raises:
-        InputError: the model's folder cannot be read, or its training states alone exceed a GPU.
+        InputError: the model's folder cannot be read, or its training states alone exceed a GPU; or there is no cluster
+            at `trainer.ray_address`.
         PlacementError: CUDA_VISIBLE_DEVICES names no usable GPU.
     """
     prepare_driver(config.trainer.device)
-    gpu_ids = usable_gpus(config.trainer)
-    if not gpu_ids:
-        return choose_for(config, gpus=(), shape=None)
-    return choose_for(config, gpus=read_gpus(gpu_ids), shape=_read_shape(config.model.path))
+    gpus = read_gpus_of(config.trainer)
+    return choose_for(config, gpus=gpus, shape=_read_shape(config.model.path) if gpus else None)
 
 
 def choose_supervised(
@@ -102,8 +101,7 @@ def choose_supervised(
     Raises InputError and PlacementError as `choose_settings`.
     """
     prepare_driver(trainer.device)
-    gpu_ids = usable_gpus(trainer)
-    gpus = read_gpus(gpu_ids) if gpu_ids else ()
+    gpus = read_gpus_of(trainer)
     shape = _read_shape(model.path) if gpus else None
     choice = Choice(config=config, devices=_devices(gpus))
     sp = engine.sequence_parallel
@@ -171,10 +169,9 @@ def _choose_processes(choice: Choice[JobConfigT], num_gpus: int) -> Choice[JobCo
     """Ranks and servers."""
     trainer, rollout = choice.config.trainer, choice.config.rollout
     own = sum(model.own_ranks for model in choice.config.models)
-    here = not rollout.urls and trainer.ray_address is None
     per_server = rollout.tensor_parallel_size
     apart = 0
-    if here and not trainer.colocate and num_gpus:
+    if not rollout.urls and not trainer.colocate and num_gpus:
         apart = per_server * (rollout.num_servers or max(1, (num_gpus - own) // (2 * per_server)))
     limit = max(1, num_gpus - own - apart) if num_gpus else DEFAULT_NUM_RANKS
     ranks = next((n for n in range(limit, 0, -1) if _divides(choice.config, n)), limit)
@@ -185,8 +182,8 @@ def _choose_processes(choice: Choice[JobConfigT], num_gpus: int) -> Choice[JobCo
     if rollout.urls:
         return choice
     ranks = choice.config.trainer.rank_count
-    if not num_gpus or not here:
-        return choice.with_default("rollout.num_servers", 1, "one on the CPU" if here else "one on the other nodes")
+    if not num_gpus:
+        return choice.with_default("rollout.num_servers", 1, "one on the CPU")
     shared = ranks + own if trainer.colocate else num_gpus - ranks - own
     why = "one per GPU" if per_server == 1 else f"one per {per_server} GPUs"
     return choice.with_default("rollout.num_servers", max(1, shared // per_server), why)
@@ -382,7 +379,7 @@ def _trainer_bytes(config: JobConfig, shape: ModelShape, recompute: bool, budget
 def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total: int) -> ServerMemory | None:
     """The server on a rank's GPU; None if there is none."""
     rollout, trainer = config.rollout, config.trainer
-    if rollout.urls or trainer.ray_address is not None or not trainer.colocate:
+    if rollout.urls or not trainer.colocate:
         return None
     size = 4 if rollout.dtype == "float32" else 2
     per_token = 2 * shape.num_layers * shape.kv_width * size

@@ -43,6 +43,7 @@ from .job_config import JobConfig, JobConfigT, without_secrets
 from .preflight import (
     check_adapters,
     check_architectures,
+    check_cluster,
     check_engine,
     check_environment,
     check_functions,
@@ -183,7 +184,8 @@ def check_job(
     for section, (engine, _) in engines.items():
         job_layout(config, section=section, engine=engine, num_ranks=own_ranks.get(section))
     check_tracking(config.tracking)
-    placement = plan_session(config.trainer, config.rollout, own_ranks)
+    sp = {section: engine.sequence_parallel for section, (engine, _) in engines.items()}
+    placement = plan_session(config.trainer, config.rollout, own_ranks, sp)
     check_functions(config.episode, config.reward)
     is_scored_alone = config.episode.environment is not None and not config.reward.terms
     check_prompt_files(config.model, config.data, rewards=() if is_scored_alone else rewards_of_rows(config.reward))
@@ -198,6 +200,7 @@ def check_job(
     check_lengths(config.rollout, config.data, samplings)
     check_adapters(config.actor, config.rollout, config.sync)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
+    check_cluster(config.model, config.trainer, placement)
     skipped: list[str] = []
     resume_from = find_checkpoint(config.trainer, skipped.append)
     return JobPlan(placement=placement, resume_from=resume_from, skipped=skipped, architectures=architectures)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from run_kit.machine import gpus
 
+from ..ranks.environment import GpuId
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
@@ -21,11 +23,12 @@ class Gpu:
         return self.total_bytes - self.used_bytes
 
 
-def read_gpus(gpu_ids: Sequence[int]) -> tuple[Gpu, ...]:
+def read_gpus(gpu_ids: Sequence[GpuId]) -> tuple[Gpu, ...]:
     """The GPUs with these indices, from nvidia-smi; else from torch, which does not know what others hold."""
     found = known_gpus(gpus.read_gpus()[0])
-    if all(index in found for index in gpu_ids):
-        return tuple(found[index] for index in gpu_ids)
+    listed = [gpu for gpu in gpu_ids if isinstance(gpu, int) and gpu in found]
+    if len(listed) == len(gpu_ids):
+        return tuple(found[index] for index in listed)
     import torch
 
     properties = [torch.cuda.get_device_properties(index) for index in range(len(gpu_ids))]

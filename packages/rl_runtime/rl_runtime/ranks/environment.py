@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import PlacementError
 
+GpuId = int | str
+"""A GPU as CUDA_VISIBLE_DEVICES names it: an index, or a UUID of the GPU or of a part of it (MIG)."""
+
 CACHE_VARIABLE = "PLINTH_CACHE_DIR"
 """Folder of everything that is compiled: layers, Triton and attention kernels, vLLM's graphs. It serves later runs."""
 
@@ -94,14 +97,20 @@ def ray_has_token() -> bool:
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
-def rank_env(gpus: Sequence[int], num_threads: int) -> dict[str, str]:
-    """The environment of a trainer rank."""
+def rank_env(gpus: Sequence[GpuId], num_threads: int, interface: str | None = None) -> dict[str, str]:
+    """The environment of a trainer rank.
+
+    Args:
+        interface: the network interface on which the ranks reach each other; None: they are all on this host.
+    """
+    if interface is None and _has_loopback():
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return {
         **{name: os.environ.get(name, value) for name, value in {**_QUIET, **cache_variables(os.environ)}.items()},
         "PYTHONPATH": python_path(),
         "PYTHONWARNINGS": "ignore::FutureWarning",
-        # All ranks are on this host: gloo would listen on the address of the host's name.
-        **({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if _has_loopback() else {}),
+        # gloo would listen on the address of the host's name.
+        **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         # Ray hides the GPUs of actors that reserve none; here the placement decides.

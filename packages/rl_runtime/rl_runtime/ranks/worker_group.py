@@ -6,6 +6,7 @@ The methods are passed as functions, so that mypy checks the call: `group.run(Tr
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
@@ -13,7 +14,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..errors import RankError
-from .environment import rank_env
+from .environment import GpuId, rank_env
 from .heartbeat import Heartbeats, find_stalled
 from .trainer_worker import TrainerWorker
 
@@ -27,12 +28,26 @@ _LIMITED_ELSEWHERE = (  # calls in which a rank may rest: until servers have pau
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a rank runs; the defaults are the CPU of this host."""
+
+    gpus: tuple[GpuId, ...] = ()
+    """Its GPUs; empty: the CPU."""
+    strategy: Any = None
+    """Ray's scheduling strategy; None: this process's node."""
+    address: str = "127.0.0.1"
+    """Address of its node, as the other ranks reach it."""
+    interface: str | None = None
+    """Network interface of that address; None: all ranks are on one host."""
+
+
 class WorkerGroup:
     """`world_size` trainer ranks in one process group."""
 
     def __init__(
         self,
-        rank_gpus: Sequence[tuple[int, ...]],
+        seats: Sequence[Seat],
         *,
         num_threads: int,
         timeout_s: float,
@@ -43,34 +58,38 @@ class WorkerGroup:
         """Starts the processes; `connect` waits for them.
 
         Args:
-            rank_gpus: the GPU ids of every rank, or () for the CPU.
+            seats: one for each rank, in rank order.
             num_threads: torch threads of each rank.
             timeout_s: seconds that one call may take on the ranks.
             stall_timeout_s: seconds in which at least one rank has to move.
             name: the group's name in error messages.
             report: gets a line if the ranks have not moved for a fifth of `stall_timeout_s`.
         """
-        self.world_size = len(rank_gpus)
+        self.world_size = len(seats)
         self._timeout_s, self._stall_timeout_s = timeout_s, stall_timeout_s
         self._name, self._report = f"{name} " if name else "", report
-        self._heartbeats = Heartbeats(self.world_size)
-        device = "cuda" if rank_gpus[0] else "cpu"
-        here = ray.get_runtime_context().get_node_id()  # the placement plans this host's devices
+        self._address = seats[0].address
+        one_host = all(seat.interface is None for seat in seats)
+        self._heartbeats = Heartbeats("127.0.0.1" if one_host else ray.util.get_node_ip_address())
+        device = "cuda" if seats[0].gpus else "cpu"
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(TrainerWorker)
         self._actors = [
             actor.options(
                 num_cpus=1,
                 max_restarts=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
-                runtime_env={"env_vars": rank_env(gpus, num_threads)},
-            ).remote(rank, self.world_size, device=device, num_threads=num_threads, heartbeats=self._heartbeats.path)
-            for rank, gpus in enumerate(rank_gpus)
+                scheduling_strategy=seat.strategy or here,
+                runtime_env={"env_vars": rank_env(seat.gpus, num_threads, seat.interface)},
+            ).remote(
+                rank, self.world_size, device=device, num_threads=num_threads, heartbeats=self._heartbeats.receiver
+            )
+            for rank, seat in enumerate(seats)
         ]
 
     def connect(self) -> None:
         """Waits for the processes and joins them in one process group."""
-        address, port = self._wait([self._actors[0].reserve_address.remote()], "reserve_address")[0]
-        self.run(TrainerWorker.connect, address, port)
+        port = self._wait([self._actors[0].reserve_port.remote(self._address)], "reserve_port")[0]
+        self.run(TrainerWorker.connect, self._address, port)
 
     def run(self, method: Callable[Concatenate[TrainerWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Runs `method` with the same arguments on every rank; results in rank order.
