@@ -113,6 +113,12 @@ class TrainerConfig(RanksConfig):
     max_server_restarts: int = 3
     """Restarts of each rollout server that died or hangs; it gets the current weights before it serves. With 0 a dead
     server ends the run. Existing servers (`rollout.urls`) are never restarted."""
+    max_restarts: int = 3
+    """Restarts of the trainer ranks after one of them died or hangs, from the newest checkpoint of the run; the servers
+    stay. 0, or no checkpoint although steps are done: a lost rank ends the run."""
+    min_ranks: int | None = None
+    """After nodes of a cluster were lost, go on with at least this many ranks, as many as the batch divides by; null:
+    only with as many as before, if other nodes have room."""
     test_freq: int = -1
     """Validate every `test_freq` steps; -1: only before and after training."""
     save_freq: int = 0
@@ -148,9 +154,12 @@ class TrainerConfig(RanksConfig):
             raise ValueError(f"save_freq is {self.save_freq}; allowed: 0 (never) or more")
         if self.test_freq == 0 or self.test_freq < -1:
             raise ValueError(f"test_freq is {self.test_freq}; allowed: -1 (never) or 1 and more")
-        for name in ("keep_every", "keep_best", "max_server_restarts"):
+        for name in ("keep_every", "keep_best", "max_server_restarts", "max_restarts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 (none) or more")
+        if self.min_ranks is not None and not 1 <= self.min_ranks <= (self.num_ranks or MAX_RANKS):
+            most = MAX_RANKS if self.num_ranks is None else f"num_ranks ({self.num_ranks})"
+            raise ValueError(f"min_ranks is {self.min_ranks}; allowed: 1 to {most}, or null for all of them")
         if self.resume_from is not None and self.resume == "never":
             raise ValueError(f"resume_from is {self.resume_from}, but resume is never; allowed: resume=auto")
         if any(not 1 <= step <= self.total_training_steps for step in self.profile_steps):

@@ -178,6 +178,16 @@ class Tracker:
         self.info(f"run folder         {self.run.path}")
         return facts
 
+    def rewind(self, step: int) -> None:
+        """Forget what was logged after this step, because the run goes on from there.
+
+        Weights & Biases keeps what it has of these steps: it accepts a step only once.
+        """
+        self.table.truncate_from(step + 1)
+        self.progress.restart_clock()
+        for writer in self._writers:
+            writer.rewind(step)
+
     def draw_curves(self) -> None:
         """Draw `curves.png` now."""
         from .tracking.curves import write_curves

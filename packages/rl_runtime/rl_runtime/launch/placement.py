@@ -48,6 +48,8 @@ class Placement:
     servers: tuple[Slot, ...] = ()
     own_ranks: Mapping[str, tuple[Slot, ...]] = field(default_factory=dict)
     """Role -> the ranks that compute for it alone."""
+    group_size: int = 1
+    """Neighbors among `ranks` that stay on one node: the size of a sequence-parallel group."""
 
     @property
     def on_gpu(self) -> bool:
@@ -119,7 +121,8 @@ def plan_placement(
     servers = tuple(_place_servers(rooms, num_servers, tensor_parallel_size, share=colocate))
     if len(servers) < num_servers:
         raise PlacementError(f"{needed}; there is room for {len(servers)} servers: {has}; {_REMEDY}")
-    return Placement(ranks=placed.pop("actor"), servers=servers, own_ranks=placed)
+    group_size = (sequence_parallel or {}).get("actor", 1)
+    return Placement(ranks=placed.pop("actor"), servers=servers, own_ranks=placed, group_size=group_size)
 
 
 class _Room:

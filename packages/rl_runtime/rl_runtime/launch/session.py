@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -43,19 +43,60 @@ def open_ranks(trainer: RanksConfig, placement: Placement) -> Iterator[WorkerGro
         yield ranks
 
 
-@dataclass(frozen=True, kw_only=True)
 class Session:
-    """The processes of a run: trainer ranks, rollout servers and their client."""
+    """The processes of a run: trainer ranks, rollout servers and their client. Made by `open_session`."""
 
-    placement: Placement
-    ranks: WorkerGroup
-    """The ranks of the actor and of every role without ranks of its own."""
-    servers: ServerGroup
-    client: RolloutClient
-    own_ranks: Mapping[str, WorkerGroup] = field(default_factory=dict)
-    """Role -> the ranks that compute for it alone."""
-    profile_dir: Path | None = None
-    """Folder to which the servers write traces; None: they are not traced."""
+    def __init__(
+        self,
+        placement: Placement,
+        trainer: TrainerConfig,
+        rollout: RolloutConfig,
+        *,
+        devices: "_Devices",
+        servers: ServerGroup,
+        fits: Callable[[int], bool],
+    ) -> None:
+        self.placement, self.servers = placement, servers
+        self.profile_dir = None if rollout.profile_dir is None or not servers.servers else Path(rollout.profile_dir)
+        """Folder to which the servers write traces; None: they are not traced."""
+        self._trainer, self._rollout, self._devices, self._fits = trainer, rollout, devices, fits
+        self._stack = ExitStack()
+
+    def restart_ranks(self) -> str:
+        """Starts new ranks and a new client, in place of those that run; the servers stay.
+
+        Returns:
+            How the ranks differ from those before, in one line; empty: they have the same devices.
+
+        Raises:
+            RankError: a rank could not start.
+            PlacementError: too little is left of the cluster.
+        """
+        self.close()
+        change = ""
+        if (reservation := self._devices.reservation) is not None:
+            least = self._trainer.min_ranks or len(self._devices.ranks)
+            change = reservation.replace_lost(min_ranks=least, fits=self._fits)
+            self._devices.ranks = reservation.ranks
+        self.start_ranks()
+        return change
+
+    def start_ranks(self) -> None:
+        """Starts all ranks and the client."""
+        self.ranks = self._stack.enter_context(_ranks(self._trainer, self._devices.ranks))
+        """The ranks of the actor and of every role without ranks of its own."""
+        self.own_ranks = {
+            role: self._stack.enter_context(_ranks(self._trainer, seats, name=role))
+            for role, seats in self._devices.own_ranks.items()
+        }
+        """Role -> the ranks that compute for it alone."""
+        self._devices.watch()
+        self.client = RolloutClient(self.servers.endpoints, self._rollout)
+        self._stack.callback(self.client.close)
+
+    def close(self) -> None:
+        """Ends the ranks and the client; nothing is saved."""
+        self._stack.close()
 
     def ranks_of(self, role: str) -> WorkerGroup:
         """The ranks of the engine of `role`."""
@@ -124,8 +165,12 @@ def open_session(
     model_path: str,
     log_dir: Path,
     sync: SyncConfig,
+    fits: Callable[[int], bool] = lambda _: True,
 ) -> Iterator[Session]:
     """Starts servers and ranks; the servers may still be loading when this yields.
+
+    Args:
+        fits: whether the batch divides over a number of ranks, for a run that goes on with fewer.
 
     Raises:
         RankError: a rank could not start.
@@ -134,17 +179,10 @@ def open_session(
         # Ray starts before the servers: its processes must start within 30 s, and vLLM's start uses every core.
         devices = stack.enter_context(_ray(trainer.ray_address, placement))
         servers = stack.enter_context(_servers(placement, devices, rollout, model_path, log_dir, sync))
-        ranks = stack.enter_context(_ranks(trainer, devices.ranks))
-        own_ranks = {
-            role: stack.enter_context(_ranks(trainer, seats, name=role)) for role, seats in devices.own_ranks.items()
-        }
-        devices.watch()
-        client = RolloutClient(servers.endpoints, rollout)
-        stack.callback(client.close)
-        folder = None if rollout.profile_dir is None or not servers.servers else Path(rollout.profile_dir)
-        yield Session(
-            placement=placement, ranks=ranks, own_ranks=own_ranks, servers=servers, client=client, profile_dir=folder
-        )
+        session = Session(placement, trainer, rollout, devices=devices, servers=servers, fits=fits)
+        stack.callback(session.close)
+        session.start_ranks()
+        yield session
 
 
 def plan_session(
@@ -242,7 +280,7 @@ def _ranks(trainer: RanksConfig, seats: Sequence[Seat], *, name: str = "") -> It
         ranks.close()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Devices:
     """Where Ray puts the processes of a placement."""
 

@@ -4,8 +4,7 @@ The methods are passed as functions, so that mypy checks the call: `group.run(Tr
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -13,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ..errors import RankError
+from ..errors import RankError, RankLost
 from .environment import GpuId, rank_env
 from .heartbeat import Heartbeats, find_stalled
 from .trainer_worker import TrainerWorker
@@ -26,12 +25,26 @@ _LIMITED_ELSEWHERE = (  # calls in which a rank may rest: until servers have pau
     TrainerWorker.push_weights.__name__,
     TrainerWorker.close_saver.__name__,
 )
+_LOST_PEER = (
+    "gloo/transport/",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "DistBackendError",
+    "NCCL error",
+)
+"""What torch's backends say when a connection to another rank breaks."""
+_LATE_S = 1.0
+"""Time to wait for the errors of the other ranks when one has failed."""
+_DEATH_NOTICE_S = 45.0
+"""Time in which Ray notices that a process, or a whole node, has died."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
     """Where a rank runs; the defaults are the CPU of this host."""
 
+    node: str = ""
+    """Ray's id of its node; empty: this process's."""
     gpus: tuple[GpuId, ...] = ()
     """Its GPUs; empty: the CPU."""
     strategy: Any = None
@@ -95,7 +108,8 @@ class WorkerGroup:
         """Runs `method` with the same arguments on every rank; results in rank order.
 
         Raises:
-            RankError: a rank raised, died or did not answer in time; names the rank and the method.
+            RankError: a rank raised; names the rank and the method.
+            RankLost: a rank died or did not answer in time.
         """
         name = method.__name__
         return self._wait([getattr(actor, name).remote(*args, **kwargs) for actor in self._actors], name)
@@ -137,14 +151,14 @@ class WorkerGroup:
             done, pending = ray.wait(pending, num_returns=1, timeout=min(max(0.0, left_s), self._stall_timeout_s / 10))
             ranks = sorted(rank_of[ref] for ref in pending)
             if not done and left_s <= 0:
-                raise RankError(
+                raise RankLost(
                     f"{self._name}ranks {ranks} of {len(refs)} did not finish {method!r} in {self._timeout_s:.0f} s "
                     f"(trainer.step_timeout_s): {self._stalled(ranks, 0.0) or 'no heartbeat'}"
                 )
             if done or method in _LIMITED_ELSEWHERE:
                 pass
             elif stalled := self._stalled(ranks, self._stall_timeout_s):
-                raise RankError(
+                raise RankLost(
                     f"{method!r} makes no progress on any rank (trainer.stall_timeout_s={self._stall_timeout_s:g}): "
                     + stalled
                 )
@@ -152,29 +166,41 @@ class WorkerGroup:
                 warned = True
                 self._report(f"warning: {method!r} makes no progress: {stalled}")
             for ref in done:
-                where = f"{self._name}rank {rank_of[ref]} of {len(refs)}"
                 try:
                     results[rank_of[ref]] = ray.get(ref)
                 except RayTaskError as error:
-                    _discard_errors(pending)
+                    # When a rank dies, the collectives of the others fail at once, and Ray tells of the death later.
+                    lost_peer = any(part in str(error) for part in _LOST_PEER)
+                    self._raise_if_dead(rank_of, method, _DEATH_NOTICE_S if lost_peer else _LATE_S)
                     cause = error.cause
                     what = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
-                    raise RankError(f"{where} failed in {method!r}: {what}", cause) from error
+                    kind = RankLost if lost_peer else RankError
+                    raise kind(f"{self._where(rank_of[ref])} failed in {method!r}: {what}", cause) from error
                 except RayActorError as error:
-                    reason = " ".join(str(error).split())
-                    raise RankError(f"{where} died in {method!r}: {reason}") from error
+                    raise self._lost(rank_of[ref], method, error) from error
         return results
+
+    def _raise_if_dead(self, rank_of: Mapping[Any, int], method: str, wait_s: float) -> None:
+        """Raises RankLost if Ray tells within `wait_s` seconds that a rank has died."""
+        pending, end = list(rank_of), time.monotonic() + wait_s
+        while pending and (left_s := end - time.monotonic()) > 0:
+            done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+            for ref in done:
+                try:
+                    ray.get(ref)
+                except RayActorError as error:
+                    raise self._lost(rank_of[ref], method, error) from error
+                except RayError:
+                    pass  # the error of another rank, which Ray would print otherwise
+
+    def _lost(self, rank: int, method: str, error: RayActorError) -> RankLost:
+        return RankLost(f"{self._where(rank)} died in {method!r}: {' '.join(str(error).split())}")
+
+    def _where(self, rank: int) -> str:
+        return f"{self._name}rank {rank} of {self.world_size}"
 
     def _stalled(self, ranks: Sequence[int], limit_s: float) -> str:
         """What the ranks that hold up a call do, if none of `ranks` has moved for `limit_s` seconds; else empty."""
         now = time.monotonic()
         stalled = find_stalled({rank: self._heartbeats.read(rank) for rank in ranks}, now, limit_s=limit_s)
         return "; ".join(f"{self._name}rank {rank} {beat.describe(now)}" for rank, beat in stalled.items())
-
-
-def _discard_errors(refs: Sequence[Any]) -> None:
-    """Reads the errors of the other ranks, which Ray would print otherwise."""
-    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=1.0) if refs else ([], [])
-    for ref in done:
-        with suppress(RayError):
-            ray.get(ref)

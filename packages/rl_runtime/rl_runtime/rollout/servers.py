@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from rollout_vllm import Endpoint, RolloutClient, ServerGroup, ServerWatch
 from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
 
-from ..errors import RankError, RlRuntimeError
+from ..errors import RankError, RankLost, RlRuntimeError
 from ..ranks.model_handle import ModelHandle
 
 _NOTICE_S = 20.0
@@ -122,7 +122,7 @@ class RolloutServers:
                 return report
             except RankError as error:
                 self._connected = []
-                if self._watch is None:
+                if self._watch is None or isinstance(error, RankLost):
                     raise
                 if self._has_died(serving):
                     continue

@@ -71,6 +71,11 @@ class RunCheckpoints:
                 group.run(TrainerWorker.close_saver)
         self._saver.__exit__(kind, error, trace)
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of the actor's ranks."""
+        return self._groups[0].world_size
+
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is written after this step."""
         return self._trainer.save_freq > 0 and step % self._trainer.save_freq == 0
@@ -93,7 +98,7 @@ class RunCheckpoints:
         state = {
             "step": step,
             "policy_version": step,
-            "num_ranks": self._trainer.rank_count,
+            "num_ranks": self.num_ranks,
             "seed": self._trainer.seed,
             "rng": capture_rng(),
             "config": self._config,

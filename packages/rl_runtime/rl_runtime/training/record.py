@@ -26,6 +26,17 @@ class RunRecord:
         """Prints a line and writes it to the log."""
         self._tracker.info(text)
 
+    def rewind(self, step: int) -> int:
+        """Forgets what was logged after this step, and returns the last step that was."""
+        last = max(self._tracker.table.steps, default=0)
+        self._tracker.rewind(step)
+        return last
+
+    @property
+    def first_accuracy(self) -> float | None:
+        """The run's first held-out accuracy."""
+        return next(iter(self._tracker.table.series("val/accuracy")[1]), None)
+
     @contextmanager
     def step(self, step: int) -> Iterator[PhaseTimer]:
         """Times a step; traces it if `trainer.profile_steps` names it."""
