@@ -246,7 +246,9 @@ def test_ranks_and_servers_get_the_ids_of_the_list(two_gpus: None, monkeypatch: 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{UUIDS[1]},{UUIDS[0]}")
     placement = plan_session(TrainerConfig(num_ranks=2, device="cuda"), RolloutConfig(num_servers=2))
     assert [rank_env(gpus, 1)["CUDA_VISIBLE_DEVICES"] for gpus in (slot.gpus for slot in placement.ranks)] == ["1", "0"]
-    assert {rank_env(gpus, 1)["CUDA_DEVICE_ORDER"] for gpus in (slot.gpus for slot in placement.ranks)} == {"PCI_BUS_ID"}
+    assert {rank_env(gpus, 1)["CUDA_DEVICE_ORDER"] for gpus in (slot.gpus for slot in placement.ranks)} == {
+        "PCI_BUS_ID"
+    }
     assert [slot.gpus for slot in placement.servers] == [(1,), (0,)]
     assert [gpu.total_bytes for gpu in read_gpus((1, 0))] == [80 * 2**30] * 2
 

@@ -38,7 +38,7 @@ from rollout_vllm import (
     check_running,
 )
 from rollout_vllm.servers.checks import check_request_length
-from weight_sync import ONE_HOST_TRANSPORTS, SyncConfig, SyncConfigError, check_server, choose_transports
+from weight_sync import SyncConfig, SyncConfigError, check_server, choose_transports, plan_transports
 
 from ..config import (
     EpisodeConfig,
@@ -273,6 +273,19 @@ def check_servers(
         check_launch(build_tiny_model(folder), rollout, elsewhere=elsewhere)
 
 
+def check_transport(sync: SyncConfig, rollout: RolloutConfig, placement: Placement) -> None:
+    """Raises InputError if `sync.transport` needs a GPU, or does not reach a server from rank 0's host."""
+    home = placement.ranks[0].node
+    started = {f"rollout server {index}": slot.node == home for index, slot in enumerate(placement.servers)}
+    # Where existing servers are can be told on rank 0's host only; elsewhere the first push refuses what cannot work.
+    existing = rollout.urls if not home or home == cluster_nodes()[0].node_id else ()
+    try:
+        plan_transports(sync.transport, started, on_gpu=placement.on_gpu)
+        choose_transports(sync, existing, on_gpu=placement.on_gpu)
+    except SyncConfigError as error:
+        raise InputError(f"sync.{error}") from error
+
+
 def check_cluster(model: ModelConfig, trainer: RanksConfig, placement: Placement) -> None:
     """Looks at every node of the cluster that the placement uses; does nothing without a cluster.
 
@@ -287,21 +300,6 @@ def check_cluster(model: ModelConfig, trainer: RanksConfig, placement: Placement
     nodes = [node for node in cluster_nodes() if node.node_id in placement.nodes]
     reports = read_nodes(nodes, model_folder=folder, shared_folder=shared)
     check_nodes(list(reports.values()), model_folder=folder, shared_folder=shared)
-
-
-def check_transport(sync: SyncConfig, rollout: RolloutConfig, placement: Placement) -> None:
-    """Raises InputError if `sync.transport` needs a GPU, or does not reach servers on other hosts."""
-    try:
-        choose_transports(sync, rollout.urls, on_gpu=placement.on_gpu)
-    except SyncConfigError as error:
-        raise InputError(f"sync.{error}") from error
-    pushing = placement.ranks[0].node
-    if sync.transport in ONE_HOST_TRANSPORTS and any(slot.node != pushing for slot in placement.servers):
-        raise InputError(
-            f"sync.transport is {sync.transport}, but some servers are on other nodes than rank 0, and "
-            f"{ONE_HOST_TRANSPORTS[sync.transport]} works within one host only; allowed: auto, "
-            f"tcp{', nccl' * placement.on_gpu}"
-        )
 
 
 def find_checkpoint(trainer: TrainerConfig, on_skip: Callable[[str], None] = lambda _: None) -> Checkpoint | None:
