@@ -24,6 +24,8 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # The driver reads the first error of the ranks; the others follow from it.
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
     "KINETO_LOG_LEVEL": "99",
 }
 # Index 0 is nvidia-smi's first GPU, not the fastest one: UUIDs are mapped to these indices, and memory is read there.

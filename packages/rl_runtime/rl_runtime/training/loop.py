@@ -3,6 +3,7 @@
 The app passes in the policy update as `learn`, a function from the step's samples to metrics.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,6 +34,25 @@ class LoopResult:
     """The step after which a signal stopped the run; None if it took all its steps."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """What a run repeats after it has lost its ranks."""
+
+    lost_at: float
+    """Time of the loss, in seconds of the monotonic clock."""
+    done: int
+    """The step after which it goes on."""
+    last: int
+    """The last step that was taken before."""
+
+    def describe(self) -> str:
+        """What the loss has cost, in one line."""
+        seconds = time.monotonic() - self.lost_at
+        steps = f"steps {self.done + 1} to {self.last} are" if self.last > self.done + 1 else f"step {self.last} is"
+        repeated = f"{steps} taken again" if self.last > self.done else "no whole step is taken again"
+        return f"training again after {seconds:.1f} s; {repeated}"
+
+
 class TrainingLoop:
     """Runs the steps of `trainer`: samples from `rollouts`, update, push of the new weights to `servers`."""
 
@@ -49,24 +69,32 @@ class TrainingLoop:
         self._checkpoints, self._record = checkpoints, record
 
     def run(
-        self, learn: Learn, resume_from: Checkpoint | None = None, *, stop: StopRequest | None = None
+        self,
+        learn: Learn,
+        resume_from: Checkpoint | None = None,
+        *,
+        stop: StopRequest | None = None,
+        restart: Restart | None = None,
     ) -> LoopResult:
         """Runs all steps, or those after the checkpoint's.
 
         Args:
             stop: once it has a signal, the loop ends after the current step, with a checkpoint of that step.
+            restart: the run has lost its ranks and goes on in its folder, where later steps are recorded anew.
 
         Raises:
             rollout_vllm.ServerDiedError: a server died; the error that this caused is its context.
         """
         try:
             with self._checkpoints:
-                return self._run(learn, resume_from, stop or StopRequest())
+                return self._run(learn, resume_from, stop or StopRequest(), restart)
         except (RankError, RolloutFailed):
             self._servers.check()
             raise
 
-    def _run(self, learn: Learn, resume_from: Checkpoint | None, stop: StopRequest) -> LoopResult:
+    def _run(
+        self, learn: Learn, resume_from: Checkpoint | None, stop: StopRequest, restart: Restart | None
+    ) -> LoopResult:
         trainer = self._trainer
         done = 0
         with self._servers.changing_weights():
@@ -74,7 +102,12 @@ class TrainingLoop:
                 self._resume(resume_from)
                 done = resume_from.step
             self._sync(version=done)
-        before = self._validate(done) if trainer.val_before_train else None
+        if restart is not None:
+            self._record.rewind(done)
+            self._record.info(restart.describe())
+        before = self._record.first_accuracy if restart is not None and trainer.val_before_train else None
+        if before is None and trainer.val_before_train:
+            before = self._validate(done)
         with stop.listen("stopping after this step, with a checkpoint; again: stop now, without"):
             last, after = self._steps(done + 1, learn, stop)
         return LoopResult(
@@ -147,5 +180,5 @@ class TrainingLoop:
     def _resume(self, checkpoint: Checkpoint) -> None:
         self._checkpoints.load(checkpoint)
         num_ranks = checkpoint.state["num_ranks"]
-        reshaped = f", saved with trainer.num_ranks={num_ranks}" if num_ranks != self._trainer.rank_count else ""
+        reshaped = f", saved with trainer.num_ranks={num_ranks}" if num_ranks != self._checkpoints.num_ranks else ""
         self._record.info(f"resumed after step {checkpoint.step} from {checkpoint.path}{reshaped}")
