@@ -82,7 +82,9 @@ def write_verl_rows(path: Path, num_rows: int, words: int) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, start_app: StartApp) -> None:
+def test_a_dead_rank_is_replaced_a_second_ends_the_run_by_name_and_it_resumes(
+    tmp_path: Path, start_app: StartApp
+) -> None:
     """With a user's model and data, LoRA and its reference model, ZeRO-3, partial rollouts and their correction."""
     model = write_random_model("qwen3-tiny", tmp_path / "model")
     write_verl_rows(tmp_path / "a.parquet", 6, words=0)
@@ -108,6 +110,7 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
         "algorithm.rollout_correction.mode=truncate",
         "trainer.save_freq=1",
         "trainer.val_before_train=false",
+        "trainer.max_restarts=1",
     ]
     app = start_app(tmp_path / "outputs", *arguments, "trainer.total_training_steps=500")
     app.wait_for("s/step")
@@ -115,6 +118,14 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
     (first,) = (tmp_path / "outputs").iterdir()
     checkpoints = CheckpointManager(first / "checkpoints")
     wait_until(checkpoints.newest_good, 60)
+    (server,) = (process.pid for process in app.children("_supervise.py"))
+    app.children("ray::TrainerWorker")[0].kill()
+    app.wait_for("training again after")
+    app.wait_for("tok/s")
+    assert re.search(
+        r"^rank [01] of 2 died in .*; new ranks go on after step \d+ \(restart 1 of 1\)$", app.output, re.M
+    )
+    assert [process.pid for process in app.children("_supervise.py")] == [server], "the server is well and stays"
     app.children("ray::TrainerWorker")[0].kill()
     assert app.finish() == 1, app.output
     assert "3 of 9 prompts are longer" in app.output
@@ -123,6 +134,10 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
     notes = notes[-1].splitlines()
     assert re.match("error: rank [01] of 2 died in", error), app.output[-3000:]
     assert f"The traceback is in {first / 'train.log'}" in notes
+    assert "trainer.max_restarts is 1: no restart is left" in notes
+    with (first / "metrics.tsv").open() as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file, delimiter="\t")]
+    assert steps == list(range(1, len(steps) + 1)), "a step is missing, or was recorded twice"
     (resume,) = (note for note in notes if note.startswith("To resume after step"))
     assert not app.survivors()
     (found,) = list_runs(tmp_path / "outputs")
