@@ -29,6 +29,7 @@ class App:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
             # A shell starts what it puts in the background deaf to Ctrl-C, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
@@ -41,6 +42,10 @@ class App:
             if text in line:
                 return
         pytest.fail(f"the app ended before printing {text!r}:\n{self.output}")
+
+    def press_ctrl_c(self) -> None:
+        """SIGINT to the app and to whatever it started in its process group, as a terminal sends it."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def finish(self) -> int:
         rest, _ = self.process.communicate(timeout=400)

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.random_model import write_random_model
 from ckpt import CheckpointManager
 from plinth_testing import wait_until
+from run_kit.runs import list_runs
 
 StartApp = Callable[..., Any]
 SHORT = (
@@ -43,12 +44,29 @@ def check_that_strangers_are_kept_out(app: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_ctrl_c_leaves_no_process(tmp_path: Path, start_app: StartApp) -> None:
+def test_ctrl_c_finishes_the_step_saves_it_and_leaves_no_process(tmp_path: Path, start_app: StartApp) -> None:
     app = start_app(tmp_path, *SHORT, "trainer.total_training_steps=500")
     app.wait_for("s/step")
-    app.process.send_signal(signal.SIGINT)
+    (found,) = list_runs(tmp_path)
+    assert (found.state, found.pid, found.num_steps) == ("running", app.process.pid, 500)
+    app.press_ctrl_c()
     assert app.finish() == 130, app.output
     assert not app.survivors()
+    assert "SIGINT: stopping after this step, with a checkpoint; again: stop now, without" in app.output
+    assert "Traceback" not in app.output
+    check_stopped(app, "SIGINT")
+
+
+def check_stopped(app: Any, number: str) -> None:
+    """The last step was finished and saved, whatever save_freq says; the run says how to go on."""
+    (found,) = list_runs(app.output_dir)
+    assert (found.state, found.detail) == ("stopped", f"by {number}")
+    newest = CheckpointManager(app.output_dir / found.name / "checkpoints").newest_good()
+    assert newest is not None
+    assert newest.step == found.step
+    stopped, resume = app.output.splitlines()[-2:]
+    assert stopped == f"stopped by {number} after step {newest.step}"
+    assert resume.startswith(f"To resume after step {newest.step}: python -m apps.grpo.main config=")
 
 
 def write_verl_rows(path: Path, num_rows: int, words: int) -> None:
@@ -107,6 +125,8 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
     assert f"The traceback is in {first / 'train.log'}" in notes
     (resume,) = (note for note in notes if note.startswith("To resume after step"))
     assert not app.survivors()
+    (found,) = list_runs(tmp_path / "outputs")
+    assert (found.state, f"error: {found.detail}") == ("failed", error[: 7 + 300])
     newest = checkpoints.newest_good()
     assert newest is not None
 
@@ -117,6 +137,7 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
     app.process.send_signal(signal.SIGTERM)
     assert app.finish() == 143, app.output
     assert not app.survivors()
+    check_stopped(app, "SIGTERM")
     (second,) = (tmp_path / "resumed").iterdir()
     with (second / "metrics.tsv").open() as file:
         row = next(csv.DictReader(file, delimiter="\t"))

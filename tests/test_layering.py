@@ -59,7 +59,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "config": "",
         "machine": "",
         "report": "config tracking",
-        "tracking": "config",
+        "tracking": "config signals.py",
     },
     "rl_runtime": {
         "app": "config.py launch ranks rollout training",

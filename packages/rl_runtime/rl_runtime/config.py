@@ -122,7 +122,7 @@ class TrainerConfig(RanksConfig):
     test_freq: int = -1
     """Validate every `test_freq` steps; -1: only before and after training."""
     save_freq: int = 0
-    """Write a checkpoint every `save_freq` steps; 0: no checkpoints."""
+    """Write a checkpoint every `save_freq` steps; 0: only when Ctrl-C, SIGTERM or SIGUSR1 ends the run after a step."""
     background_save: bool = True
     """Write checkpoints in the background: a step waits for a copy to host memory. False: it waits for the disk."""
     keep_checkpoints: int = 2

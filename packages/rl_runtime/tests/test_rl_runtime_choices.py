@@ -248,8 +248,7 @@ def test_supervised_training_gets_all_gpus(
     monkeypatch: pytest.MonkeyPatch, number: int, gib: float, recompute: bool
 ) -> None:
     """The GPUs are made up; the rest is the real function."""
-    monkeypatch.setattr(choices, "usable_gpus", lambda _: list(range(number)))
-    monkeypatch.setattr(choices, "read_gpus", lambda _: gpus(number, gib))
+    monkeypatch.setattr(choices, "read_gpus_of", lambda _: gpus(number, gib))
     monkeypatch.setattr(choices, "_read_shape", lambda _: QWEN3_06B)
     job = Supervised()
     choice = choose_supervised(job, model=ModelConfig(), trainer=job.trainer, engine=job.engine, token_budget=16384)

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -6,9 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import PlacementError
+from rl_runtime.launch.gpus import read_gpus
 from rl_runtime.launch.placement import Node, Placement, Slot, plan_placement
-from rl_runtime.ranks.environment import cache_variables, visible_gpus
+from rl_runtime.launch.session import plan_session
+from rl_runtime.ranks.environment import GpuId, cache_variables, gpu_ids, rank_env, visible_gpus
+from rollout_vllm import RolloutConfig
+from run_kit.machine.gpus import parse_gpus
 
 
 def nodes_with(num_gpus: list[int], num_cpus: int | None = None) -> list[Node]:
@@ -156,31 +162,95 @@ def test_what_does_not_fit_is_refused_with_what_every_node_has(settings: dict[st
         plan_placement(nodes_with([2, 2]), device="cuda", **settings)
 
 
+UUIDS = ("GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", "GPU-5e000000-0000-0000-0000-000000000001")
+MIGS = ("MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "MIG-00000000-0000-0000-0000-000000000002")
+NVIDIA_SMI = f"""#!/bin/sh
+echo "0, {UUIDS[0]}, 9.0, 81920, 0, 580.82.07, NVIDIA H100 80GB HBM3"
+echo "1, {UUIDS[1]}, 9.0, 81920, 0, 580.82.07, NVIDIA H100 80GB HBM3"
+"""
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host whose nvidia-smi lists two GPUs."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
 @pytest.mark.parametrize(
     ("listed", "count", "expected"),
     [
         ("2,3", 2, [2, 3]),
-        ("2,3", 1, [2]),
         ("", 0, []),
         (None, 2, [0, 1]),
         ("NoDevFiles", 0, []),
+        ("1,-1,0", 1, [1]),
+        (f"{UUIDS[1]},{UUIDS[0]}", 2, [1, 0]),
+        (f" {UUIDS[1][:6].lower()} ", 1, [1]),
+        (f"0,{UUIDS[1]}", 1, [0, 1]),
+        ("GPU-of-another-host", 1, ["GPU-of-another-host"]),
+        (",".join(MIGS), 1, [*MIGS]),
         ("2,3", 0, "no such GPU"),
+        ("0,3", 1, "CUDA finds 1"),
+        ("21000,21001", 0, "no such GPU"),  # what SLURM once gave to the author of document 4
+        (f"{UUIDS[0]},{UUIDS[1]}", 1, "no such GPU"),
+        (MIGS[0], 0, "no such GPU"),
+        ("0,0", 0, "0 and 0 are the same GPU"),
+        (f"1,{UUIDS[1]}", 1, f"1 and {UUIDS[1]} are the same GPU"),
+        (f"{UUIDS[0]},GPU-5d", 1, f"{UUIDS[0]} and GPU-5d are the same GPU"),
+        (f"{MIGS[0]},{MIGS[0]}", 1, "are the same GPU"),
     ],
 )
 def test_the_gpus_of_cuda_visible_devices(
-    monkeypatch: pytest.MonkeyPatch, listed: str | None, count: int, expected: list[int] | str
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch, listed: str | None, count: int, expected: list[GpuId] | str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     if listed is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-    if isinstance(expected, str):  # an error instead of a silent run on the CPU
+    if isinstance(expected, str):  # an error instead of a silent run on the CPU, or on fewer GPUs
         with pytest.raises(PlacementError, match=expected):
             visible_gpus()
     else:
         assert visible_gpus() == expected
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(0, 1).map(lambda index: (str(index), index)),
+            st.tuples(st.integers(0, 1), st.integers(6, 40)).map(lambda one: (UUIDS[one[0]][: one[1]], one[0])),
+            st.sampled_from(MIGS).map(lambda mig: (mig, mig)),
+        )
+    )
+)
+def test_no_gpu_is_named_twice_however_it_is_written(entries: list[tuple[str, GpuId]]) -> None:
+    gpus = parse_gpus("\n".join(line[6:-1] for line in NVIDIA_SMI.splitlines()[1:]))
+    named = [gpu for _, gpu in entries]
+    if len(set(named)) < len(named):
+        with pytest.raises(PlacementError, match="are the same GPU"):
+            gpu_ids([entry for entry, _ in entries], gpus)
+    else:
+        assert gpu_ids([entry for entry, _ in entries], gpus) == named
+
+
+def test_ranks_and_servers_get_the_ids_of_the_list(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the variable that SLURM sets to the variable of each process; memory is that of the same GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{UUIDS[1]},{UUIDS[0]}")
+    placement = plan_session(TrainerConfig(num_ranks=2, device="cuda"), RolloutConfig(num_servers=2))
+    assert [rank_env(gpus, 1)["CUDA_VISIBLE_DEVICES"] for gpus in (slot.gpus for slot in placement.ranks)] == ["1", "0"]
+    assert {rank_env(gpus, 1)["CUDA_DEVICE_ORDER"] for gpus in (slot.gpus for slot in placement.ranks)} == {
+        "PCI_BUS_ID"
+    }
+    assert [slot.gpus for slot in placement.servers] == [(1,), (0,)]
+    assert [gpu.total_bytes for gpu in read_gpus((1, 0))] == [80 * 2**30] * 2
 
 
 def test_compiled_code_is_kept_in_one_folder_if_it_can_be_written(tmp_path: Path) -> None:

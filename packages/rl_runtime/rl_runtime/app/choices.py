@@ -174,7 +174,7 @@ def _choose_processes(choice: Choice[JobConfigT], num_gpus: int) -> Choice[JobCo
     if not rollout.urls and not trainer.colocate and num_gpus:
         apart = per_server * (rollout.num_servers or max(1, (num_gpus - own) // (2 * per_server)))
     limit = max(1, num_gpus - own - apart) if num_gpus else DEFAULT_NUM_RANKS
-    ranks = next((n for n in range(limit, 0, -1) if _divides(choice.config, n)), limit)
+    ranks = next((n for n in range(limit, 0, -1) if divides(choice.config, n)), limit)
     why = (
         ("one per GPU" if num_gpus else "two on the CPU") if ranks == limit else f"the batch does not divide by {limit}"
     )
@@ -189,7 +189,7 @@ def _choose_processes(choice: Choice[JobConfigT], num_gpus: int) -> Choice[JobCo
     return choice.with_default("rollout.num_servers", max(1, shared // per_server), why)
 
 
-def _divides(config: JobConfig, num_ranks: int) -> bool:
+def divides(config: JobConfig, num_ranks: int) -> bool:
     """Whether mini batches divide over this number of ranks for every model on them."""
     for model in config.models:
         sp, ranks = model.engine.sequence_parallel, model.own_ranks or num_ranks

@@ -24,14 +24,19 @@ class Gpu:
 
 
 def read_gpus(gpu_ids: Sequence[GpuId]) -> tuple[Gpu, ...]:
-    """The GPUs with these indices, from nvidia-smi; else from torch, which does not know what others hold."""
+    """The GPUs with these ids, from nvidia-smi; else from torch, which does not know what others hold.
+
+    nvidia-smi does not tell the memory of MIG instances, and CUDA shows only the first one to a process: all are taken
+    to be as large as that one.
+    """
     found = known_gpus(gpus.read_gpus()[0])
-    listed = [gpu for gpu in gpu_ids if isinstance(gpu, int) and gpu in found]
-    if len(listed) == len(gpu_ids):
-        return tuple(found[index] for index in listed)
+    known = [found[gpu] for gpu in gpu_ids if isinstance(gpu, int) and gpu in found]
+    if len(known) == len(gpu_ids):
+        return tuple(known)
     import torch
 
-    properties = [torch.cuda.get_device_properties(index) for index in range(len(gpu_ids))]
+    last = torch.cuda.device_count() - 1
+    properties = [torch.cuda.get_device_properties(min(number, last)) for number in range(len(gpu_ids))]
     return tuple(Gpu(name=p.name, total_bytes=p.total_memory, used_bytes=0) for p in properties)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..errors import RankError, RankLost
@@ -190,11 +190,12 @@ class WorkerGroup:
                     ray.get(ref)
                 except RayActorError as error:
                     raise self._lost(rank_of[ref], method, error) from error
-                except RayError:
-                    pass  # the error of another rank, which Ray would print otherwise
+                except RayTaskError:
+                    pass  # what this rank says of the loss of another
 
     def _lost(self, rank: int, method: str, error: RayActorError) -> RankLost:
-        return RankLost(f"{self._where(rank)} died in {method!r}: {' '.join(str(error).split())}")
+        reason = " ".join(str(error).split()).partition(" Some common causes")[0]
+        return RankLost(f"{self._where(rank)} died in {method!r}: {reason}")
 
     def _where(self, rank: int) -> str:
         return f"{self._name}rank {rank} of {self.world_size}"

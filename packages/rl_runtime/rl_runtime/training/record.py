@@ -26,11 +26,9 @@ class RunRecord:
         """Prints a line and writes it to the log."""
         self._tracker.info(text)
 
-    def rewind(self, step: int) -> int:
-        """Forgets what was logged after this step, and returns the last step that was."""
-        last = max(self._tracker.table.steps, default=0)
+    def rewind(self, step: int) -> None:
+        """Forgets what was logged after this step."""
         self._tracker.rewind(step)
-        return last
 
     @property
     def first_accuracy(self) -> float | None:
