@@ -31,6 +31,8 @@ class NetworkHost:
     """IPv4 address, such as ``10.231.7.2``."""
     machine_address: str
     """IPv4 address of the machine's own namespace on the same network."""
+    machine_interface: str
+    """Interface of that address in the machine's own namespace; a host's own is `eth0`."""
     pid: int
 
     def command(self, *command: str) -> list[str]:
@@ -58,7 +60,9 @@ def network_hosts(num_hosts: int = 2) -> Iterator[list[NetworkHost]]:
         machine, network = _join_machine(hub)
         stack.callback(_ip, os.getpid(), f"link delete {machine}")
         hosts = [
-            NetworkHost(address=f"{network}.{number}", machine_address=f"{network}.1", pid=pid)
+            NetworkHost(
+                address=f"{network}.{number}", machine_address=f"{network}.1", machine_interface=machine, pid=pid
+            )
             for number, pid in enumerate(holders, start=2)
         ]
         for number, host in enumerate(hosts):

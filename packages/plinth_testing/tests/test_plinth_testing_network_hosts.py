@@ -35,7 +35,7 @@ KILLED = """
 import os, signal
 from plinth_testing import network_hosts
 with network_hosts(2) as hosts:
-    print(hosts[0].machine_address, *(host.pid for host in hosts), flush=True)
+    print(hosts[0].machine_interface, *(host.pid for host in hosts), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -68,6 +68,7 @@ def test_networks_side_by_side_differ_and_nothing_is_left_of_them() -> None:
     before = interfaces()
     with network_hosts(1) as (one,), network_hosts(1) as (two,):
         assert one.machine_address != two.machine_address
+        assert interfaces() - before == {one.machine_interface, two.machine_interface}
         assert ends_with(DAEMON, host=one) == 0
         (daemon,) = one.pids()
     assert interfaces() <= before
@@ -78,7 +79,6 @@ def test_networks_side_by_side_differ_and_nothing_is_left_of_them() -> None:
 def test_a_killed_test_run_leaves_nothing(tmp_path: Path) -> None:
     run = start_process([sys.executable, "-c", KILLED], tmp_path / "log")
     assert run.wait(60) == -signal.SIGKILL
-    address, *pids = (tmp_path / "log").read_text().split()
-    high, low = address.split(".")[1:3]
-    wait_until(lambda: not Path(f"/sys/class/net/plinth-{high}-{low}").exists(), 20)
+    interface, *pids = (tmp_path / "log").read_text().split()
+    wait_until(lambda: interface not in interfaces(), 20)
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/ns/net") for pid in pids), 10)

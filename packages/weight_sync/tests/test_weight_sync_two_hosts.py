@@ -1,16 +1,19 @@
 """One push into a server on this host over shared memory and into one on another host over TCP: all or nothing."""
 
+import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import weight_sync_helpers as helpers
 from weight_sync_helpers import Server, ServerKillingSource, assert_serves, flip_bytes, is_paused
 
-from plinth_testing import network_hosts, wait_until
+from plinth_testing import NetworkHost, free_port, network_hosts, start_process, stop_process, wait_until
 from plinth_testing.network_hosts import is_available
 from weight_sync import ModuleSource, ReceiverError, SyncConfig, SyncConfigError, WeightPusher, WeightSyncError
 from weight_sync.channel import Channel
@@ -22,14 +25,20 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def starting(old_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server on another host, which starts while the one on this host does."""
+def host() -> Iterator[NetworkHost]:
+    """The other host."""
+    with network_hosts(1) as (host,):
+        yield host
+
+
+@pytest.fixture(scope="module")
+def starting(host: NetworkHost, old_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server on the other host, which starts while the one on this host does."""
     folder = tmp_path_factory.mktemp("weight_sync_far")
     helpers.save_model(old_model, folder / "model")
-    with network_hosts(1) as (host,):
-        server = helpers.start_server(folder / "model", folder / "server.log", host=host)
-        yield server
-        helpers.stop_server(server)
+    server = helpers.start_server(folder / "model", folder / "server.log", host=host)
+    yield server
+    helpers.stop_server(server)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +139,42 @@ def test_a_transport_that_does_not_reach_one_server_is_refused_before_any_is_cla
     with WeightPusher(ModuleSource(old_model), servers, SyncConfig(transport="tcp")) as pusher:
         assert set(pusher.push(3).transports.values()) == {"tcp"}
     assert_all_serve(servers, old_model, 3)
+
+
+def test_ranks_on_two_hosts_push_by_the_plan_of_rank_0(
+    host: NetworkHost, servers: list[Server], new_model: Any, tmp_path: Path
+) -> None:
+    """Seen from rank 1's host, the transports would be the other way round."""
+    folder = helpers.save_model(new_model, tmp_path / "model")
+    arguments = [json.dumps({"url": server.url, "api_key": server.api_key}) for server in servers]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("weight_sync_two_hosts_worker.py")),
+        str(folder),
+        *arguments,
+    ]
+    shared = {"MASTER_ADDR": host.machine_address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    logs = [tmp_path / f"rank_{rank}" for rank in range(2)]
+    here = {"RANK": "0", "GLOO_SOCKET_IFNAME": host.machine_interface}
+    there = {"RANK": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    ranks = [
+        start_process(command, logs[0], shared | here),
+        start_process(host.command(*command), logs[1], shared | there),
+    ]
+    codes = [rank.wait(120) for rank in ranks]
+    for rank in ranks:
+        stop_process(rank, grace_s=0.0)
+    texts = [log.read_text() for log in logs]
+    assert codes == [0, 0], "".join(texts)
+    (*reports, refused), (*reports_there, accepted) = (text.splitlines()[-4:] for text in texts)
+    assert reports_there == reports
+    assert (refused, accepted) == ("refused", "accepted"), "only rank 0 talks to servers"
+    transports, attempts, num_buckets = zip(*map(json.loads, reports), strict=True)
+    both = transports_of(servers)
+    assert list(transports) == [{servers[0].url: "shm"}, {servers[1].url: "tcp"}, both]
+    assert attempts == (1, 1, 1)
+    assert num_buckets[0] == num_buckets[2] > num_buckets[1], "one plan, with the smallest bound"
+    assert_all_serve(servers, new_model, 9)
 
 
 def test_a_worker_that_dies_fails_the_push_on_all_servers(
