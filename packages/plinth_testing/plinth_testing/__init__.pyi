@@ -20,3 +20,5 @@ from .ranks import FinishedRank as FinishedRank
 from .ranks import fork_ranks as fork_ranks
 from .ranks import launch_ranks as launch_ranks
 from .ranks import run_ranks as run_ranks
+from .slurm import FinishedJob as FinishedJob
+from .slurm import Slurm as Slurm
