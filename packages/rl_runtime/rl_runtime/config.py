@@ -100,6 +100,10 @@ class TrainerConfig(RanksConfig):
     colocate: bool = True
     """Rollout servers share the trainer's GPUs (true) or use the GPUs after them (false). Ignored on the CPU and for
     servers on other hosts."""
+    take_turns: Literal["never", "servers", "both"] | None = None
+    """How ranks and servers on the same GPUs divide their memory. `never`: side by side. `servers`: servers sleep while
+    the trainer works. `both`: besides, optimizer states and gradients wait in host memory while the servers generate.
+    null: side by side if that fits, else in turns."""
     ray_address: str | None = None
     """Ray cluster (`auto` or `host:port`) whose other nodes run the rollout servers. This host must be a node; the
     trainer ranks run here. `model.path` must be the same folder on all nodes (the built-in model is in
@@ -149,6 +153,12 @@ class TrainerConfig(RanksConfig):
         for name in ("keep_every", "keep_best", "max_server_restarts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 (none) or more")
+        if self.takes_turns and (not self.colocate or self.ray_address is not None):
+            key = "ray_address" if self.ray_address is not None else "colocate"
+            raise ValueError(
+                f"take_turns is {self.take_turns}; allowed: never, or null, with {key}="
+                f"{str(getattr(self, key)).lower()}, where servers and ranks have GPUs of their own"
+            )
         if self.resume_from is not None and self.resume == "never":
             raise ValueError(f"resume_from is {self.resume_from}, but resume is never; allowed: resume=auto")
         if any(not 1 <= step <= self.total_training_steps for step in self.profile_steps):
@@ -156,6 +166,11 @@ class TrainerConfig(RanksConfig):
                 f"profile_steps is {list(self.profile_steps)}; allowed: steps from 1 to total_training_steps "
                 f"({self.total_training_steps})"
             )
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether servers sleep while the trainer works."""
+        return self.take_turns in ("servers", "both")
 
 
 @dataclass(frozen=True, kw_only=True)

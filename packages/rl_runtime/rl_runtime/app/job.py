@@ -18,6 +18,7 @@ from ds_engine import EngineConfig, Head
 from rl_core import BatchLayout, batch_layout
 from rl_data import PromptSampler
 from rollout_vllm import RolloutConfig
+from rollout_vllm.servers import control
 from run_kit import RunFolder, Tracker, check_tracking
 from run_kit.cli import INVOKED_AS
 from run_kit.config.loader import to_yaml
@@ -30,6 +31,7 @@ from ..launch.reachability import resolve_sync_transport
 from ..launch.session import Session, open_session, plan_session
 from ..ranks.environment import prepare_driver
 from ..ranks.model_handle import ModelHandle, Reference, WithoutAdapters
+from ..rollout.memory_turns import MemoryTurns, SleepLevel, sleep_level
 from ..rollout.phase import RolloutPhase
 from ..rollout.scoring import Scorer, rewards_of_rows
 from ..rollout.servers import RolloutServers
@@ -243,6 +245,10 @@ def run_job(
             sync=config.sync,
         ) as session:
             start.mark("ranks")
+            if config.trainer.takes_turns:  # before the models need the servers' memory
+                session.servers.wait_ready()
+                control.sleep(session.servers.endpoints, level=_sleep_level(config))
+                start.mark("servers")
             job = Job(
                 config=config,
                 session=session,
@@ -253,8 +259,9 @@ def run_job(
             )
             algorithm = compose(job)
             start.mark("models")
-            session.servers.wait_ready()
-            start.mark("servers, which started with the ranks,")
+            if not config.trainer.takes_turns:
+                session.servers.wait_ready()
+                start.mark("servers, which started with the ranks,")
             tracker.info(f"ready after {start}")
             result = _train(job, algorithm, memory)
             if config.trainer.export_model:
@@ -303,8 +310,9 @@ def _train(job: Job, algorithm: Algorithm, memory: MemorySampler) -> LoopResult:
 
 
 def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:
-    """Partial rollouts need servers that can return unfinished responses; traced steps those that trace themselves."""
-    rollout = config.rollout
+    """Partial rollouts need servers that can return unfinished responses; turns those that can sleep; traced steps
+    those that trace themselves."""
+    rollout = replace(config.rollout, sleep_mode=config.rollout.sleep_mode or config.trainer.takes_turns)
     if config.oversampling.extra_prompts > 0 and config.oversampling.partial_rollouts:
         rollout = replace(rollout, control_routes=True)
     if config.trainer.profile_steps and config.trainer.ray_address is None and not rollout.urls:
@@ -328,7 +336,25 @@ def _servers(job: Job, actor: ModelHandle) -> RolloutServers:
         max_restarts=config.trainer.max_server_restarts,
         report=job.tracker.info,
         adapters_alone=config.rollout.max_lora_rank is not None,
+        turns=_turns(job, actor) if config.trainer.takes_turns else None,
     )
+
+
+def _turns(job: Job, actor: ModelHandle) -> MemoryTurns:
+    """Turns of the servers, which sleep already, and the ranks."""
+    session = job.session
+    return MemoryTurns(
+        session.client,
+        session.rank_groups,
+        pushed_role=actor.name,
+        moves_states=job.config.trainer.take_turns == "both",
+        level=_sleep_level(job.config),
+        report=job.tracker.info,
+    )
+
+
+def _sleep_level(config: JobConfig) -> SleepLevel:
+    return sleep_level(adapters_alone=config.rollout.max_lora_rank is not None)
 
 
 def _rollouts(job: Job, scorer: Scorer) -> StepRollouts:

@@ -4,6 +4,7 @@ The app passes in the policy update as `learn`, a function from the step's sampl
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ckpt import Checkpoint
@@ -83,22 +84,23 @@ class TrainingLoop:
                 self._record.info(f"step {step}: {collected.num_failed} samples left out: {collected.reason}")
             if collected.note:
                 self._record.info(f"step {step}: {collected.note}")
-            with self._servers.changing_weights():
+            with self._servers.changing_weights(timer.phase):
                 metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
-                with timer.phase("sync"):
-                    metrics |= self._sync(version=step)
+                # Before the sync, after which the engines' memory may belong to the servers.
                 if self._checkpoints.is_due(step) and (skipped := self._checkpoints.num_skipped_updates):
                     # The last good checkpoint must not make room for a model that has diverged.
                     self._record.info(f"step {step}: no checkpoint, because the last {skipped} updates were skipped")
                 elif self._checkpoints.is_due(step):
                     with timer.phase("checkpoint"):
                         self._checkpoints.save(step, metrics)
+                metrics |= self._sync(step, timer.phase)
+        metrics |= self._servers.take_metrics()
         metrics["rollout/num_restarts"] = float(self._servers.num_restarts)
         self._record.log_step(step, collected, metrics, timer)
 
-    def _sync(self, version: int) -> dict[str, float]:
+    def _sync(self, version: int, phase: Phase = nullcontext) -> dict[str, float]:
         """Pushes the actor's weights to the servers as policy `version`."""
-        report = self._servers.push(version)
+        report = self._servers.push(version, phase)
         if report is None:  # no server is up; a restarted one gets the weights before it serves
             return {"sync/total_s": 0.0, "sync/num_bytes": 0.0}
         return {"sync/total_s": report.total_s, "sync/num_bytes": float(report.num_bytes)}
