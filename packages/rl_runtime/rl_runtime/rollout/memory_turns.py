@@ -12,8 +12,8 @@ Ranks and servers share GPUs that cannot hold both. A step passes through three 
       wake         the servers allocate their KV cache and accept requests
     GENERATION
 
-The optimizer leaves before the servers allocate weights, and the KV cache comes last, so that no moment needs more memory
-than a turn.
+The optimizer leaves before the servers allocate weights, and the KV cache comes last, so that no moment needs more
+memory than a turn.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,8 +50,8 @@ def sleep_level(*, adapters_alone: bool) -> SleepLevel:
 class MemoryTurns:
     """Hands the GPUs' memory from the trainer to the servers and back. It starts in the trainer's turn.
 
-    `on_failure` gets the error of each server that does not sleep or wake up, and has to free the server's memory before
-    it returns. By default it raises.
+    `on_failure` gets the error of each server that does not sleep or wake up, and has to free the server's memory
+    before it returns. By default it raises.
 
     Args:
         groups: the ranks that share GPUs with servers.
