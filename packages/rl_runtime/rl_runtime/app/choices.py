@@ -21,7 +21,7 @@ from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rl_data import DataError, find_model_folder
 from rollout_vllm import ServerMemory, estimate_server_memory
-from rollout_vllm.servers.checks import available_memory_bytes
+from rollout_vllm.servers.checks import available_memory_bytes, kv_value_bytes
 
 from ..config import DEFAULT_NUM_RANKS, ModelConfig, RanksConfig
 from ..errors import InputError
@@ -546,7 +546,7 @@ def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total:
     if not _shares_gpus(config):
         return None
     size = 4 if rollout.dtype == "float32" else 2
-    per_token = 2 * shape.num_layers * shape.kv_width * size
+    per_token = 2 * shape.num_layers * shape.kv_width * kv_value_bytes(rollout)
     sequences = rollout.max_num_seqs or 256
     longest = rollout.max_model_len or _longest(config)
     needed = max(longest, int(min(sequences, _samples_per_server(config)) * min(longest, _longest(config)) * kv_share))
