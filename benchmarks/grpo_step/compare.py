@@ -1,7 +1,7 @@
-"""Workload W with the app's defaults beside TRL on the same host, then once more for the time to start.
+"""Workload W with the app's defaults beside TRL or verl on the same host, then once more for the time to start.
 
-`python -m benchmarks.grpo_step.compare FOLDER` needs two GPUs (TRL on the second) and TRL installed; with one GPU, or
-`--no-trl`, it runs the app alone. Prints the tables of README.md.
+`python -m benchmarks.grpo_step.compare FOLDER` needs two GPUs (the peer on the second) and `--peer` (`trl`, the
+default, or `verl`) installed; `--peer none` runs the app alone, on one GPU. Prints the tables of README.md.
 """
 
 import argparse
@@ -115,8 +115,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--trl-steps", type=int, default=4)
-    parser.add_argument("--no-trl", action="store_true")
+    parser.add_argument("--peer", choices=("trl", "verl", "none"), default="trl")
+    parser.add_argument("--peer-steps", type=int, default=4)
     parser.add_argument("--again", type=int, default=4, help="steps of the second run; 0: none")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds of one run")
     args, extra = parser.parse_known_args()
@@ -124,20 +124,21 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_workload(folder, model=args.model)
     ours = app(folder, "first", "0", args.steps, extra)
-    trl_command = [sys.executable, "-m", "benchmarks.grpo_step.trl_step", str(folder), "--steps", str(args.trl_steps)]
-    peer = Run("trl", trl_command, folder / "trl.log", "1")
+    module = f"benchmarks.grpo_step.{args.peer}_step"
+    peer_command = [sys.executable, "-m", module, str(folder), "--steps", str(args.peer_steps)]
+    peer = Run(args.peer, peer_command, folder / f"{args.peer}.log", "1")
     ours.start()
-    if not args.no_trl:
+    if args.peer != "none":
         peer.start()
     report(folder, ours, ours.end(args.timeout))
     if args.again:
         again = app(folder, "again", "0", args.again, extra)
         again.start()
         report(folder, again, again.end(args.timeout))
-    if not args.no_trl:
+    if args.peer != "none":
         code = peer.end(args.timeout)
-        print(f"\n## TRL: exit code {code}")
-        print("\n".join(re.findall(r"^trl step.*", peer.log.read_text(errors="replace"), re.MULTILINE)))
+        print(f"\n## {args.peer}: exit code {code}")
+        print("\n".join(re.findall(rf"^{args.peer} step.*", peer.log.read_text(errors="replace"), re.MULTILINE)))
 
 
 if __name__ == "__main__":

@@ -158,6 +158,7 @@ class ZeroEngine:
             EngineError: the engine has a value head, or has no adapters to disable.
             PlanMismatchError: ranks have different numbers of micro batches.
         """
+        self._require_on_device("log_probs")
         self._require_head("lm", "log_probs")
         if not adapters:
             self._require_adapters("log_probs(adapters=False)")
@@ -178,6 +179,7 @@ class ZeroEngine:
             EngineError: the engine has an LM head.
             PlanMismatchError: ranks have different numbers of micro batches.
         """
+        self._require_on_device("values")
         self._require_head("value", "values")
         agree_on_plan("values", micro_batches, self.device, sp=self._sp)
         self._set_mode(training=False)
@@ -199,6 +201,7 @@ class ZeroEngine:
             BatchError: a malformed batch or loss.
             EngineError: the engine was built with trainable=False, or an earlier mini batch failed before its step.
         """
+        self._require_on_device("train_mini_batch")
         optimizer = self._require_optimizer("train_mini_batch")
         guarded_before = num_guarded()
         num_empty = agree_on_plan("train_mini_batch", micro_batches, self.device, sp=self._sp)
@@ -309,6 +312,7 @@ class ZeroEngine:
             EngineError: the engine was built with trainable=False.
             CheckpointError: optimizer states are on NVMe.
         """
+        self._require_on_device("save_checkpoint")
         self._require_optimizer("save_checkpoint")
         save_state(self._deepspeed, folder, tag, num_steps=self._num_steps)
 
@@ -318,6 +322,7 @@ class ZeroEngine:
         Raises:
             CheckpointError: the checkpoint does not exist or does not match this engine.
         """
+        self._require_on_device("load_checkpoint")
         self._require_optimizer("load_checkpoint")
         self._num_steps = load_state(self._deepspeed, folder, tag)
 
@@ -329,6 +334,7 @@ class ZeroEngine:
         Raises, on every rank and before any change:
             CheckpointError: the source cannot be read or has other parameters.
         """
+        self._require_on_device("load_state")
         self._require_optimizer("load_state")
         self._num_steps = fill_state(self._deepspeed, self.module, source)
 
@@ -339,9 +345,10 @@ class ZeroEngine:
         return has_layout(self._deepspeed, source)
 
     def offload(self, *, include_params: bool = False) -> MemoryReport:
-        """Move optimizer states, fp32 weights and gradient buffers to CPU memory; does nothing if `device` is the CPU.
+        """Move optimizer states, fp32 weights and gradient buffers to CPU memory; moves nothing if `device` is the CPU.
 
-        Until `reload`, only `export_parameters` may be called, and only if the model's weights are still on the device.
+        Until `reload`, training, log-probs and checkpoints raise EngineError, and the weights can be exported only if
+        they are still on the device.
 
         Args:
             include_params: also move the model's weights.
@@ -377,6 +384,10 @@ class ZeroEngine:
         if self._optimizer is None:
             raise EngineError(f"{method} needs an engine built with trainable=True")
         return self._optimizer
+
+    def _require_on_device(self, method: str) -> None:
+        if self._memory.is_offloaded:
+            raise EngineError(f"{method} needs the tensors that offload() moved to CPU memory: call reload() first")
 
     def _require_adapters(self, method: str) -> None:
         if not has_adapters(self.module):

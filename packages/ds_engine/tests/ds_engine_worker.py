@@ -368,10 +368,53 @@ def refuse_state(model_path: str, config: EngineConfig) -> dict[str, Any]:
 def offload_cycle(model_path: str, config: EngineConfig) -> Any:
     engine = build(model_path, config)
     report = engine.offload()
+    refused = []
+    for call in (
+        lambda: engine.log_probs([]),
+        lambda: engine.train_mini_batch([], weighted_loss),
+        lambda: engine.save_checkpoint("nowhere", "tag"),
+        lambda: engine.load_checkpoint("nowhere", "tag"),
+    ):
+        try:
+            call()
+        except ds_engine.EngineError as error:
+            refused.append(str(error))
+    num_exported = len(list(engine.export_parameters()))
     engine.reload()
+    train_steps(engine, range(1))
     stats = engine.memory_stats()
     engine.close()
-    return report, stats
+    return report, stats, refused, num_exported
+
+
+def moved_states(model_path: str, config: EngineConfig) -> dict[str, Any]:
+    """Two steps; the states moved to other CPU memory, as an offload from a GPU does; the weights exported meanwhile;
+    two more steps; the same with the weights moved too."""
+    plain = build(model_path, config)
+    expected = train_steps(plain, range(6))
+    exported = {name: tensor.clone() for name, tensor in plain.export_parameters()}
+    plain.close()
+    engine = build(model_path, config)
+    found = train_steps(engine, range(2))
+    storages = engine._memory._storages
+    moved = storages.offload(engine._memory.movable("cpu", include_params=False))
+    during = {name: tensor.clone() for name, tensor in engine.export_parameters()}
+    back = storages.reload()
+    found += train_steps(engine, range(2, 4))
+    moved_all = storages.offload(engine._memory.movable("cpu", include_params=True))
+    storages.reload()
+    found += train_steps(engine, range(4, 6))
+    after = dict(engine.export_parameters())
+    numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    engine.close()
+    return {
+        "expected": expected,
+        "found": found,
+        "moved": [moved, back, moved_all],
+        "numel": numel,
+        "same": all(torch.equal(after[name], tensor) for name, tensor in exported.items()),
+        "exported_during": len(during) == len(exported) and all(bool(t.any()) for t in during.values()),
+    }
 
 
 def train_architectures(

@@ -279,9 +279,33 @@ def test_guard_changes_nothing(two_ranks: RankPool, tiny_model: Path, stage: int
 
 
 def test_memory_stats_and_offload_on_the_cpu(two_ranks: RankPool, tiny_model: Path) -> None:
-    report, stats = two_ranks.run("offload_cycle", model_path=str(tiny_model), config=config(2))[0]
+    """Nothing moves, and what needs moved tensors is refused until they are back, as on a GPU."""
+    results = two_ranks.run("offload_cycle", model_path=str(tiny_model), config=config(2))
+    report, stats, refused, num_exported = results[0]
     assert report.moved_bytes == 0
     assert stats["cpu_resident_bytes"] > 1 << 20
+    assert [text.split()[0] for text in refused] == [
+        "log_probs",
+        "train_mini_batch",
+        "save_checkpoint",
+        "load_checkpoint",
+    ]
+    assert all("call reload() first" in text for text in refused)
+    assert num_exported > 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_goes_on_bit_for_bit_after_the_states_were_moved(
+    two_ranks: RankPool, tiny_model: Path, stage: int
+) -> None:
+    result = two_ranks.run("moved_states", model_path=str(tiny_model), config=config(stage, dtype="bfloat16"))[0]
+    assert result["found"] == result["expected"]
+    assert result["same"]
+    assert result["exported_during"]
+    moved, back, moved_all = result["moved"]
+    shard = result["numel"] // 2
+    assert moved == back >= 12 * shard  # fp32 weights and two moments
+    assert moved_all >= moved + 2 * (shard if stage == 3 else result["numel"])
 
 
 def test_reference_log_prob_has_entropy_gradient() -> None:

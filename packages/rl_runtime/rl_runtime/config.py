@@ -106,6 +106,10 @@ class TrainerConfig(RanksConfig):
     """Number of steps; a step is rollout, scoring, update and weight sync."""
     colocate: bool = True
     """Rollout servers share the trainer's GPUs (true) or use the GPUs after them (false). Ignored on the CPU."""
+    take_turns: Literal["never", "servers", "both"] | None = None
+    """How ranks and servers on the same GPUs divide their memory. `never`: side by side. `servers`: servers sleep while
+    the trainer works. `both`: besides, optimizer states and gradients wait in host memory while the servers generate.
+    null: side by side if that fits, else in turns."""
     val_before_train: bool = True
     """Validate once before the first step."""
     val_after_train: bool = True
@@ -160,6 +164,11 @@ class TrainerConfig(RanksConfig):
         if self.min_ranks is not None and not 1 <= self.min_ranks <= (self.num_ranks or MAX_RANKS):
             most = MAX_RANKS if self.num_ranks is None else f"num_ranks ({self.num_ranks})"
             raise ValueError(f"min_ranks is {self.min_ranks}; allowed: 1 to {most}, or null for all of them")
+        if self.takes_turns and not self.colocate:
+            raise ValueError(
+                f"take_turns is {self.take_turns}; allowed: never, or null, with colocate=false, where servers and "
+                "ranks have GPUs of their own"
+            )
         if self.resume_from is not None and self.resume == "never":
             raise ValueError(f"resume_from is {self.resume_from}, but resume is never; allowed: resume=auto")
         if any(not 1 <= step <= self.total_training_steps for step in self.profile_steps):
@@ -167,6 +176,11 @@ class TrainerConfig(RanksConfig):
                 f"profile_steps is {list(self.profile_steps)}; allowed: steps from 1 to total_training_steps "
                 f"({self.total_training_steps})"
             )
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether servers sleep while the trainer works."""
+        return self.take_turns in ("servers", "both")
 
 
 @dataclass(frozen=True, kw_only=True)

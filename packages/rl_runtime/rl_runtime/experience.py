@@ -54,8 +54,8 @@ class Experience:
     response_text: str
     response_mask: BoolArray | None = None
     """[response tokens], False for context that the policy did not sample and is not trained on; None: all True."""
-    rollout_log_probs: Float32Array
-    """One value per generated token."""
+    rollout_log_probs: Float32Array | None
+    """The servers' log-probs, one value per generated token; None with `rollout.log_probs=false`."""
     finish_reason: str
     version_spans: tuple[tuple[int, int], ...]
     """(policy version, number of consecutive generated tokens that it sampled), in order."""
@@ -127,9 +127,10 @@ class ExperienceBatch:
         return torch.from_numpy(np.concatenate(rows))
 
     @property
-    def rollout_log_probs_K(self) -> torch.Tensor:
-        """[K] float32, the servers' log-probs of the generated tokens of all samples in order."""
-        return torch.from_numpy(np.concatenate([item.rollout_log_probs for item in self.items]))
+    def rollout_log_probs_K(self) -> torch.Tensor | None:
+        """[K] float32, the servers' log-probs of the generated tokens of all samples in order; None without them."""
+        rows = [item.rollout_log_probs for item in self.items if item.rollout_log_probs is not None]
+        return torch.from_numpy(np.concatenate(rows)) if len(rows) == len(self.items) else None
 
     @property
     def num_tokens(self) -> int:

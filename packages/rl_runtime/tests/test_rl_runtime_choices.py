@@ -144,10 +144,104 @@ def test_a_smaller_gpu_recomputes() -> None:
 def test_states_that_cannot_fit_are_refused() -> None:
     with pytest.raises(InputError, match=r"127\.\d GiB, and a GPU has 80\.0 GiB free.*actor\.zero\.stage=3"):
         choose_for(config(), gpus=gpus(1, gib=80), shape=QWEN2_7B)
-    # 7B as a whole leaves no room for a server: said, not refused, because activations are an estimate.
-    assert "expect it to run out of memory" in choose_for(config(), gpus=gpus(1, gib=150), shape=QWEN2_7B).memory
+    # 7B as a whole leaves no room for activations: said, not refused, because they are an estimate.
+    assert "expect it to run out of memory" in choose_for(config(), gpus=gpus(1, gib=133), shape=QWEN2_7B).memory
     lora = config(actor=EngineConfig(lora=LoraConfig()))
     assert "expect" not in choose_for(lora, gpus=gpus(1, gib=80), shape=QWEN2_7B).memory
+
+
+def seven_b(**sections: Any) -> JobConfig:
+    return config(actor=EngineConfig(zero=ZeroConfig(stage=3)), **sections)
+
+
+def test_7b_on_two_gpus_fits_side_by_side() -> None:
+    choice = choose_for(seven_b(), gpus=gpus(2), shape=QWEN2_7B, host_bytes=0)
+    assert choice.config.trainer.take_turns == "never"
+    assert choice.gpu_bytes == choice.rank_bytes + choice.server_bytes < 140 * GIB
+
+
+def test_7b_on_one_gpu_takes_turns_and_moves_the_optimizer() -> None:
+    choice = choose_for(seven_b(), gpus=gpus(1), shape=QWEN2_7B, host_bytes=200 * GIB)
+    assert choice.config.trainer.take_turns == "both"
+    assert choice.config.actor.gradient_checkpointing is True
+    assert "expect" not in choice.memory
+    # fp32 weights, two moments and fp32 gradients of 7.6 billion parameters
+    assert choice.host_bytes == pytest.approx(16 * 7.616e9, rel=1e-3)
+    assert "12 s a step, estimated at 20 GB/s" in choice.memory
+    assert choice.rank_bytes + choice.server_bytes > 140 * GIB > choice.gpu_bytes
+    assert choice.reasons["trainer.take_turns"] == "rank and server do not fit side by side"
+    assert len(choice.lines()) == 2
+
+
+def test_turns_that_host_memory_cannot_hold_are_refused() -> None:
+    with pytest.raises(InputError, match=r"113\.5 GiB of host memory, and 90\.0 GiB can be used.*actor\.lora\.rank=16"):
+        choose_for(seven_b(), gpus=gpus(1), shape=QWEN2_7B, host_bytes=100 * GIB)
+    # A checkpoint in the background copies weights and optimizer states as well.
+    saving = seven_b(trainer=TrainerConfig(save_freq=10))
+    with pytest.raises(InputError, match=r"212\.8 GiB of host memory"):
+        choose_for(saving, gpus=gpus(1), shape=QWEN2_7B, host_bytes=200 * GIB)
+
+
+def test_turns_by_hand() -> None:
+    """Servers that sleep leave the trainer room; those that get adapters alone keep their weights in host memory."""
+    asleep = choose_for(
+        seven_b(trainer=TrainerConfig(take_turns="servers")), gpus=gpus(2), shape=QWEN2_7B, host_bytes=0
+    )
+    assert asleep.config.batch.token_budget == 16384
+    assert "trainer.take_turns" not in asleep.reasons
+    assert "servers discard their weights" in asleep.memory
+    adapters = config(
+        actor=EngineConfig(lora=LoraConfig()),
+        rollout=RolloutConfig(max_lora_rank=16),
+        trainer=TrainerConfig(take_turns="servers"),
+    )
+    choice = choose_for(adapters, gpus=gpus(2), shape=QWEN2_7B, host_bytes=100 * GIB)
+    assert choice.host_bytes == pytest.approx(2 * 2 * 7.616e9, rel=1e-3)
+    assert "the servers' weights wait in host memory" in choice.memory
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    number=st.integers(1, 4),
+    gib=st.integers(16, 160),
+    stage=st.sampled_from([1, 2, 3]),
+    host_gib=st.sampled_from([0, 64, 1000]),
+    shape=st.sampled_from([QWEN3_06B, QWEN2_7B]),
+)
+def test_turns_are_the_last_resort_and_fit(number: int, gib: int, stage: Any, host_gib: int, shape: ModelShape) -> None:
+    """Turns are chosen only if nothing fits side by side; what is chosen fits on GPU and host, or the run says so."""
+
+    def choose(turns: Any) -> Any:
+        trainer = TrainerConfig(take_turns=turns)
+        job = config(actor=EngineConfig(zero=ZeroConfig(stage=stage)), trainer=trainer)
+        try:
+            return choose_for(job, gpus=gpus(number, gib), shape=shape, host_bytes=host_gib * GIB)
+        except InputError:
+            return None
+
+    def fits(choice: Any) -> bool:
+        return choice is not None and "expect" not in choice.memory
+
+    chosen, side_by_side, asleep, moved = map(choose, (None, "never", "servers", "both"))
+    assert fits(chosen) == any(map(fits, (side_by_side, asleep, moved)))
+    if fits(chosen):
+        first = next(choice for choice in (side_by_side, asleep, moved) if fits(choice))
+        assert chosen.config == first.config
+        assert chosen.gpu_bytes <= gib * GIB
+        assert chosen.host_bytes <= host_gib * GIB
+    for choice in filter(None, (chosen, side_by_side, asleep, moved)):
+        assert choice.gpu_bytes <= choice.rank_bytes + choice.server_bytes
+        assert (choice.config.trainer.take_turns == "both") == (choice.host_bytes > 0)
+
+
+def test_turns_need_servers_on_the_ranks_gpus() -> None:
+    with pytest.raises(ValueError, match="take_turns is both; allowed: never, or null, with colocate=false"):
+        TrainerConfig(take_turns="both", colocate=False)
+    assert TrainerConfig(take_turns="both", ray_address="auto").takes_turns
+    apart = choose_for(config(trainer=TrainerConfig(colocate=False)), gpus=gpus(2), shape=QWEN3_06B)
+    assert apart.config.trainer.take_turns == "never"
+    assert apart.reasons["trainer.take_turns"] == "no server shares a GPU with a rank"
+    assert choose_for(config(), gpus=(), shape=None).config.trainer.take_turns == "never"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +274,7 @@ def test_a_critic_needs_memory_or_gpus_of_its_own() -> None:
 
 
 OPEN: dict[str, st.SearchStrategy[Any]] = {
+    "trainer.take_turns": st.sampled_from(["never", "servers", "both"]),
     "trainer.num_ranks": st.sampled_from([1, 2, 4]),
     "rollout.num_servers": st.integers(1, 4),
     "rollout.max_num_seqs": st.integers(1, 1024),
@@ -240,7 +335,7 @@ def test_given_settings_win_and_the_plan_fits(
         assert choice.config.trainer.rank_count <= number
         job_layout(choice.config)
     if number and "expect it to run out" not in choice.memory:
-        assert choice.rank_bytes + choice.server_bytes <= gib * GIB
+        assert choice.gpu_bytes <= gib * GIB
 
 
 @pytest.mark.parametrize(("number", "gib", "recompute"), [(1, 140, False), (2, 20, True), (3, 140, False)])
@@ -248,7 +343,7 @@ def test_supervised_training_gets_all_gpus(
     monkeypatch: pytest.MonkeyPatch, number: int, gib: float, recompute: bool
 ) -> None:
     """The GPUs are made up; the rest is the real function."""
-    monkeypatch.setattr(choices, "read_gpus_of", lambda _: gpus(number, gib))
+    monkeypatch.setattr(choices, "read_memory", lambda _: (gpus(number, gib), None))
     monkeypatch.setattr(choices, "_read_shape", lambda _: QWEN3_06B)
     job = Supervised()
     choice = choose_supervised(job, model=ModelConfig(), trainer=job.trainer, engine=job.engine, token_budget=16384)

@@ -17,12 +17,14 @@ from ds_engine import TokenOutputs
 from plinth_testing import random_model, tiny_config
 from rl_core import mismatch_metrics, pack
 from rl_data import Prompt
+from rl_runtime.app.job_config import JobConfig
+from rl_runtime.config import OversamplingConfig
 from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.training.metrics import mismatch
 from rl_runtime.training.off_policy import RolloutCorrection, check_rollout_correction, compare_with_rollout
 from rl_runtime.training.policy import PolicyConfig
 from rl_runtime.training.policy_loss import policy_loss, with_loss_weights
-from rollout_vllm import SamplingConfig
+from rollout_vllm import RolloutConfig, SamplingConfig
 
 
 def sample(rollout_log_probs: Any, *, group: int = 0, spans: Any = None, score: float = 0.0) -> Experience:
@@ -154,6 +156,38 @@ def expected_gradient(model: Any, sampler_Y: Tensor, correction: RolloutCorrecti
     outputs = TokenOutputs(log_probs_K=log_probs.flatten().float(), entropy_K=entropy.flatten().float())
     loss = policy_loss(outputs, micro_batch, config=config, kl_coef=config.kl_coef).loss
     return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def test_without_the_servers_log_probs_nothing_is_compared() -> None:
+    batch = ExperienceBatch(items=(replace(sample([-1.0, -2.0]), rollout_log_probs=None),))
+    assert batch.rollout_log_probs_K is None
+    assert compare_with_rollout(batch, [np.zeros(2, np.float32)], RolloutCorrection()) == ({}, {})
+    mixed = ExperienceBatch(items=(*batch.items, sample([-1.0])))
+    assert mixed.rollout_log_probs_K is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"rollout_correction": RolloutCorrection(mode="truncate")}, r"rollout_correction\.mode=truncate"),
+        ({"loss": "my:loss"}, "algorithm.loss=my:loss"),
+    ],
+)
+def test_what_needs_the_servers_log_probs_is_refused_without_them(settings: dict[str, Any], key: str) -> None:
+    config = PolicyConfig(**settings)
+    config.check_rollout(log_probs=True)
+    with pytest.raises(ValueError, match=f"rollout.log_probs is False; allowed: true with .*{key}"):
+        config.check_rollout(log_probs=False)
+    PolicyConfig().check_rollout(log_probs=False)
+
+
+def test_jobs_that_need_the_servers_log_probs_are_refused_without_them() -> None:
+    silent = RolloutConfig(log_probs=False)
+    JobConfig(rollout=silent, oversampling=OversamplingConfig(extra_prompts=2, partial_rollouts=False))
+    with pytest.raises(ValueError, match=r"allowed: true with oversampling.extra_prompts=2 and partial_rollouts"):
+        JobConfig(rollout=silent, oversampling=OversamplingConfig(extra_prompts=2))
+    with pytest.raises(ValueError, match=r"allowed: true with rollout\.kv_cache_dtype=fp8"):
+        JobConfig(rollout=replace(silent, kv_cache_dtype="fp8"))
 
 
 def test_the_correction_repairs_a_stale_rollout() -> None:

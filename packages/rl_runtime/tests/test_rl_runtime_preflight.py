@@ -7,7 +7,11 @@ import transformers
 
 from ds_engine import EngineConfig
 from plinth_testing import tiny_config
-from rl_runtime import InputError, ModelConfig, check_architectures
+from rl_runtime import InputError, ModelConfig, TrainerConfig, check_architectures
+from rl_runtime.app.preflight import check_servers
+from rl_runtime.launch.session import plan_session
+from rollout_vllm import RolloutConfig
+from weight_sync import SyncConfig
 
 
 def test_architectures_are_tried_before_any_process_starts(tmp_path: Path) -> None:
@@ -40,3 +44,12 @@ def test_a_model_that_needs_a_gpu_is_left_to_ranks_that_have_one(tmp_path: Path)
         check_architectures(ModelConfig(path=str(tmp_path)), engines, on_gpu=False)
     (line,) = check_architectures(ModelConfig(path=str(tmp_path)), engines, on_gpu=True)
     assert line.endswith("the ranks try it before the first step")
+
+
+@pytest.mark.parametrize(
+    ("urls", "why"), [((), "the ranks run on the CPU"), (("http://127.0.0.1:9",), "rollout.urls names servers")]
+)
+def test_turns_are_refused_where_no_gpu_memory_is_shared(urls: tuple[str, ...], why: str) -> None:
+    trainer, rollout = TrainerConfig(device="cpu", take_turns="both"), RolloutConfig(urls=urls)
+    with pytest.raises(InputError, match=f"trainer.take_turns is both, but {why}.*; allowed: never, or null"):
+        check_servers(ModelConfig(), rollout, SyncConfig(), trainer, plan_session(trainer, rollout))

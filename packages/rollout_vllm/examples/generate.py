@@ -41,7 +41,8 @@ def main() -> None:
         """Called as soon as a group ends, so scoring could start here."""
         for sample in group.samples:
             text = ask(endpoint, "/detokenize", {"tokens": sample.response_ids})["prompt"]
-            mean = sum(sample.log_probs) / max(1, len(sample.log_probs))
+            log_probs = sample.log_probs or []
+            mean = sum(log_probs) / max(1, len(log_probs))
             print(f"{group.prompt_id!r} #{sample.sample_index} ({sample.finish_reason}, {mean:.2f}): {text!r}")
         for failure in group.failures:
             print(f"{group.prompt_id!r} #{failure.sample_index} failed: {failure.kind}: {failure.message}")

@@ -41,6 +41,9 @@ class RolloutConfig:
     gpu_memory_utilization: float | None = (
         None  # fraction of GPU memory that a server may use, 0..1; None: 0.5; ignored on the CPU
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = (
+        "auto"  # auto: the model's dtype; fp8: half of the memory, less accurate, so compare log-probs; GPU only
+    )
     kv_cache_gib: float | None = None  # KV cache in GiB; None: 1 on the CPU, set by gpu_memory_utilization on GPUs
     enforce_eager: bool | None = (
         None  # False: torch.compile and CUDA graphs, starts later, decodes faster; None: False on GPUs, True on the CPU
@@ -66,6 +69,7 @@ class RolloutConfig:
     api_key: str | None = None  # bearer token for every route; None: a random key for servers started here
     api_key_file: str | None = None  # file with the token, instead of api_key
     # ---- client --------------------------------------------------------------------------------------------------
+    log_probs: bool = True  # request the log-prob of every token; False: faster, samples have None
     request_timeout_s: float = 600.0  # time limit of one HTTP attempt
     connect_timeout_s: float = 10.0
     max_retries: int = 5  # retries per group after the first attempt

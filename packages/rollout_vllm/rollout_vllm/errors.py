@@ -15,6 +15,7 @@ RolloutError
 A sample that fails is data (`Failure`), not an exception; see samples.py.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -75,7 +76,14 @@ class ServerDiedError(_ServerError):
 
 
 class ControlError(RolloutError):
-    """A control route returned an error or did not answer."""
+    """A control route returned an error or did not answer. problems: url -> problem of each server that failed."""
+
+    def __init__(self, message: str, problems: Mapping[str, str] | None = None) -> None:
+        super().__init__(message, problems)  # all arguments in args, so that the exception pickles
+        self.problems = dict(problems or {})
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class NoServerError(RolloutError):

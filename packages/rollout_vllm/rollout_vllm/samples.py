@@ -54,7 +54,8 @@ class Sample:
 
     response_ids: token ids, including the end-of-sequence token if it was sampled. log_probs: log-probability (natural
     logarithm) of each token under the distribution it was sampled from, i.e. after temperature and the other sampling
-    settings; same length as response_ids. policy_version: the client's version when the first request was sent;
+    settings; same length as response_ids; None with `RolloutConfig(log_probs=False)`. policy_version: the client's
+    version when the first request was sent;
     last_policy_version: when the last response arrived. version_spans: the policy version of every token, in order;
     the num_tokens sum to the length of the response, and neighboring spans have different versions. The spans are
     exact when weights change between `RolloutClient.pause` and `resume`; without a pause, a span has the version at
@@ -64,7 +65,7 @@ class Sample:
     prompt_id: str
     sample_index: int
     response_ids: list[int]
-    log_probs: list[float]
+    log_probs: list[float] | None
     finish_reason: FinishReason
     policy_version: int
     last_policy_version: int
@@ -108,7 +109,7 @@ class PartialSample:
 
     sample_index: int
     response_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    log_probs: list[float] | None = field(default_factory=list)
     version_spans: tuple[VersionSpan, ...] = ()
     finish_reason: FinishReason | None = None
     last_policy_version: int = 0

@@ -23,20 +23,24 @@ from hypothesis import strategies as st
 from plinth_testing.strategies import json_values
 from rollout_vllm import errors
 from rollout_vllm.client.dispatch import Router
+from rollout_vllm.client.group_run import extend
 from rollout_vllm.client.metrics import combine, server_metrics
-from rollout_vllm.client.protocol import MalformedAnswerError, completion_body, error_message, parse_completion
+from rollout_vllm.client.protocol import Choice, MalformedAnswerError, completion_body, error_message, parse_completion
 from rollout_vllm.client.retry import backoff_s, classify_status
 from rollout_vllm.config import RolloutConfig, SamplingConfig
-from rollout_vllm.samples import Endpoint, request_seed
+from rollout_vllm.errors import RolloutConfigError
+from rollout_vllm.samples import Endpoint, PartialSample, request_seed
 from rollout_vllm.servers.auth import KEY_VARIABLE, ApiKeyMiddleware
 from rollout_vllm.servers.checks import (
     available_memory_bytes,
     check_context,
+    check_device_features,
     check_kv_cache,
     check_memory,
     check_model_folder,
     check_request_length,
     kv_bytes_per_token,
+    kv_value_bytes,
     reserve_port,
 )
 from rollout_vllm.servers.command import detect_device, plan_cpu_threads, server_arguments, server_environment
@@ -173,6 +177,40 @@ def test_choices_are_in_index_order(
             del choice["token_ids"]
     choices = parse_completion(json.loads(json.dumps(body)), len(groups))
     assert [(c.response_ids, c.log_probs) for c in choices] == groups
+
+
+@QUICK
+@given(groups_strategy)
+def test_without_log_probs_none_are_asked_for_and_none_are_read(groups: list[tuple[list[int], list[float]]]) -> None:
+    body = answer(groups)
+    for choice in body["choices"]:  # type: ignore[attr-defined]
+        choice["logprobs"] = None
+    choices = parse_completion(body, len(groups), log_probs=False)
+    assert [(c.response_ids, c.log_probs) for c in choices] == [(ids, None) for ids, _ in groups]
+    sampling = SamplingConfig(n=2)
+    assert completion_body([1], sampling, model=None, seed=None)["logprobs"] == 0
+    assert "logprobs" not in completion_body([1], sampling, model=None, seed=None, log_probs=False)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [([-1.0], [-2.0], [-1.0, -2.0]), (None, [-2.0], None), ([-1.0], None, None), ([], None, None)],
+)
+def test_a_resumed_response_has_log_probs_if_all_its_parts_do(first: Any, second: Any, expected: Any) -> None:
+    part = PartialSample(sample_index=0, response_ids=[1] * len(first or [1]), log_probs=first)
+    choice = Choice([2] * len(second or [2]), second, "stop")
+    assert extend(part, choice, SamplingConfig(n=1), version=0, last_version=0).log_probs == expected
+
+
+def test_fp8_kv_cache_needs_a_gpu_and_half_of_the_memory() -> None:
+    config = RolloutConfig(kv_cache_dtype="fp8")
+    args = server_arguments(config, "m", port=1, device="cuda")
+    assert args[args.index("--kv-cache-dtype") + 1] == "fp8"
+    assert "--kv-cache-dtype" not in server_arguments(RolloutConfig(), "m", port=1, device="cuda")
+    assert 2 * kv_value_bytes(config) == kv_value_bytes(RolloutConfig())
+    check_device_features(config, "cuda")
+    with pytest.raises(RolloutConfigError, match="kv_cache_dtype='fp8': must be 'auto' on the CPU"):
+        check_device_features(config, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -454,10 +492,10 @@ def test_detect_device() -> None:
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 def test_kv_bytes_per_token() -> None:
-    assert kv_bytes_per_token(QWEN, "auto", 1) == 2 * 28 * 8 * 128 * 2
-    assert kv_bytes_per_token(QWEN, "float32", 4) == 2 * 28 * 2 * 128 * 4
-    assert kv_bytes_per_token(QWEN | {"layer_types": ["sliding_attention"]}, "auto", 1) is None
-    assert kv_bytes_per_token(QWEN | {"kv_lora_rank": 512}, "auto", 1) is None
+    assert kv_bytes_per_token(QWEN, 2, 1) == 2 * 28 * 8 * 128 * 2
+    assert kv_bytes_per_token(QWEN, 4, 4) == 2 * 28 * 2 * 128 * 4
+    assert kv_bytes_per_token(QWEN | {"layer_types": ["sliding_attention"]}, 2, 1) is None
+    assert kv_bytes_per_token(QWEN | {"kv_lora_rank": 512}, 2, 1) is None
 
 
 @QUICK

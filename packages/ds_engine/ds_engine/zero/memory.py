@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_CHUNK_BYTES = 2**28
+"""Bytes of CPU memory that an offload allocates at a time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
@@ -85,12 +88,12 @@ class StorageOffload:
     """Moves tensor storages to CPU memory and back.
 
     All views, references and flat buffers that DeepSpeed holds stay valid at every stage, because storages are resized
-    and no tensor is replaced. The CPU buffers are pinned and reused.
+    and no tensor is replaced. The CPU memory is pinned for CUDA storages, and reused.
     """
 
-    def __init__(self) -> None:
-        self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []
-        self._buffers: dict[int, list[Tensor]] = {}
+    def __init__(self, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
+        self._host = _HostMemory(chunk_bytes)
 
     @property
     def is_offloaded(self) -> bool:
@@ -100,35 +103,61 @@ class StorageOffload:
     def offload(self, tensors: Iterable[Tensor]) -> int:
         """Copy the storages of `tensors` to the CPU and free them on the device; returns the bytes copied."""
         seen: set[int] = set()
+        end = 0
         for tensor in tensors:
             storage = tensor.untyped_storage()
             num_bytes = storage.nbytes()
             if num_bytes == 0 or storage.data_ptr() in seen:
                 continue
             seen.add(storage.data_ptr())
-            buffer = self._buffer(num_bytes)
-            buffer.copy_(_as_bytes(storage), non_blocking=True)
-            self._offloaded.append((storage, buffer))
-        torch.cuda.synchronize()
+            for piece, copy in self._host.pieces(end, _as_bytes(storage)):
+                copy.copy_(piece, non_blocking=True)
+            self._offloaded.append((storage, num_bytes))
+            end += num_bytes
+        _synchronize()
         for storage, _ in self._offloaded:
             storage.resize_(0)
-        return sum(buffer.numel() for _, buffer in self._offloaded)
+        return end
 
     def reload(self) -> int:
         """Copy the storages back to the device; returns the bytes copied."""
-        moved = 0
-        for storage, buffer in self._offloaded:
-            storage.resize_(buffer.numel())
-            _as_bytes(storage).copy_(buffer, non_blocking=True)
-            self._buffers.setdefault(buffer.numel(), []).append(buffer)
-            moved += buffer.numel()
+        end = 0
+        for storage, num_bytes in self._offloaded:
+            storage.resize_(num_bytes)
+            for piece, copy in self._host.pieces(end, _as_bytes(storage)):
+                piece.copy_(copy, non_blocking=True)
+            end += num_bytes
         self._offloaded.clear()
-        torch.cuda.synchronize()
-        return moved
+        _synchronize()
+        return end
 
-    def _buffer(self, num_bytes: int) -> Tensor:
-        spare = self._buffers.get(num_bytes)
-        return spare.pop() if spare else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+class _HostMemory:
+    """A range of CPU memory in chunks of one size, allocated at first use and kept.
+
+    torch rounds a pinned allocation up to a power of two: one buffer of 33 GB would take 64 GiB.
+    """
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._chunks: list[Tensor] = []
+
+    def pieces(self, start: int, bytes_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(part of `bytes_N`, its place in this memory); the first byte's place is `start`."""
+        done = 0
+        while done < bytes_N.numel():
+            index, offset = divmod(start + done, self._chunk_bytes)
+            size = min(self._chunk_bytes - offset, bytes_N.numel() - done)
+            if index == len(self._chunks):
+                is_pinned = bytes_N.device.type == "cuda"
+                self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=is_pinned))
+            yield bytes_N[done : done + size], self._chunks[index][offset : offset + size]
+            done += size
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -144,26 +173,31 @@ class EngineMemory:
         self._optimizer = optimizer
         self._deepspeed = deepspeed_engine
         self._storages = StorageOffload()
+        self.is_offloaded = False
+        """Whether `offload` was called and `reload` was not; on the CPU too, where neither moves anything."""
 
     def offload(self, device: torch.device, *, include_params: bool) -> MemoryReport:
         """See `ZeroEngine.offload`."""
         before = _device_bytes(device)
         moved = 0
-        if device.type == "cuda" and not self._storages.is_offloaded:
+        if device.type == "cuda" and not self.is_offloaded:
             if self._optimizer is not None:
                 self._deepspeed.optimizer.zero_grad()
-            moved = self._storages.offload(self._tensors(include_params))
+            moved = self._storages.offload(self.movable(device.type, include_params=include_params))
             gc.collect()
             torch.cuda.empty_cache()
+        self.is_offloaded = True
         return MemoryReport(moved_bytes=moved, device_bytes_before=before, device_bytes_after=_device_bytes(device))
 
     def reload(self, device: torch.device) -> MemoryReport:
         """See `ZeroEngine.reload`."""
         before = _device_bytes(device)
         moved = self._storages.reload() if self._storages.is_offloaded else 0
+        self.is_offloaded = False
         return MemoryReport(moved_bytes=moved, device_bytes_before=before, device_bytes_after=_device_bytes(device))
 
-    def _tensors(self, include_params: bool) -> Iterator[Tensor]:
+    def movable(self, device_type: str, *, include_params: bool) -> Iterator[Tensor]:
+        """The tensors on `device_type` that `offload` moves."""
         parameters = list(self._module.parameters())
         roots: list[Any] = []
         if self._optimizer is not None:
@@ -172,8 +206,8 @@ class EngineMemory:
         if include_params:
             roots.append(parameters)
         else:
-            keep = {_storage_id(t) for t in state_tensors(parameters, "cuda")}
-        return (t for t in state_tensors(roots, "cuda", depth=6) if _storage_id(t) not in keep)
+            keep = {_storage_id(t) for t in state_tensors(parameters, device_type)}
+        return (t for t in state_tensors(roots, device_type, depth=6) if _storage_id(t) not in keep)
 
 
 def _storage_id(tensor: Tensor) -> int:

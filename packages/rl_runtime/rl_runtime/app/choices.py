@@ -3,7 +3,8 @@
 `choose_settings` reads the GPUs; `choose_for` is the pure rule. A setting that is given is never changed. On GPUs the
 memory plan counts the trainer (`ds_engine.estimate_memory`) and the server on the same GPU
 (`rollout_vllm.estimate_server_memory`): activations are recomputed, micro batches shrink and the KV cache gives way,
-in this order, until both fit.
+in this order, until both fit. If they never do, they take turns: servers sleep while the trainer works, and if that is
+not enough, optimizer states and gradients wait in host memory while the servers generate.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from ds_engine import EngineConfig, MemoryEstimate, ModelShape, estimate_memory
 from ds_engine.planning.model_shape import FAMILIES, read_shape
@@ -19,28 +20,36 @@ from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rl_data import DataError, find_model_folder
 from rollout_vllm import ServerMemory, estimate_server_memory
+from rollout_vllm.servers.checks import kv_value_bytes
 
 from ..config import DEFAULT_NUM_RANKS, ModelConfig, RanksConfig
 from ..errors import InputError
 from ..launch.gpus import Gpu
-from ..launch.session import read_gpus_of
+from ..launch.session import read_memory
 from ..ranks.environment import prepare_driver
+from ..rollout.memory_turns import sleep_level
 from .inputs import BUILTIN_MODEL
 from .job_config import JobConfig, JobConfigT
 
 ConfigT = TypeVar("ConfigT")
+Turns = Literal["never", "servers", "both"]
+"""Values of `trainer.take_turns`, in the order in which they are tried."""
 
 _TOKEN_BUDGETS = (DEFAULT_TOKEN_BUDGET, 8_192, 4_096)
 _MOST_SEQUENCES = 512
 """Sequences for which vLLM captures CUDA graphs."""
 _KV_SHARES = ((1.0, 0.75, 0.5), (0.25, 0.1))
 """Sizes of the KV cache, relative to all sequences of a step at full length; the second group is a last resort."""
-_FRAGMENTATION = 1.08
-"""Reserved over allocated bytes of torch's allocator."""
+_FRAGMENTATION = 1.12
+"""Reserved over allocated bytes of what torch's allocator gets and returns in every step; states are allocated once."""
 _TRAINER_BYTES = 2 * 2**30
 """CUDA context, communicators and the buckets of the weight sync of a rank."""
 _USABLE = 0.97
 """Share of a GPU's free memory that is planned."""
+_HOST_USABLE = 0.9
+"""Share of the host's free memory that is planned."""
+_MOVED_PER_S = 20e9
+"""Bytes that a rank is expected to move between GPU and pinned host memory in a second."""
 _ALONE = 0.9
 """Share of a GPU that a server without a rank beside it uses."""
 
@@ -58,7 +67,11 @@ class Choice(Generic[ConfigT]):
     rank_bytes: int = 0
     """Planned bytes of a rank at its peak."""
     server_bytes: int = 0
-    """Planned bytes of the server on the rank's GPU."""
+    """Planned bytes of the server on the rank's GPU, awake."""
+    gpu_bytes: int = 0
+    """Planned bytes of both, in the turn with the most if they take turns."""
+    host_bytes: int = 0
+    """Planned bytes of host memory that turns need."""
 
     def with_default(self, key: str, value: Any, why: str) -> Choice[ConfigT]:
         """Sets an open setting."""
@@ -89,8 +102,9 @@ def choose_settings(config: JobConfigT) -> Choice[JobConfigT]:
         PlacementError: CUDA_VISIBLE_DEVICES names no usable GPU.
     """
     prepare_driver(config.trainer.device)
-    gpus = read_gpus_of(config.trainer)
-    return choose_for(config, gpus=gpus, shape=_read_shape(config.model.path) if gpus else None)
+    gpus, host_bytes = read_memory(config.trainer)
+    shape = _read_shape(config.model.path) if gpus else None
+    return choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes)
 
 
 def choose_supervised(
@@ -101,7 +115,7 @@ def choose_supervised(
     Raises InputError and PlacementError as `choose_settings`.
     """
     prepare_driver(trainer.device)
-    gpus = read_gpus_of(trainer)
+    gpus, _ = read_memory(trainer)
     shape = _read_shape(model.path) if gpus else None
     choice = Choice(config=config, devices=_devices(gpus))
     sp = engine.sequence_parallel
@@ -119,26 +133,32 @@ def choose_supervised(
         dp=max(1, ranks // sp),
         tokens_per_micro_batch=token_budget * sp,
     )
-    peak = int(kept.device_bytes * _FRAGMENTATION) + _TRAINER_BYTES
+    peak = _reserved(_states(kept), kept.activations.device)
     why = f"{peak / 2**30:.1f} GiB with all activations kept, {free / 2**30:.1f} GiB free"
     return choice.with_default("engine.gradient_checkpointing", peak > free * _USABLE, why)
 
 
-def choose_for(config: JobConfigT, *, gpus: Sequence[Gpu], shape: ModelShape | None) -> Choice[JobConfigT]:
+def choose_for(
+    config: JobConfigT, *, gpus: Sequence[Gpu], shape: ModelShape | None, host_bytes: int | None = None
+) -> Choice[JobConfigT]:
     """The rule of `choose_settings`, as a pure function.
 
     Args:
         gpus: the GPUs that the run may use; none: the CPU.
         shape: sizes of the model; None: it is so small that its memory does not matter.
+        host_bytes: free memory of this host, or of all hosts; None: unknown, and not limited.
 
     Raises:
-        InputError: the training states alone exceed a GPU.
+        InputError: the training states alone exceed a GPU, or what turns move exceeds the host's memory.
     """
     choice = Choice(config=config, devices=_devices(gpus))
     choice = _choose_processes(choice, len(gpus))
     choice = _choose_speed(choice, bool(gpus), shape)
     if gpus and shape is not None:
-        return _choose_memory(choice, min(gpu.free_bytes for gpu in gpus), min(gpu.total_bytes for gpu in gpus), shape)
+        free, total = min(gpu.free_bytes for gpu in gpus), min(gpu.total_bytes for gpu in gpus)
+        host = math.inf if host_bytes is None else host_bytes * _HOST_USABLE
+        return _choose_memory(choice, free, total, shape, host)
+    choice = choice.with_default("trainer.take_turns", "never", "the default")
     return _choose_sizes(choice, gradient_checkpointing=False, token_budget=DEFAULT_TOKEN_BUDGET, why="the default")
 
 
@@ -251,54 +271,157 @@ def _longest(config: JobConfig) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """Bytes of the rank with the most, in each turn."""
+
+    peak: int
+    """At the peak of a training step."""
+    states: int
+    """Those of weights, gradients and optimizer alone."""
+    beside: int
+    """While the servers generate, if everything stays on the GPU."""
+    kept: int
+    """While the servers generate, if the states are moved."""
+    moved: int
+    """What is moved."""
+    moved_on_host: int
+    """What all ranks move; they are on one host."""
+    saved_on_host: int
+    """Copies of all ranks for a checkpoint in the background."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Plan:
     """One way to divide a GPU between a rank and a server."""
 
+    turns: Turns
     recompute: bool
     token_budget: int | None
     kv_share: float
-    trainer: int
-    """Bytes of a rank at its peak."""
-    states: int
-    """Those of weights, gradients and optimizer alone."""
+    rank: _Rank
     server: ServerMemory | None
+    level_1: bool
+    """Sleeping servers keep their weights in host memory."""
+    servers_on_host: int
 
     @property
-    def total(self) -> int:
-        """Bytes of the rank and the server beside it."""
-        return self.trainer + (self.server.total if self.server is not None else 0)
+    def gpu_bytes(self) -> int:
+        """Bytes of the rank and the server in the turn with the most."""
+        if self.server is None:
+            return self.rank.peak
+        if self.turns == "never":
+            return self.rank.peak + self.server.total
+        generating = self.rank.kept if self.turns == "both" else self.rank.beside
+        return max(self.rank.peak + self.server.asleep, generating + self.server.total)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that turns need, with the copies for checkpoints."""
+        if self.turns == "never" or self.server is None:
+            return 0
+        weights = self.server.weights * self.servers_on_host if self.level_1 else 0
+        moved = self.rank.moved_on_host if self.turns == "both" else 0
+        return moved + weights + self.rank.saved_on_host
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that one GPU and the host exchange in a step, in both directions."""
+        assert self.server is not None
+        return 2 * ((self.rank.moved if self.turns == "both" else 0) + (self.server.weights if self.level_1 else 0))
 
 
-def _choose_memory(choice: Choice[JobConfigT], free: int, total: int, shape: ModelShape) -> Choice[JobConfigT]:
-    """Recomputation, micro batches and the server's share."""
-    config, usable = choice.config, int(free * _USABLE)
-    plans = list(_plans(config, shape, total))
-    plan = next((p for p in plans if p.total <= usable), plans[-1])
-    is_estimate = "" if shape.is_exact else " (upper bounds: the planner knows only the sizes of its parameters)"
-    if plan.states > usable and shape.is_exact:
-        raise InputError(
-            f"model.path: weights, gradients and optimizer states of a rank take {plan.states / 2**30:.1f} GiB, and a "
-            f"GPU has {free / 2**30:.1f} GiB free; use more GPUs with actor.zero.stage=3, "
-            "actor.zero.offload.optimizer=cpu, or actor.lora.rank=16"
-        )
-    fits = plan.total <= usable
+def _choose_memory(
+    choice: Choice[JobConfigT], free: int, total: int, shape: ModelShape, host: float
+) -> Choice[JobConfigT]:
+    """Turns, recomputation, micro batches and the server's share."""
+    usable = int(free * _USABLE)
+    plans = list(_plans(choice.config, shape, total))
+    in_host = [plan for plan in plans if plan.host_bytes <= host]
+    plan = next((p for p in in_host if p.gpu_bytes <= usable), None)
+    if plan is None:
+        _refuse_what_cannot_fit(plans, usable, free, host, shape)
+    fits = plan is not None
+    plan = plan or min(in_host, key=lambda p: p.gpu_bytes)
     why = "fits into memory" if fits else "the smallest that is tried"
+    choice = choice.with_default("trainer.take_turns", plan.turns, _why_turns(plan))
     choice = _choose_sizes(choice, gradient_checkpointing=plan.recompute, token_budget=plan.token_budget, why=why)
-    line = f"memory of a GPU: {plan.trainer / 2**30:.1f} GiB for a rank at its peak"
     if plan.server is not None:
-        server = plan.server
         choice = _choose_share(choice, plan, total)
-        line += (
-            f", {server.total / 2**30:.1f} GiB for the server (weights {server.weights / 2**30:.1f}, KV cache "
-            f"{server.kv_cache / 2**30:.1f})"
-        )
-    elif not config.rollout.urls:
+    elif not choice.config.rollout.urls:
         choice = choice.with_default("rollout.gpu_memory_utilization", _ALONE, "the server has its GPU alone")
-    line += f", of {free / 2**30:.1f} GiB free{is_estimate}"
+    is_estimate = "" if shape.is_exact else " (upper bounds: the planner knows only the sizes of its parameters)"
+    line = _memory_line(plan, free) + is_estimate
     if not fits:
         line += "; expect it to run out of memory: use actor.zero.stage=3, zero.offload, LoRA or more GPUs"
-    server_bytes = plan.total - plan.trainer
-    return replace(choice, memory=line, rank_bytes=plan.trainer, server_bytes=server_bytes)
+    server_bytes = plan.server.total if plan.server is not None else 0
+    return replace(
+        choice,
+        memory=line,
+        rank_bytes=plan.rank.peak,
+        server_bytes=server_bytes,
+        gpu_bytes=plan.gpu_bytes,
+        host_bytes=plan.host_bytes,
+    )
+
+
+def _refuse_what_cannot_fit(plans: Sequence[_Plan], usable: int, free: int, host: float, shape: ModelShape) -> None:
+    """Raises InputError if no way can work; a plan that only its estimated activations make too large may be tried."""
+    states = plans[-1].rank.states
+    if states > usable and shape.is_exact:
+        raise InputError(
+            f"model.path: weights, gradients and optimizer states of a rank take {_gib(states)}, and a "
+            f"GPU has {_gib(free)} free; use more GPUs with actor.zero.stage=3, "
+            "actor.zero.offload.optimizer=cpu, or actor.lora.rank=16"
+        )
+    fits_gpu = [plan for plan in plans if plan.gpu_bytes <= usable]
+    if (fits_gpu and shape.is_exact) or not any(plan.host_bytes <= host for plan in plans):
+        needed = min(plan.host_bytes for plan in fits_gpu or plans)
+        raise InputError(
+            f"model.path: ranks and servers fit on {_gib(free)} of GPU memory only in turns, which need "
+            f"{_gib(needed)} of host memory, and {_gib(host)} can be used; train adapters (actor.lora.rank=16), or use "
+            "more GPUs with actor.zero.stage=3"
+        )
+
+
+def _why_turns(plan: _Plan) -> str:
+    if plan.server is None:
+        return "no server shares a GPU with a rank"
+    if plan.turns == "never":
+        return "rank and server fit side by side"
+    return "rank and server do not fit side by side"
+
+
+def _memory_line(plan: _Plan, free: int) -> str:
+    """The memory plan for the user."""
+    rank, server = plan.rank, plan.server
+    if server is None:
+        return f"memory of a GPU: {_gib(rank.peak)} for a rank at its peak, of {_gib(free)} free"
+    of_server = f"(weights {server.weights / 2**30:.1f}, KV cache {server.kv_cache / 2**30:.1f})"
+    if plan.turns == "never":
+        return (
+            f"memory of a GPU: {_gib(rank.peak)} for a rank at its peak, {_gib(server.total)} for the server "
+            f"{of_server}, of {_gib(free)} free"
+        )
+    line = (
+        f"memory of a GPU in turns: {_gib(rank.peak)} for a rank at its peak and {_gib(server.asleep)} for a sleeping "
+        f"server; {_gib(server.total)} for the server {of_server} and "
+        f"{_gib(rank.kept if plan.turns == 'both' else rank.beside)} for a waiting rank, of {_gib(free)} free"
+    )
+    if not plan.moved_bytes:
+        return f"{line}; nothing is moved, servers discard their weights"
+    what = [
+        *(["optimizer states and gradients"] if plan.turns == "both" else []),
+        *(["the servers' weights"] if plan.level_1 else []),
+    ]
+    seconds = plan.moved_bytes / _MOVED_PER_S
+    return (
+        f"{line}; {' and '.join(what)} wait in host memory ({_gib(plan.host_bytes)}): {seconds:.0f} s a step, "
+        f"estimated at {_MOVED_PER_S / 1e9:.0f} GB/s"
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
 
 
 def _choose_share(choice: Choice[JobConfigT], plan: _Plan, total: int) -> Choice[JobConfigT]:
@@ -333,23 +456,37 @@ def _plans(config: JobConfig, shape: ModelShape, total: int) -> Iterator[_Plan]:
     sizes.sort(key=lambda size: (size[0], -(size[1] or 0)))
     # Small micro batches without recomputation are no better than larger ones with it.
     sizes = [size for size in sizes if size != (False, _TOKEN_BUDGETS[-1]) or not is_open]
-    for shares in _KV_SHARES:
-        for recompute, budget in sizes:
-            trainer, states = _trainer_bytes(config, shape, recompute, budget)
-            for share in shares:
-                server = _server_memory(config, shape, share, total)
-                yield _Plan(
-                    recompute=recompute,
-                    token_budget=budget,
-                    kv_share=share,
-                    trainer=trainer,
-                    states=states,
-                    server=server,
-                )
+    for turns in _turns(config):
+        for shares in _KV_SHARES:
+            for recompute, budget in sizes:
+                rank = _rank_memory(config, shape, recompute, budget)
+                for share in shares:
+                    yield _Plan(
+                        turns=turns,
+                        recompute=recompute,
+                        token_budget=budget,
+                        kv_share=share,
+                        rank=rank,
+                        server=_server_memory(config, shape, share, total),
+                        level_1=sleep_level(adapters_alone=config.rollout.max_lora_rank is not None) == 1,
+                        servers_on_host=config.rollout.server_count * config.rollout.tensor_parallel_size,
+                    )
 
 
-def _trainer_bytes(config: JobConfig, shape: ModelShape, recompute: bool, budget: int | None) -> tuple[int, int]:
-    """(bytes at the peak, bytes of the states) of the rank with the most."""
+def _turns(config: JobConfig) -> tuple[Turns, ...]:
+    """The values of `trainer.take_turns` to try."""
+    if config.trainer.take_turns is not None:
+        return (config.trainer.take_turns,)
+    return ("never", "servers", "both") if _shares_gpus(config) else ("never",)
+
+
+def _shares_gpus(config: JobConfig) -> bool:
+    """Whether servers are on the ranks' GPUs."""
+    return not config.rollout.urls and config.trainer.colocate
+
+
+def _rank_memory(config: JobConfig, shape: ModelShape, recompute: bool, budget: int | None) -> _Rank:
+    """The rank with the most, and what the ranks move in turns."""
     tokens = budget or config.batch.max_packed_tokens
     if config.batch.micro_batch_size is not None:
         tokens = config.batch.micro_batch_size * _longest(config)
@@ -370,19 +507,41 @@ def _trainer_bytes(config: JobConfig, shape: ModelShape, recompute: bool, budget
         (alone if model.own_ranks else shared).append(estimate)
     reference = shared[0].weights.device if config.keeps_reference else 0
     groups = [shared, *([estimate] for estimate in alone)]
-    states = [sum(e.device_bytes - e.activations.device for e in group) for group in groups]
-    peaks = [n + max(e.activations.device for e in group) for n, group in zip(states, groups, strict=True)]
-    peaks[0] += reference
-    return int(max(peaks) * _FRAGMENTATION) + _TRAINER_BYTES, max(states)
+    states = [sum(map(_states, group)) for group in groups]
+    beside = [n + reference * (group is shared) for n, group in zip(states, groups, strict=True)]
+    # The weights of the actor stay for the push; all other states move.
+    kept = [sum(e.buffers.device for e in group) + (group is shared) * shared[0].weights.device for group in groups]
+    moved = [n - k for n, k in zip(beside, kept, strict=True)]
+    return _Rank(
+        peak=max(_reserved(n, max(e.activations.device for e in g)) for n, g in zip(beside, groups, strict=True)),
+        states=max(states),
+        beside=max(beside) + _TRAINER_BYTES,
+        kept=max(kept) + _TRAINER_BYTES,
+        moved=max(moved),
+        moved_on_host=sum(n * group[0].num_ranks for n, group in zip(moved, groups, strict=True)),
+        saved_on_host=sum(e.num_ranks * (e.weights.device + e.optimizer.device) for group in groups for e in group)
+        if config.trainer.save_freq
+        else 0,
+    )
+
+
+def _states(estimate: MemoryEstimate) -> int:
+    """Device bytes of weights, gradients, optimizer and buffers."""
+    return estimate.device_bytes - estimate.activations.device
+
+
+def _reserved(states: int, activations: int) -> int:
+    """Device bytes of a rank whose step needs `activations` beside `states`."""
+    return states + int(activations * _FRAGMENTATION) + _TRAINER_BYTES
 
 
 def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total: int) -> ServerMemory | None:
     """The server on a rank's GPU; None if there is none."""
-    rollout, trainer = config.rollout, config.trainer
-    if rollout.urls or not trainer.colocate:
+    rollout = config.rollout
+    if not _shares_gpus(config):
         return None
     size = 4 if rollout.dtype == "float32" else 2
-    per_token = 2 * shape.num_layers * shape.kv_width * size
+    per_token = 2 * shape.num_layers * shape.kv_width * kv_value_bytes(rollout)
     sequences = rollout.max_num_seqs or 256
     longest = rollout.max_model_len or _longest(config)
     needed = max(longest, int(min(sequences, _samples_per_server(config)) * min(longest, _longest(config)) * kv_share))

@@ -61,6 +61,7 @@ class JobConfig:
     def __post_init__(self) -> None:
         if self.sampling.temperature <= 0:
             raise ValueError(f"sampling.temperature is {self.sampling.temperature}; allowed: above 0")
+        self._check_log_probs()
         if self.greedy_baseline and self.oversampling.extra_prompts:
             raise ValueError(
                 f"oversampling.extra_prompts is {self.oversampling.extra_prompts}; allowed: 0 with a greedy baseline "
@@ -71,6 +72,21 @@ class JobConfig:
             raise ValueError(
                 f"dynamic_sampling.max_rounds is {self.dynamic_sampling.max_rounds}; allowed: 0 {allowed}, because no "
                 "scores are compared within a group"
+            )
+
+    def _check_log_probs(self) -> None:
+        """Without the servers' log-probs, nothing shows how far their policy is from the trainer's."""
+        if self.rollout.log_probs:
+            return
+        if self.oversampling.extra_prompts and self.oversampling.partial_rollouts:
+            raise ValueError(
+                f"rollout.log_probs is False; allowed: true with oversampling.extra_prompts="
+                f"{self.oversampling.extra_prompts} and partial_rollouts, whose responses mix policy versions"
+            )
+        if self.rollout.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"rollout.log_probs is False; allowed: true with rollout.kv_cache_dtype={self.rollout.kv_cache_dtype}, "
+                "whose error they show"
             )
 
     @property

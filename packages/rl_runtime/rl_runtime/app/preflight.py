@@ -251,6 +251,9 @@ def check_servers(
     device = "cuda" if placement.on_gpu else "cpu"
     if rollout.device not in ("auto", device):
         raise InputError(f"rollout.device is {rollout.device}, but the ranks run on {device}; leave it at auto")
+    if trainer.takes_turns and (rollout.urls or not placement.on_gpu):
+        why = "rollout.urls names servers that others may use" if rollout.urls else "the ranks run on the CPU"
+        raise InputError(f"trainer.take_turns is {trainer.take_turns}, but {why}; allowed: never, or null")
     check_transport(sync, rollout, placement)
     if rollout.urls:
         check_running(replace(rollout, control_routes=True))

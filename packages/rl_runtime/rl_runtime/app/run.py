@@ -20,6 +20,7 @@ from run_kit.timing import Laps
 from ..errors import RankLost
 from ..launch.session import open_session
 from ..ranks.model_handle import ModelHandle
+from ..rollout.memory_turns import MemoryTurns, SleepLevel, put_to_sleep, sleep_level
 from ..rollout.phase import RolloutPhase
 from ..rollout.scoring import Scorer
 from ..rollout.servers import RolloutServers
@@ -116,11 +117,18 @@ def _run_attempt(
     start: Laps,
     restart: Restart | None,
 ) -> LoopResult:
+    servers, takes_turns = job.session.servers, job.config.trainer.takes_turns
+    if takes_turns:  # before the models need the servers' memory
+        if restart is None:
+            servers.wait_ready()
+            start.mark("servers")
+        put_to_sleep(servers, level=_sleep_level(job.config))
     algorithm = compose(job)
     if restart is None:
         start.mark("models")
-        job.session.servers.wait_ready()
-        start.mark("servers, which started with the ranks,")
+        if not takes_turns:
+            servers.wait_ready()
+            start.mark("servers, which started with the ranks,")
         job.tracker.info(f"ready after {start}")
     result = _train(job, algorithm, memory, stop, restart)
     if job.config.trainer.export_model and result.stopped_after is None:
@@ -187,8 +195,9 @@ def _unsavable(config: JobConfig) -> str:
 
 
 def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:
-    """Partial rollouts need servers that can return unfinished responses; traced steps those that trace themselves."""
-    rollout = config.rollout
+    """Partial rollouts need servers that can return unfinished responses; turns those that can sleep; traced steps
+    those that trace themselves."""
+    rollout = replace(config.rollout, sleep_mode=config.rollout.sleep_mode or config.trainer.takes_turns)
     if config.oversampling.extra_prompts > 0 and config.oversampling.partial_rollouts:
         rollout = replace(rollout, control_routes=True)
     if config.trainer.profile_steps and config.trainer.ray_address is None and not rollout.urls:
@@ -207,7 +216,25 @@ def _servers(job: Job, actor: ModelHandle) -> RolloutServers:
         max_restarts=config.trainer.max_server_restarts,
         report=job.tracker.info,
         adapters_alone=config.rollout.max_lora_rank is not None,
+        turns=_turns(job, actor) if config.trainer.takes_turns else None,
     )
+
+
+def _turns(job: Job, actor: ModelHandle) -> MemoryTurns:
+    """Turns of the servers, which sleep already, and the ranks."""
+    session = job.session
+    return MemoryTurns(
+        session.client,
+        session.rank_groups,
+        pushed_role=actor.name,
+        moves_states=job.config.trainer.take_turns == "both",
+        level=_sleep_level(job.config),
+        report=job.tracker.info,
+    )
+
+
+def _sleep_level(config: JobConfig) -> SleepLevel:
+    return sleep_level(adapters_alone=config.rollout.max_lora_rank is not None)
 
 
 def _rollouts(job: Job, scorer: Scorer) -> StepRollouts:

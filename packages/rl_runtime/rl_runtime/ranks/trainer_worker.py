@@ -285,6 +285,29 @@ class TrainerWorker:
             if path.exists():
                 restore_rng(load_state_dict(path))
 
+    def free_memory(self, pushed_role: str, moves_states: bool) -> int:
+        """Frees device memory for the rollout servers; returns the bytes moved to host memory.
+
+        The weights of `pushed_role` stay, so that they can be pushed. Until `claim_memory` no engine can compute.
+
+        Args:
+            moves_states: moves optimizer states, fp32 weights and gradients, and the weights of the other roles; False
+                frees only what torch's allocator keeps for reuse.
+        """
+        if self._saver is not None:
+            self._saver.wait_copied()  # a save in the background reads the states
+        moved = 0
+        for role, engine in self._engines.items() if moves_states else ():
+            moved += engine.offload(include_params=role != pushed_role).moved_bytes
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        return moved
+
+    def claim_memory(self) -> int:
+        """Moves back what `free_memory` moved; returns the bytes."""
+        return sum(engine.reload().moved_bytes for engine in self._engines.values())
+
     def start_profile(self) -> None:
         """Starts to trace this rank."""
         self._profiler.start()

@@ -394,7 +394,7 @@ class RolloutPhase:
         """The sample with the score that its episode gave itself, else NaN."""
         episode = sample if isinstance(sample, EpisodeResult) else None
         mask = np.array(sample.response_mask) if isinstance(sample, EpisodeResult) else None
-        log_probs = np.asarray(sample.log_probs, dtype=np.float32)
+        log_probs = None if sample.log_probs is None else np.asarray(sample.log_probs, dtype=np.float32)
         return Experience(
             prompt=prompt if episode is None else _with_token_ids(prompt, episode.prompt_ids),
             group_id=place,
@@ -402,7 +402,7 @@ class RolloutPhase:
             response_ids=tuple(sample.response_ids),
             response_text=self._tokenizer.decode(sample.response_ids, skip_special_tokens=True),
             response_mask=None if mask is None or mask.all() else mask,
-            rollout_log_probs=log_probs if mask is None else log_probs[mask],
+            rollout_log_probs=log_probs if mask is None or log_probs is None else log_probs[mask],
             finish_reason=sample.finish_reason,
             version_spans=_generated_spans(sample),
             num_turns=1 if episode is None else episode.num_turns,

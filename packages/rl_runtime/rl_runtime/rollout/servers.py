@@ -1,20 +1,25 @@
 """Pushes the actor's weights to the rollout servers, and restarts servers that die or hang.
 
-A lock guards every push. The training loop holds the lock in `changing_weights` (update, sync, checkpoint) and releases
+A lock guards every push. The training loop holds the lock in `changing_weights` (update, checkpoint, sync) and releases
 it while it generates. A restarted server gets its weights during generation, when all ranks are idle and hold the
 published version. So two pushes never overlap, and no push runs during an update.
+
+With `MemoryTurns` the same lock guards the GPUs' memory: a server that died while the trainer works is started again
+when the servers have the memory, and the trainer waits for a server that starts.
 """
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
-from rollout_vllm import Endpoint, RolloutClient, ServerGroup, ServerWatch
+from rollout_vllm import ControlError, Endpoint, RolloutClient, ServerGroup, ServerWatch
 from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
 
 from ..errors import RankError, RankLost, RlRuntimeError
+from ..experience import Phase
 from ..ranks.model_handle import ModelHandle
+from .memory_turns import MemoryTurns, Turn
 
 _NOTICE_S = 20.0
 """Longest time, in seconds, in which a server's supervisor notices that the server has died."""
@@ -30,6 +35,7 @@ class RolloutServers:
     Args:
         report: called with one line of text for each event of a server.
         adapters_alone: push only the actor's LoRA adapters; the servers keep the base model.
+        turns: the servers sleep while the trainer works, and sleep now; None: they share the GPUs' memory.
     """
 
     def __init__(
@@ -42,6 +48,7 @@ class RolloutServers:
         max_restarts: int,
         report: Callable[[str], None],
         adapters_alone: bool = False,
+        turns: MemoryTurns | None = None,
     ) -> None:
         self._servers, self._client, self._actor, self._sync = servers, client, actor, sync
         self._adapter = _ADAPTER if adapters_alone else None
@@ -57,7 +64,16 @@ class RolloutServers:
         self._closing = threading.Event()
         self._watch: ServerWatch | None = None
         if servers.servers and max_restarts:
-            self._watch = ServerWatch(servers, client, on_restart=self._push_to_restarted, max_restarts=max_restarts)
+            self._watch = ServerWatch(
+                servers,
+                client,
+                on_restart=self._push_to_restarted,
+                max_restarts=max_restarts,
+                restarting=nullcontext if turns is None else self._with_memory,
+            )
+        self._turns = turns
+        if turns is not None and self._watch is not None:
+            turns.on_failure = self._restart_failed
 
     def __enter__(self) -> "RolloutServers":
         if self._watch is not None:
@@ -70,20 +86,36 @@ class RolloutServers:
         if self._watch is not None:
             self._watch.stop(abort_restarts=True)
 
-    def changing_weights(self) -> AbstractContextManager[bool]:
-        """Context in which the caller may change and push the weights; restarted servers wait for its end."""
-        return self._weights
+    @contextmanager
+    def changing_weights(self, phase: Phase = nullcontext) -> Iterator[None]:
+        """Context in which the caller may change the weights and has to push them; restarted servers wait for its end.
 
-    def push(self, version: int) -> SyncReport | None:
+        With turns, the trainer has the GPUs' memory until `push`. `phase` times the change.
+        """
+        with self._weights:
+            if self._turns is not None and self._turns.turn is Turn.GENERATION:
+                self._turns.start_training(self._endpoints(self._running()), phase)
+            yield
+
+    def push(self, version: int, phase: Phase = nullcontext) -> SyncReport | None:
         """Pushes the actor's weights to all running servers as policy `version`; None if no server is running.
 
         A restarting server gets the weights before it receives requests. Servers that a push does not reach are
-        restarted.
+        restarted. With turns, the servers then have the GPUs' memory.
         """
         with self._weights:
-            report = self._push_to_serving(version)
+            if self._turns is not None:
+                self._turns.start_push(self._endpoints(self._serving()), phase)
+            with phase("sync"):
+                report = self._push_to_serving(version)
+            if self._turns is not None:
+                self._turns.start_generation(self._endpoints(self._serving()), phase)
             self._client.set_policy_version(version)
             return report
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics since the last call: what was moved for turns."""
+        return {} if self._turns is None else self._turns.take_metrics()
 
     def check(self) -> None:
         """Raises rollout_vllm.ServerDiedError if no server is left, or if one died and restarts are disabled."""
@@ -115,7 +147,7 @@ class RolloutServers:
         while serving := self._serving():
             try:
                 if serving != self._connected:
-                    self._connect([self._servers.endpoints[index] for index in serving])
+                    self._connect(self._endpoints(serving))
                     self._connected = serving
                 report: SyncReport = self._actor.push_weights(version)
                 self._report_transports(report)
@@ -154,6 +186,31 @@ class RolloutServers:
             self._transports |= report.transports
             routes = "; ".join(f"{url}: {transport}" for url, transport in report.transports.items())
             self._report(f"weights: rank 0 -> {routes}")
+
+    @contextmanager
+    def _with_memory(self, index: int) -> Iterator[None]:
+        """Waits until the servers have the GPUs' memory, and keeps it while server `index` starts."""
+        del index
+        with self._weights:
+            assert self._turns is not None
+            if self._closing.is_set() or self._turns.turn is not Turn.GENERATION:
+                raise RlRuntimeError("the run is over")
+            yield
+
+    def _restart_failed(self, error: ControlError) -> None:
+        """Stops servers that did not sleep or wake up, which frees their memory; the watch starts them again."""
+        assert self._watch is not None
+        self._report(f"restarting rollout servers: {error}")
+        for index, endpoint in enumerate(self._servers.endpoints):
+            if endpoint.url in error.problems:
+                self._watch.restart(index)
+
+    def _endpoints(self, indices: list[int]) -> list[Endpoint]:
+        return [self._servers.endpoints[index] for index in indices]
+
+    def _running(self) -> list[int]:
+        """Indices of the servers whose processes run, those that were given up too."""
+        return [index for index, server in enumerate(self._servers.servers) if server.alive]
 
     def _connect(self, endpoints: list[Endpoint]) -> None:
         self._actor.connect_servers(endpoints, self._sync, self._adapter)

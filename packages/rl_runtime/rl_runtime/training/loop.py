@@ -5,6 +5,7 @@ The app passes in the policy update as `learn`, a function from the step's sampl
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ckpt import Checkpoint
@@ -122,15 +123,16 @@ class TrainingLoop:
         trainer = self._trainer
         after = None
         for step in range(first, trainer.total_training_steps + 1):
-            metrics = self._step(step, learn)
             last = step == trainer.total_training_steps
+            metrics = self._step(step, learn)
             if (last and trainer.val_after_train) or (
                 not stop.signal and trainer.test_freq > 0 and step % trainer.test_freq == 0
             ):
                 after = self._validate(step)
             if stop.signal and not last:
                 if not self._checkpoints.is_due(step):
-                    self._save(step, metrics)
+                    with self._servers.changing_weights():
+                        self._save(step, metrics)
                 return step, after
         return trainer.total_training_steps, after
 
@@ -143,13 +145,14 @@ class TrainingLoop:
                 self._record.info(f"step {step}: {collected.num_failed} samples left out: {collected.reason}")
             if collected.note:
                 self._record.info(f"step {step}: {collected.note}")
-            with self._servers.changing_weights():
+            with self._servers.changing_weights(timer.phase):
                 metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
-                with timer.phase("sync"):
-                    metrics |= self._sync(version=step)
-            if self._checkpoints.is_due(step):
-                with timer.phase("checkpoint"):
-                    self._save(step, metrics)
+                # Before the sync, after which the engines' memory may belong to the servers.
+                if self._checkpoints.is_due(step):
+                    with timer.phase("checkpoint"):
+                        self._save(step, metrics)
+                metrics |= self._sync(step, timer.phase)
+        metrics |= self._servers.take_metrics()
         metrics["rollout/num_restarts"] = float(self._servers.num_restarts)
         self._record.log_step(step, collected, metrics, timer)
         return metrics
@@ -158,13 +161,12 @@ class TrainingLoop:
         """Saves the state after `step`, or says why there is nothing that can or should be saved."""
         if why := self._checkpoints.why_not():
             self._record.info(f"step {step}: no checkpoint, because {why}")
-            return
-        with self._servers.changing_weights():
+        else:
             self._checkpoints.save(step, metrics)
 
-    def _sync(self, version: int) -> dict[str, float]:
+    def _sync(self, version: int, phase: Phase = nullcontext) -> dict[str, float]:
         """Pushes the actor's weights to the servers as policy `version`."""
-        report = self._servers.push(version)
+        report = self._servers.push(version, phase)
         if report is None:  # no server is up; a restarted one gets the weights before it serves
             return {"sync/total_s": 0.0, "sync/num_bytes": 0.0}
         return {"sync/total_s": report.total_s, "sync/num_bytes": float(report.num_bytes)}

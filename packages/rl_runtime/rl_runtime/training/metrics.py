@@ -63,6 +63,7 @@ def mismatch(batch: ExperienceBatch, log_probs: Sequence[Float32Array]) -> dict[
         [version for item in batch.items for version, count in item.version_spans for _ in range(count)]
     )
     log_probs_K, rollout_log_probs_K = torch.from_numpy(np.concatenate(log_probs)), batch.rollout_log_probs_K
+    assert rollout_log_probs_K is not None, "the servers' log-probs were not requested"
     stale_K = versions_K < versions_K.max()
 
     def of_tokens(chosen_K: torch.Tensor, suffix: str) -> dict[str, float]:

@@ -84,7 +84,7 @@ def compare_with_rollout(
     """Columns for the loss, float32 [K] each, and the metrics of `mismatch` and of the weights.
 
     The columns are `rollout_log_probs`, for losses of users, and with a correction `rollout_weights`, which multiply
-    the token losses.
+    the token losses. Both results are empty if the servers' log-probs were not requested (`rollout.log_probs=false`).
 
     Args:
         old_log_probs: the trainer's log-probs before the update, one array per sample.
@@ -96,7 +96,11 @@ def compare_with_rollout(
 
     from .metrics import mismatch
 
-    columns, metrics = {"rollout_log_probs": batch.rollout_log_probs_K}, mismatch(batch, old_log_probs)
+    rollout_log_probs_K = batch.rollout_log_probs_K
+    if rollout_log_probs_K is None:
+        assert not correction.enabled, "refused by the configuration"
+        return {}, {}
+    columns, metrics = {"rollout_log_probs": rollout_log_probs_K}, mismatch(batch, old_log_probs)
     if correction.mode == "none":
         return columns, metrics
     weights_K, inside_K = rollout_weights(

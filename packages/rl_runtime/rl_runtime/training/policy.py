@@ -124,6 +124,25 @@ class PolicyConfig:
             )
         check_rollout_correction(self.rollout_correction, sampling)
 
+    def check_rollout(self, *, log_probs: bool) -> None:
+        """Refuses what needs the servers' log-probs, if they are not requested (`rollout.log_probs=false`).
+
+        Raises:
+            ValueError: names the key.
+        """
+        if log_probs:
+            return
+        if self.rollout_correction.enabled:
+            raise ValueError(
+                f"rollout.log_probs is False; allowed: true with algorithm.rollout_correction.mode="
+                f"{self.rollout_correction.mode}, which compares them with the trainer's"
+            )
+        if self.has_own_loss:
+            raise ValueError(
+                f"rollout.log_probs is False; allowed: true with algorithm.loss={self.loss}, a function of yours that "
+                "may read rollout_log_probs"
+            )
+
     def _check_advantage(self) -> None:
         if not 0 <= self.gamma <= 1:
             raise ValueError(f"gamma is {self.gamma}; allowed: 0 to 1")

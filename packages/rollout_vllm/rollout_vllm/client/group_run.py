@@ -30,6 +30,11 @@ def fresh_group(request: Request, n: int) -> PartialGroup:
     return PartialGroup(request=request, samples=tuple(PartialSample(sample_index=i) for i in range(n)))
 
 
+def joined(first: list[float] | None, second: list[float] | None) -> list[float] | None:
+    """The log-probs of two parts of a response; None if those of either were not requested."""
+    return None if first is None or second is None else first + second
+
+
 def extend(
     part: PartialSample, choice: Choice, sampling: SamplingConfig, *, version: int, last_version: int
 ) -> PartialSample:
@@ -44,7 +49,7 @@ def extend(
     return dataclasses.replace(
         part,
         response_ids=ids,
-        log_probs=part.log_probs + choice.log_probs,
+        log_probs=joined(part.log_probs, choice.log_probs),
         version_spans=merge_spans([*part.version_spans, (version, len(choice.response_ids))]),
         finish_reason=reason,
         last_policy_version=last_version,

@@ -27,14 +27,22 @@ class Choice:
     """One response, as parsed from JSON."""
 
     response_ids: list[int]
-    log_probs: list[float]
+    log_probs: list[float] | None
     finish_reason: FinishReason
 
 
 def completion_body(
-    prompt_ids: Sequence[int], sampling: SamplingConfig, *, model: str | None, seed: int | None
+    prompt_ids: Sequence[int],
+    sampling: SamplingConfig,
+    *,
+    model: str | None,
+    seed: int | None,
+    log_probs: bool = True,
 ) -> dict[str, Any]:
-    """The JSON of one request for `sampling.n` samples. It sets every sampling value, so no server default applies."""
+    """The JSON of one request for `sampling.n` samples. It sets every sampling value, so no server default applies.
+
+    log_probs: ask for the log-prob of every token.
+    """
     body: dict[str, Any] = {
         "prompt": list(prompt_ids),
         "n": sampling.n,
@@ -46,12 +54,13 @@ def completion_body(
         "repetition_penalty": sampling.repetition_penalty,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "logprobs": 0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
         "vllm_xargs": {"plinth_ids_only": 1},
         "stream": False,
     }
+    if log_probs:
+        body["logprobs"] = 0
     if model is not None:
         body["model"] = model
     if seed is not None:
@@ -70,11 +79,13 @@ def engine_request_id(request_id: str) -> str:
     return f"cmpl-{request_id}-0"
 
 
-def parse_completion(answer: Any, n: int) -> list[Choice]:
+def parse_completion(answer: Any, n: int, *, log_probs: bool = True) -> list[Choice]:
     """The n choices in index order.
 
-    Raises MalformedAnswerError unless every index 0..n-1 is present once, with token ids and one finite log-prob per
-    token.
+    log_probs: whether they were asked for.
+
+    Raises MalformedAnswerError unless every index 0..n-1 is present once, with token ids and, if asked for, one finite
+    log-prob per token.
     """
     if not isinstance(answer, Mapping) or not isinstance(answer.get("choices"), list):
         raise MalformedAnswerError("the answer has no list of choices")
@@ -85,13 +96,13 @@ def parse_completion(answer: Any, n: int) -> list[Choice]:
         index = raw["index"]
         if index in choices or not 0 <= index < n:
             raise MalformedAnswerError(f"choice index {index} is repeated or not in 0..{n - 1}")
-        choices[index] = _parse_choice(raw, index)
+        choices[index] = _parse_choice(raw, index, log_probs)
     if len(choices) != n:
         raise MalformedAnswerError(f"{len(choices)} choices for n={n}")
     return [choices[index] for index in range(n)]
 
 
-def _parse_choice(raw: Mapping[str, Any], index: int) -> Choice:
+def _parse_choice(raw: Mapping[str, Any], index: int, asked: bool) -> Choice:
     reason = raw.get("finish_reason")
     if reason not in _FINISH_REASONS:
         raise MalformedAnswerError(
@@ -107,6 +118,8 @@ def _parse_choice(raw: Mapping[str, Any], index: int) -> Choice:
     # A large step has a million tokens: use built-in functions over whole lists instead of a Python loop.
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise MalformedAnswerError(f"choice {index}: no token ids (does the server support return_token_ids?)")
+    if not asked:
+        return Choice(ids, None, cast(FinishReason, reason))
     if not isinstance(values, list) or len(values) != len(ids):
         got = len(values) if isinstance(values, list) else "no"
         raise MalformedAnswerError(f"choice {index}: {got} log-probs for {len(ids)} tokens")

@@ -170,7 +170,13 @@ class RequestRunner:
             self._in_flight[request_id] = attempt
         try:
             model = self.model or await self._transport.model_of(attempt.server)
-            body = completion_body(request.prompt_ids, request.sampling, model=model, seed=request.seed)
+            body = completion_body(
+                request.prompt_ids,
+                request.sampling,
+                model=model,
+                seed=request.seed,
+                log_probs=self._config.log_probs,
+            )
             status, headers, raw = await self._transport.exchange(
                 attempt.server, "POST", "/v1/completions", body, request_id=request_id
             )
@@ -189,7 +195,7 @@ class RequestRunner:
             message = error_message(status, raw.decode("utf-8", "replace"))
             return _AttemptFailure(classify_status(status, message), message, _seconds(headers.get("Retry-After")))
         try:
-            return parse_completion(json.loads(raw), request.sampling.n)
+            return parse_completion(json.loads(raw), request.sampling.n, log_probs=self._config.log_probs)
         except ValueError as error:  # MalformedAnswerError, or not JSON at all
             return _AttemptFailure(MALFORMED, f"malformed answer: {error}")
 

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, SupportsFloat
 
 from ..client.client import Gate, RolloutClient
+from ..client.group_run import joined
 from ..client.transport import cancel, gather_or_cancel
 from ..config import SamplingConfig
 from ..errors import RolloutError
@@ -47,7 +48,8 @@ class TurnFailedError(RolloutError):
 class EpisodeResult:
     """One finished episode: a training sequence.
 
-    response_ids: everything after the prompt, turns and context, in order. log_probs (0.0 for context) and
+    response_ids: everything after the prompt, turns and context, in order. log_probs (0.0 for context; None with
+    `RolloutConfig(log_probs=False)`) and
     response_mask (True: sampled by the policy, False: context, e.g. the result of a tool) have the same length.
     policy_versions: the version of the first token of every turn. version_spans: the policy version of every token, as
     in `Sample`; context has the version of the tokens before it, so that num_tokens sum to the length of the response.
@@ -60,7 +62,7 @@ class EpisodeResult:
     sample_index: int
     prompt_ids: list[int]
     response_ids: list[int]
-    log_probs: list[float]
+    log_probs: list[float] | None
     response_mask: list[bool]
     finish_reason: FinishReason  # of the last turn
     policy_versions: tuple[int, ...]
@@ -100,7 +102,7 @@ class Episode:
         self.sample_index = sample_index
         self.prompt_ids = list(request.prompt_ids)
         self.response_ids: list[int] = []
-        self.log_probs: list[float] = []
+        self.log_probs: list[float] | None = []
         self.response_mask: list[bool] = []
         self.turns: list[Sample] = []
         self._version_spans: list[VersionSpan] = []
@@ -186,9 +188,9 @@ class Episode:
             return None
         return [self._rewards.get(index, 0.0) for index in range(sum(self.response_mask))]
 
-    def _append(self, ids: list[int], log_probs: list[float], sampled: bool) -> None:
+    def _append(self, ids: list[int], log_probs: list[float] | None, sampled: bool) -> None:
         self.response_ids += ids
-        self.log_probs += log_probs
+        self.log_probs = joined(self.log_probs, log_probs)
         self.response_mask += [sampled] * len(ids)
 
     def result(self, duration_s: float) -> EpisodeResult:

@@ -85,6 +85,11 @@ def check_device_features(config: RolloutConfig, device: Device) -> None:
     """Check for settings that the device does not support. Raises RolloutConfigError."""
     if device == "cpu" and config.sleep_mode:
         raise RolloutConfigError("sleep_mode=True: a CPU server has no GPU memory to free; set it to False")
+    if device == "cpu" and config.kv_cache_dtype != "auto":
+        raise RolloutConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r}: must be 'auto' on the CPU, where vLLM has fp8 attention for "
+            "some processors only (AVX-512) and this package has not tried it"
+        )
     if device == "cpu" and config.tensor_parallel_size > 1:
         raise RolloutConfigError(
             f"tensor_parallel_size={config.tensor_parallel_size}: must be 1 on the CPU; increase num_servers instead"
@@ -101,7 +106,14 @@ def check_request_length(max_prompt_tokens: int, max_tokens: int, max_model_len:
         )
 
 
-def kv_bytes_per_token(model_config: Mapping[str, Any], dtype: str, tensor_parallel_size: int) -> int | None:
+def kv_value_bytes(config: RolloutConfig) -> int:
+    """Bytes per value of the KV cache."""
+    if config.kv_cache_dtype == "fp8":
+        return 1
+    return 4 if config.dtype == "float32" else 2
+
+
+def kv_bytes_per_token(model_config: Mapping[str, Any], bytes_per_value: int, tensor_parallel_size: int) -> int | None:
     """KV cache bytes per token on one GPU; None for models with MLA, sliding-window or hybrid attention."""
     layer_types = model_config.get("layer_types") or []
     is_plain = isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)
@@ -113,7 +125,6 @@ def kv_bytes_per_token(model_config: Mapping[str, Any], dtype: str, tensor_paral
     head_dim = model_config.get("head_dim") or (hidden // heads if _is_count(hidden) else None)
     if not _is_count(kv_heads) or not _is_count(head_dim):
         return None
-    bytes_per_value = 4 if dtype == "float32" else 2
     return int(2 * layers * max(1, kv_heads // tensor_parallel_size) * head_dim * bytes_per_value)
 
 
@@ -126,7 +137,7 @@ def check_kv_cache(config: RolloutConfig, model_config: Mapping[str, Any] | None
     budget = kv_cache_bytes_of(config, device)
     if budget is None or model_config is None:
         return
-    per_token = kv_bytes_per_token(model_config, config.dtype, config.tensor_parallel_size)
+    per_token = kv_bytes_per_token(model_config, kv_value_bytes(config), config.tensor_parallel_size)
     max_len = config.max_model_len or model_config.get("max_position_embeddings")
     if per_token is None or not _is_count(max_len):
         return

@@ -77,6 +77,8 @@ def server_arguments(
         args += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
     if device == "cuda":
         args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)]
+    if config.kv_cache_dtype != "auto":
+        args += ["--kv-cache-dtype", config.kv_cache_dtype]
     if config.sleep_mode:
         args += ["--enable-sleep-mode"]
     if config.profile_dir is not None:

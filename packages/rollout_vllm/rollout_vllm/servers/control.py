@@ -37,20 +37,23 @@ def _post(endpoint: Endpoint, path: str, body: object | None, timeout_s: float) 
 
 def _raise(action: str, problems: dict[str, str]) -> None:
     if problems:
-        raise ControlError(f"{action} failed: " + "; ".join(f"{url}: {problem}" for url, problem in problems.items()))
+        text = "; ".join(f"{url}: {problem}" for url, problem in problems.items())
+        raise ControlError(f"{action} failed: {text}", problems)
 
 
 def sleep(endpoints: Sequence[Endpoint], *, level: Literal[1, 2] = 1, timeout_s: float = 120.0) -> None:
     """Free the servers' GPU memory. Call it while nothing is generated: running requests are aborted.
 
     Level 1 keeps the weights in CPU memory. Level 2 discards them, so weights must be pushed after `wake`.
-    Raises ControlError; the other servers stay asleep (call `wake`).
+    Raises ControlError, whose `problems` name the servers that failed; the others stay asleep (call `wake`).
     """
     _raise("sleep", on_all(endpoints, lambda e: _post(e, f"/sleep?level={level}", None, timeout_s)))
 
 
 def wake(endpoints: Sequence[Endpoint], *, tags: Sequence[WakeTag] = (), timeout_s: float = 120.0) -> None:
-    """Allocate the memory of `tags` again; without tags, all of it. Raises ControlError.
+    """Allocate the memory of `tags` again; without tags, all of it. Requests are served when all of it is back.
+
+    Raises ControlError, whose `problems` name the servers that failed.
 
     To limit peak memory: wake tags=["weights"], push the weights, then wake tags=["kv_cache"].
     """
@@ -67,7 +70,7 @@ def is_sleeping(endpoint: Endpoint, *, timeout_s: float = 30.0) -> bool:
         problem = f"HTTP {status}"
     except (*NO_ANSWER, ValueError, LookupError, TypeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
-    raise ControlError(f"is_sleeping failed: {endpoint.url}: {problem}")
+    raise ControlError(f"is_sleeping failed: {endpoint.url}: {problem}", {endpoint.url: problem})
 
 
 def start_profile(endpoints: Sequence[Endpoint], *, timeout_s: float = 120.0) -> None:

@@ -20,6 +20,8 @@ class ServerMemory:
     kv_cache: int
     workspace: int
     """Activations of a prefill and logits of all sequences, CUDA graphs and context."""
+    asleep: int
+    """What stays on the GPU while the server sleeps, at either level: CUDA graphs and context."""
 
     @property
     def total(self) -> int:
@@ -52,8 +54,10 @@ def estimate_server_memory(
     tp = tensor_parallel_size
     prefill = BATCHED_TOKENS * (4 * hidden + 3 * intermediate // tp) * element_bytes
     logits = _COPIES_OF_LOGITS * 4 * max_num_seqs * vocab
+    asleep = (GRAPH_BYTES if graphs else 0) + CONTEXT_BYTES
     return ServerMemory(
         weights=-(-weight_bytes // tp),
         kv_cache=-(-kv_tokens * kv_bytes_per_token // tp),
-        workspace=prefill + logits + (GRAPH_BYTES if graphs else 0) + CONTEXT_BYTES,
+        workspace=prefill + logits + asleep,
+        asleep=asleep,
     )

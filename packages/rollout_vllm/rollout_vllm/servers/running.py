@@ -45,8 +45,8 @@ def _check(endpoint: Endpoint, config: RolloutConfig) -> None:
     if config.control_routes:
         missing = "start it with VLLM_SERVER_DEV_MODE=1, on a private network"
         _request(endpoint, "GET", "/get_world_size", missing=missing)
-    if is_paused(endpoint):
-        return  # it cannot generate; the first weight push resumes it
+    if is_paused(endpoint) or not config.log_probs:
+        return  # it cannot generate, and the first weight push resumes it; or nobody reads log-probs
     # top_k=1 leaves one token: its log-prob is 0 after the sampling settings are applied, and below 0 before.
     body = {"prompt": [1, 2], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "seed": 0}
     answer = _request(endpoint, "POST", "/v1/completions", body)

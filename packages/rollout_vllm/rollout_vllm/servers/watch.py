@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +41,8 @@ class ServerWatch:
     again, including during its start, is restarted up to max_restarts times and then given up. When all servers are
     given up, waiting requests end as failures.
 
+    restarting: entered with the server's number around each restart, from its start to the end of on_restart; it may
+    wait until there is GPU memory for a server.
     health_every_s: time between health checks. hang_timeout_s: a server that does not answer for this long has hung.
 
     Raises RolloutConfigError: the group has no servers of its own, or the client has other endpoints.
@@ -52,6 +55,7 @@ class ServerWatch:
         *,
         on_restart: OnRestart,
         max_restarts: int = 3,
+        restarting: Callable[[int], AbstractContextManager[object]] = nullcontext,
         health_every_s: float = 10.0,
         hang_timeout_s: float = 60.0,
     ) -> None:
@@ -61,7 +65,7 @@ class ServerWatch:
             raise RolloutConfigError("the client must have the endpoints of this group, in the same order")
         self.events: list[WatchEvent] = []
         self._group, self._client, self._on_restart = group, client, on_restart
-        self._max_restarts = max_restarts
+        self._max_restarts, self._restart_context = max_restarts, restarting
         self._health_every_s, self._hang_timeout_s = health_every_s, hang_timeout_s
         self._stopping = threading.Event()
         self._suspects = [threading.Event() for _ in group.servers]
@@ -169,9 +173,10 @@ class ServerWatch:
             return self._give_up(index, f"it failed {restarts} times, max_restarts={self._max_restarts}")
         server.stop()
         try:
-            server.start()
-            server.wait_ready(time.monotonic() + self._group.startup_timeout_s)
-            version = self._on_restart(index, server.endpoint)
+            with self._restart_context(index):
+                server.start()
+                server.wait_ready(time.monotonic() + self._group.startup_timeout_s)
+                version = self._on_restart(index, server.endpoint)
         except Exception as error:
             if isinstance(error, ServerStartError) or not self._healthy(server):
                 server.stop()  # it failed before it was ready, which counts as the next failure
