@@ -107,6 +107,11 @@ def read_app(arguments: Sequence[str]) -> App:
     return App(arguments=tuple(arguments), config=config)
 
 
+def default_cores(num_gpus: int) -> int:
+    """CPU cores for the processes of a node: a rank and a server for each GPU, and the driver with its rewards."""
+    return 8 * num_gpus + 4
+
+
 def split_arguments(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments of the app, and those whose key is in `own` or that ask for help."""
     mine = [a for a in arguments if a.partition("=")[0] in own or a in ("--help", "-h", "help")]
