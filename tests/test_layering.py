@@ -48,7 +48,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "ckpt": {
         "savers": "digest.py files.py hf_export.py manager.py reader.py upstream.py",
-        "tools": "files.py hf_export.py manager.py manifest.py reader.py retention.py upstream.py zero",
+        "tools": "files.py hf_export.py manager.py manifest.py pins.py reader.py retention.py upstream.py zero",
         "zero": "upstream.py",
     },
     "rl_data": {

@@ -12,6 +12,7 @@ from .errors import ExportError as ExportError
 from .errors import ShardError as ShardError
 from .errors import UnsupportedFormatError as UnsupportedFormatError
 from .errors import UntrustedFileError as UntrustedFileError
+from .errors import UploadError as UploadError
 from .hf_export import HfExport as HfExport
 from .hf_export import save_hf_folder as save_hf_folder
 from .manager import Checkpoint as Checkpoint
@@ -33,6 +34,8 @@ from .savers.rng import capture_rng as capture_rng
 from .savers.rng import restore_rng as restore_rng
 from .savers.state_dicts import load_state_dict as load_state_dict
 from .savers.state_dicts import save_state_dict as save_state_dict
+from .tools.async_uploader import AsyncUploader as AsyncUploader
+from .tools.async_uploader import Upload as Upload
 from .tools.deepspeed_export import export_deepspeed as export_deepspeed
 from .tools.lora_export import export_merged as export_merged
 from .tools.lora_export import merge_lora as merge_lora

@@ -12,7 +12,8 @@ CheckpointError
 ├── ExportError (also ValueError)               a Hugging Face export failed
 ├── ShardError (also ValueError)                a DeepSpeed checkpoint cannot be read; names the file
 ├── UnsupportedFormatError (also ValueError)    the checkpoint's format is newer than this package
-└── UntrustedFileError (also ValueError)        a file holds more than tensors and plain values
+├── UntrustedFileError (also ValueError)        a file holds more than tensors and plain values
+└── UploadError                                 checkpoints could not be uploaded; names them
 
 All of them can be pickled with their attributes, because they cross process borders.
 """
@@ -86,3 +87,14 @@ class UnsupportedFormatError(CheckpointError, ValueError):
 
 class UntrustedFileError(CheckpointError, ValueError):
     """A file holds more than tensors and plain values; nothing in it was executed."""
+
+
+class UploadError(CheckpointError):
+    """Published checkpoints could not be uploaded.
+
+    Attributes: `steps` (the published steps that the storage lacks).
+    """
+
+    def __init__(self, message: str, *, steps: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.steps = steps

@@ -17,7 +17,7 @@ checkpoints. One process at a time writes to a root; any number may read.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from .lock import WriterLock
 from .manifest import MANIFEST_NAME, CheckpointManifest, FileEntry, ManifestError, folder_name
 from .models import MODELS_NAME
 from .packages import package_versions
+from .pins import no_new_pins
 from .reader import STATE_NAME, Checkpoint, CheckpointReader
 from .retention import Retention, steps_to_delete
 
@@ -59,18 +60,26 @@ class CheckpointManager(CheckpointReader):
     """
 
     def __init__(
-        self, root: Path, *, keep_last: int | None = None, retention: Retention | None = None, lock: bool = True
+        self,
+        root: Path,
+        *,
+        keep_last: int | None = None,
+        retention: Retention | None = None,
+        lock: bool = True,
+        on_publish: Callable[[Checkpoint], None] | None = None,
     ) -> None:
         """The first `prepare` creates `root`.
 
         `publish` keeps the newest `keep_last` checkpoints, or those that `retention` selects; without both it keeps
         all. The first call that writes locks the folder, until `close` or until the manager or the process ends.
-        `lock=False` is for file systems without locks.
+        `lock=False` is for file systems without locks. `publish` calls `on_publish` with the new checkpoint, for
+        example `AsyncUploader.add`.
         """
         if keep_last is not None and retention is not None:
             raise CheckpointUsageError(f"keep_last={keep_last!r}: set keep_last in the retention, or pass no retention")
         super().__init__(root)
         self.retention = retention if retention is not None else Retention(keep_last=keep_last)
+        self._on_publish = on_publish
         self._preparing: set[int] = set()
         self._lock = WriterLock(self.root) if lock else None
 
@@ -161,7 +170,10 @@ class CheckpointManager(CheckpointReader):
         publish_folder(partial, final)
         self._point_latest()
         self._prune(keep=step)
-        return Checkpoint(path=final, step=step, state=json.loads(text))
+        published = Checkpoint(path=final, step=step, state=json.loads(text))
+        if self._on_publish is not None:
+            self._on_publish(published)
+        return published
 
     def adopt(self, step: int) -> Checkpoint:
         """Publish a prepared folder that already holds a whole checkpoint with its manifest, verified and fsynced.
@@ -245,11 +257,12 @@ class CheckpointManager(CheckpointReader):
 
     def _prune(self, keep: int | None) -> list[int]:
         # The step just published is kept even if a run that resumed from an older one left newer checkpoints.
-        deleted = self._prunable(keep)
-        if deleted:
-            self._take_lock()
-        for step in deleted:
-            remove_folder(self._final(step))
+        with no_new_pins() as pinned:
+            deleted = [step for step in self._prunable(keep) if self._final(step).absolute() not in pinned]
+            if deleted:
+                self._take_lock()
+            for step in deleted:
+                remove_folder(self._final(step))
         return deleted
 
     def _withdraw(self, step: int) -> None:

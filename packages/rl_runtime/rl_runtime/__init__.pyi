@@ -19,7 +19,7 @@ from .app.preflight import check_prompt_files as check_prompt_files
 from .app.preflight import check_sequence_parallel as check_sequence_parallel
 from .app.preflight import check_servers as check_servers
 from .app.preflight import check_supervised as check_supervised
-from .app.preflight import find_checkpoint as find_checkpoint
+from .app.resume import find_checkpoint as find_checkpoint
 from .app.run import run_job as run_job
 from .config import ModelConfig as ModelConfig
 from .config import RanksConfig as RanksConfig

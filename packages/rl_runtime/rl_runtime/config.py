@@ -27,6 +27,27 @@ EPISODE_TERM = "episode"
 """Name of what an episode scored itself, beside configured terms."""
 
 
+def is_url(text: str) -> bool:
+    """Whether the text is a URL of a storage, with something after `scheme://`."""
+    return re.fullmatch(r"[a-z][a-z0-9+.-]*://.+", text) is not None
+
+
+def _check_storage(name: str, url: str | None) -> None:
+    """Refuses storages that cannot hold checkpoints, and passwords, which files of the run would show."""
+    scheme, _, rest = (url or "").partition("://")
+    if url is None or not is_url(url):
+        return
+    if scheme == "memory":
+        raise ValueError(f"{name} is {url!r}; allowed: another storage, because memory:// ends with this process")
+    if scheme in ("file", "local") and not rest.startswith("/"):
+        raise ValueError(f"{name} is {url!r}; allowed: an absolute folder, {scheme}:///shared/runs")
+    if "@" in rest and ":" in rest.partition("@")[0]:
+        raise ValueError(
+            f"{name} has a password; allowed: a URL without, and credentials in the environment or in fsspec's "
+            "configuration"
+        )
+
+
 def _check_at_least(minimum: int, config: object, *names: str) -> None:
     for name in names:
         if getattr(config, name) < minimum:
@@ -137,12 +158,18 @@ class TrainerConfig(RanksConfig):
     """Number of checkpoints with the highest `best_metric` to keep as well."""
     best_metric: str = "critic/score/mean"
     """Metric of the step that `keep_best` compares."""
+    checkpoint_url: str | None = None
+    """Storage for copies of the checkpoints that outlives this host: any URL of fsspec (`s3://bucket/runs`,
+    `gs://bucket/runs`, `file:///shared/runs`). Every checkpoint is uploaded in the background to
+    `<checkpoint_url>/<name of the run folder>`, where the same ones are kept as in the run folder; only the end of the
+    run waits. Credentials come from the environment or from fsspec's configuration. null: no uploads."""
     resume: Literal["never", "auto"] = "never"
-    """`auto` resumes from the newest checkpoint that verifies and says which ones it skips; without any checkpoint it
-    starts at step 1. The number of ranks, the ZeRO stage and offload may differ from those of the checkpoint."""
+    """`auto` resumes from the newest checkpoint that verifies, here or below `checkpoint_url`, and says which ones it
+    skips; without any checkpoint it starts at step 1. The number of ranks, the ZeRO stage and offload may differ from
+    those of the checkpoint."""
     resume_from: str | None = None
-    """The run folder to resume from; null: the newest one of this experiment in `output_dir` that has a good
-    checkpoint."""
+    """The run folder to resume from, or the URL of a run below a `checkpoint_url`; null: the newest run of this
+    experiment that has a good checkpoint, in `output_dir` or below `checkpoint_url`."""
     start_over_if_damaged: bool = False
     """With `resume=auto`, start at step 1 if there are checkpoints and none of them can be read; false: refuse."""
     export_model: bool = True
@@ -168,6 +195,13 @@ class TrainerConfig(RanksConfig):
             raise ValueError(
                 f"take_turns is {self.take_turns}; allowed: never, or null, with colocate=false, where servers and "
                 "ranks have GPUs of their own"
+            )
+        for name in ("checkpoint_url", "resume_from"):
+            _check_storage(name, getattr(self, name))
+        if self.checkpoint_url is not None and not is_url(self.checkpoint_url):
+            raise ValueError(
+                f"checkpoint_url is {self.checkpoint_url!r}; allowed: a URL, such as s3://bucket/runs or "
+                "file:///shared/runs, or null"
             )
         if self.resume_from is not None and self.resume == "never":
             raise ValueError(f"resume_from is {self.resume_from}, but resume is never; allowed: resume=auto")

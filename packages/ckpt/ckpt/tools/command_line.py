@@ -1,4 +1,4 @@
-"""Lists, verifies, exports, reshapes and prunes checkpoints on the command line.
+"""Lists, verifies, exports, reshapes, uploads and prunes checkpoints on the command line.
 
 Exit codes: 0 success, 1 a checkpoint is damaged, 2 wrong usage or any other error.
 """
@@ -175,6 +175,22 @@ def _reshape(options: argparse.Namespace) -> int:
     return 0
 
 
+def _upload(options: argparse.Namespace) -> int:
+    from .remote import RemoteCheckpoints
+
+    remote = RemoteCheckpoints(options.url)
+    remote.check_writable()
+    manager, there = CheckpointManager(options.dir), remote.steps()
+    missing = [step for step in manager.steps() if step not in there]
+    for step in missing:
+        progress = Progress(folder_name(step))
+        remote.upload(manager.read(step), on_file=progress.add)
+        progress.close()
+        print(f"uploaded {folder_name(step)}", flush=True)
+    print(f"{options.url} has steps {', '.join(map(str, remote.steps())) or 'none'}")
+    return 0
+
+
 def _prune(options: argparse.Namespace) -> int:
     rule = Retention(
         keep_last=options.keep_last,
@@ -224,6 +240,9 @@ def _parser() -> argparse.ArgumentParser:
         parents=[source],
         help="write a DeepSpeed universal checkpoint, which loads with any number of ranks at any ZeRO stage",
     )
+    uploader = commands.add_parser("upload", help="upload the checkpoints that a storage lacks")
+    uploader.add_argument("dir", type=Path, help="folder of checkpoints")
+    uploader.add_argument("url", help="any URL of fsspec: s3://bucket/run-7")
     commands.add_parser(
         "doctor", help="list what background saves and safe loads need of DeepSpeed, and its state here"
     )
@@ -253,6 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _export(options)
         if options.command == "reshape":
             return _reshape(options)
+        if options.command == "upload":
+            return _upload(options)
         if options.command == "prune":
             return _prune(options)
         return _verify(_folders(options.dir, options.step))

@@ -3,6 +3,7 @@
     root/step_00000020.20261121T010203123456Z-5f3a/     one upload; its name is never reused
         actor/...  state.json                            the files, in any order
         manifest.json                                    uploaded last: it publishes the upload
+    root/warm_start_model/                              a folder that does not change, uploaded once in the same way
 
 Object stores have no atomic rename of folders, so the manifest publishes an upload. It is uploaded after all other
 files have arrived with their sizes; readers ignore an upload without a manifest. No tensor is copied or moved on the
@@ -13,10 +14,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..errors import (
@@ -25,11 +27,13 @@ from ..errors import (
     CheckpointNotFoundError,
     CheckpointStateError,
     CheckpointUsageError,
+    UnsupportedFormatError,
 )
-from ..files import check_space, fsync_file
+from ..files import check_space, fsync_file, new_folder
 from ..manager import CheckpointManager
 from ..manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, folder_name, verify_folder
 from ..reader import Checkpoint
+from ..retention import Retention, steps_to_delete
 
 _UPLOAD_FOLDER = re.compile(r"step_([0-9]{8,})\.([0-9]{8}T[0-9]{12}Z-[0-9a-f]+)")
 
@@ -55,6 +59,31 @@ class RemoteCheckpoints:
         except (ValueError, ImportError) as error:
             raise CheckpointUsageError(f"{url}: {error}") from error
         self._root = str(path).rstrip("/")
+        self._metrics: dict[str, Mapping[str, float]] = {}
+
+    def check_writable(self) -> None:
+        """Write and delete a small object. Raises CheckpointUsageError with the storage's reason if that fails.
+
+        Creates folders, but no bucket.
+        """
+        top, probe = self._root.partition("/")[0] or "/", f"{self._root}/.writable_{secrets.token_hex(4)}"
+        try:
+            if not self._fs.exists(top):
+                raise FileNotFoundError(f"{top} does not exist, or these credentials cannot see it")
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.pipe_file(probe, b"plinth")
+            self._fs.rm_file(probe)
+        except Exception as error:  # every storage has classes of its own
+            raise CheckpointUsageError(f"{self.url}: cannot be written: {storage_error(error)}") from error
+
+    def folders(self) -> list[str]:
+        """The names of the folders below the URL, uploads included, in alphabetical order."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(str(entry["name"]).rstrip("/").rsplit("/", 1)[-1] for entry in found if entry["type"] != "file")
 
     def steps(self) -> list[int]:
         """The published steps, oldest first."""
@@ -87,7 +116,8 @@ class RemoteCheckpoints:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ")
         name = f"{folder_name(checkpoint.step)}.{stamp}-{secrets.token_hex(2)}"
         try:
-            self._put_files(checkpoint.path, f"{self._root}/{name}", on_file)
+            manifest, text = CheckpointManifest.read(checkpoint.path), (checkpoint.path / MANIFEST_NAME).read_bytes()
+            self._put_files(checkpoint.path, manifest, text, f"{self._root}/{name}", on_file)
         except BaseException:
             self._try_to_delete(name)
             raise
@@ -110,17 +140,50 @@ class RemoteCheckpoints:
         partial = manager.prepare(step, overwrite=overwrite, expected_bytes=0)
         try:
             self._get_files(f"{self._root}/{name}", partial, on_file)
-            problems = verify_folder(partial)
-            if problems:
-                raise CheckpointDamagedError(
-                    f"{self._root}/{name}: the download is damaged: {'; '.join(map(str, problems[:5]))}",
-                    step=step,
-                    files=tuple(problem.file for problem in problems),
-                )
+            self._check_download(name, partial, step=step)
             return manager.adopt(step)
         finally:
             manager.abandon(step)
             manager.close()
+
+    def upload_folder(self, folder: Path, name: str) -> int:
+        """Upload a folder without links that does not change, as `name`, and return its bytes. Visible once whole.
+
+        Does nothing and returns 0 if `name` is there. Raises CheckpointUsageError for links, or errors of the storage.
+        """
+        if self.has_folder(name):
+            return 0
+        created_at = datetime.now(UTC).isoformat(timespec="seconds")
+        manifest = CheckpointManifest.describe(folder, step=0, created_at=created_at)
+        self._put_files(folder, manifest, manifest.to_json().encode(), f"{self._root}/{name}")
+        return manifest.num_bytes
+
+    def has_folder(self, name: str) -> bool:
+        """Whether `upload_folder` has uploaded `name`."""
+        self._fs.invalidate_cache()
+        return bool(self._fs.exists(f"{self._root}/{name}/{MANIFEST_NAME}"))
+
+    def download_folder(self, name: str, out: Path) -> None:
+        """Download what `upload_folder` has uploaded as `name` to `out`, which must not exist, and verify it.
+
+        `out` appears when it is whole. Raises CheckpointNotFoundError, CheckpointSpaceError, or CheckpointDamagedError
+        when the download differs from the upload.
+        """
+        if not self.has_folder(name):
+            raise CheckpointNotFoundError(f"{self.url}: there is no folder {name}, or it was not uploaded to its end")
+        with new_folder(out) as partial:
+            self._get_files(f"{self._root}/{name}", partial, None)
+            self._check_download(name, partial)
+
+    def prune(self, retention: Retention, *, keep: int) -> list[int]:
+        """Delete the steps that `retention` does not keep, except `keep`. Returns the deleted steps, oldest first."""
+        uploads = self._uploads()
+        ranks_by_metric = retention.keep_best is not None
+        metrics = {step: self._metrics_of(name) for step, name in uploads.items()} if ranks_by_metric else {}
+        deleted = steps_to_delete(uploads, metrics, retention, keep=keep)
+        for step in deleted:
+            self.delete(step)
+        return deleted
 
     def delete(self, step: int) -> None:
         """Delete a step. Its manifest is deleted first, so readers never see a part of it."""
@@ -135,13 +198,8 @@ class RemoteCheckpoints:
         return unfinished
 
     def _folders(self) -> list[str]:
-        self._fs.invalidate_cache()
-        try:
-            found = self._fs.ls(self._root, detail=False)
-        except FileNotFoundError:
-            return []
-        names = [str(path).rstrip("/").rsplit("/", 1)[-1] for path in found]
-        return sorted(name for name in names if _UPLOAD_FOLDER.fullmatch(name))
+        """The uploads, finished or not."""
+        return [name for name in self.folders() if _UPLOAD_FOLDER.fullmatch(name)]
 
     def _uploads(self) -> dict[int, str]:
         """The newest whole upload of each step. Names sort by time."""
@@ -152,8 +210,26 @@ class RemoteCheckpoints:
                 whole[int(match[1])] = name
         return whole
 
-    def _put_files(self, source: Path, target: str, on_file: Callable[[int, int], None] | None) -> None:
-        manifest = CheckpointManifest.read(source)
+    def _metrics_of(self, name: str) -> Mapping[str, float]:
+        """The metrics in the manifest of an upload, read once; none if it is damaged."""
+        if name not in self._metrics:
+            with TemporaryDirectory() as folder:
+                self._fs.get_file(f"{self._root}/{name}/{MANIFEST_NAME}", str(Path(folder) / MANIFEST_NAME))
+                try:
+                    self._metrics[name] = CheckpointManifest.read(Path(folder)).metrics
+                except (ManifestError, UnsupportedFormatError):
+                    self._metrics[name] = {}
+        return self._metrics[name]
+
+    def _put_files(
+        self,
+        source: Path,
+        manifest: CheckpointManifest,
+        text: bytes,
+        target: str,
+        on_file: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Upload the files of `manifest`, then its `text`."""
         for name, entry in manifest.files.items():
             self._fs.makedirs(f"{target}/{name}".rsplit("/", 1)[0], exist_ok=True)
             self._fs.put_file(str(source / name), f"{target}/{name}")
@@ -166,7 +242,7 @@ class RemoteCheckpoints:
                 on_file(entry.num_bytes, manifest.num_bytes)
         # On a file system, readers could see a part of a manifest written in place, so it is renamed. On an object
         # store, objects appear whole, and the move is a copy of a few kilobytes.
-        self._fs.put_file(str(source / MANIFEST_NAME), f"{target}/.{MANIFEST_NAME}.partial")
+        self._fs.pipe_file(f"{target}/.{MANIFEST_NAME}.partial", text)
         self._fs.mv(f"{target}/.{MANIFEST_NAME}.partial", f"{target}/{MANIFEST_NAME}")
         self._fs.invalidate_cache()
 
@@ -185,6 +261,15 @@ class RemoteCheckpoints:
                 on_file(entry.num_bytes, manifest.num_bytes)
         fsync_file(target / MANIFEST_NAME)
 
+    def _check_download(self, name: str, folder: Path, *, step: int | None = None) -> None:
+        problems = verify_folder(folder)
+        if problems:
+            raise CheckpointDamagedError(
+                f"{self._root}/{name}: the download is damaged: {'; '.join(map(str, problems[:5]))}",
+                step=step,
+                files=tuple(problem.file for problem in problems),
+            )
+
     def _delete_all_but(self, step: int, *, keep: str | None) -> None:
         for name in self._folders():
             match = _UPLOAD_FOLDER.fullmatch(name)
@@ -202,3 +287,8 @@ class RemoteCheckpoints:
             self._delete(name)
         except Exception:  # the first error is raised; readers never see leftovers
             return
+
+
+def storage_error(error: Exception) -> str:
+    """The class and the first lines of an error of a storage."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from ckpt import Checkpoint
+from ckpt import AsyncUploader, Checkpoint
 from ds_engine import EngineConfig, Head
 from rl_core import BatchLayout, batch_layout
 from run_kit import Tracker, check_tracking
@@ -23,6 +23,7 @@ from ..rollout.scoring import rewards_of_rows
 from ..training.checkpoints import Stateful
 from ..training.loop import Learn
 from ..training.supervised import train_supervised
+from ..training.uploads import WARM_START_MODEL, check_checkpoint_url
 from .inputs import Inputs
 from .job_config import JobConfig
 from .preflight import (
@@ -37,8 +38,8 @@ from .preflight import (
     check_sequence_parallel,
     check_servers,
     check_supervised,
-    find_checkpoint,
 )
+from .resume import find_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class JobPlan:
     resume_from: Checkpoint | None
     """The checkpoint that the run resumes from; its files are verified."""
     skipped: Sequence[str] = ()
-    """Checkpoints and runs that `resume=auto` passed over, with reasons, one a line."""
+    """Checkpoints and runs that `resume=auto` passed over, with reasons, and what it downloaded; one a line."""
     architectures: Sequence[str] = ()
     """How the engines compute the model, one line each."""
 
@@ -77,19 +78,23 @@ class Job:
     folder: Path
     """The run folder."""
     resumed: Checkpoint | None
+    uploader: AsyncUploader | None = None
+    """With `trainer.checkpoint_url`: what uploads the checkpoints of the run."""
 
     @cached_property
     def model_path(self) -> str:
         """The model folder that the run starts from: the configured one, or the result of the warm start."""
         if not self.config.warm_start.steps:
             return str(self.inputs.model_path)
-        warm = self.folder / "warm_start_model"
+        warm = self.folder / WARM_START_MODEL
         if warm.is_dir():  # the run goes on after it has lost its ranks
             return str(warm)
         if self.resumed is not None:  # the copy of the resumed run; kept here too, for the next resume
             shutil.copytree(self.resumed.path.parent.parent / warm.name, warm)
         else:
             self._warm_start(warm)
+        if self.uploader is not None:  # before the first checkpoint, which is useless without it
+            self.uploader.add_folder(warm)
         return str(warm)
 
     def trained(self, role: str, engine: EngineConfig, *, num_updates: int, head: Head = "lm") -> ModelHandle:
@@ -188,6 +193,7 @@ def check_job(
     check_adapters(config.actor, config.rollout, config.sync)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
     check_cluster(config.model, config.trainer, placement)
+    check_checkpoint_url(config.trainer)
     skipped: list[str] = []
     resume_from = find_checkpoint(config.trainer, skipped.append)
     return JobPlan(placement=placement, resume_from=resume_from, skipped=skipped, architectures=architectures)

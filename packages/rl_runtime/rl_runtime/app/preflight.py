@@ -7,15 +7,13 @@ The errors tell the user how to fix the configuration.
 import asyncio
 import glob
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
-from ckpt import Checkpoint, CheckpointManager
 from ds_engine import EngineConfig, EngineConfigError, ModelError, UntriedModelError, check_model
 from ds_engine.config import check_schedule
 from rl_data import (
@@ -59,7 +57,7 @@ from .inputs import BUILTIN_MODEL, load_inputs
 
 
 @contextmanager
-def _naming(key: str) -> Iterator[None]:
+def naming_key(key: str) -> Iterator[None]:
     """Errors about a file or folder name the configuration key that gave it.
 
     Raises InputError for rl_data.DataError and OSError.
@@ -93,7 +91,7 @@ def check_prompt_files(model: ModelConfig, data: DataConfig, *, rewards: Sequenc
     Raises InputError, naming the key and the file or folder.
     """
     if model.path != BUILTIN_MODEL:
-        with _naming("model.path"):
+        with naming_key("model.path"):
             check_model_folder(find_model_folder(model.path))
     elif data.train or data.val:
         raise InputError(
@@ -101,7 +99,7 @@ def check_prompt_files(model: ModelConfig, data: DataConfig, *, rewards: Sequenc
             "give model.path=<Hugging Face folder> with data.train and data.val"
         )
     for key, files in (("data.train", data.train), ("data.val", data.val)):
-        with _naming(key):
+        with naming_key(key):
             check_files(files, data, rewards=rewards)
 
 
@@ -169,7 +167,7 @@ def check_supervised(model: ModelConfig, data: DataConfig, supervised: Supervise
         raise InputError(
             f"{section}.files is given, but model.path is {BUILTIN_MODEL}, whose vocabulary knows its own task only"
         )
-    with _naming(f"{section}.files"):
+    with naming_key(f"{section}.files"):
         check_demonstrations(supervised.files)
     check_schedule(supervised.optim, supervised.steps)
 
@@ -303,69 +301,3 @@ def check_cluster(model: ModelConfig, trainer: RanksConfig, placement: Placement
     nodes = [node for node in cluster_nodes() if node.node_id in placement.nodes]
     reports = read_nodes(nodes, model_folder=folder, shared_folder=shared)
     check_nodes(list(reports.values()), model_folder=folder, shared_folder=shared)
-
-
-def find_checkpoint(trainer: TrainerConfig, on_skip: Callable[[str], None] = lambda _: None) -> Checkpoint | None:
-    """The checkpoint that `resume=auto` resumes from, with verified files; None to start at step 1.
-
-    Args:
-        on_skip: gets a line for each newer checkpoint or run that is passed over, with the reason.
-
-    Raises:
-        InputError: `resume_from` is no run folder, no checkpoint can be read (unless `start_over_if_damaged`), no step
-            is left to train, or the run had another seed.
-    """
-    if trainer.resume == "never":
-        return None
-    with _naming("trainer.output_dir" if trainer.resume_from is None else "trainer.resume_from"):
-        runs = _runs_of_experiment(trainer) if trainer.resume_from is None else [_run_folder(trainer.resume_from)]
-        damaged: list[str] = []
-        found = next(filter(None, (_newest_of_run(run, damaged.append) for run in runs)), None)
-    for line in damaged:
-        on_skip(line)
-    if found is None:
-        if damaged and not trainer.start_over_if_damaged:
-            more = f", and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-            raise InputError(
-                f"trainer.resume is auto, but no checkpoint can be read: {damaged[0]}{more}; repair or remove them, "
-                "or start at step 1 with trainer.start_over_if_damaged=true"
-            )
-        if damaged or trainer.resume_from is not None:
-            on_skip(f"{runs[0]} has no good checkpoint: the run starts at step 1")
-        return None
-    run = found.path.parent.parent
-    if runs[0] != run:
-        on_skip(f"{runs[0]} has no good checkpoint: the run resumes from the older {run}")
-    if found.step >= trainer.total_training_steps:
-        raise InputError(
-            f"the newest checkpoint in {run} is of step {found.step} and trainer.total_training_steps is "
-            f"{trainer.total_training_steps}: nothing is left to train; raise it"
-        )
-    seed = found.state.get("seed")
-    if seed != trainer.seed:
-        raise InputError(
-            f"the run in {run} had trainer.seed={seed}, not {trainer.seed}: its data order and samples "
-            "cannot be continued; use the same seed"
-        )
-    return found
-
-
-def _run_folder(folder: str) -> Path:
-    if not (Path(folder) / "config.yaml").is_file():
-        raise InputError(
-            f"trainer.resume_from is {folder}, which is no run folder (it has no config.yaml); "
-            "give the folder of the run to resume, or trainer.resume_from=null"
-        )
-    return Path(folder)
-
-
-def _runs_of_experiment(trainer: TrainerConfig) -> list[Path]:
-    """The run folders of this experiment, the newest by the time in its name first."""
-    name = re.compile(re.escape(trainer.experiment) + r"_\d{8}_\d{6}(_\d+)?")
-    runs = [path for path in Path(trainer.output_dir).glob("*") if name.fullmatch(path.name)]
-    return sorted(runs, key=lambda path: path.name, reverse=True)
-
-
-def _newest_of_run(run: Path, on_damaged: Callable[[str], None]) -> Checkpoint | None:
-    manager = CheckpointManager(run / "checkpoints")
-    return manager.newest_good(on_skip=lambda step, reason: on_damaged(f"step {step} of {run} is skipped: {reason}"))

@@ -28,6 +28,7 @@ from ..rollout.step_rollouts import StepRollouts
 from ..training.checkpoints import RunCheckpoints
 from ..training.loop import LoopResult, Restart, TrainingLoop
 from ..training.record import RunRecord
+from ..training.uploads import open_uploader
 from .choices import Choice, divides
 from .inputs import chat_format, load_inputs
 from .job import Algorithm, Job, JobPlan
@@ -70,26 +71,28 @@ def run_job(
             config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed
         )
         start.mark("inputs")
-        with open_session(
-            plan.placement,
-            trainer=config.trainer,
-            rollout=_rollout_config(config, run.path),
-            model_path=str(inputs.model_path),
-            log_dir=run.path / "servers",
-            sync=config.sync,
-            fits=partial(divides, config),
-        ) as session:
-            start.mark("ranks")
-            job = Job(
-                config=config,
-                session=session,
-                tracker=tracker,
-                inputs=inputs,
-                folder=run.path,
-                resumed=plan.resume_from,
-            )
-            result = _run_attempts(job, compose, memory, stop, start)
-        tracker.summary(result)
+        with open_uploader(trainer, run.path, tracker.info) as uploader:
+            with open_session(
+                plan.placement,
+                trainer=config.trainer,
+                rollout=_rollout_config(config, run.path),
+                model_path=str(inputs.model_path),
+                log_dir=run.path / "servers",
+                sync=config.sync,
+                fits=partial(divides, config),
+            ) as session:
+                start.mark("ranks")
+                job = Job(
+                    config=config,
+                    session=session,
+                    tracker=tracker,
+                    inputs=inputs,
+                    folder=run.path,
+                    resumed=plan.resume_from,
+                    uploader=uploader,
+                )
+                result = _run_attempts(job, compose, memory, stop, start)
+            tracker.summary(result)  # ranks and servers are gone; uploads go on to the end of the outer block
         if stop.signal and result.stopped_after is not None:
             tracker.info(f"stopped by {stop.signal.name} after step {result.stopped_after}")
             tracker.info(resume_command(run) or "There is no checkpoint to resume from.")
@@ -176,6 +179,7 @@ def _train(
             parts={"sampler": rollouts.sampler, "rollout": rollouts.phase, **algorithm.state},
             config=to_yaml(without_secrets(config)),
             unsavable=_unsavable(config),
+            uploader=job.uploader,
         )
         loop = TrainingLoop(
             config.trainer,

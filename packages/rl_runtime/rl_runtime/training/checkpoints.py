@@ -8,13 +8,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from ckpt import AsyncSaver, Checkpoint, CheckpointManager, Retention, SaverRanks, capture_rng, check_model, restore_rng
+from ckpt import (
+    AsyncSaver,
+    AsyncUploader,
+    Checkpoint,
+    CheckpointManager,
+    SaverRanks,
+    capture_rng,
+    check_model,
+    restore_rng,
+)
 
 from ..config import TrainerConfig
 from ..errors import InputError
 from ..ranks.model_handle import ModelHandle
 from ..ranks.trainer_worker import ModelDescription, TrainerWorker
 from ..ranks.worker_group import WorkerGroup
+from .uploads import retention
 
 
 class Stateful(Protocol):
@@ -40,16 +50,18 @@ class RunCheckpoints:
         parts: Mapping[str, Stateful],
         config: str,
         unsavable: str = "",
+        uploader: AsyncUploader | None = None,
     ) -> None:
         """Opens nothing yet.
 
         Args:
             config: YAML without secrets, kept in each checkpoint for readers without the run folder.
             unsavable: why no checkpoint can hold this run's state; empty if one can.
+            uploader: uploads what is published; the caller waits for it.
         """
         self._folder, self._trainer, self._groups = folder, trainer, rank_groups
         self._roles, self._parts, self._config = roles, parts, config
-        self._unsavable = unsavable
+        self._unsavable, self._uploader = unsavable, uploader
         self._saver: AsyncSaver | None = None
 
     def __enter__(self) -> "RunCheckpoints":
@@ -58,16 +70,12 @@ class RunCheckpoints:
         return self
 
     def _open(self) -> AsyncSaver:
-        trainer, run_id = self._trainer, uuid.uuid4().hex
-        keep = Retention(
-            keep_last=trainer.keep_checkpoints,
-            keep_every=trainer.keep_every or None,
-            keep_best=trainer.keep_best or None,
-            metric=trainer.best_metric if trainer.keep_best else None,
-        )
+        run_id = uuid.uuid4().hex
         num_ranks = sum(group.world_size for group in self._groups)
         ranks = SaverRanks(num_ranks=num_ranks, rank=None, run_id=run_id, publisher=None)
-        saver = AsyncSaver(CheckpointManager(self._folder, retention=keep), ranks=ranks)
+        on_publish = None if self._uploader is None else self._uploader.add
+        manager = CheckpointManager(self._folder, retention=retention(self._trainer), on_publish=on_publish)
+        saver = AsyncSaver(manager, ranks=ranks)
         for group, first in self._numbered_groups():
             group.run(TrainerWorker.open_saver, str(self._folder), run_id, first, num_ranks)
         return saver
@@ -120,6 +128,16 @@ class RunCheckpoints:
         saver.save(step, {}, state=state, metrics=finite, models=self._models)
         if not self._trainer.background_save:
             saver.wait()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Seconds and bytes of the uploads that ended since the last call; empty if none did."""
+        uploads = [] if self._uploader is None else self._uploader.take_finished()
+        if not uploads:
+            return {}
+        return {
+            "checkpoint/upload_s": sum(upload.duration_s for upload in uploads),
+            "checkpoint/upload_bytes": float(sum(upload.num_bytes for upload in uploads)),
+        }
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restores the state of the run at `checkpoint`.

@@ -152,7 +152,7 @@ class TrainingLoop:
                     with timer.phase("checkpoint"):
                         self._save(step, metrics)
                 metrics |= self._sync(step, timer.phase)
-        metrics |= self._servers.take_metrics()
+        metrics |= self._servers.take_metrics() | self._checkpoints.take_metrics()
         metrics["rollout/num_restarts"] = float(self._servers.num_restarts)
         self._record.log_step(step, collected, metrics, timer)
         return metrics

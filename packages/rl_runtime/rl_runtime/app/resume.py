@@ -1,0 +1,173 @@
+"""Finds the checkpoint that a run resumes from, in the run folders here or below `trainer.checkpoint_url`."""
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt import Checkpoint, CheckpointDamagedError, CheckpointManager, RemoteCheckpoints, UnsupportedFormatError
+
+from ..config import TrainerConfig, is_url
+from ..errors import InputError
+from ..training.uploads import WARM_START_MODEL, naming_storage, remote_run
+from .preflight import naming_key
+
+DOWNLOADS = ".downloads"
+"""Folder in `trainer.output_dir` for checkpoints that were downloaded, by run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A run that can be resumed: its folder here, its uploads, or both."""
+
+    name: str
+    folder: Path | None = None
+    remote: RemoteCheckpoints | None = None
+    download_to: Path
+
+    def __str__(self) -> str:
+        return str(self.folder) if self.folder is not None or self.remote is None else self.remote.url
+
+    def newest_good(self, say: Callable[[str], None], on_damaged: Callable[[str], None]) -> Checkpoint | None:
+        """The newest good checkpoint, downloaded if this host does not have it; None if there is none."""
+        here = None
+        if self.folder is not None:
+            manager = CheckpointManager(self.folder / "checkpoints")
+            here = manager.newest_good(on_skip=lambda step, why: on_damaged(f"step {step} of {self} is skipped: {why}"))
+        for step in reversed(self._remote_steps()):
+            if here is not None and here.step >= step:
+                break
+            try:
+                return self._download(step, say)
+            except (CheckpointDamagedError, UnsupportedFormatError) as error:
+                on_damaged(f"step {step} of {self.name} is skipped: {error}")
+        return here
+
+    def _remote_steps(self) -> list[int]:
+        if self.remote is None:
+            return []
+        with naming_storage(self.remote.url):
+            return self.remote.steps()
+
+    def _download(self, step: int, say: Callable[[str], None]) -> Checkpoint:
+        """The checkpoint and the model of the warm start, as in a run folder."""
+        assert self.remote is not None
+        self.download_to.mkdir(parents=True, exist_ok=True)
+        manager = CheckpointManager(self.download_to / "checkpoints", keep_last=1)
+        known = manager.newest_good()
+        with naming_storage(self.remote.url):
+            if not (self.download_to / WARM_START_MODEL).is_dir() and self.remote.has_folder(WARM_START_MODEL):
+                self.remote.download_folder(WARM_START_MODEL, self.download_to / WARM_START_MODEL)
+            if known is not None and known.step == step:
+                say(f"step {step} of {self.remote.url} was downloaded before to {known.path}")
+                return known
+            print(f"downloading step {step} of {self.remote.url}", file=sys.stderr, flush=True)
+            found = self.remote.download(step, manager.root, overwrite=True)
+        manager.prune()
+        manager.close()
+        say(f"step {step} was downloaded from {self.remote.url} to {found.path}")
+        return found
+
+
+def find_checkpoint(trainer: TrainerConfig, on_skip: Callable[[str], None] = lambda _: None) -> Checkpoint | None:
+    """The checkpoint that `resume=auto` resumes from, with verified files; None to start at step 1.
+
+    Without `resume_from`, the newest run of the experiment counts that has a good checkpoint, here or below
+    `checkpoint_url`; of that run the newest step. What this host lacks is downloaded to `<output_dir>/.downloads`.
+
+    Args:
+        on_skip: gets a line for each newer checkpoint or run that is passed over, with the reason, and for a download.
+
+    Raises:
+        InputError: `resume_from` is no run folder and no URL with checkpoints, the storage does not answer, no
+            checkpoint can be read (unless `start_over_if_damaged`), no step is left to train, or the run had another
+            seed.
+    """
+    if trainer.resume == "never":
+        return None
+    damaged: list[str] = []
+    said: list[str] = []
+    with naming_key("trainer.output_dir" if trainer.resume_from is None else "trainer.resume_from"):
+        runs = _runs_of_experiment(trainer) if trainer.resume_from is None else [_given_run(trainer)]
+        found = run = None
+        for run in runs:
+            if (found := run.newest_good(said.append, damaged.append)) is not None:
+                break
+    for line in (*damaged, *said):
+        on_skip(line)
+    if found is None or run is None:
+        if damaged and not trainer.start_over_if_damaged:
+            more = f", and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+            raise InputError(
+                f"trainer.resume is auto, but no checkpoint can be read: {damaged[0]}{more}; repair or remove them, "
+                "or start at step 1 with trainer.start_over_if_damaged=true"
+            )
+        if damaged or trainer.resume_from is not None:
+            on_skip(f"{runs[0]} has no good checkpoint: the run starts at step 1")
+        return None
+    if runs[0] != run:
+        on_skip(f"{runs[0]} has no good checkpoint: the run resumes from the older {run}")
+    _check_fits(found, run, trainer)
+    return found
+
+
+def _check_fits(found: Checkpoint, run: _Run, trainer: TrainerConfig) -> None:
+    """Raises InputError unless a run of `trainer` can go on after the checkpoint."""
+    if found.step >= trainer.total_training_steps:
+        raise InputError(
+            f"the newest checkpoint in {run} is of step {found.step} and trainer.total_training_steps is "
+            f"{trainer.total_training_steps}: nothing is left to train; raise it"
+        )
+    seed = found.state.get("seed")
+    if seed != trainer.seed:
+        raise InputError(
+            f"the run in {run} had trainer.seed={seed}, not {trainer.seed}: its data order and samples "
+            "cannot be continued; use the same seed"
+        )
+
+
+def _given_run(trainer: TrainerConfig) -> _Run:
+    """The run that `trainer.resume_from` names."""
+    given = trainer.resume_from or ""
+    name = given.rstrip("/").rpartition("/")[2]
+    download_to = Path(trainer.output_dir) / DOWNLOADS / name
+    if not is_url(given):
+        return _Run(name=name, folder=_run_folder(given), download_to=download_to)
+    with naming_storage(given, key="trainer.resume_from"):
+        remote = RemoteCheckpoints(given)
+        if not remote.steps():
+            raise InputError(
+                f"trainer.resume_from is {given}, where there is no checkpoint; give the folder of a run "
+                "below its trainer.checkpoint_url"
+            )
+    return _Run(name=name, remote=remote, download_to=download_to)
+
+
+def _run_folder(folder: str) -> Path:
+    if not (Path(folder) / "config.yaml").is_file():
+        raise InputError(
+            f"trainer.resume_from is {folder}, which is no run folder (it has no config.yaml); "
+            "give the folder of the run to resume, or trainer.resume_from=null"
+        )
+    return Path(folder)
+
+
+def _runs_of_experiment(trainer: TrainerConfig) -> list[_Run]:
+    """The runs of this experiment, the newest by the time in its name first."""
+    pattern = re.compile(re.escape(trainer.experiment) + r"_\d{8}_\d{6}(_\d+)?")
+    output = Path(trainer.output_dir)
+    here = {path.name for path in output.glob("*") if pattern.fullmatch(path.name)}
+    there: set[str] = set()
+    if (url := trainer.checkpoint_url) is not None:
+        with naming_storage(url):
+            there = {name for name in RemoteCheckpoints(url).folders() if pattern.fullmatch(name)}
+    return [
+        _Run(
+            name=name,
+            folder=output / name if name in here else None,
+            remote=remote_run(url, name) if url is not None and name in there else None,
+            download_to=output / DOWNLOADS / name,
+        )
+        for name in sorted(here | there, reverse=True)
+    ]

@@ -1,0 +1,73 @@
+"""Uploads of a run's checkpoints to `trainer.checkpoint_url`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckpt import AsyncUploader, CheckpointError, CheckpointUsageError, RemoteCheckpoints, Retention
+
+from ..config import TrainerConfig
+from ..errors import InputError
+
+WARM_START_MODEL = "warm_start_model"
+"""Folder of a run with the model after the warm start, from which a resumed run builds its engines."""
+
+
+def retention(trainer: TrainerConfig) -> Retention:
+    """Which checkpoints `trainer` keeps, in the run folder and below its URL."""
+    return Retention(
+        keep_last=trainer.keep_checkpoints,
+        keep_every=trainer.keep_every or None,
+        keep_best=trainer.keep_best or None,
+        metric=trainer.best_metric if trainer.keep_best else None,
+    )
+
+
+def remote_run(url: str, name: str) -> RemoteCheckpoints:
+    """The uploads of a run below `trainer.checkpoint_url`, by the name of its folder."""
+    return RemoteCheckpoints(f"{url.rstrip('/')}/{name}")
+
+
+@contextmanager
+def naming_storage(url: str, *, key: str = "trainer.checkpoint_url") -> Iterator[None]:
+    """Errors of the storage name the configuration key that gave its URL.
+
+    Raises InputError for all but those about a checkpoint.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except CheckpointUsageError as error:
+        raise InputError(f"{key} is {error}") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # every storage has classes of its own
+        raise InputError(f"{key} is {url}: {type(error).__name__}: {error}") from error
+
+
+def check_checkpoint_url(trainer: TrainerConfig) -> None:
+    """Raises InputError unless checkpoints can be uploaded; writes and deletes a small object."""
+    if trainer.checkpoint_url is not None:
+        with naming_storage(trainer.checkpoint_url):
+            RemoteCheckpoints(trainer.checkpoint_url).check_writable()
+
+
+@contextmanager
+def open_uploader(trainer: TrainerConfig, run: Path, report: Callable[[str], None]) -> Iterator[AsyncUploader | None]:
+    """Uploads to `<checkpoint_url>/<name of the run folder>` within the context, whose end waits for them.
+
+    Raises:
+        InputError: another run has uploaded to that folder.
+        ckpt.UploadError: at the end, if checkpoints could not be uploaded.
+    """
+    if trainer.checkpoint_url is None:
+        yield None
+        return
+    remote = remote_run(trainer.checkpoint_url, run.name)
+    with naming_storage(trainer.checkpoint_url):
+        if remote.steps():
+            raise InputError(f"{remote.url} has the checkpoints of another run; give another trainer.experiment")
+    with AsyncUploader(run / "checkpoints", remote, retention=retention(trainer), report=report) as uploader:
+        yield uploader
+    report(f"checkpoints in {remote.url}: {', '.join(f'step {step}' for step in remote.steps()) or 'none'}")
