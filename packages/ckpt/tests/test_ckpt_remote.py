@@ -102,7 +102,7 @@ class Mortal:
 
     def __getattr__(self, name: str) -> Any:
         original = getattr(self._fs, name)
-        if name not in ("put_file", "mv", "rm", "rm_file", "makedirs"):
+        if name not in ("put_file", "pipe_file", "mv", "rm", "rm_file", "makedirs"):
             return original
 
         def call(*arguments: Any, **options: Any) -> Any:
@@ -212,6 +212,17 @@ def test_damage_is_found_in_both_directions(tmp_path: Path, url: str) -> None:
     (checkpoint.path / "actor" / "rank0.bin").write_bytes(b"w")
     with pytest.raises(CheckpointDamagedError, match="not uploaded"):
         remote.upload(checkpoint, overwrite=True)
+
+
+def test_a_storage_is_written_to_before_it_is_used(tmp_path: Path, url: str) -> None:
+    RemoteCheckpoints(url).check_writable()
+    assert RemoteCheckpoints(url).folders() == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointUsageError, match=r"file/run: cannot be written: (NotADirectory|FileExists)Error"):
+        RemoteCheckpoints(f"file://{tmp_path}/file/run").check_writable()
+    if url.startswith(("s3:", "gs:")):
+        with pytest.raises(CheckpointUsageError, match=r"no-such-bucket does not exist"):
+            RemoteCheckpoints(f"{url[:2]}://no-such-bucket/run").check_writable()
 
 
 def test_unknown_storage() -> None:

@@ -4,17 +4,19 @@ The tests of the apps save and load engines.
 """
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt import ArchitectureMismatchError, Checkpoint, CheckpointManager, capture_rng
+from ckpt import ArchitectureMismatchError, Checkpoint, CheckpointManager, RemoteCheckpoints, capture_rng
 from rl_runtime import find_checkpoint
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError
 from rl_runtime.ranks.trainer_worker import TrainerWorker
 from rl_runtime.training.checkpoints import RunCheckpoints
+from rl_runtime.training.uploads import WARM_START_MODEL, check_checkpoint_url, open_uploader
 
 MODEL = {"w": {"shape": [2, 3], "dtype": "bfloat16"}}
 
@@ -161,3 +163,96 @@ def test_a_run_does_not_start_over_while_all_checkpoints_are_damaged_unless_told
     step, skipped = find(tmp_path, start_over_if_damaged=True)
     assert step is None
     assert skipped[-1].endswith("the run starts at step 1")
+
+
+def uploaded(storage: Path, manager: CheckpointManager) -> RemoteCheckpoints:
+    """The uploads of all checkpoints of a run folder."""
+    remote = RemoteCheckpoints(f"file://{storage}/{manager.root.parent.name}")
+    for step in manager.steps():
+        remote.upload(manager.read(step))
+    return remote
+
+
+def test_resume_takes_the_newest_run_and_step_of_this_host_and_the_storage(tmp_path: Path) -> None:
+    here, storage = tmp_path / "here", tmp_path / "storage"
+    url = {"checkpoint_url": f"file://{storage}/"}
+    assert find(here, **url) == (None, [])
+    run = run_with(here, "run_20260101_000000", 3, 5)
+    remote = uploaded(storage, run)
+    assert find(here, **url) == (5, []), "what is here is not downloaded"
+
+    shutil.rmtree(run.root / "step_00000005")
+    step, (line,) = find(here, **url)
+    download = here / ".downloads" / "run_20260101_000000" / "checkpoints" / "step_00000005"
+    assert (step, line) == (5, f"step 5 was downloaded from {remote.url} to {download}")
+    step, (line,) = find(here, **url)
+    assert "was downloaded before" in line
+
+    newer = uploaded(storage, run_with(tmp_path / "elsewhere", "run_20260102_000000", 1, 2))
+    (tmp_path / "elsewhere" / "run_20260102_000000" / WARM_START_MODEL).mkdir()
+    (tmp_path / "elsewhere" / "run_20260102_000000" / WARM_START_MODEL / "weights").write_text("w")
+    newer.upload_folder(tmp_path / "elsewhere" / "run_20260102_000000" / WARM_START_MODEL, WARM_START_MODEL)
+    step, _ = find(here, **url)
+    assert step == 2, "the newer run, although its step is smaller"
+    assert (here / ".downloads" / "run_20260102_000000" / WARM_START_MODEL / "weights").read_text() == "w"
+
+    shutil.rmtree(here)
+    for name in newer._folders()[1:]:  # step 2
+        (storage / "run_20260102_000000" / name / "state.json").write_text("{")
+    step, lines = find(here, **url)
+    assert step == 1
+    assert lines[0].startswith("step 2 of run_20260102_000000 is skipped: ")
+    assert "the download is damaged: state.json: torn" in lines[0]
+    assert find(here, resume_from=newer.url)[0] == 1
+    assert find(here, resume_from=remote.url)[0] == 5
+    with pytest.raises(InputError, match=r"trainer.resume_from is file://.*/nowhere, where there is no checkpoint"):
+        find(here, resume_from=f"file://{storage}/nowhere")
+
+
+def test_a_storage_that_does_not_answer_is_no_reason_to_start_over(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"trainer.checkpoint_url is .*nothing://x.*: Protocol not known: nothing"):
+        find(tmp_path, checkpoint_url="nothing://x")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"trainer.checkpoint_url is .*cannot be written"):
+        check_checkpoint_url(TrainerConfig(checkpoint_url=f"file://{tmp_path}/file/runs"))
+
+
+def test_the_run_uploads_what_it_publishes_and_reports_seconds_and_bytes(tmp_path: Path) -> None:
+    trainer = TrainerConfig(
+        save_freq=1, background_save=False, keep_checkpoints=1, checkpoint_url=f"file://{tmp_path}/s"
+    )
+    run, said = tmp_path / "run_20260101_000000", []
+    with open_uploader(trainer, run, said.append) as uploader:
+        assert uploader is not None
+        group: Any = RankOfThisProcess(1)
+        folder = run / "checkpoints"
+        with RunCheckpoints(folder, trainer, [group], roles={}, parts={}, config="", uploader=uploader) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, {})
+        uploader.close()
+        metrics = checkpoints.take_metrics()
+        assert checkpoints.take_metrics() == {}
+    remote = RemoteCheckpoints(f"file://{tmp_path}/s/{run.name}")
+    assert remote.steps() == CheckpointManager(folder).steps() == [2]
+    assert metrics["checkpoint/upload_bytes"] >= CheckpointManager(folder).manifest(2).num_bytes
+    assert 0 < metrics["checkpoint/upload_s"] < 60
+    assert said[-1] == f"checkpoints in {remote.url}: step 2"
+    with pytest.raises(InputError, match="has the checkpoints of another run"), open_uploader(trainer, run, print):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"checkpoint_url": "runs"}, "checkpoint_url is 'runs'; allowed: a URL"),
+        ({"checkpoint_url": "s3://"}, "checkpoint_url is 's3://'; allowed: a URL"),
+        ({"checkpoint_url": "memory://runs"}, "memory:// ends with this process"),
+        ({"checkpoint_url": "file://runs"}, "allowed: an absolute folder"),
+        ({"checkpoint_url": "webdav://me:secret@host/runs"}, "checkpoint_url has a password"),
+        ({"resume_from": "memory://runs/run", "resume": "auto"}, "resume_from is 'memory"),
+    ],
+)
+def test_urls_that_cannot_hold_checkpoints_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        TrainerConfig(**settings)
+    assert "secret" not in str(raised.value)

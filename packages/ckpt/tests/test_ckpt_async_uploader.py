@@ -1,0 +1,254 @@
+"""Background uploads: their order, what is kept, failures of the storage, and uploads that are cut off."""
+
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt import AsyncUploader, Checkpoint, CheckpointManager, RemoteCheckpoints, Retention, UploadError
+from ckpt.tools.command_line import main
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=12)
+
+
+class Gate(RemoteCheckpoints):
+    """A storage that takes one upload for each `allow`; an upload fails if the next of `fails` is true."""
+
+    def __init__(self, url: str, fails: list[bool] | None = None) -> None:
+        super().__init__(url)
+        self._allowed, self._fails = threading.Semaphore(0), iter(fails or [])
+        self.tried: list[int] = []
+
+    def allow(self, number: int = 1) -> None:
+        for _ in range(number):
+            self._allowed.release()
+
+    def upload(self, checkpoint: Checkpoint, **options: Any) -> str:
+        self._allowed.acquire()
+        self.tried.append(checkpoint.step)
+        if next(self._fails, False):
+            raise ConnectionError("the network is gone")
+        return super().upload(checkpoint, **options)
+
+
+def memory_url() -> str:
+    return f"memory://{uuid.uuid4().hex}/run"
+
+
+def publish(manager: CheckpointManager, step: int, score: float = 0.0) -> Checkpoint:
+    (manager.prepare(step) / "weights").write_bytes(b"x" * step)
+    return manager.publish(step, state={"step": step}, metrics={"score": score})
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.002)
+
+
+events = st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 2), st.booleans()), min_size=1, max_size=7)
+
+
+@PROPERTY
+@given(
+    events=events,
+    keep_last=st.integers(1, 3),
+    keep_every=st.none() | st.integers(2, 3),
+    keep_best=st.none() | st.integers(1, 2),
+)
+def test_uploads_are_in_order_and_end_as_the_folder(
+    events: list[tuple[float, int, bool]], keep_last: int, keep_every: int | None, keep_best: int | None
+) -> None:
+    """However fast saves and uploads are, and whichever uploads fail. An event: score, uploads that end, a failure."""
+    metric = "score" if keep_best else None
+    rule = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, metric=metric)
+    with TemporaryDirectory() as folder:
+        root, remote = Path(folder), Gate(memory_url(), [fails for *_, fails in events])
+        with AsyncUploader(root, remote, retention=rule, report=lambda _: None, pause_s=0.001, num_tries=9) as uploader:
+            manager = CheckpointManager(root, retention=rule, on_publish=uploader.add)
+            for step, (score, num_uploads, _) in enumerate(events, start=1):
+                publish(manager, step, score)
+                remote.allow(num_uploads)
+            remote.allow(2 * len(events))
+        assert remote.tried == sorted(remote.tried), "an upload is tried again before a newer one"
+        assert remote.steps() == manager.steps()
+        assert CheckpointManager(root, retention=rule).prunable() == [], "nothing is left that an upload needed"
+        with TemporaryDirectory() as there:
+            for step in remote.steps():
+                assert remote.download(step, Path(there)).state == {"step": step}
+
+
+def test_saves_neither_wait_for_an_upload_nor_delete_what_it_reads(tmp_path: Path) -> None:
+    said: list[str] = []
+    remote, rule = Gate(memory_url()), Retention(keep_last=1)
+    with AsyncUploader(tmp_path, remote, retention=rule, report=said.append) as uploader:
+        manager = CheckpointManager(tmp_path, retention=rule, on_publish=uploader.add)
+        publish(manager, 1)
+        started = time.monotonic()
+        wait_until(lambda: uploader._waiting and remote._allowed._value == 0)
+        time.sleep(0.05)  # the thread holds step 1 and waits in `upload`
+        for step in (2, 3, 4):
+            publish(manager, step)
+        assert time.monotonic() - started < 5
+        assert manager.steps() == [1, 4], "step 1 is being uploaded"
+        remote.allow(2)
+    assert remote.tried == [1, 4]
+    assert (remote.steps(), manager.steps()) == ([4], [4])
+    assert [line for line in said if "retention" in line] == [
+        f"step {step} is not uploaded: the retention deleted it before its turn came" for step in (2, 3)
+    ]
+    assert [(upload.name, upload.num_bytes > 4) for upload in uploader.take_finished()] == [
+        ("step 1", True),
+        ("step 4", True),
+    ]
+    assert uploader.take_finished() == []
+
+
+def test_a_storage_that_fails_is_tried_again_then_named_with_what_it_lacks(tmp_path: Path) -> None:
+    said: list[str] = []
+    remote = Gate(memory_url(), [False, True, True] + [True] * 20)
+    remote.allow(50)
+    manager = CheckpointManager(tmp_path)
+    uploader = AsyncUploader(tmp_path, remote, report=said.append, pause_s=0.001, num_tries=3)
+    for step in (1, 2, 3):
+        uploader.add(publish(manager, step))
+    with pytest.raises(UploadError, match=r"lacks step 2, step 3 of .*ConnectionError: the network is gone") as raised:
+        uploader.close()
+    assert raised.value.steps == (2, 3)
+    assert "step 2 could not be uploaded" in said[-1]
+    assert "the network is gone" in said[-1]
+    assert remote.steps() == [1]
+    url = f"file://{tmp_path}/storage"
+    assert main(["upload", str(tmp_path), url]) == 0, "the command that the error names"
+    assert RemoteCheckpoints(url).steps() == [1, 2, 3]
+
+
+def test_an_error_of_the_block_is_raised_with_what_the_storage_lacks(tmp_path: Path) -> None:
+    remote = Gate(memory_url(), [True] * 9)
+    remote.allow(9)
+    uploader = AsyncUploader(tmp_path, remote, report=lambda _: None, pause_s=0.001, num_tries=2)
+
+    def train() -> None:
+        with uploader:
+            uploader.add(publish(CheckpointManager(tmp_path), 1))
+            raise RuntimeError("training failed")
+
+    with pytest.raises(RuntimeError, match="training failed") as raised:
+        train()
+    assert "lacks step 1" in raised.value.__notes__[0]
+
+
+def test_an_interrupted_block_does_not_wait(tmp_path: Path) -> None:
+    def train() -> None:
+        with AsyncUploader(tmp_path, Gate(memory_url()), report=lambda _: None) as uploader:
+            uploader.add(publish(CheckpointManager(tmp_path), 1))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+
+
+def test_a_damaged_checkpoint_is_named_and_not_tried_again(tmp_path: Path) -> None:
+    manager, remote = CheckpointManager(tmp_path), Gate(memory_url())
+    remote.allow(9)
+    for step in (1, 2):
+        publish(manager, step)
+    (manager.root / "step_00000001" / "weights").write_bytes(b"y")
+    uploader = AsyncUploader(tmp_path, remote, report=lambda _: None)
+    for step in (1, 2):
+        uploader.add(manager.read(step))
+    with pytest.raises(UploadError, match="lacks step 1 of") as raised:
+        uploader.close()
+    assert raised.value.steps == (1,)
+    assert remote.tried == [1, 2]
+    assert remote.steps() == [2]
+
+
+def test_a_folder_is_uploaded_before_later_checkpoints_and_appears_whole(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (model / "tokenizer").mkdir(parents=True)
+    (model / "weights").write_bytes(b"weights")
+    (model / "tokenizer" / "vocabulary").write_bytes(b"")
+    remote = RemoteCheckpoints(f"file://{tmp_path}/storage/run")
+    with AsyncUploader(tmp_path / "here", remote) as uploader:
+        uploader.add_folder(model)
+        uploader.add(publish(CheckpointManager(tmp_path / "here"), 1))
+    assert [upload.name for upload in uploader.take_finished()] == ["model", "step 1"]
+    assert remote.folders()[0] == "model"
+    assert remote.steps() == [1]
+    out = tmp_path / "there" / "model"
+    remote.download_folder("model", out)
+    assert (out / "weights").read_bytes() == b"weights"
+    assert (out / "tokenizer" / "vocabulary").is_file()
+    (tmp_path / "storage" / "run" / "model" / "manifest.json").unlink()
+    assert not remote.has_folder("model"), "without its manifest it is unfinished"
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from ckpt import AsyncUploader, CheckpointManager, RemoteCheckpoints
+root, storage = Path(sys.argv[1]), sys.argv[2]
+remote = RemoteCheckpoints(f"file://{storage}")
+put_file = remote._fs.put_file
+def slowly(*args, **options):
+    put_file(*args, **options)
+    print("file", flush=True)
+    time.sleep(0.05)
+remote._fs.put_file = slowly
+with AsyncUploader(root, remote) as uploader:
+    for step in CheckpointManager(root).steps():
+        uploader.add(CheckpointManager(root).read(step))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_it_uploads_or_downloads_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "here")
+    for step in (1, 2):
+        folder = manager.prepare(step)
+        for name in "abcd":
+            (folder / name).write_bytes(name.encode() * 1000)
+        manager.publish(step, state={})
+    manager.close()
+    storage = tmp_path / "storage"
+    for num_files, whole in ((2, []), (7, [1])):
+        command = [sys.executable, "-c", KILLED, str(manager.root), f"{storage}{num_files}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for _ in range(num_files):
+                assert process.stdout.readline() == "file\n"
+            process.kill()
+        remote = RemoteCheckpoints(f"file://{storage}{num_files}")
+        assert remote.steps() == whole
+        assert len(remote.folders()) == len(whole) + 1, "the unfinished upload is there and does not count"
+    downloader = KILLED.split("remote = ")[0] + (
+        f"remote = RemoteCheckpoints('file://{storage}7')\n"
+        "get_file = remote._fs.get_file\n"
+        "def slowly(*args, **options):\n"
+        "    get_file(*args, **options)\n"
+        "    print('file', flush=True)\n"
+        "    time.sleep(0.05)\n"
+        "remote._fs.get_file = slowly\n"
+        "remote.download(1, root)\n"
+    )
+    command = [sys.executable, "-c", downloader, str(tmp_path / "there"), ""]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            assert process.stdout.readline() == "file\n"
+        process.kill()
+    there = CheckpointManager(tmp_path / "there")
+    assert there.steps() == []
+    assert RemoteCheckpoints(f"file://{storage}7").download(1, there.root).step == 1
+    assert [path.name for path in there.root.iterdir() if path.name.startswith(".partial")] == []
