@@ -91,10 +91,10 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["trainer.keep_best=-1"], "keep_best"),
         (["trainer.resume=auto", "trainer.resume_from=nowhere"], "no run folder"),
         (["trainer.resume_from=nowhere"], "resume is never"),
-        (["trainer.checkpoint_url=nothing://runs"], "trainer.checkpoint_url is nothing://runs: Protocol not known"),
+        (["trainer.checkpoint_url=nothing://runs"], "checkpoint_url is nothing://runs: Protocol not known"),
         (
             ["trainer.checkpoint_url=file:///proc/runs"],
-            "trainer.checkpoint_url is file:///proc/runs: cannot be written",
+            "checkpoint_url is file:///proc/runs: cannot be written",
         ),
         (["trainer.checkpoint_url=memory://runs"], "checkpoint_url.* memory:// ends with this process"),
         (["actor.zero.stage=2", "actor.zero.offload.param=cpu"], "offload.param"),

@@ -1,4 +1,4 @@
-"""A run whose host is lost goes on elsewhere from `trainer.checkpoint_url`, with the bits of one that was left alone."""
+"""A run whose host is lost resumes elsewhere from `trainer.checkpoint_url`, with the bits of an uninterrupted run."""
 
 import os
 import shutil

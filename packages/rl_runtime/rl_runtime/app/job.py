@@ -176,6 +176,7 @@ def check_job(
     for section, (engine, _) in engines.items():
         job_layout(config, section=section, engine=engine, num_ranks=own_ranks.get(section))
     check_tracking(config.tracking)
+    check_checkpoint_url(config.trainer)
     sp = {section: engine.sequence_parallel for section, (engine, _) in engines.items()}
     placement = plan_session(config.trainer, config.rollout, own_ranks, sp)
     check_functions(config.episode, config.reward)
@@ -193,7 +194,6 @@ def check_job(
     check_adapters(config.actor, config.rollout, config.sync)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
     check_cluster(config.model, config.trainer, placement)
-    check_checkpoint_url(config.trainer)
     skipped: list[str] = []
     resume_from = find_checkpoint(config.trainer, skipped.append)
     return JobPlan(placement=placement, resume_from=resume_from, skipped=skipped, architectures=architectures)
