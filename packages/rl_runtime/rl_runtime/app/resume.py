@@ -53,7 +53,8 @@ class _Run:
     def _download(self, step: int, say: Callable[[str], None]) -> Checkpoint:
         """The checkpoint and the model of the warm start, as in a run folder."""
         assert self.remote is not None
-        self.download_to.mkdir(parents=True, exist_ok=True)
+        self.download_to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.download_to.mkdir(exist_ok=True)
         manager = CheckpointManager(self.download_to / "checkpoints", keep_last=1)
         known = manager.newest_good()
         with naming_storage(self.remote.url):
