@@ -30,7 +30,7 @@ from ..errors import InputError, PlacementError
 from ..ranks.environment import GpuId, python_path
 from ..ranks.worker_group import Seat
 from .gpus import Gpu, known_gpus
-from .local_ray import warn_without_token
+from .local_ray import keeping_sigterm, warn_without_token
 from .placement import Node, Placement, Slot
 from .reachability import why_unreachable
 
@@ -73,7 +73,8 @@ def join_cluster(address: str) -> None:
         return
     check_address(address)
     try:
-        ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
+        with keeping_sigterm():
+            ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(_no_cluster(address, " ".join(str(error).split()))) from None
     warn_without_token("everybody who reaches the cluster's ports", "start the cluster with RAY_AUTH_MODE=token")
