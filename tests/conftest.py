@@ -1,16 +1,21 @@
 """Apps run as a user runs them."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
+
+from plinth_testing.network_hosts import NetworkHost, is_available, network_hosts
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -18,17 +23,24 @@ REPO = Path(__file__).resolve().parents[1]
 class App:
     """An app started from its command line; an environment variable marks its processes, to find survivors."""
 
-    def __init__(self, output_dir: Path, *overrides: str, app: str = "grpo") -> None:
+    def __init__(
+        self, output_dir: Path, *overrides: str, app: str = "grpo", cluster: "RayCluster | None" = None
+    ) -> None:
+        """`cluster`: the app runs on the first host of it, with all of it."""
         self.mark = f"PLINTH_TEST_MARK={uuid.uuid4().hex}"
         name, value = self.mark.split("=")
         self.output_dir = output_dir
+        command = [sys.executable, "-m", f"apps.{app}.main", f"trainer.output_dir={output_dir}", *overrides]
+        if cluster is not None:
+            command = cluster.hosts[0].command(*command, f"trainer.ray_address={cluster.address}")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", f"apps.{app}.main", f"trainer.output_dir={output_dir}", *overrides],
+            command,
             cwd=REPO,
-            env={**os.environ, name: value},
+            env={**os.environ, **(cluster.environment if cluster is not None else {}), name: value},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
             # A shell starts what it puts in the background deaf to Ctrl-C, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
@@ -41,6 +53,10 @@ class App:
             if text in line:
                 return
         pytest.fail(f"the app ended before printing {text!r}:\n{self.output}")
+
+    def press_ctrl_c(self) -> None:
+        """SIGINT to the app and to whatever it started in its process group, as a terminal sends it."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def finish(self) -> int:
         rest, _ = self.process.communicate(timeout=400)
@@ -83,13 +99,60 @@ class App:
             self.finish()
 
 
+class RayCluster:
+    """A Ray cluster with each node on a host of its own: a network namespace with its own address."""
+
+    def __init__(
+        self, hosts: Sequence[NetworkHost], folder: Path, *, num_cpus: int, local_folder: Path | None = None
+    ) -> None:
+        """`local_folder`: all hosts but the first have an empty folder of their own there."""
+        self.hosts, self.address = hosts, f"{hosts[0].address}:6379"
+        token = {"RAY_AUTH_TOKEN": uuid.uuid4().hex, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+        self.environment = token
+        for index, host in enumerate(hosts):
+            role = (
+                ["--head", "--port=6379", "--include-dashboard=false"] if index == 0 else [f"--address={self.address}"]
+            )
+            # Ray lowers the priority of its workers.
+            role += ["--system-config", json.dumps({"worker_niceness": 0})] if index == 0 else []
+            command = [sys.executable, "-m", "ray.scripts.scripts", "start", *role, f"--num-cpus={num_cpus}"]
+            command += [f"--node-ip-address={host.address}", f"--temp-dir={folder / str(index)}"]
+            command += [f"--object-store-memory={128 << 20}"]
+            if local_folder is not None and index > 0:
+                mount = 'mount -t tmpfs none "$1" && shift && exec "$@"'
+                command = ["unshare", "--mount", "sh", "-c", mount, "sh", str(local_folder), *command]
+            environment = {**os.environ, **token}
+            subprocess.run(host.command(*command), env=environment, check=True, capture_output=True, timeout=120)
+
+    def kill_host(self, index: int) -> None:
+        """Kills everything on a host, as a loss of power does."""
+        for pid in self.hosts[index].pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def start_cluster() -> Iterator[Callable[..., RayCluster]]:
+    """`start_cluster(num_hosts, num_cpus=4)`: Ray on hosts of its own, gone at the end of the test."""
+    if not is_available():
+        pytest.skip("network namespaces need root, and a kernel that allows them")
+    with ExitStack() as stack:
+
+        def start(num_hosts: int, *, num_cpus: int = 4, local_folder: Path | None = None) -> RayCluster:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True)))
+            hosts = stack.enter_context(network_hosts(num_hosts))
+            return RayCluster(hosts, folder, num_cpus=num_cpus, local_folder=local_folder)
+
+        yield start
+
+
 @pytest.fixture
 def start_app() -> Iterator[Callable[..., App]]:
-    """`start_app(output_dir, *overrides, app="grpo")` starts an app in its own process."""
+    """`start_app(output_dir, *overrides, app="grpo", cluster=None)` starts an app in its own process."""
     started: list[App] = []
 
-    def start(output_dir: Path, *overrides: str, app: str = "grpo") -> App:
-        started.append(App(output_dir, *overrides, app=app))
+    def start(output_dir: Path, *overrides: str, app: str = "grpo", cluster: RayCluster | None = None) -> App:
+        started.append(App(output_dir, *overrides, app=app, cluster=cluster))
         return started[-1]
 
     yield start

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from run_kit.runs import list_runs
+
 pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 MATRIX = {
@@ -84,6 +86,7 @@ def test_killed_and_resumed_equals_uninterrupted(case: str, tmp_path: Path, star
     killed.finish()
     assert not killed.survivors(grace_s=15)
     first = only((tmp_path / "killed").iterdir())
+    assert only(list_runs(tmp_path / "killed")).state == "died"
 
     resumed = start_app(tmp_path / "killed", *arguments, "trainer.experiment=job", "trainer.resume=auto", app=app)
     assert resumed.finish() == 0, resumed.output

@@ -55,8 +55,8 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["trainer.device=cuda"], "GPUs"),
         (["trainer.ray_address=cluster"], "trainer.ray_address is 'cluster'; allowed: auto, or host:port"),
         (["trainer.ray_address=127.0.0.1:9"], "no Ray cluster can be joined there"),
-        (["trainer.ray_address=auto", "sync.transport=shm"], "shared memory works within one host only"),
-        (["trainer.ray_address=auto", "rollout.urls=http://127.0.0.1:9"], "give one of them"),
+        (["trainer.ray_address=auto"], "trainer.ray_address is auto: no Ray cluster can be joined there"),
+        (["trainer.ranks_per_node=0"], "trainer.ranks_per_node: is 0; allowed: 1 or more"),
         (["rollout.urls=http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
         (["rollout.urls=http://198.51.100.7:9", "sync.transport=shm"], "works within one host only"),
         (["reward.url=http://127.0.0.1:9/score"], "reward.url is http://127.0.0.1:9/score: no service answers there"),
@@ -134,7 +134,7 @@ def test_a_home_that_cannot_be_written_is_refused_with_what_to_set(
 
 def test_the_demo_itself_is_accepted() -> None:
     placement = check(load_config(GrpoConfig, presets=[DEMO], overrides=[])).placement
-    assert len(placement.rank_gpus) == 2
+    assert len(placement.ranks) == 2
 
 
 def test_a_data_source_without_a_reward_is_refused_with_its_row(tmp_path: Path) -> None:

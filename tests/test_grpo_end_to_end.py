@@ -15,6 +15,7 @@ import pytest
 from benchmarks.random_model import write_random_model
 from ckpt import CheckpointManager
 from plinth_testing import wait_until
+from run_kit.runs import list_runs
 
 StartApp = Callable[..., Any]
 SHORT = (
@@ -43,12 +44,29 @@ def check_that_strangers_are_kept_out(app: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_ctrl_c_leaves_no_process(tmp_path: Path, start_app: StartApp) -> None:
+def test_ctrl_c_finishes_the_step_saves_it_and_leaves_no_process(tmp_path: Path, start_app: StartApp) -> None:
     app = start_app(tmp_path, *SHORT, "trainer.total_training_steps=500")
     app.wait_for("s/step")
-    app.process.send_signal(signal.SIGINT)
+    (found,) = list_runs(tmp_path)
+    assert (found.state, found.pid, found.num_steps) == ("running", app.process.pid, 500)
+    app.press_ctrl_c()
     assert app.finish() == 130, app.output
     assert not app.survivors()
+    assert "SIGINT: stopping after this step, with a checkpoint; again: stop now, without" in app.output
+    assert "Traceback" not in app.output
+    check_stopped(app, "SIGINT")
+
+
+def check_stopped(app: Any, number: str) -> None:
+    """The last step was finished and saved, whatever save_freq says; the run says how to go on."""
+    (found,) = list_runs(app.output_dir)
+    assert (found.state, found.detail) == ("stopped", f"by {number}")
+    newest = CheckpointManager(app.output_dir / found.name / "checkpoints").newest_good()
+    assert newest is not None
+    assert newest.step == found.step
+    stopped, resume = app.output.splitlines()[-2:]
+    assert stopped == f"stopped by {number} after step {newest.step}"
+    assert resume.startswith(f"To resume after step {newest.step}: python -m apps.grpo.main config=")
 
 
 def write_verl_rows(path: Path, num_rows: int, words: int) -> None:
@@ -64,7 +82,9 @@ def write_verl_rows(path: Path, num_rows: int, words: int) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, start_app: StartApp) -> None:
+def test_a_dead_rank_is_replaced_a_second_ends_the_run_by_name_and_it_resumes(
+    tmp_path: Path, start_app: StartApp
+) -> None:
     """With a user's model and data, LoRA and its reference model, ZeRO-3, partial rollouts and their correction."""
     model = write_random_model("qwen3-tiny", tmp_path / "model")
     write_verl_rows(tmp_path / "a.parquet", 6, words=0)
@@ -90,6 +110,7 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
         "algorithm.rollout_correction.mode=truncate",
         "trainer.save_freq=1",
         "trainer.val_before_train=false",
+        "trainer.max_restarts=1",
     ]
     app = start_app(tmp_path / "outputs", *arguments, "trainer.total_training_steps=500")
     app.wait_for("s/step")
@@ -97,6 +118,14 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
     (first,) = (tmp_path / "outputs").iterdir()
     checkpoints = CheckpointManager(first / "checkpoints")
     wait_until(checkpoints.newest_good, 60)
+    (server,) = (process.pid for process in app.children("_supervise.py"))
+    app.children("ray::TrainerWorker")[0].kill()
+    app.wait_for("training again after")
+    app.wait_for("tok/s")
+    assert re.search(
+        r"^rank [01] of 2 died in .*; new ranks go on after step \d+ \(restart 1 of 1\)$", app.output, re.M
+    )
+    assert [process.pid for process in app.children("_supervise.py")] == [server], "the server is well and stays"
     app.children("ray::TrainerWorker")[0].kill()
     assert app.finish() == 1, app.output
     assert "3 of 9 prompts are longer" in app.output
@@ -105,8 +134,14 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
     notes = notes[-1].splitlines()
     assert re.match("error: rank [01] of 2 died in", error), app.output[-3000:]
     assert f"The traceback is in {first / 'train.log'}" in notes
+    assert "trainer.max_restarts is 1: no restart is left" in notes
+    with (first / "metrics.tsv").open() as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file, delimiter="\t")]
+    assert steps == list(range(1, len(steps) + 1)), "a step is missing, or was recorded twice"
     (resume,) = (note for note in notes if note.startswith("To resume after step"))
     assert not app.survivors()
+    (found,) = list_runs(tmp_path / "outputs")
+    assert (found.state, f"error: {found.detail}") == ("failed", error[: 7 + 300])
     newest = checkpoints.newest_good()
     assert newest is not None
 
@@ -117,6 +152,7 @@ def test_a_dead_rank_ends_the_run_by_name_and_the_run_resumes(tmp_path: Path, st
     app.process.send_signal(signal.SIGTERM)
     assert app.finish() == 143, app.output
     assert not app.survivors()
+    check_stopped(app, "SIGTERM")
     (second,) = (tmp_path / "resumed").iterdir()
     with (second / "metrics.tsv").open() as file:
         row = next(csv.DictReader(file, delimiter="\t"))

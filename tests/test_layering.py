@@ -56,10 +56,11 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "rewards": "config.py",
     },
     "run_kit": {
+        "cluster": "cli.py commands.py config signals.py",
         "config": "",
         "machine": "",
         "report": "config tracking",
-        "tracking": "config",
+        "tracking": "config signals.py",
     },
     "rl_runtime": {
         "app": "config.py launch ranks rollout training",

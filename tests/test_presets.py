@@ -148,7 +148,7 @@ def test_an_algorithm_preset_sets_the_algorithm_alone_over_any_run(app: str, pre
     for run in ("demo", "gsm8k"):
         config = load(app, run, preset_file(app, preset))
         assert config.model == load(app, run).model
-    assert len(CHECKS[app](load(app, "demo", preset_file(app, preset))).placement.rank_gpus) == 2
+    assert len(CHECKS[app](load(app, "demo", preset_file(app, preset))).placement.ranks) == 2
 
 
 @pytest.mark.parametrize(("app", "preset"), ALGORITHMS)
@@ -162,7 +162,7 @@ def test_the_comment_of_an_algorithm_preset_names_its_paper_and_when_to_choose_i
 def test_with_the_tiny_overlay_the_same_case_starts_on_two_cores(app: str, preset: str) -> None:
     config = load(app, preset)
     tiny = load(app, preset, APPS / app / "presets" / "overlays" / "tiny.yaml")
-    assert len(CHECKS[app](tiny).placement.rank_gpus) == config.trainer.rank_count
+    assert len(CHECKS[app](tiny).placement.ranks) == config.trainer.rank_count
     assert tiny.model.path == "builtin:tiny"
     assert tiny.actor.dtype == "float32"
     # What makes it the same case.

@@ -3,11 +3,14 @@
 import csv
 import re
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from run_kit.runs import list_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -60,6 +63,24 @@ def test_a_run_that_diverges_exports_nothing_and_fails(tmp_path: Path, start_app
     assert not (run / "model").exists()
     assert "Traceback" in (run / "train.log").read_text()
     assert len((run / "metrics.tsv").read_text().splitlines()) < 10
+
+
+@pytest.mark.thorough
+def test_ctrl_c_finishes_the_step_and_writes_the_model_and_twice_it_does_not(
+    tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    for name, times in (("once", 1), ("twice", 2)):
+        app = start_app(tmp_path / name, "engine.dtype=float32", "supervised.steps=100000", app="sft")
+        app.wait_for("step      2/100000")
+        for _ in range(times):
+            app.press_ctrl_c()
+            time.sleep(0.01)
+        assert app.finish() == 130, app.output
+        assert not app.survivors()
+        (found,) = list_runs(tmp_path / name)
+        assert (found.state, found.detail) == ("stopped", "by SIGINT")
+        assert (tmp_path / name / found.name / "model").exists() == (times == 1)
+        assert (f"stopped by SIGINT after step {found.step} of 100000" in app.output) == (times == 1)
 
 
 @pytest.mark.thorough

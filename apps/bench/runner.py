@@ -109,7 +109,8 @@ def _run(arguments: Sequence[str], log: Path, *, timeout_s: float, watch: Callab
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    for number, patience_s in ((signal.SIGTERM, 60.0), (signal.SIGKILL, 10.0)):
+    # A training run finishes its step after the first SIGTERM and stops at once after the second.
+    for number, patience_s in ((signal.SIGTERM, 1.0), (signal.SIGTERM, 60.0), (signal.SIGKILL, 10.0)):
         if process.poll() is not None:
             return
         process.send_signal(number)

@@ -78,7 +78,7 @@ def _open_store(rank: int, world_size: int, address: str, port: int, timeout: ti
     """The store in which the ranks meet. A TCPStore has no password and listens on every interface; where all ranks are
     on one host (a loopback address), rank 0 gives it a socket that only this host reaches."""
     listening = None
-    if rank == 0 and ipaddress.ip_address(socket.gethostbyname(address)).is_loopback:
+    if rank == 0 and ipaddress.ip_address(socket.getaddrinfo(address, port)[0][4][0]).is_loopback:
         listening = socket.create_server((address, port)).detach()
     return _dist.TCPStore(
         address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening, multi_tenant=True

@@ -5,6 +5,8 @@ from .models import random_model as random_model
 from .models import tiny_config as tiny_config
 from .models import write_tiny_model as write_tiny_model
 from .models import write_word_tokenizer as write_word_tokenizer
+from .network_hosts import NetworkHost as NetworkHost
+from .network_hosts import network_hosts as network_hosts
 from .processes import free_port as free_port
 from .processes import run_script as run_script
 from .processes import start_process as start_process
@@ -18,3 +20,5 @@ from .ranks import FinishedRank as FinishedRank
 from .ranks import fork_ranks as fork_ranks
 from .ranks import launch_ranks as launch_ranks
 from .ranks import run_ranks as run_ranks
+from .slurm import FinishedJob as FinishedJob
+from .slurm import Slurm as Slurm

@@ -8,11 +8,11 @@ from .app.job import Job as Job
 from .app.job import JobPlan as JobPlan
 from .app.job import check_job as check_job
 from .app.job import job_layout as job_layout
-from .app.job import run_job as run_job
 from .app.job_config import JobConfig as JobConfig
 from .app.job_config import TrainedModel as TrainedModel
 from .app.job_config import run_job_cli as run_job_cli
 from .app.preflight import check_architectures as check_architectures
+from .app.preflight import check_cluster as check_cluster
 from .app.preflight import check_engine as check_engine
 from .app.preflight import check_lengths as check_lengths
 from .app.preflight import check_prompt_files as check_prompt_files
@@ -20,6 +20,7 @@ from .app.preflight import check_sequence_parallel as check_sequence_parallel
 from .app.preflight import check_servers as check_servers
 from .app.preflight import check_supervised as check_supervised
 from .app.preflight import find_checkpoint as find_checkpoint
+from .app.run import run_job as run_job
 from .config import ModelConfig as ModelConfig
 from .config import RanksConfig as RanksConfig
 from .config import SupervisedConfig as SupervisedConfig

@@ -55,6 +55,12 @@ class RanksConfig:
     as the batch divides by; 2 on the CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks; `auto` uses CUDA if there is a GPU."""
+    ray_address: str | None = None
+    """Ray cluster (`auto` or `host:port`) over whose nodes ranks and rollout servers are spread. This host must be one
+    of them. `model.path` must be the same folder on all nodes, and `output_dir` a folder that they share. null:
+    everything runs on this host, in a local Ray."""
+    ranks_per_node: int | None = None
+    """Ranks on a node of the cluster at most; null: nodes are filled one after the other."""
     cpu_threads_per_rank: int = 1
     """torch threads of each rank."""
     seed: int = 1
@@ -69,7 +75,8 @@ class RanksConfig:
     to find its loss scale are not counted."""
 
     def __post_init__(self) -> None:
-        _check_at_least(1, self, *(["num_ranks"] if self.num_ranks is not None else []), "cpu_threads_per_rank")
+        given = [name for name in ("num_ranks", "ranks_per_node") if getattr(self, name) is not None]
+        _check_at_least(1, self, *given, "cpu_threads_per_rank")
         if self.rank_count > MAX_RANKS:
             raise ValueError(f"num_ranks is {self.num_ranks}; allowed: at most {MAX_RANKS}")
         _check_at_least(0, self, "seed")
@@ -98,16 +105,11 @@ class TrainerConfig(RanksConfig):
     total_training_steps: int = 30
     """Number of steps; a step is rollout, scoring, update and weight sync."""
     colocate: bool = True
-    """Rollout servers share the trainer's GPUs (true) or use the GPUs after them (false). Ignored on the CPU and for
-    servers on other hosts."""
+    """Rollout servers share the trainer's GPUs (true) or use the GPUs after them (false). Ignored on the CPU."""
     take_turns: Literal["never", "servers", "both"] | None = None
     """How ranks and servers on the same GPUs divide their memory. `never`: side by side. `servers`: servers sleep while
     the trainer works. `both`: besides, optimizer states and gradients wait in host memory while the servers generate.
-    null: side by side if that fits, else in turns."""
-    ray_address: str | None = None
-    """Ray cluster (`auto` or `host:port`) whose other nodes run the rollout servers. This host must be a node; the
-    trainer ranks run here. `model.path` must be the same folder on all nodes (the built-in model is in
-    `output_dir`). null: everything runs on this host, in a local Ray."""
+    null: side by side if that fits, else in turns. In a cluster (`ray_address`): `never`."""
     val_before_train: bool = True
     """Validate once before the first step."""
     val_after_train: bool = True
@@ -115,10 +117,16 @@ class TrainerConfig(RanksConfig):
     max_server_restarts: int = 3
     """Restarts of each rollout server that died or hangs; it gets the current weights before it serves. With 0 a dead
     server ends the run. Existing servers (`rollout.urls`) are never restarted."""
+    max_restarts: int = 3
+    """Restarts of the trainer ranks after one of them died or hangs, from the newest checkpoint of the run; the servers
+    stay. 0, or no checkpoint although steps are done: a lost rank ends the run."""
+    min_ranks: int | None = None
+    """After nodes of a cluster were lost, go on with at least this many ranks, as many as the batch divides by; null:
+    only with as many as before, if other nodes have room."""
     test_freq: int = -1
     """Validate every `test_freq` steps; -1: only before and after training."""
     save_freq: int = 0
-    """Write a checkpoint every `save_freq` steps; 0: no checkpoints."""
+    """Write a checkpoint every `save_freq` steps; 0: only when Ctrl-C, SIGTERM or SIGUSR1 ends the run after a step."""
     background_save: bool = True
     """Write checkpoints in the background: a step waits for a copy to host memory. False: it waits for the disk."""
     keep_checkpoints: int = 2
@@ -150,15 +158,18 @@ class TrainerConfig(RanksConfig):
             raise ValueError(f"save_freq is {self.save_freq}; allowed: 0 (never) or more")
         if self.test_freq == 0 or self.test_freq < -1:
             raise ValueError(f"test_freq is {self.test_freq}; allowed: -1 (never) or 1 and more")
-        for name in ("keep_every", "keep_best", "max_server_restarts"):
+        for name in ("keep_every", "keep_best", "max_server_restarts", "max_restarts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 (none) or more")
         if self.takes_turns and (not self.colocate or self.ray_address is not None):
             key = "ray_address" if self.ray_address is not None else "colocate"
             raise ValueError(
                 f"take_turns is {self.take_turns}; allowed: never, or null, with {key}="
-                f"{str(getattr(self, key)).lower()}, where servers and ranks have GPUs of their own"
+                f"{str(getattr(self, key)).lower()}"
             )
+        if self.min_ranks is not None and not 1 <= self.min_ranks <= (self.num_ranks or MAX_RANKS):
+            most = MAX_RANKS if self.num_ranks is None else f"num_ranks ({self.num_ranks})"
+            raise ValueError(f"min_ranks is {self.min_ranks}; allowed: 1 to {most}, or null for all of them")
         if self.resume_from is not None and self.resume == "never":
             raise ValueError(f"resume_from is {self.resume_from}, but resume is never; allowed: resume=auto")
         if any(not 1 <= step <= self.total_training_steps for step in self.profile_steps):

@@ -3,7 +3,8 @@
 RlRuntimeError
 ├── InputError (ValueError)     model, data and settings that do not match
 ├── PlacementError (ValueError) more devices requested than available
-├── RankError                   a trainer rank failed, died or did not answer
+├── RankError                   a trainer rank failed
+│   └── RankLost                a trainer rank died or does not answer; new ranks can go on from a checkpoint
 ├── DivergedError               the gradients of a model are no longer finite
 └── RolloutFailed               a step without any sample to train on
 
@@ -35,6 +36,10 @@ class RankError(RlRuntimeError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class RankLost(RankError):
+    """A trainer rank died, hangs or did not answer in time: not an error of what it computed."""
 
 
 class DivergedError(RlRuntimeError):

@@ -1,5 +1,6 @@
 """Heartbeats: a rank that hangs is named with its host, its place and for how long."""
 
+import json
 import os
 import signal
 import socket
@@ -15,21 +16,21 @@ from rl_runtime.ranks.heartbeat import INTERVAL_S, Beat, Heartbeats, find_stalle
 
 WORK = """
 import sys, time
-from rl_runtime.ranks.heartbeat import Heartbeat
+from rl_runtime.ranks.heartbeat import Heartbeat, Receiver
 
 def compute(seconds):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         sum(range(1000))
 
-Heartbeat(sys.argv[1], 1, interval_s=0.05)
+Heartbeat(Receiver(host=sys.argv[1], port=int(sys.argv[2]), token=sys.argv[3]), 1, interval_s=0.05)
 compute(0.5)
 time.sleep(1000)
 """
 
 
 def beat(where: str = "torch/autograd/graph.py:1 in backward", *, still: float = 60, frozen: float = 0) -> Beat:
-    return Beat(host="node", pid=7, beat_at=1000 - frozen, moved_at=1000 - max(still, frozen), where=where)
+    return Beat(host="node", pid=7, beat_at=1000 - frozen, still=max(still - frozen, 0), where=where)
 
 
 WAITS = "torch/distributed/distributed_c10d.py:1 in all_reduce"
@@ -53,13 +54,14 @@ def test_the_rank_that_holds_up_the_others_is_found(beats: dict[int, Beat | None
 
 @pytest.fixture
 def heartbeats() -> Iterator[Heartbeats]:
-    made = Heartbeats(2)
+    made = Heartbeats()
     yield made
     made.close()
 
 
 def test_a_process_reports_where_it_is_and_a_stopped_one_is_silent(heartbeats: Heartbeats) -> None:
-    command = [sys.executable, "-c", WORK, heartbeats.path]
+    receiver = heartbeats.receiver
+    command = [sys.executable, "-c", WORK, receiver.host, str(receiver.port), receiver.token]
     with subprocess.Popen(command) as process:
         try:
             places = set()
@@ -84,3 +86,19 @@ def test_a_process_reports_where_it_is_and_a_stopped_one_is_silent(heartbeats: H
             assert f"no heartbeat for 60 s ({socket.gethostname()}, pid {process.pid})" in text
         finally:
             process.kill()
+
+
+def test_datagrams_of_others_are_ignored(heartbeats: Heartbeats) -> None:
+    receiver = heartbeats.receiver
+    right = {"token": receiver.token, "rank": 0, "host": "node", "pid": 7, "still": 1.5, "where": "here"}
+    wrong = [b"", b"no JSON", b"[]", b"{}", b'{"token": 3}', json.dumps(right | {"token": "guess"}).encode()]
+    wrong += [json.dumps(right | {"more": 1}).encode(), json.dumps(right | {"rank": "x"}).encode()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for datagram in wrong:
+            stranger.sendto(datagram, (receiver.host, receiver.port))
+        assert heartbeats.read(0) is None
+        stranger.sendto(json.dumps(right).encode(), (receiver.host, receiver.port))
+    wait_until(lambda: heartbeats.read(0) is not None, 10)
+    beat = heartbeats.read(0)
+    assert beat is not None
+    assert (beat.where, beat.still) == ("here", 1.5)

@@ -64,6 +64,11 @@ class Ranks:
         return [method(self.worker, *args)]
 
 
+@dataclass(frozen=True)
+class Report:
+    transports: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass
 class Actor:
     """Pushes as weight_sync does, route by route, but no tensors."""
@@ -76,7 +81,7 @@ class Actor:
     def connect_servers(self, endpoints: list[Endpoint], config: SyncConfig, adapter: str | None = None) -> None:
         self._controls = [ServerControl(endpoint.url, endpoint.api_key, 20.0) for endpoint in endpoints]
 
-    def push_weights(self, version: int) -> str:
+    def push_weights(self, version: int) -> Report:
         assert not self.ranks.actor.moves_params, "the weights to push are in host memory"
         for control in self._controls:
             control.pause(20.0)
@@ -87,7 +92,7 @@ class Actor:
             control.finish(version)
             control.drop_caches()
             control.resume()
-        return "report"
+        return Report()
 
 
 @dataclass
@@ -287,7 +292,7 @@ def test_a_server_that_does_not_follow_is_restarted_with_the_new_weights(
             # The push's own wake-up is the first after that of the weights.
             push = rig.actor.push_weights
 
-            def push_weights(version: int) -> str:
+            def push_weights(version: int) -> Report:
                 failing = bad.faults.pop("wake_up", None)
                 report = push(version)
                 if failing:

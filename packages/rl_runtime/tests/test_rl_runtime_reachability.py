@@ -1,63 +1,57 @@
-"""Which transport reaches servers here and on other hosts."""
-
-import socket
+"""Which weight transports are refused before anything starts, by where rank 0 and the servers will be."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_runtime.config import TrainerConfig
+from rl_runtime.app import preflight
+from rl_runtime.app.preflight import check_transport
 from rl_runtime.errors import InputError
-from rl_runtime.launch.reachability import resolve_sync_transport
+from rl_runtime.launch.placement import Node, Placement, Slot
 from rollout_vllm import RolloutConfig
 from weight_sync import SyncConfig
 
-HERE = ["http://127.0.0.1:1", "http://localhost:2/v1", "http://[::1]:3", f"http://{socket.gethostname()}:4"]
-THERE = ["http://198.51.100.7:1", "https://[2001:db8::1]:2", "http://no-such-host.invalid:3"]  # reserved for examples
+HERE, THERE = "http://127.0.0.1:1", "http://198.51.100.7:2"  # the second is reserved for examples
+
+
+def placed(*server_nodes: str, rank_node: str = "", on_gpu: bool = False) -> Placement:
+    gpus = (0,) if on_gpu else ()
+    return Placement(ranks=(Slot(node=rank_node, gpus=gpus),), servers=tuple(Slot(node=node) for node in server_nodes))
 
 
 @given(
-    urls=st.lists(st.sampled_from(HERE[:2] + THERE[:2]), max_size=3),
+    nodes=st.lists(st.sampled_from(["a", "b"]), max_size=3),
     transport=st.sampled_from(["auto", "shm", "ipc", "nccl", "tcp"]),
     on_gpu=st.booleans(),
 )
-def test_single_host_transports_are_refused_across_hosts(urls: list[str], transport: str, on_gpu: bool) -> None:
-    rollout, sync = RolloutConfig(urls=tuple(urls)), SyncConfig(transport=transport, bucket_mib=3)  # type: ignore[arg-type]
+def test_servers_that_the_run_starts(nodes: list[str], transport: str, on_gpu: bool) -> None:
+    sync = SyncConfig(transport=transport)  # type: ignore[arg-type]
+    placement = placed(*nodes, rank_node="a", on_gpu=on_gpu)
+    far = [index for index, node in enumerate(nodes) if node != "a"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "cluster_nodes", lambda: (Node(node_id="a"), Node(node_id="b")))
+        if transport in ("ipc", "nccl") and not on_gpu:
+            expected = f"^sync.transport: '{transport}' given, but the trainer's tensors are on the CPU"
+        elif transport in ("shm", "ipc") and far:
+            expected = f"^sync.transport: '{transport}' given, but rollout server {far[0]} is on another host, and .*"
+        else:
+            check_transport(sync, RolloutConfig(), placement)
+            return
+        with pytest.raises(InputError, match=expected):
+            check_transport(sync, RolloutConfig(), placement)
 
-    def chosen() -> SyncConfig:
-        return resolve_sync_transport(sync, trainer=TrainerConfig(), rollout=rollout, on_gpu=on_gpu)
 
-    elsewhere = [url for url in urls if url in THERE]
-    if not elsewhere:
-        assert chosen() == sync
-    elif transport in ("shm", "ipc"):
-        with pytest.raises(InputError, match=f"sync.transport is {transport}"):
-            chosen()
-    else:
-        expected = {"auto": "nccl" if on_gpu and len(elsewhere) == len(urls) else "tcp"}.get(transport, transport)
-        assert chosen() == SyncConfig(transport=expected, bucket_mib=3)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("url", HERE)
-def test_addresses_of_this_host(url: str) -> None:
+def test_existing_servers_of_this_host_and_of_another() -> None:
     sync = SyncConfig(transport="shm")
-    assert (
-        resolve_sync_transport(sync, trainer=TrainerConfig(), rollout=RolloutConfig(urls=(url,)), on_gpu=False) == sync
-    )
+    check_transport(sync, RolloutConfig(urls=(HERE,)), placed())
+    with pytest.raises(InputError, match=rf"{THERE} is on another host.*one host only; allowed: auto, tcp$"):
+        check_transport(sync, RolloutConfig(urls=(HERE, THERE)), placed())
+    check_transport(SyncConfig(), RolloutConfig(urls=(HERE, THERE)), placed())
 
 
-@pytest.mark.parametrize("url", THERE)
-def test_addresses_of_other_hosts(url: str) -> None:
-    with pytest.raises(InputError, match=r"shared memory works within one host only; allowed: auto, tcp$"):
-        resolve_sync_transport(
-            SyncConfig(transport="shm"), trainer=TrainerConfig(), rollout=RolloutConfig(urls=(url,)), on_gpu=False
-        )
-
-
-@pytest.mark.parametrize(("on_gpu", "transport"), [(False, "tcp"), (True, "nccl")])
-def test_servers_over_a_cluster(on_gpu: bool, transport: str) -> None:
-    trainer = TrainerConfig(ray_address="auto")
-    found = resolve_sync_transport(SyncConfig(), trainer=trainer, rollout=RolloutConfig(), on_gpu=on_gpu)
-    assert found.transport == transport
-    with pytest.raises(InputError, match=r"ray_address=auto .*CUDA IPC"):
-        resolve_sync_transport(SyncConfig(transport="ipc"), trainer=trainer, rollout=RolloutConfig(), on_gpu=on_gpu)
+def test_existing_servers_are_judged_from_the_host_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "cluster_nodes", lambda: (Node(node_id="driver"), Node(node_id="gpus")))
+    sync, rollout = SyncConfig(transport="shm"), RolloutConfig(urls=(THERE,))
+    check_transport(sync, rollout, placed(rank_node="gpus"))  # the first push looks from there
+    with pytest.raises(InputError, match="is on another host"):
+        check_transport(sync, rollout, placed(rank_node="driver"))

@@ -11,7 +11,7 @@ from rl_runtime.errors import RankError, RlRuntimeError
 from rl_runtime.rollout import servers as rollout_servers
 from rl_runtime.rollout.servers import RolloutServers
 from rollout_vllm import Endpoint, ServerDiedError, WatchEvent
-from weight_sync import ReceiverError, SyncConfig, WeightSyncError
+from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
 
 
 @dataclass
@@ -64,6 +64,11 @@ class Client:
         self.policy_version = version
 
 
+def report_of(version: int, transports: dict[str, str]) -> SyncReport:
+    seconds = dict.fromkeys(("total_s", "pause_s", "gather_s", "transfer_s", "finish_s"), 0.0)
+    return SyncReport(version=version, num_bytes=1, num_tensors=1, transports=transports, **seconds)
+
+
 @dataclass
 class Actor:
     """Keeps (urls, version) of every push; `on_push` may raise before it counts."""
@@ -71,17 +76,18 @@ class Actor:
     pushes: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
     on_push: Any = None
     num_connects: int = 0
+    transport: str = "shm"
     _urls: tuple[str, ...] = ()
 
     def connect_servers(self, endpoints: list[Endpoint], config: SyncConfig, adapter: str | None = None) -> None:
         self.num_connects += 1
         self._urls = tuple(endpoint.url for endpoint in endpoints)
 
-    def push_weights(self, version: int) -> str:
+    def push_weights(self, version: int) -> SyncReport:
         if self.on_push is not None:
             self.on_push()
         self.pushes.append((self._urls, version))
-        return "report"
+        return report_of(version, dict.fromkeys(self._urls, self.transport))
 
 
 @dataclass
@@ -119,10 +125,22 @@ BOTH, FIRST, SECOND = ("http://0", "http://1"), ("http://0",), ("http://1",)
 
 def test_all_servers_are_pushed_to_over_one_connection(setting: Setting) -> None:
     for version in (0, 1, 2):
-        assert setting.fleet.push(version) == "report"
+        assert setting.fleet.push(version) == report_of(version, dict.fromkeys(BOTH, "shm"))
     assert setting.actor.pushes == [(BOTH, 0), (BOTH, 1), (BOTH, 2)]
     assert setting.actor.num_connects == 1
     assert setting.client.policy_version == 2
+
+
+def test_the_transports_are_reported_at_first_and_when_they_change(setting: Setting) -> None:
+    setting.fleet.push(0)
+    setting.fleet.push(1)
+    setting.fleet._push_to_restarted(1, Endpoint("http://1"))
+    setting.actor.transport = "tcp"
+    setting.fleet._push_to_restarted(1, Endpoint("http://1"))
+    assert setting.lines == [
+        "weights: rank 0 -> http://0: shm; http://1: shm",
+        "weights: rank 0 -> http://1: tcp",
+    ]
 
 
 def test_a_dead_server_gets_no_pushes_until_it_has_the_current_weights(setting: Setting) -> None:
@@ -153,7 +171,7 @@ def test_a_server_that_dies_in_a_push_is_left_out_of_the_next_attempt(setting: S
         raise RankError("connection lost")
 
     setting.actor.on_push = die
-    assert setting.fleet.push(4) == "report"
+    assert setting.fleet.push(4) == report_of(4, dict.fromkeys(SECOND, "shm"))
     assert setting.actor.pushes == [(SECOND, 4)]
 
 

@@ -22,6 +22,7 @@ from rollout_vllm import (
     RolloutConfigError,
     SamplingConfig,
     ServerDiedError,
+    ServerSeat,
     ServerStartError,
     launch_on_ray,
 )
@@ -29,6 +30,7 @@ from rollout_vllm.servers.blocking_http import call
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 ray: Any = pytest.importorskip("ray")
+NodeAffinitySchedulingStrategy: Any = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +80,15 @@ def processes_of(log_path: Path) -> list[int]:
 def test_server_on_a_ray_node(cluster: None, model_folder: Path, tmp_path: Path) -> None:
     config = config_for_tests(startup_timeout_s=400.0)
     wanted = {"CPU": 1, "rollout_node": 1}
-    here = ray.get_runtime_context().get_node_id()
-    with pytest.raises(RolloutConfigError, match="node_ids has 2 entries for num_servers=1"):
-        launch_on_ray(model_folder, config, log_dir=tmp_path, node_ids=[here, here])
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    seat = ServerSeat(strategy=here)
+    with pytest.raises(RolloutConfigError, match="seats has 2 entries for num_servers=1"):
+        launch_on_ray(model_folder, config, log_dir=tmp_path, seats=[seat, seat])
     with pytest.raises(RolloutConfigError, match="rollout_node each is 2 in total, the cluster has 1"):
         launch_on_ray(model_folder, config_for_tests(num_servers=2), log_dir=tmp_path, resources_per_server=wanted)
     with pytest.raises(ModelFolderError, match=r"on Ray node .* is not a folder.*same path on every node"):
         launch_on_ray(tmp_path / "nowhere", config, log_dir=tmp_path)
-    nodes: dict[str, Any] = {"node_ids": [here], "resources_per_server": wanted}
+    nodes: dict[str, Any] = {"seats": [seat], "resources_per_server": wanted}
     with launch_on_ray(model_folder, config, log_dir=tmp_path, **nodes) as group:
         [server], [endpoint] = group.servers, group.endpoints
         assert ray.available_resources().get("rollout_node", 0) == 0  # the server holds its resources

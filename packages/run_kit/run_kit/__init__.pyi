@@ -15,6 +15,8 @@ from .memory import process_tree_memory as process_tree_memory
 from .profiling import StepProfiler as StepProfiler
 from .report.comparison import write_comparison as write_comparison
 from .report.page import write_report as write_report
+from .signals import RunStopped as RunStopped
+from .signals import StopRequest as StopRequest
 from .timing import PhaseTimer as PhaseTimer
 from .tracker import Tracker as Tracker
 from .tracker import check_tracking as check_tracking

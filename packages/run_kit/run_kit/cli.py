@@ -1,6 +1,7 @@
 """Command line of an app: help, presets, overrides, exit codes, signals.
 
 Exit codes: 0 success (or what `main` returns), 1 a failure, 2 a user error, 130 after Ctrl-C, 128 + n after signal n.
+A run that listens (`signals.StopRequest`) ends with the same code after the step in which the signal came.
 A user error and an error of these packages is one `error: …` message with its notes; its traceback is in the run's
 `train.log`. Any other error is printed with its traceback. Only the config classes are imported before the
 configuration is validated.
@@ -8,21 +9,19 @@ configuration is validated.
 
 import difflib
 import os
-import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from .config.help import PresetFile, help_text, list_presets
 from .config.loader import given_keys, load_config, to_yaml
 from .config.redaction import redact_urls, secrets_in
 from .config.schema import all_paths, nearest_paths
 from .errors import OWN_PACKAGES, ConfigError, ConfigProblem
+from .signals import signals_as_exceptions
 from .tracking.metrics_table import is_disk_full
 
 ConfigT = TypeVar("ConfigT")
@@ -61,7 +60,7 @@ def run_cli(
 
     Args:
         config_cls: the app's config dataclass.
-        main: the app. Its `finally` blocks and context managers run on errors, Ctrl-C, SIGTERM and SIGHUP.
+        main: the app. Its `finally` blocks and context managers run on errors, Ctrl-C, SIGTERM, SIGHUP and SIGUSR1.
         app_name: the app's module, for the help: `apps.grpo.main`; with a space in it, the whole command.
         preset_dir: folder of presets (`NAME.yaml`) and of overlays (`overlays/NAME.yaml`).
         argv: arguments without the program's name; None takes those of the process.
@@ -112,7 +111,7 @@ def _run(
 ) -> NoReturn:
     token = INVOKED_AS.set(app_name)
     try:
-        with _signals_as_exceptions():
+        with signals_as_exceptions():
             code = main(config)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
@@ -132,39 +131,6 @@ def _run(
     finally:
         INVOKED_AS.reset(token)
     raise SystemExit(code if isinstance(code, int) else 0)
-
-
-@contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """Run cleanup code on SIGINT, SIGTERM and SIGHUP, and do not let a second signal cut it short.
-
-    The first signal raises (KeyboardInterrupt, SystemExit); the second only prints a notice; the third interrupts.
-    """
-    count = 0
-
-    def handle(signum: int, _frame: FrameType | None) -> None:
-        nonlocal count
-        count += 1
-        if count == 2:
-            os.write(2, b"\nstill cleaning up; a third signal stops at once and may leave processes behind\n")
-        elif signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        else:
-            raise SystemExit(128 + signum)
-
-    previous: dict[signal.Signals, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # A signal that was ignored at the start (nohup, a shell's background job) stays ignored.
-            if signal.getsignal(number) != signal.SIG_IGN:
-                previous[number] = signal.signal(number, handle)
-    except ValueError:
-        pass  # not the main thread: leave signal handlers alone
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old if old is not None else signal.SIG_DFL)
 
 
 def _parse(

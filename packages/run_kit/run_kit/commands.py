@@ -61,3 +61,7 @@ def _summary(command: EntryPoint) -> str:
 
 def _package(command: EntryPoint) -> str:
     return command.dist.name if command.dist is not None else command.module.partition(".")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

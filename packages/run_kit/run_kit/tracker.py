@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+from .cli import INVOKED_AS
 from .config.loader import plain_tree
 from .tracking.config import TrackingConfig
 from .tracking.metrics_table import MetricsTable, atomic_write
 from .tracking.progress import Progress, duration_text
 from .tracking.rollouts import write_rollouts
 from .tracking.run_folder import RunFolder
+from .tracking.run_state import StateFile
 from .tracking.summary import summarize
 from .tracking.writers import MetricWriter, TensorBoardWriter, WandbWriter, import_wandb
 
@@ -58,7 +60,8 @@ class Tracker:
         tracker.log_rollouts(1, [{"prompt": "2+2?", "response": "4", "reward": 1.0}])
     ```
 
-    Within the `with` block stdout, stderr and loggers also go to `train.log`.
+    Within the `with` block stdout, stderr and loggers also go to `train.log`, and `run.json` says that the run lives;
+    afterwards it says how the run ended.
 
     Args:
         run: the run folder; `config.yaml` is written into it.
@@ -94,6 +97,7 @@ class Tracker:
         self._clock = clock
         self._started = self._curves_time = clock()
         self._closed = False
+        self._state: StateFile | None = None
         run.write_config(config, comment)
         self._writers: list[MetricWriter] = []
         if self._config.tensorboard:
@@ -178,6 +182,16 @@ class Tracker:
         self.info(f"run folder         {self.run.path}")
         return facts
 
+    def rewind(self, step: int) -> None:
+        """Forget what was logged after this step, because the run goes on from there.
+
+        Weights & Biases keeps what it has of these steps: it accepts a step only once.
+        """
+        self.table.truncate_from(step + 1)
+        self.progress.restart_clock()
+        for writer in self._writers:
+            writer.rewind(step)
+
     def draw_curves(self) -> None:
         """Draw `curves.png` now."""
         from .tracking.curves import write_curves
@@ -209,6 +223,7 @@ class Tracker:
             writer.write(step, {name: row[name] for name in metrics})
 
     def __enter__(self) -> "Tracker":
+        self._state = StateFile(self.run.state_file, app=INVOKED_AS.get(), num_steps=self.progress.total_steps)
         self.run.__enter__()
         return self
 
@@ -216,7 +231,7 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self._finish(error)
         except Exception as failed:
             if error is None:
                 raise
@@ -225,3 +240,15 @@ class Tracker:
             error.add_note(f"Closing the tracker failed as well: {failed!r}")
         finally:
             self.run.__exit__(kind, error, trace)
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Closes, and writes how the run ended: with `error`, with one of closing, or finished."""
+        try:
+            self.close()
+        except Exception as failed:
+            error = error or failed
+            raise
+        finally:
+            if self._state is not None:
+                self._state.close(error)
+                self._state = None

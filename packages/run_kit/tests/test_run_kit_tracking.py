@@ -396,8 +396,8 @@ def test_a_run_leaves_everything(run: RunFolder, capsys: pytest.CaptureFixture[s
             tracker.log_rollouts(step, [{"prompt": "p", "response": "<b>r</b>", "reward": 1.0}] * 20)
         tracker.log_validation(6, {"val/accuracy": 0.75})
         facts = tracker.summary(Result())
-    names = "config.yaml curves.png metrics.tsv report.html rollouts summary.json supervised.tsv tensorboard train.log"
-    assert sorted(path.name for path in run.path.iterdir()) == names.split()
+    names = "config.yaml curves.png metrics.tsv report.html rollouts run.json summary.json supervised.tsv tensorboard"
+    assert sorted(path.name for path in run.path.iterdir()) == [*names.split(), "train.log"]
     table = MetricsTable(run.metrics_file)
     assert table.steps == tuple(range(7))
     assert table.row(6)["val/accuracy"] == 0.75

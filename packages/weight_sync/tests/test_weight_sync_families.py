@@ -4,8 +4,6 @@ The thorough test goes through the families that vLLM's CPU build can serve, in 
 """
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,7 +111,7 @@ def test_all_servers_or_none_and_a_restarted_server(
 ) -> None:
     (one, _), (two, folder) = servers["one"], servers["two"]
     model = experts(seed=2)
-    source = ServerKillingSource(helpers.save_model(model, tmp_path / "model"))
+    source = helpers.ServerKillingSource(folder_of(model, tmp_path / "model"))
     with WeightPusher(source, [one, two], SyncConfig(verify=True)) as pusher:
         pusher.push(1)
         check_agreement("experts", one, model)
@@ -136,17 +134,6 @@ def test_all_servers_or_none_and_a_restarted_server(
                 assert_serves(server, model)
         finally:
             helpers.stop_server(again)
-
-
-class ServerKillingSource(HfFolderSource):
-    """Kills a process group when it fills the fourth bucket."""
-
-    process_group: int | None = None
-
-    def fill(self, bucket: Any, out: Any) -> None:
-        if bucket.index == 3 and self.process_group is not None:
-            os.killpg(self.process_group, signal.SIGKILL)
-        super().fill(bucket, out)
 
 
 SMALL_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

@@ -44,6 +44,7 @@ from weight_sync.channel import HELLO_WAIT_S, Channel, Listener, connect
 from weight_sync.errors import ChannelError
 from weight_sync.push.session import Link, PushSession
 from weight_sync.tensors import checksum, slot_view
+from weight_sync.transports.group import SenderGroup
 from weight_sync.transports.nccl import NcclSender, await_workers, create_store, join_rendezvous
 from weight_sync.transports.shm import ShmReceiver, ShmSender
 from weight_sync.vllm_plugin.adapters import _weights_mapper
@@ -258,10 +259,10 @@ def test_shared_memory_segments_are_reused(new_model: Any) -> None:
     plan = plan_buckets(source.manifest(), 100_000)
     assert len(plan.buckets) > 2
     sender, receiver = ShmSender(), ShmReceiver(torch.device("cpu"))
-    sender.prepare(plan)
+    sender.prepare(plan, [])
     greeting, fds = sender.greet({"segments": receiver.id})
     receiver.attach(greeting, [os.dup(fd) for fd in fds], plan)
-    sender.prepare(plan)
+    sender.prepare(plan, [])
     assert sender.greet({"segments": receiver.id}) == (greeting, [])
     left, _ = socket.socketpair()
     channel = Channel(left, 1.0)
@@ -269,7 +270,7 @@ def test_shared_memory_segments_are_reused(new_model: Any) -> None:
         source.fill(bucket, sender.buffer(bucket))
         assert torch.equal(receiver.receive(bucket, channel), sender.buffer(bucket)[: bucket.nbytes])
     larger = plan_buckets(source.manifest(), 10**7)
-    sender.prepare(larger)
+    sender.prepare(larger, [])
     assert sender.greet({"segments": receiver.id})[1]
     with pytest.raises(SyncConfigError, match="descriptors"):
         receiver.attach({"segments": "other", "sizes": [1]}, [], plan)
@@ -319,8 +320,8 @@ def test_error_of_a_worker_before_the_rendezvous_is_reported(rendezvous: Any, de
     sender._comm, sender._store, sender._generation, sender._timeout_s = None, store, "5", 30.0
     sender._where = WHERE
     session = PushSession.__new__(PushSession)
-    session._sender, session._config = sender, SyncConfig()
-    links = [Link(channel, {}, where) for channel, where in zip(pushers, WHERE, strict=True)]
+    session._senders, session._config = SenderGroup([sender]), SyncConfig()
+    links = [Link(channel, {"server": 0}, where) for channel, where in zip(pushers, WHERE, strict=True)]
     if detail:
         workers[1].send({"type": "error", "kind": "internal", "detail": detail})
     workers[1].close()

@@ -4,11 +4,14 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import Any
 import torch
 
 import plinth_testing as testing
-from plinth_testing import free_port, start_process, stop_process
+from plinth_testing import NetworkHost, free_port, start_process, stop_process
 from weight_sync import SyncConfig, TensorSource, WeightManifest, server_args, server_env
 from weight_sync.channel import MAX_HELLO_BYTES, Listener
 from weight_sync.push.session import PushSession
@@ -118,12 +121,14 @@ def start_server(
     extra_args: Sequence[str] = (),
     extra_env: dict[str, str] | None = None,
     port: int | None = None,
+    host: NetworkHost | None = None,
 ) -> Server:
-    """Start a server without waiting for it."""
+    """Start a server without waiting for it, on this host or on another one."""
     config = SyncConfig()
     port = port or free_port()
+    address = host.address if host else "127.0.0.1"
     command = [sys.executable, str(Path(__file__).with_name("weight_sync_server.py")), "--model", str(folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "128"]
+    command += ["--host", address, "--port", str(port), "--dtype", "float32", "--max-model-len", "128"]
     command += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "policy"]
     command += ["--kv-cache-memory-bytes", "64M", "--no-enable-chunked-prefill"]
     command += ["--logprobs-mode", "processed_logprobs"]
@@ -135,7 +140,8 @@ def start_server(
     # process; both cost too much on the two cores of a test run.
     env |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     env |= {"VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "", **(extra_env or {})}
-    return Server(f"http://127.0.0.1:{port}", api_key, start_process(command, log, env), log)
+    command = host.command(*command) if host else command
+    return Server(f"http://{address}:{port}", api_key, start_process(command, log, env), log)
 
 
 def wait_healthy(server: Server, timeout_s: float = 420.0) -> None:
@@ -231,6 +237,24 @@ class ChangedSource:
             out.zero_()
 
 
+class ServerKillingSource:
+    """``source``; kills a process group when it fills the fourth bucket, and counts how often each bucket is filled."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self.process_group: int | None = None
+        self.num_fills: Counter[int] = Counter()
+
+    def manifest(self) -> WeightManifest:
+        return self._source.manifest()
+
+    def fill(self, bucket: Any, out: torch.Tensor | None) -> None:
+        self.num_fills[bucket.index] += 1
+        if bucket.index == 3 and self.process_group is not None:
+            os.killpg(self.process_group, signal.SIGKILL)
+        self._source.fill(bucket, out)
+
+
 def is_paused(server: Server) -> bool:
     """Whether the server is paused."""
     return bool(call(server, "GET", "/is_paused")[1]["is_paused"])
@@ -244,7 +268,7 @@ def flip_bytes(monkeypatch: Any, times: int, from_index: int = 0) -> None:
     def corrupt(self: PushSession, push: Any, bucket: Any, value: Any) -> None:
         if left[0] and bucket.index >= from_index:
             left[0] -= 1
-            self._sender.buffer(bucket)[17] += 1
+            self._senders.buffer(bucket)[17] += 1
         announce(self, push, bucket, value)
 
     monkeypatch.setattr(PushSession, "_announce", corrupt)

@@ -168,6 +168,7 @@ def main() -> None:
         report = pusher.push(5)
     assert report.version == 5
     assert report.total_s > 0
+    assert report.transports == {args.url: "shm"}, "every rank knows what rank 0 chose"
     weights = full_weights(engine)
     if rank == 0:
         torch.save(weights, args.out)

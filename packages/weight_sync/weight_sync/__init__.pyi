@@ -26,3 +26,5 @@ from .sources.fp8 import quantize_blocks as quantize_blocks
 from .sources.hf_folder import HfFolderSource as HfFolderSource
 from .sources.module import ModuleSource as ModuleSource
 from .sources.zero import ZeroSource as ZeroSource
+from .transports.routes import choose_transports as choose_transports
+from .transports.routes import plan_transports as plan_transports

@@ -187,23 +187,26 @@ class _Stranger:
 
 
 class Listener:
-    """The pusher's listening socket: an abstract Unix socket (same host), or TCP when ``host`` is given.
+    """The pusher's listening sockets: an abstract Unix socket for this host and, when ``host`` is given, TCP.
 
     A thread accepts connections and reads their hellos side by side, so that silent ones delay no worker.
+    ``local_address`` is the Unix socket's address, which can carry file descriptors; ``address`` is the TCP socket's,
+    without ``host`` the Unix socket's.
     """
 
     def __init__(self, host: str | None = None) -> None:
         self.token = secrets.token_hex(16)
-        if host is None:
-            name = f"plinth-weight-sync-{os.getpid()}-{secrets.token_hex(8)}"
-            self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._sock.bind("\0" + name)
-            self.address = f"unix:{name}"
-        else:
-            self._sock = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-            self.address = f"tcp:{self._sock.getsockname()[1]}:{host}"
-        self._sock.listen(128)
-        self._sock.setblocking(False)
+        name = f"plinth-weight-sync-{os.getpid()}-{secrets.token_hex(8)}"
+        self._socks = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)]
+        self._socks[0].bind("\0" + name)
+        self.address = self.local_address = f"unix:{name}"
+        if host is not None:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socks.append(socket.create_server((host, 0), family=family))
+            self.address = f"tcp:{self._socks[1].getsockname()[1]}:{host}"
+        for sock in self._socks:
+            sock.listen(128)
+            sock.setblocking(False)
         self._known: queue.SimpleQueue[tuple[socket.socket, Message]] = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="weight_sync_listener", daemon=True)
@@ -227,9 +230,9 @@ class Listener:
 
     def _run(self) -> None:
         strangers: dict[socket.socket, _Stranger] = {}
-        with self._sock, self._woken, selectors.DefaultSelector() as selector:
-            selector.register(self._sock, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
+        with contextlib.ExitStack() as open_socks, selectors.DefaultSelector() as selector:
+            for sock in (*self._socks, self._woken):
+                selector.register(open_socks.enter_context(sock), selectors.EVENT_READ)
 
             def forget(sock: socket.socket, hello: Message | None = None) -> None:
                 selector.unregister(sock)
@@ -253,7 +256,7 @@ class Listener:
                         continue
                     if hello is not None or time.monotonic() > stranger.deadline:
                         forget(sock, hello)
-                for sock in self._accept() if self._sock in ready else ():
+                for sock in (sock for door in self._socks if door in ready for sock in self._accept(door)):
                     if len(strangers) == _MAX_STRANGERS:  # a worker sends its hello at once: the oldest is none
                         forget(next(iter(strangers)))
                     strangers[sock] = _Stranger(sock, time.monotonic() + HELLO_WAIT_S)
@@ -261,11 +264,12 @@ class Listener:
         for sock in strangers:
             sock.close()
 
-    def _accept(self) -> Iterator[socket.socket]:
-        """All connections that wait, from processes of this user."""
+    @staticmethod
+    def _accept(door: socket.socket) -> Iterator[socket.socket]:
+        """All connections that wait at a listening socket, from processes of this user."""
         while True:
             try:
-                sock, _ = self._sock.accept()
+                sock, _ = door.accept()
             except BlockingIOError:
                 return
             except OSError:  # its peer has gone, or no descriptor is left

@@ -47,15 +47,18 @@ class SyncConfig:
 
     transport: Literal["auto", "shm", "ipc", "nccl", "tcp"] = "auto"
     """``shm``: shared memory; same host, servers on CPU or GPU. ``ipc``: CUDA IPC; same host, same GPU or a peer.
-    ``nccl``: GPU to GPU, also across hosts. ``tcp``: any device, any host. ``auto``: ``shm`` for a trainer on the CPU,
-    ``ipc`` for a trainer on a GPU."""
+    ``nccl``: GPU to GPU, also across hosts. ``tcp``: any device, any host. A named transport is used for all servers.
+    ``auto``: chosen per server. For a trainer on the CPU, ``shm`` to servers on its host and ``tcp`` to others; for a
+    trainer on a GPU, ``ipc`` to servers on its host and ``nccl`` to others. A server is on this host if its address
+    is."""
 
     host: str | None = None
     """``nccl`` and ``tcp``: this machine's address as the servers see it. None: the address of the route to them."""
 
     bucket_mib: int | None = None
     """Largest bucket in MiB; a larger parameter gets a bucket of its own. Two buckets are in flight. None: 256 with
-    ``ipc`` and ``nccl``, where a bucket costs half a millisecond whatever its size, 64 with ``shm`` and ``tcp``."""
+    ``ipc`` and ``nccl``, where a bucket costs half a millisecond whatever its size, 64 with ``shm`` and ``tcp``. A push
+    over several transports uses the smallest."""
 
     checksum: bool = True
     """Compute a 64-bit checksum of every bucket on both sides and reject a bucket that differs."""

@@ -25,8 +25,8 @@ from rollout_vllm.servers.checks import available_memory_bytes, kv_value_bytes
 
 from ..config import DEFAULT_NUM_RANKS, ModelConfig, RanksConfig
 from ..errors import InputError
-from ..launch.gpus import Gpu, read_gpus
-from ..launch.session import usable_gpus
+from ..launch.gpus import Gpu
+from ..launch.session import read_gpus_of
 from ..ranks.environment import prepare_driver
 from ..rollout.memory_turns import sleep_level
 from .inputs import BUILTIN_MODEL
@@ -95,19 +95,20 @@ class Choice(Generic[ConfigT]):
 
 
 def choose_settings(config: JobConfigT) -> Choice[JobConfigT]:
-    """Fills in the settings that are null, for the GPUs of this host or its CPU.
+    """Fills in the settings that are null, for the GPUs of this host or of the cluster, or the CPU.
 
     Raises:
-        InputError: the model's folder cannot be read, or its training states alone exceed a GPU.
+        InputError: the model's folder cannot be read, or its training states alone exceed a GPU; or there is no cluster
+            at `trainer.ray_address`.
         PlacementError: CUDA_VISIBLE_DEVICES names no usable GPU.
     """
     prepare_driver(config.trainer.device)
-    gpu_ids = usable_gpus(config.trainer)
-    if not gpu_ids:
+    gpus = read_gpus_of(config.trainer)
+    if not gpus:
         return choose_for(config, gpus=(), shape=None)
     meminfo = Path("/proc/meminfo")
     host_bytes = available_memory_bytes(meminfo.read_text()) if meminfo.exists() else None
-    return choose_for(config, gpus=read_gpus(gpu_ids), shape=_read_shape(config.model.path), host_bytes=host_bytes)
+    return choose_for(config, gpus=gpus, shape=_read_shape(config.model.path), host_bytes=host_bytes)
 
 
 def choose_supervised(
@@ -118,8 +119,7 @@ def choose_supervised(
     Raises InputError and PlacementError as `choose_settings`.
     """
     prepare_driver(trainer.device)
-    gpu_ids = usable_gpus(trainer)
-    gpus = read_gpus(gpu_ids) if gpu_ids else ()
+    gpus = read_gpus_of(trainer)
     shape = _read_shape(model.path) if gpus else None
     choice = Choice(config=config, devices=_devices(gpus))
     sp = engine.sequence_parallel
@@ -193,13 +193,12 @@ def _choose_processes(choice: Choice[JobConfigT], num_gpus: int) -> Choice[JobCo
     """Ranks and servers."""
     trainer, rollout = choice.config.trainer, choice.config.rollout
     own = sum(model.own_ranks for model in choice.config.models)
-    here = not rollout.urls and trainer.ray_address is None
     per_server = rollout.tensor_parallel_size
     apart = 0
-    if here and not trainer.colocate and num_gpus:
+    if not rollout.urls and not trainer.colocate and num_gpus:
         apart = per_server * (rollout.num_servers or max(1, (num_gpus - own) // (2 * per_server)))
     limit = max(1, num_gpus - own - apart) if num_gpus else DEFAULT_NUM_RANKS
-    ranks = next((n for n in range(limit, 0, -1) if _divides(choice.config, n)), limit)
+    ranks = next((n for n in range(limit, 0, -1) if divides(choice.config, n)), limit)
     why = (
         ("one per GPU" if num_gpus else "two on the CPU") if ranks == limit else f"the batch does not divide by {limit}"
     )
@@ -207,14 +206,14 @@ def _choose_processes(choice: Choice[JobConfigT], num_gpus: int) -> Choice[JobCo
     if rollout.urls:
         return choice
     ranks = choice.config.trainer.rank_count
-    if not num_gpus or not here:
-        return choice.with_default("rollout.num_servers", 1, "one on the CPU" if here else "one on the other nodes")
+    if not num_gpus:
+        return choice.with_default("rollout.num_servers", 1, "one on the CPU")
     shared = ranks + own if trainer.colocate else num_gpus - ranks - own
     why = "one per GPU" if per_server == 1 else f"one per {per_server} GPUs"
     return choice.with_default("rollout.num_servers", max(1, shared // per_server), why)
 
 
-def _divides(config: JobConfig, num_ranks: int) -> bool:
+def divides(config: JobConfig, num_ranks: int) -> bool:
     """Whether mini batches divide over this number of ranks for every model on them."""
     for model in config.models:
         sp, ranks = model.engine.sequence_parallel, model.own_ranks or num_ranks
@@ -392,7 +391,7 @@ def _why_turns(plan: _Plan) -> str:
     if plan.server is None:
         return "no server shares a GPU with a rank"
     if plan.turns == "never":
-        return "rank and server fit side by side"
+        return "rank and server side by side"
     return "rank and server do not fit side by side"
 
 
@@ -479,15 +478,16 @@ def _plans(config: JobConfig, shape: ModelShape, total: int) -> Iterator[_Plan]:
 
 
 def _turns(config: JobConfig) -> tuple[Turns, ...]:
-    """The values of `trainer.take_turns` to try."""
+    """The values of `trainer.take_turns` to try; turns were not tried over several hosts."""
     if config.trainer.take_turns is not None:
         return (config.trainer.take_turns,)
-    return ("never", "servers", "both") if _shares_gpus(config) else ("never",)
+    is_open = _shares_gpus(config) and config.trainer.ray_address is None
+    return ("never", "servers", "both") if is_open else ("never",)
 
 
 def _shares_gpus(config: JobConfig) -> bool:
     """Whether servers are on the ranks' GPUs."""
-    return not config.rollout.urls and config.trainer.ray_address is None and config.trainer.colocate
+    return not config.rollout.urls and config.trainer.colocate
 
 
 def _rank_memory(config: JobConfig, shape: ModelShape, recompute: bool, budget: int | None) -> _Rank:

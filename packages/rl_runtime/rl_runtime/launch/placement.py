@@ -1,146 +1,193 @@
-"""Plans which process runs on which device, with pure functions, before any process starts."""
+"""Plans which process runs on which node and device, with pure functions, before any process starts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import PlacementError
+from ..ranks.environment import GpuId
+
+_REMEDY = (
+    "lower trainer.num_ranks, rollout.num_servers or rollout.tensor_parallel_size, or set trainer.colocate=true or "
+    "trainer.device=cpu"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A host that can run processes: this one, or a node of a Ray cluster."""
+
+    node_id: str = ""
+    """Ray's id of the node; empty for this host without a cluster."""
+    address: str = "this host"
+    gpu_ids: Sequence[GpuId] = ()
+    """GPUs that this job can use; in a cluster their numbers, until Ray has reserved them."""
+    num_cpus: int | None = None
+    """CPUs that Ray gives away, one to each process; None: not limited."""
+
+    def describe(self) -> str:
+        """`10.0.0.1: 8 CPU 2 GPU`."""
+        cpus = "" if self.num_cpus is None else f"{self.num_cpus} CPU "
+        return f"{self.address}: {cpus}{len(self.gpu_ids)} GPU"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """The place of one process."""
+
+    node: str = ""
+    """`Node.node_id`."""
+    gpus: tuple[GpuId, ...] = ()
+    """Its GPUs on the node; empty: it runs on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """GPU ids of every trainer rank and every rollout server on this host; an empty tuple is the CPU."""
+    """The slots of all trainer ranks and all rollout servers that the run starts."""
 
-    rank_gpus: tuple[tuple[int, ...], ...]
-    server_gpus: tuple[tuple[int, ...], ...]
-    own_rank_gpus: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    """Role -> GPU ids of the ranks that compute for it alone."""
-    num_gpus_elsewhere: int = 0
-    """Number of GPUs of servers on other hosts; Ray assigns them there."""
+    ranks: tuple[Slot, ...]
+    servers: tuple[Slot, ...] = ()
+    own_ranks: Mapping[str, tuple[Slot, ...]] = field(default_factory=dict)
+    """Role -> the ranks that compute for it alone."""
+    group_size: int = 1
+    """Neighbors among `ranks` that stay on one node: the size of a sequence-parallel group."""
 
     @property
     def on_gpu(self) -> bool:
         """Whether the ranks train on CUDA."""
-        return bool(self.rank_gpus[0])
+        return bool(self.ranks[0].gpus)
+
+    @property
+    def all_ranks(self) -> tuple[Slot, ...]:
+        """The ranks of all groups, the actor's first."""
+        return (*self.ranks, *(slot for slots in self.own_ranks.values() for slot in slots))
 
     @property
     def num_gpus(self) -> int:
         """Number of GPUs in use; a GPU shared by a rank and a server counts once. 0 on the CPU."""
-        own = [gpus for ranks in self.own_rank_gpus.values() for gpus in ranks]
-        here = {gpu for gpus in (*self.rank_gpus, *own, *self.server_gpus) for gpu in gpus}
-        return len(here) + self.num_gpus_elsewhere
+        return len({(slot.node, gpu) for slot in (*self.all_ranks, *self.servers) for gpu in slot.gpus})
 
     @property
     def num_ranks(self) -> int:
         """Trainer processes of all groups."""
-        return len(self.rank_gpus) + sum(len(ranks) for ranks in self.own_rank_gpus.values())
+        return len(self.all_ranks)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Ids of the nodes in use, those of the ranks first."""
+        return tuple(dict.fromkeys(slot.node for slot in (*self.all_ranks, *self.servers)))
 
 
 def plan_placement(
+    nodes: Sequence[Node],
     *,
-    gpu_ids: Sequence[int],
     device: str,
     num_ranks: int,
     num_servers: int,
-    tensor_parallel_size: int,
-    colocate: bool,
+    tensor_parallel_size: int = 1,
+    colocate: bool = True,
     own_ranks: Mapping[str, int] | None = None,
-    servers_elsewhere: bool = False,
+    sequence_parallel: Mapping[str, int] | None = None,
+    ranks_per_node: int | None = None,
 ) -> Placement:
-    """One GPU per rank; `tensor_parallel_size` GPUs per server, shared with the ranks (colocate) or after theirs.
+    """Packs the ranks node by node, and gives every server GPUs of one node.
+
+    A rank has one GPU. Servers share the GPUs of the ranks (`colocate`) or use the GPUs after them. On the CPU every
+    process takes one of Ray's CPUs, and servers go where fewest are.
 
     Args:
-        gpu_ids: GPUs that this job can use.
-        device: "auto", "cpu" or "cuda"; auto is CUDA if `gpu_ids` is not empty.
-        own_ranks: role -> number of ranks that compute for it alone; their GPUs follow the first `num_ranks`.
-        servers_elsewhere: the servers run on other hosts and use none of `gpu_ids`.
+        nodes: in the order in which they are filled.
+        device: "auto", "cpu" or "cuda"; auto is CUDA if a node has a GPU.
+        own_ranks: role -> number of ranks that compute for it alone; they follow the first `num_ranks`.
+        sequence_parallel: role ("actor" for the first ranks) -> size of its groups of ranks; a group stays on a node.
+        ranks_per_node: ranks on a node at most.
 
     Raises:
-        PlacementError: not enough GPUs; gives the available and the required number.
+        PlacementError: not enough room; lists what every node has.
     """
-    own_ranks = own_ranks or {}
-    num_elsewhere = num_servers if servers_elsewhere else 0
-    num_servers -= num_elsewhere
-    if device == "cpu" or (device == "auto" and not gpu_ids):
-        return Placement(
-            rank_gpus=((),) * num_ranks,
-            server_gpus=((),) * num_servers,
-            own_rank_gpus={role: ((),) * number for role, number in own_ranks.items()},
-        )
-    all_ranks = num_ranks + sum(own_ranks.values())
-    num_server_gpus = num_servers * tensor_parallel_size
-    needed = max(all_ranks, num_server_gpus) if colocate else all_ranks + num_server_gpus
-    if len(gpu_ids) < needed:
-        own = "".join(f" and {number} of the {role}" for role, number in own_ranks.items())
-        raise PlacementError(
-            f"{num_ranks} ranks{own} and {num_servers} servers of {tensor_parallel_size} GPUs need {needed} GPUs "
-            f"({'shared' if colocate else 'separate'}), this host offers {len(gpu_ids)}: lower trainer.num_ranks, "
-            f"rollout.num_servers or rollout.tensor_parallel_size, or set trainer.colocate=true or trainer.device=cpu"
-        )
-    free = iter(gpu_ids)
-    ranks = tuple((next(free),) for _ in range(num_ranks))
-    own_gpus = {role: tuple((next(free),) for _ in range(number)) for role, number in own_ranks.items()}
-    pool = gpu_ids if colocate else gpu_ids[all_ranks:]
-    tp = tensor_parallel_size
-    servers = tuple(tuple(pool[i * tp : (i + 1) * tp]) for i in range(num_servers))
-    return Placement(
-        rank_gpus=ranks, server_gpus=servers, own_rank_gpus=own_gpus, num_gpus_elsewhere=num_elsewhere * tp
+    on_gpu = device == "cuda" or (device == "auto" and any(node.gpu_ids for node in nodes))
+    groups = {"actor": num_ranks, **(own_ranks or {})}
+    rooms = [_Room(node, on_gpu, ranks_per_node) for node in nodes]
+    needed = _describe_need(groups, num_servers, tensor_parallel_size, colocate=colocate, on_gpu=on_gpu)
+    has = "; ".join(node.describe() for node in nodes)
+    placed: dict[str, tuple[Slot, ...]] = {}
+    for role, number in groups.items():
+        size = (sequence_parallel or {}).get(role, 1)
+        placed[role] = tuple(_place_ranks(rooms, number, size))
+        if len(placed[role]) < number:
+            most = f", at most {ranks_per_node} on a node (trainer.ranks_per_node)" if ranks_per_node else ""
+            whole = f", each group of {size} (sequence_parallel) on one node" if size > 1 else ""
+            room = f"there is room for {len(placed[role])} ranks"
+            raise PlacementError(f"{needed}{most}{whole}; {room}: {has}; {_REMEDY}")
+    servers = tuple(_place_servers(rooms, num_servers, tensor_parallel_size, share=colocate))
+    if len(servers) < num_servers:
+        raise PlacementError(f"{needed}; there is room for {len(servers)} servers: {has}; {_REMEDY}")
+    group_size = (sequence_parallel or {}).get("actor", 1)
+    return Placement(ranks=placed.pop("actor"), servers=servers, own_ranks=placed, group_size=group_size)
+
+
+class _Room:
+    """What is free on a node while a placement is made."""
+
+    def __init__(self, node: Node, on_gpu: bool, ranks_per_node: int | None) -> None:
+        self.node, self.on_gpu = node, on_gpu
+        self.num_ranks = self.num_servers = 0
+        self._most = ranks_per_node
+
+    @property
+    def ranks_left(self) -> int:
+        """How many more ranks the node can have."""
+        room = len(self.node.gpu_ids) - self.num_ranks if self.on_gpu else self.cpus_left
+        return room if self._most is None else min(room, self._most - self.num_ranks)
+
+    @property
+    def cpus_left(self) -> int:
+        """CPUs that no process has."""
+        limit = 10**9 if self.node.num_cpus is None else self.node.num_cpus
+        return limit - self.num_ranks - self.num_servers
+
+    def take_rank(self) -> Slot:
+        """The slot of the next rank."""
+        gpus = (self.node.gpu_ids[self.num_ranks],) if self.on_gpu else ()
+        self.num_ranks += 1
+        return Slot(node=self.node.node_id, gpus=gpus)
+
+
+def _place_ranks(rooms: Sequence[_Room], number: int, size: int) -> Iterator[Slot]:
+    """Slots for up to `number` ranks, in whole groups of `size` on a node."""
+    for room in rooms:
+        fitting = min(number, room.ranks_left) // size * size
+        for _ in range(fitting):
+            yield room.take_rank()
+        number -= max(0, fitting)
+
+
+def _place_servers(rooms: Sequence[_Room], number: int, tp: int, *, share: bool) -> Iterator[Slot]:
+    """Slots for up to `number` servers; on GPUs node by node, else where fewest servers are."""
+    if not rooms[0].on_gpu:
+        for _ in range(number):
+            free = [room for room in rooms if room.cpus_left > 0]
+            if not free:
+                return
+            best = min(free, key=lambda room: room.num_servers)
+            best.num_servers += 1
+            yield Slot(node=best.node.node_id)
+        return
+    for room in rooms:
+        gpus = room.node.gpu_ids[0 if share else room.num_ranks :]
+        for first in range(0, len(gpus) - tp + 1, tp):
+            if number:
+                number -= 1
+                yield Slot(node=room.node.node_id, gpus=tuple(gpus[first : first + tp]))
+
+
+def _describe_need(groups: Mapping[str, int], num_servers: int, tp: int, *, colocate: bool, on_gpu: bool) -> str:
+    num_ranks, own = groups["actor"], {role: number for role, number in groups.items() if role != "actor"}
+    of_own = "".join(f" and {number} of the {role}" for role, number in own.items())
+    if not on_gpu:
+        return f"{num_ranks} ranks{of_own} and {num_servers} servers need a CPU of Ray each"
+    all_ranks, of_servers = sum(groups.values()), num_servers * tp
+    needed = max(all_ranks, of_servers) if colocate else all_ranks + of_servers
+    how = "shared" if colocate else "not shared"
+    return (
+        f"{num_ranks} ranks{of_own} and {num_servers} servers of {tp} GPUs need {needed} GPUs ({how}: trainer.colocate)"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterNode:
-    """A node of a Ray cluster."""
-
-    node_id: str
-    address: str
-    resources: Mapping[str, float]
-    """Its total resources in Ray's terms ({"CPU": 8.0, "GPU": 2.0}), free or not."""
-
-
-def plan_server_nodes(
-    nodes: Sequence[ClusterNode],
-    *,
-    driver: str,
-    num_ranks: int,
-    num_servers: int,
-    resources: Mapping[str, float],
-) -> tuple[str, ...]:
-    """The node id of every server: the node with the fewest servers and enough resources, never the driver's.
-
-    Args:
-        driver: node id of the driver, where each rank takes one of Ray's CPUs.
-        resources: resources of a server in Ray's terms.
-
-    Raises:
-        PlacementError: not enough resources; lists those of every node.
-    """
-    known = {node.node_id: node for node in nodes}
-    has = "; ".join(f"{node.address}{' (this host)' * (node.node_id == driver)}: {_totals(node)}" for node in nodes)
-    if known[driver].resources.get("CPU", 0.0) < num_ranks:
-        raise PlacementError(
-            f"trainer.num_ranks is {num_ranks}: the ranks run on this host and need {num_ranks} CPUs of its Ray node, "
-            f"but the cluster has {has}; start this host's node with ray start --num-cpus={num_ranks} or more"
-        )
-    others = [node for node in nodes if node.node_id != driver]
-    placed: dict[str, int] = {node.node_id: 0 for node in others}
-    chosen: list[str] = []
-    for _ in range(num_servers):
-        fitting = [node for node in others if _has_room(node, resources, placed[node.node_id] + 1)]
-        if not fitting:
-            wanted = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
-            raise PlacementError(
-                f"rollout.num_servers is {num_servers}: with trainer.ray_address each takes {wanted} of a node other "
-                f"than this host's, and there is room for {len(chosen)} ({has}); lower it, or add nodes"
-            )
-        best = min(fitting, key=lambda node: placed[node.node_id])
-        placed[best.node_id] += 1
-        chosen.append(best.node_id)
-    return tuple(chosen)
-
-
-def _has_room(node: ClusterNode, resources: Mapping[str, float], num_servers: int) -> bool:
-    return all(amount * num_servers <= node.resources.get(name, 0.0) for name, amount in resources.items())
-
-
-def _totals(node: ClusterNode) -> str:
-    return " ".join(f"{node.resources.get(name, 0.0):g} {name}" for name in ("CPU", "GPU"))

@@ -7,13 +7,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import ray
 
-from rollout_vllm import RolloutClient, RolloutConfig, ServerGroup
+from rollout_vllm import RolloutClient, RolloutConfig, ServerGroup, launch_on_ray
 from rollout_vllm.servers import control
 from run_kit.profiling import TraceRecorder
 from weight_sync import SyncConfig, server_args, server_env
@@ -21,37 +21,82 @@ from weight_sync import SyncConfig, server_args, server_env
 from ..config import RanksConfig, TrainerConfig
 from ..ranks.environment import visible_gpus
 from ..ranks.trainer_worker import TrainerWorker
-from ..ranks.worker_group import WorkerGroup
-from .cluster import join_cluster, launch_on_other_nodes
+from ..ranks.worker_group import Seat, WorkerGroup
+from .cluster import NodeReport, Reservation, cluster_nodes, join_cluster, read_nodes
+from .gpus import Gpu, read_gpus
 from .local_ray import LocalRay
-from .placement import Placement, plan_placement
+from .placement import Node, Placement, Slot, plan_placement
 
 
 @contextmanager
 def open_ranks(trainer: RanksConfig, placement: Placement) -> Iterator[WorkerGroup]:
-    """Starts a local Ray and the trainer ranks in one process group; ends them on exit.
+    """Starts Ray, or joins the cluster, and starts the trainer ranks in one process group; ends them on exit.
 
     Raises:
         RankError: a rank could not start.
     """
-    with _ray(None, placement.num_ranks) as watch, _ranks(trainer, placement.rank_gpus) as ranks:
-        watch()
+    with (
+        _ray(trainer.ray_address, placement) as devices,
+        _ranks(trainer, devices.ranks) as ranks,
+    ):
+        devices.watch()
         yield ranks
 
 
-@dataclass(frozen=True, kw_only=True)
 class Session:
-    """The processes of a run: trainer ranks, rollout servers and their client."""
+    """The processes of a run: trainer ranks, rollout servers and their client. Made by `open_session`."""
 
-    placement: Placement
-    ranks: WorkerGroup
-    """The ranks of the actor and of every role without ranks of its own."""
-    servers: ServerGroup
-    client: RolloutClient
-    own_ranks: Mapping[str, WorkerGroup] = field(default_factory=dict)
-    """Role -> the ranks that compute for it alone."""
-    profile_dir: Path | None = None
-    """Folder to which the servers write traces; None: they are not traced."""
+    def __init__(
+        self,
+        placement: Placement,
+        trainer: TrainerConfig,
+        rollout: RolloutConfig,
+        *,
+        devices: "_Devices",
+        servers: ServerGroup,
+        fits: Callable[[int], bool],
+    ) -> None:
+        self.placement, self.servers = placement, servers
+        self.profile_dir = None if rollout.profile_dir is None or not servers.servers else Path(rollout.profile_dir)
+        """Folder to which the servers write traces; None: they are not traced."""
+        self._trainer, self._rollout, self._devices, self._fits = trainer, rollout, devices, fits
+        self._stack = ExitStack()
+
+    def restart_ranks(self) -> str:
+        """Starts new ranks and a new client, in place of those that run; the servers stay.
+
+        Returns:
+            How the ranks differ from those before, in one line; empty: they have the same devices.
+
+        Raises:
+            RankError: a rank could not start.
+            PlacementError: too little is left of the cluster.
+        """
+        self.close()
+        change = ""
+        if (reservation := self._devices.reservation) is not None:
+            least = self._trainer.min_ranks or len(self._devices.ranks)
+            change = reservation.replace_lost(min_ranks=least, fits=self._fits)
+            self._devices.ranks = reservation.ranks
+        self.start_ranks()
+        return change
+
+    def start_ranks(self) -> None:
+        """Starts all ranks and the client."""
+        self.ranks = self._stack.enter_context(_ranks(self._trainer, self._devices.ranks))
+        """The ranks of the actor and of every role without ranks of its own."""
+        self.own_ranks = {
+            role: self._stack.enter_context(_ranks(self._trainer, seats, name=role))
+            for role, seats in self._devices.own_ranks.items()
+        }
+        """Role -> the ranks that compute for it alone."""
+        self._devices.watch()
+        self.client = RolloutClient(self.servers.endpoints, self._rollout)
+        self._stack.callback(self.client.close)
+
+    def close(self) -> None:
+        """Ends the ranks and the client; nothing is saved."""
+        self._stack.close()
 
     def ranks_of(self, role: str) -> WorkerGroup:
         """The ranks of the engine of `role`."""
@@ -120,103 +165,109 @@ def open_session(
     model_path: str,
     log_dir: Path,
     sync: SyncConfig,
+    fits: Callable[[int], bool] = lambda _: True,
 ) -> Iterator[Session]:
     """Starts servers and ranks; the servers may still be loading when this yields.
+
+    Args:
+        fits: whether the batch divides over a number of ranks, for a run that goes on with fewer.
 
     Raises:
         RankError: a rank could not start.
     """
     with ExitStack() as stack:
         # Ray starts before the servers: its processes must start within 30 s, and vLLM's start uses every core.
-        watch = stack.enter_context(_ray(trainer.ray_address, placement.num_ranks))
-        servers = stack.enter_context(_servers(placement, trainer, rollout, model_path, log_dir, sync))
-        ranks = stack.enter_context(_ranks(trainer, placement.rank_gpus))
-        own_ranks = {
-            role: stack.enter_context(_ranks(trainer, gpus, name=role))
-            for role, gpus in placement.own_rank_gpus.items()
-        }
-        watch()
-        client = RolloutClient(servers.endpoints, rollout)
-        stack.callback(client.close)
-        folder = None if rollout.profile_dir is None or not servers.servers else Path(rollout.profile_dir)
-        yield Session(
-            placement=placement, ranks=ranks, own_ranks=own_ranks, servers=servers, client=client, profile_dir=folder
-        )
+        devices = stack.enter_context(_ray(trainer.ray_address, placement))
+        servers = stack.enter_context(_servers(placement, devices, rollout, model_path, log_dir, sync))
+        session = Session(placement, trainer, rollout, devices=devices, servers=servers, fits=fits)
+        stack.callback(session.close)
+        session.start_ranks()
+        yield session
 
 
 def plan_session(
-    trainer: TrainerConfig, rollout: RolloutConfig, own_ranks: Mapping[str, int] | None = None
+    trainer: TrainerConfig,
+    rollout: RolloutConfig,
+    own_ranks: Mapping[str, int] | None = None,
+    sequence_parallel: Mapping[str, int] | None = None,
 ) -> Placement:
-    """The placement of the ranks and of the servers on this host; `own_ranks`: role -> number of ranks for it alone.
+    """The placement of the ranks and the servers, on this host or on the nodes of the cluster, which it joins.
+
+    Args:
+        own_ranks: role -> number of ranks for it alone.
+        sequence_parallel: role -> size of its groups of ranks, each of which stays on a node.
 
     Raises:
         PlacementError: more GPUs requested than available.
+        InputError: there is no cluster at `trainer.ray_address`.
     """
     return plan_placement(
-        gpu_ids=usable_gpus(trainer),
+        usable_nodes(trainer),
         device=trainer.device,
         num_ranks=trainer.rank_count,
         num_servers=0 if rollout.urls else rollout.server_count,
         tensor_parallel_size=rollout.tensor_parallel_size,
         colocate=trainer.colocate,
         own_ranks=own_ranks,
-        servers_elsewhere=trainer.ray_address is not None,
+        sequence_parallel=sequence_parallel,
+        ranks_per_node=trainer.ranks_per_node,
     )
 
 
-def usable_gpus(trainer: RanksConfig) -> list[int]:
-    """Indices of the GPUs that the run may use; none: it runs on the CPU."""
-    return [] if trainer.device == "cpu" else visible_gpus()
+def usable_nodes(trainer: RanksConfig) -> Sequence[Node]:
+    """The hosts that the run may use: the nodes of the cluster, which this process joins, or this host."""
+    if trainer.ray_address is None:
+        return (Node(gpu_ids=[] if trainer.device == "cpu" else visible_gpus()),)
+    join_cluster(trainer.ray_address)
+    nodes = cluster_nodes()
+    return [replace(node, gpu_ids=()) for node in nodes] if trainer.device == "cpu" else nodes
 
 
-def plan_ranks(trainer: RanksConfig) -> Placement:
+def read_gpus_of(trainer: RanksConfig) -> tuple[Gpu, ...]:
+    """The GPUs that the run may use, over all nodes; none: it runs on the CPU."""
+    nodes = [node for node in usable_nodes(trainer) if node.gpu_ids]
+    if trainer.ray_address is None:
+        return read_gpus(nodes[0].gpu_ids) if nodes else ()
+    return tuple(gpu for report in read_nodes(nodes).values() for gpu in report.gpus)
+
+
+def plan_ranks(trainer: RanksConfig, *, sequence_parallel: int = 1) -> Placement:
     """The placement of the ranks alone, for apps without rollout."""
     return plan_placement(
-        gpu_ids=usable_gpus(trainer),
+        usable_nodes(trainer),
         device=trainer.device,
         num_ranks=trainer.rank_count,
         num_servers=0,
-        tensor_parallel_size=1,
-        colocate=True,
+        sequence_parallel={"actor": sequence_parallel},
+        ranks_per_node=trainer.ranks_per_node,
     )
 
 
 def _servers(
-    placement: Placement,
-    trainer: TrainerConfig,
-    rollout: RolloutConfig,
-    model_path: str,
-    log_dir: Path,
-    sync: SyncConfig,
+    placement: Placement, devices: "_Devices", rollout: RolloutConfig, model_path: str, log_dir: Path, sync: SyncConfig
 ) -> ServerGroup:
-    """Starts the servers on this host, or on the other nodes of the cluster; they may still be loading."""
+    """Starts the servers on this host, or on the nodes of the cluster; they may still be loading."""
     device: Literal["cpu", "cuda"] = "cuda" if placement.on_gpu else "cpu"
     rollout = replace(rollout, device=device)
     extra_args, env = server_args(sync, device), server_env(sync, device)
-    if trainer.ray_address is not None:
-        return launch_on_other_nodes(
-            model_path,
-            rollout,
-            device=device,
-            num_ranks=placement.num_ranks,
-            log_dir=log_dir,
-            extra_args=extra_args,
-            env=env,
-        )
+    if devices.reservation is not None and not rollout.urls:
+        seats = devices.reservation.servers
+        return launch_on_ray(model_path, rollout, log_dir=log_dir, seats=seats, extra_args=extra_args, env=env)
+    gpus = [slot.gpus for slot in placement.servers]
     return ServerGroup.launch(
         model_path,
         rollout,
         log_dir=log_dir,
         extra_args=extra_args,
         env=env,
-        gpu_ids_per_server=placement.server_gpus if placement.server_gpus and placement.on_gpu else None,
+        gpu_ids_per_server=gpus if gpus and placement.on_gpu else None,
     )
 
 
 @contextmanager
-def _ranks(trainer: RanksConfig, rank_gpus: Sequence[tuple[int, ...]], *, name: str = "") -> Iterator[WorkerGroup]:
+def _ranks(trainer: RanksConfig, seats: Sequence[Seat], *, name: str = "") -> Iterator[WorkerGroup]:
     ranks = WorkerGroup(
-        rank_gpus,
+        seats,
         num_threads=trainer.cpu_threads_per_rank,
         timeout_s=trainer.step_timeout_s,
         stall_timeout_s=trainer.stall_timeout_s,
@@ -229,24 +280,47 @@ def _ranks(trainer: RanksConfig, rank_gpus: Sequence[tuple[int, ...]], *, name: 
         ranks.close()
 
 
-@contextmanager
-def _ray(address: str | None, num_ranks: int) -> Iterator[Callable[[], None]]:
-    """Joins the cluster at `address`, or starts a local Ray.
+@dataclass(kw_only=True)
+class _Devices:
+    """Where Ray puts the processes of a placement."""
 
-    Yields `LocalRay.watch`, which does nothing for a cluster that others have started.
+    ranks: Sequence[Seat]
+    own_ranks: Mapping[str, Sequence[Seat]]
+    reservation: Reservation | None = None
+    """What a cluster has reserved; None: everything is on this host."""
+    watch: Callable[[], None] = lambda: None
+    """`LocalRay.watch`; does nothing for a cluster that others have started."""
+
+
+@contextmanager
+def _ray(address: str | None, placement: Placement) -> Iterator[_Devices]:
+    """Starts a local Ray, or reserves the placement's devices in the cluster at `address`.
 
     Ignores RAY_ADDRESS: it would join the ranks to an unrelated cluster.
     """
     terminate = signal.getsignal(signal.SIGTERM)
-    local = LocalRay(num_ranks) if address is None else None
-    try:
-        if local is not None:
+    with ExitStack() as stack:
+        if address is None:
+            local = LocalRay(placement.num_ranks)
+            stack.callback(local.close)
             local.start()
-        elif address is not None:
+            own = {role: _here(slots) for role, slots in placement.own_ranks.items()}
+            devices = _Devices(ranks=_here(placement.ranks), own_ranks=own, watch=local.watch)
+        else:
+            stack.callback(ray.shutdown)
             join_cluster(address)
+            reservation = Reservation(placement, _reports(placement))
+            stack.callback(reservation.release)
+            devices = _Devices(ranks=reservation.ranks, own_ranks=reservation.own_ranks, reservation=reservation)
         if threading.current_thread() is threading.main_thread():
             # Ray has installed its own handler, which ends the process without the app's cleanup on a second signal.
             signal.signal(signal.SIGTERM, terminate)
-        yield local.watch if local is not None else lambda: None
-    finally:
-        ray.shutdown() if local is None else local.close()
+        yield devices
+
+
+def _here(slots: Sequence[Slot]) -> tuple[Seat, ...]:
+    return tuple(Seat(gpus=slot.gpus) for slot in slots)
+
+
+def _reports(placement: Placement) -> dict[str, NodeReport]:
+    return read_nodes([node for node in cluster_nodes() if node.node_id in placement.nodes])

@@ -5,8 +5,14 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
+
+from run_kit.machine.gpus import Gpu, find_gpu, read_gpus
 
 from ..errors import PlacementError
+
+GpuId = int | str
+"""A GPU as CUDA_VISIBLE_DEVICES names it: its index in nvidia-smi, or the UUID of a MIG instance or a GPU."""
 
 CACHE_VARIABLE = "PLINTH_CACHE_DIR"
 """Folder of everything that is compiled: layers, Triton and attention kernels, vLLM's graphs. It serves later runs."""
@@ -18,8 +24,12 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # The driver reads the first error of the ranks; the others follow from it.
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
     "KINETO_LOG_LEVEL": "99",
 }
+# Index 0 is nvidia-smi's first GPU, not the fastest one: UUIDs are mapped to these indices, and memory is read there.
+_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def prepare_driver(device: str) -> None:
@@ -28,7 +38,7 @@ def prepare_driver(device: str) -> None:
     Call it before the libraries are imported: several read their variables only at import. `device`: "auto", "cpu"
     or "cuda".
     """
-    for name, value in {**_QUIET, **cache_variables(os.environ)}.items():
+    for name, value in {**_QUIET, **_ORDER, **cache_variables(os.environ)}.items():
         os.environ.setdefault(name, value)
     # transformers imports DeepSpeed, which would search for an accelerator and warn if it finds none.
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if device == "cpu" or not visible_gpus() else "cuda")
@@ -56,28 +66,58 @@ def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def visible_gpus() -> list[int]:
-    """Indices of the GPUs that this process can use.
+def visible_gpus() -> list[GpuId]:
+    """The GPUs that this process can use, in the order of CUDA_VISIBLE_DEVICES. Names no GPU twice.
 
     Raises:
-        PlacementError: CUDA_VISIBLE_DEVICES names GPUs by UUID (ranks and servers get theirs by index), or no GPU of
-            this host, for example in a job with another node's list.
+        PlacementError: CUDA_VISIBLE_DEVICES names a GPU twice, or a GPU that this host lacks, for example in a job with
+            another node's list.
     """
     import torch  # imports libraries that read the variables of prepare_driver
 
     count = torch.cuda.device_count()
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed and count == 0 and torch.version.cuda and any(entry.strip().isdigit() for entry in listed.split(",")):
-        raise PlacementError(
-            f"CUDA_VISIBLE_DEVICES is {listed}, but this host has no such GPU: unset it, name GPUs of this host, or "
-            "set it to an empty string to run on the CPU"
-        )
-    if listed is None or count == 0:
+    if listed is None or torch.version.cuda is None:
         return list(range(count))
-    ids = [entry.strip() for entry in listed.split(",")][:count]
-    if not all(entry.isdigit() for entry in ids):
-        raise PlacementError(f"CUDA_VISIBLE_DEVICES is {listed}; give indices such as 0,1 instead of UUIDs")
-    return [int(entry) for entry in ids]
+    entries = [text for entry in listed.split(",") if (text := entry.strip())]
+    # CUDA ignores everything from the first entry on that is no GPU: -1, SLURM's NoDevFiles.
+    entries = list(takewhile(lambda entry: entry.isdigit() or entry.upper().startswith(("GPU-", "MIG-")), entries))
+    kinds = {"" if entry.isdigit() else entry[:4].upper() for entry in entries}
+    # In another order, an index of nvidia-smi would be another GPU.
+    has_order = os.environ.get("CUDA_DEVICE_ORDER") == _ORDER["CUDA_DEVICE_ORDER"]
+    ids = gpu_ids(entries, read_gpus()[0] if has_order and kinds - {""} else [])
+    # CUDA shows one MIG instance to a process, and of a list with indices and UUIDs only those of the first kind.
+    num_shown = len(entries) if kinds in ({""}, {"GPU-"}) else min(1, len(entries))
+    if count < num_shown:
+        raise PlacementError(
+            f"CUDA_VISIBLE_DEVICES is {listed}, but this host has no such GPU (CUDA finds {count}): unset it, name "
+            "GPUs of this host, or set it to an empty string to run on the CPU"
+        )
+    return ids
+
+
+def gpu_ids(entries: Sequence[str], gpus: Sequence[Gpu]) -> list[GpuId]:
+    """The GPUs that `entries` of CUDA_VISIBLE_DEVICES name; UUIDs become indices, which every library understands.
+
+    A MIG instance, and a UUID that `gpus` lacks, stays as it is.
+
+    Args:
+        gpus: the GPUs of this host, from nvidia-smi.
+
+    Raises:
+        PlacementError: two entries name the same GPU.
+    """
+    ids: list[GpuId] = []
+    for entry in entries:
+        found = None if entry.isdigit() else find_gpu(gpus, entry)
+        gpu = int(entry) if entry.isdigit() else entry if found is None else found.index
+        if gpu in ids:
+            raise PlacementError(
+                f"CUDA_VISIBLE_DEVICES is {','.join(entries)}: {entries[ids.index(gpu)]} and {entry} are the same GPU, "
+                "and two ranks on one GPU cannot communicate; name each GPU once"
+            )
+        ids.append(gpu)
+    return ids
 
 
 def protect_ray() -> None:
@@ -94,14 +134,21 @@ def ray_has_token() -> bool:
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
-def rank_env(gpus: Sequence[int], num_threads: int) -> dict[str, str]:
-    """The environment of a trainer rank."""
+def rank_env(gpus: Sequence[GpuId], num_threads: int, interface: str | None = None) -> dict[str, str]:
+    """The environment of a trainer rank.
+
+    Args:
+        interface: the network interface on which the ranks reach each other; None: they are all on this host.
+    """
+    if interface is None and _has_loopback():
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    defaults = {**_QUIET, **_ORDER, **cache_variables(os.environ)}
     return {
-        **{name: os.environ.get(name, value) for name, value in {**_QUIET, **cache_variables(os.environ)}.items()},
+        **{name: os.environ.get(name, value) for name, value in defaults.items()},
         "PYTHONPATH": python_path(),
         "PYTHONWARNINGS": "ignore::FutureWarning",
-        # All ranks are on this host: gloo would listen on the address of the host's name.
-        **({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if _has_loopback() else {}),
+        # gloo would listen on the address of the host's name.
+        **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         # Ray hides the GPUs of actors that reserve none; here the placement decides.

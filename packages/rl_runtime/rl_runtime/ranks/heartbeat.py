@@ -1,11 +1,12 @@
 """Heartbeats of the trainer ranks: what each of them does, and since when it has not moved.
 
-A thread of each rank looks at the rank's main thread once a second and writes what it sees into memory shared with the
-driver. The driver reads it while it waits for a call, so it can name a rank that hangs.
+A thread of each rank looks at the rank's main thread once a second and sends what it sees to the driver, in one
+datagram. The driver reads them while it waits for a call, so it can name a rank that hangs, on any host.
 """
 
 import json
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -15,10 +16,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 INTERVAL_S = 1.0
-_SLOT = 1024
-"""Bytes of a rank's heartbeat; a page holds whole slots, so a reader never sees a part of one."""
+_MAX_BYTES = 2048
 _WAITING = ("torch/distributed/", "deepspeed/comm/", "ds_engine/agreement.py", "ds_engine/guard/")
 """Files in which a rank waits for the others: it is not the one that hangs."""
 
@@ -29,16 +30,16 @@ class Beat:
 
     host: str
     pid: int
-    beat_at: float
-    """Time of this heartbeat, in seconds of the host's monotonic clock."""
-    moved_at: float
-    """Time at which the thread was first seen where it is."""
+    still: float
+    """Seconds for which the thread had been where it is when the heartbeat was sent."""
     where: str
     """The innermost Python frame, `file:line in function`."""
+    beat_at: float = 0.0
+    """Time at which the heartbeat arrived, in seconds of the driver's monotonic clock."""
 
     def still_s(self, now: float) -> float:
         """Seconds without movement."""
-        return now - self.moved_at
+        return self.still + self.frozen_s(now)
 
     def frozen_s(self, now: float) -> float:
         """Seconds since the last heartbeat: a stopped process, or one that never releases the GIL, sends none."""
@@ -50,25 +51,38 @@ class Beat:
         return f"at {self.where} for {self.still_s(now):.0f} s{frozen} ({self.host}, pid {self.pid})"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Receiver:
+    """Where the ranks send their heartbeats."""
+
+    host: str
+    port: int
+    token: str
+    """Sent with every heartbeat; without it a datagram is ignored."""
+
+
 class Heartbeat:
     """Sends the heartbeats of this process; construct it in the thread that works.
 
     Args:
-        path: memory of a `Heartbeats`.
-        rank: number of the slot in it.
+        receiver: that of a `Heartbeats`.
+        rank: this process's rank in the group.
     """
 
-    def __init__(self, path: str, rank: int, *, interval_s: float = INTERVAL_S) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._rank, self._worker, self._interval_s = rank, threading.get_ident(), interval_s
+    def __init__(self, receiver: Receiver, rank: int, *, interval_s: float = INTERVAL_S) -> None:
+        self._receiver, self._rank, self._worker = receiver, rank, threading.get_ident()
+        self._interval_s = interval_s
+        self._socket = socket.socket(_family(receiver.host), socket.SOCK_DGRAM)
         self._place: tuple[int, ...] = ()
         self._moved_at = 0.0
         threading.Thread(target=self._send_forever, name="heartbeat", daemon=True).start()
 
     def _send_forever(self) -> None:
+        receiver = self._receiver
         while True:
-            text = json.dumps(asdict(self._look())).encode()
-            os.pwrite(self._file, text[:_SLOT].ljust(_SLOT), self._rank * _SLOT)
+            beat = {"token": receiver.token, "rank": self._rank, **asdict(self._look())}
+            with suppress(OSError):  # the driver has gone, or the network for a moment
+                self._socket.sendto(json.dumps(beat).encode(), (receiver.host, receiver.port))
             time.sleep(self._interval_s)
 
     def _look(self) -> Beat:
@@ -82,8 +96,7 @@ class Heartbeat:
         return Beat(
             host=socket.gethostname()[:64],
             pid=os.getpid(),
-            beat_at=now,
-            moved_at=self._moved_at,
+            still=now - self._moved_at,
             where=_describe_frame(innermost)[:400],
         )
 
@@ -95,24 +108,50 @@ def _describe_frame(frame: FrameType | None) -> str:
     return f"{'/'.join(Path(path).parts[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-class Heartbeats:
-    """The heartbeats of a group of ranks on this host, in memory that no file system holds."""
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
-    def __init__(self, num_ranks: int) -> None:
-        self._file = os.memfd_create("heartbeats", os.MFD_CLOEXEC)
-        os.ftruncate(self._file, num_ranks * _SLOT)
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        """Opens the memory in other processes of the same user."""
+
+class Heartbeats:
+    """Receives the heartbeats of a group of ranks.
+
+    Args:
+        host: an address of this host that the ranks reach.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._socket = socket.socket(_family(host), socket.SOCK_DGRAM)
+        self._socket.bind((host, 0))
+        self.receiver = Receiver(host=host, port=self._socket.getsockname()[1], token=secrets.token_hex(16))
+        """Given to the ranks."""
+        self._beats: dict[int, Beat] = {}
+        self._is_closed = False
+        threading.Thread(target=self._receive_forever, name="heartbeats", daemon=True).start()
 
     def read(self, rank: int) -> Beat | None:
         """The last heartbeat of a rank; None before the first."""
-        with suppress(ValueError, TypeError):
-            return Beat(**json.loads(os.pread(self._file, _SLOT, rank * _SLOT)))
-        return None
+        return self._beats.get(rank)
 
     def close(self) -> None:
-        """Frees the memory; ranks that still run write into it unseen."""
-        os.close(self._file)
+        """Stops to listen; what ranks still send is lost."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+        self._socket.close()
+
+    def _receive_forever(self) -> None:
+        while not self._is_closed:
+            try:
+                self._keep(json.loads(self._socket.recv(_MAX_BYTES)))
+            except OSError:
+                return
+            except (ValueError, TypeError, AttributeError, KeyError):
+                pass  # somebody else's datagram
+
+    def _keep(self, message: dict[str, Any]) -> None:
+        if secrets.compare_digest(str(message.pop("token")), self.receiver.token):
+            rank = int(message.pop("rank"))
+            self._beats[rank] = Beat(**{**message, "beat_at": time.monotonic()})
 
 
 def find_stalled(beats: Mapping[int, Beat | None], now: float, *, limit_s: float) -> dict[int, Beat]:

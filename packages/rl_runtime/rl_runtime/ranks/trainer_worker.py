@@ -34,7 +34,7 @@ from ds_engine import EngineConfig, Head, StepStats, TokenOutputs, ZeroEngine, i
 from rl_core import PackedBatch, linear_log_prob
 from weight_sync import Adapter, Endpoint, SyncConfig, SyncReport, WeightPusher, ZeroSource
 
-from .heartbeat import Heartbeat
+from .heartbeat import Heartbeat, Receiver
 from .loss_spec import LossSpec
 
 _RNG = "rng"
@@ -74,9 +74,9 @@ class TrainerWorker:
     """Rank `rank` of `world_size`. Methods that train, gather or save are collective: call them on all ranks."""
 
     def __init__(
-        self, rank: int, world_size: int, *, device: str, num_threads: int, heartbeats: str | None = None
+        self, rank: int, world_size: int, *, device: str, num_threads: int, heartbeats: Receiver | None = None
     ) -> None:
-        """`heartbeats`: the memory to which this process sends heartbeats, see `Heartbeats`."""
+        """`heartbeats`: where this process sends heartbeats, see `Heartbeats`."""
         torch.set_num_threads(num_threads)
         self.rank, self.world_size = rank, world_size
         # CUDA_VISIBLE_DEVICES shows a rank only its own GPU.
@@ -91,10 +91,11 @@ class TrainerWorker:
         if heartbeats is not None:
             Heartbeat(heartbeats, rank)
 
-    def reserve_address(self) -> tuple[str, int]:
-        """An address and a free port for the process group, whose ranks are all on this host; called on rank 0."""
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            return "127.0.0.1", int(probe.getsockname()[1])
+    def reserve_port(self, address: str) -> int:
+        """A free port for the process group at this address of rank 0's host; called on rank 0."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family) as probe:
+            return int(probe.getsockname()[1])
 
     def connect(self, address: str, port: int) -> None:
         """Joins the process group."""

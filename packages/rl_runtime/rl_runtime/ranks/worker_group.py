@@ -4,16 +4,16 @@ The methods are passed as functions, so that mypy checks the call: `group.run(Tr
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ..errors import RankError
-from .environment import rank_env
+from ..errors import RankError, RankLost
+from .environment import GpuId, rank_env
 from .heartbeat import Heartbeats, find_stalled
 from .trainer_worker import TrainerWorker
 
@@ -25,6 +25,34 @@ _LIMITED_ELSEWHERE = (  # calls in which a rank may rest: until servers have pau
     TrainerWorker.push_weights.__name__,
     TrainerWorker.close_saver.__name__,
 )
+_LOST_PEER = (
+    "gloo/transport/",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "DistBackendError",
+    "NCCL error",
+)
+"""What torch's backends say when a connection to another rank breaks."""
+_LATE_S = 1.0
+"""Time to wait for the errors of the other ranks when one has failed."""
+_DEATH_NOTICE_S = 45.0
+"""Time in which Ray notices that a process, or a whole node, has died."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a rank runs; the defaults are the CPU of this host."""
+
+    node: str = ""
+    """Ray's id of its node; empty: this process's."""
+    gpus: tuple[GpuId, ...] = ()
+    """Its GPUs; empty: the CPU."""
+    strategy: Any = None
+    """Ray's scheduling strategy; None: this process's node."""
+    address: str = "127.0.0.1"
+    """Address of its node, as the other ranks reach it."""
+    interface: str | None = None
+    """Network interface of that address; None: all ranks are on one host."""
 
 
 class WorkerGroup:
@@ -32,7 +60,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        rank_gpus: Sequence[tuple[int, ...]],
+        seats: Sequence[Seat],
         *,
         num_threads: int,
         timeout_s: float,
@@ -43,40 +71,45 @@ class WorkerGroup:
         """Starts the processes; `connect` waits for them.
 
         Args:
-            rank_gpus: the GPU ids of every rank, or () for the CPU.
+            seats: one for each rank, in rank order.
             num_threads: torch threads of each rank.
             timeout_s: seconds that one call may take on the ranks.
             stall_timeout_s: seconds in which at least one rank has to move.
             name: the group's name in error messages.
             report: gets a line if the ranks have not moved for a fifth of `stall_timeout_s`.
         """
-        self.world_size = len(rank_gpus)
+        self.world_size = len(seats)
         self._timeout_s, self._stall_timeout_s = timeout_s, stall_timeout_s
         self._name, self._report = f"{name} " if name else "", report
-        self._heartbeats = Heartbeats(self.world_size)
-        device = "cuda" if rank_gpus[0] else "cpu"
-        here = ray.get_runtime_context().get_node_id()  # the placement plans this host's devices
+        self._address = seats[0].address
+        one_host = all(seat.interface is None for seat in seats)
+        self._heartbeats = Heartbeats("127.0.0.1" if one_host else ray.util.get_node_ip_address())
+        device = "cuda" if seats[0].gpus else "cpu"
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(TrainerWorker)
         self._actors = [
             actor.options(
                 num_cpus=1,
                 max_restarts=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
-                runtime_env={"env_vars": rank_env(gpus, num_threads)},
-            ).remote(rank, self.world_size, device=device, num_threads=num_threads, heartbeats=self._heartbeats.path)
-            for rank, gpus in enumerate(rank_gpus)
+                scheduling_strategy=seat.strategy or here,
+                runtime_env={"env_vars": rank_env(seat.gpus, num_threads, seat.interface)},
+            ).remote(
+                rank, self.world_size, device=device, num_threads=num_threads, heartbeats=self._heartbeats.receiver
+            )
+            for rank, seat in enumerate(seats)
         ]
 
     def connect(self) -> None:
         """Waits for the processes and joins them in one process group."""
-        address, port = self._wait([self._actors[0].reserve_address.remote()], "reserve_address")[0]
-        self.run(TrainerWorker.connect, address, port)
+        port = self._wait([self._actors[0].reserve_port.remote(self._address)], "reserve_port")[0]
+        self.run(TrainerWorker.connect, self._address, port)
 
     def run(self, method: Callable[Concatenate[TrainerWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Runs `method` with the same arguments on every rank; results in rank order.
 
         Raises:
-            RankError: a rank raised, died or did not answer in time; names the rank and the method.
+            RankError: a rank raised; names the rank and the method.
+            RankLost: a rank died or did not answer in time.
         """
         name = method.__name__
         return self._wait([getattr(actor, name).remote(*args, **kwargs) for actor in self._actors], name)
@@ -118,14 +151,14 @@ class WorkerGroup:
             done, pending = ray.wait(pending, num_returns=1, timeout=min(max(0.0, left_s), self._stall_timeout_s / 10))
             ranks = sorted(rank_of[ref] for ref in pending)
             if not done and left_s <= 0:
-                raise RankError(
+                raise RankLost(
                     f"{self._name}ranks {ranks} of {len(refs)} did not finish {method!r} in {self._timeout_s:.0f} s "
                     f"(trainer.step_timeout_s): {self._stalled(ranks, 0.0) or 'no heartbeat'}"
                 )
             if done or method in _LIMITED_ELSEWHERE:
                 pass
             elif stalled := self._stalled(ranks, self._stall_timeout_s):
-                raise RankError(
+                raise RankLost(
                     f"{method!r} makes no progress on any rank (trainer.stall_timeout_s={self._stall_timeout_s:g}): "
                     + stalled
                 )
@@ -133,29 +166,42 @@ class WorkerGroup:
                 warned = True
                 self._report(f"warning: {method!r} makes no progress: {stalled}")
             for ref in done:
-                where = f"{self._name}rank {rank_of[ref]} of {len(refs)}"
                 try:
                     results[rank_of[ref]] = ray.get(ref)
                 except RayTaskError as error:
-                    _discard_errors(pending)
+                    # When a rank dies, the collectives of the others fail at once, and Ray tells of the death later.
+                    lost_peer = any(part in str(error) for part in _LOST_PEER)
+                    self._raise_if_dead(rank_of, method, _DEATH_NOTICE_S if lost_peer else _LATE_S)
                     cause = error.cause
                     what = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
-                    raise RankError(f"{where} failed in {method!r}: {what}", cause) from error
+                    kind = RankLost if lost_peer else RankError
+                    raise kind(f"{self._where(rank_of[ref])} failed in {method!r}: {what}", cause) from error
                 except RayActorError as error:
-                    reason = " ".join(str(error).split())
-                    raise RankError(f"{where} died in {method!r}: {reason}") from error
+                    raise self._lost(rank_of[ref], method, error) from error
         return results
+
+    def _raise_if_dead(self, rank_of: Mapping[Any, int], method: str, wait_s: float) -> None:
+        """Raises RankLost if Ray tells within `wait_s` seconds that a rank has died."""
+        pending, end = list(rank_of), time.monotonic() + wait_s
+        while pending and (left_s := end - time.monotonic()) > 0:
+            done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+            for ref in done:
+                try:
+                    ray.get(ref)
+                except RayActorError as error:
+                    raise self._lost(rank_of[ref], method, error) from error
+                except RayTaskError:
+                    pass  # what this rank says of the loss of another
+
+    def _lost(self, rank: int, method: str, error: RayActorError) -> RankLost:
+        reason = " ".join(str(error).split()).partition(" Some common causes")[0]
+        return RankLost(f"{self._where(rank)} died in {method!r}: {reason}")
+
+    def _where(self, rank: int) -> str:
+        return f"{self._name}rank {rank} of {self.world_size}"
 
     def _stalled(self, ranks: Sequence[int], limit_s: float) -> str:
         """What the ranks that hold up a call do, if none of `ranks` has moved for `limit_s` seconds; else empty."""
         now = time.monotonic()
         stalled = find_stalled({rank: self._heartbeats.read(rank) for rank in ranks}, now, limit_s=limit_s)
         return "; ".join(f"{self._name}rank {rank} {beat.describe(now)}" for rank, beat in stalled.items())
-
-
-def _discard_errors(refs: Sequence[Any]) -> None:
-    """Reads the errors of the other ranks, which Ray would print otherwise."""
-    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=1.0) if refs else ([], [])
-    for ref in done:
-        with suppress(RayError):
-            ray.get(ref)

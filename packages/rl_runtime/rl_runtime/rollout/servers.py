@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from rollout_vllm import ControlError, Endpoint, RolloutClient, ServerGroup, ServerWatch
 from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
 
-from ..errors import RankError, RlRuntimeError
+from ..errors import RankError, RankLost, RlRuntimeError
 from ..experience import Phase
 from ..ranks.model_handle import ModelHandle
 from .memory_turns import MemoryTurns, Turn
@@ -56,6 +56,7 @@ class RolloutServers:
         self._report = report
         self._weights = threading.RLock()
         self._connected: list[int] = []
+        self._transports: dict[str, str] = {}
         self._failures_recovered = [0] * len(servers.endpoints)
         self._num_restarts = 0
         self._num_reported = 0
@@ -149,10 +150,11 @@ class RolloutServers:
                     self._connect(self._endpoints(serving))
                     self._connected = serving
                 report: SyncReport = self._actor.push_weights(version)
+                self._report_transports(report)
                 return report
             except RankError as error:
                 self._connected = []
-                if self._watch is None:
+                if self._watch is None or isinstance(error, RankLost):
                     raise
                 if self._has_died(serving):
                     continue
@@ -173,10 +175,17 @@ class RolloutServers:
             self._connected = []
             failures = self._num_failures()[index]
             self._connect([endpoint])
-            self._actor.push_weights(version)
+            self._report_transports(self._actor.push_weights(version))
             self._failures_recovered[index] = failures
             self._num_restarts += 1
             return version
+
+    def _report_transports(self, report: SyncReport) -> None:
+        """Reports how the weights travel to the servers, after the first push and when that changes."""
+        if not report.transports.items() <= self._transports.items():
+            self._transports |= report.transports
+            routes = "; ".join(f"{url}: {transport}" for url, transport in report.transports.items())
+            self._report(f"weights: rank 0 -> {routes}")
 
     @contextmanager
     def _with_memory(self, index: int) -> Iterator[None]:

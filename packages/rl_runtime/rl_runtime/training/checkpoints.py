@@ -39,27 +39,38 @@ class RunCheckpoints:
         roles: Mapping[str, ModelHandle],
         parts: Mapping[str, Stateful],
         config: str,
+        unsavable: str = "",
     ) -> None:
-        """`config`: YAML without secrets, kept in each checkpoint for readers without the run folder."""
+        """Opens nothing yet.
+
+        Args:
+            config: YAML without secrets, kept in each checkpoint for readers without the run folder.
+            unsavable: why no checkpoint can hold this run's state; empty if one can.
+        """
         self._folder, self._trainer, self._groups = folder, trainer, rank_groups
         self._roles, self._parts, self._config = roles, parts, config
+        self._unsavable = unsavable
         self._saver: AsyncSaver | None = None
 
     def __enter__(self) -> "RunCheckpoints":
-        if self._trainer.save_freq:
-            trainer, run_id = self._trainer, uuid.uuid4().hex
-            keep = Retention(
-                keep_last=trainer.keep_checkpoints,
-                keep_every=trainer.keep_every or None,
-                keep_best=trainer.keep_best or None,
-                metric=trainer.best_metric if trainer.keep_best else None,
-            )
-            num_ranks = sum(group.world_size for group in self._groups)
-            ranks = SaverRanks(num_ranks=num_ranks, rank=None, run_id=run_id, publisher=None)
-            self._saver = AsyncSaver(CheckpointManager(self._folder, retention=keep), ranks=ranks)
-            for group, first in self._numbered_groups():
-                group.run(TrainerWorker.open_saver, str(self._folder), run_id, first, num_ranks)
+        if self._trainer.save_freq:  # a folder that cannot be written ends the run before its first step
+            self._saver = self._open()
         return self
+
+    def _open(self) -> AsyncSaver:
+        trainer, run_id = self._trainer, uuid.uuid4().hex
+        keep = Retention(
+            keep_last=trainer.keep_checkpoints,
+            keep_every=trainer.keep_every or None,
+            keep_best=trainer.keep_best or None,
+            metric=trainer.best_metric if trainer.keep_best else None,
+        )
+        num_ranks = sum(group.world_size for group in self._groups)
+        ranks = SaverRanks(num_ranks=num_ranks, rank=None, run_id=run_id, publisher=None)
+        saver = AsyncSaver(CheckpointManager(self._folder, retention=keep), ranks=ranks)
+        for group, first in self._numbered_groups():
+            group.run(TrainerWorker.open_saver, str(self._folder), run_id, first, num_ranks)
+        return saver
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -71,14 +82,20 @@ class RunCheckpoints:
                 group.run(TrainerWorker.close_saver)
         self._saver.__exit__(kind, error, trace)
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of the actor's ranks."""
+        return self._groups[0].world_size
+
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is written after this step."""
+        """Whether `trainer.save_freq` wants a checkpoint after this step."""
         return self._trainer.save_freq > 0 and step % self._trainer.save_freq == 0
 
-    @property
-    def num_skipped_updates(self) -> int:
-        """Number of updates since the last that changed a model, of the model with the most."""
-        return max(role.skipped.in_a_row for role in self._roles.values())
+    def why_not(self) -> str:
+        """Why no checkpoint is to be written now; empty if one can be."""
+        # The last good checkpoint must not make room for a model that has diverged.
+        skipped = max(role.skipped.in_a_row for role in self._roles.values())
+        return f"the last {skipped} updates were skipped" if skipped else self._unsavable
 
     def save(self, step: int, metrics: Mapping[str, float]) -> None:
         """Saves the state after `step`.
@@ -86,23 +103,23 @@ class RunCheckpoints:
         Raises:
             ckpt.CheckpointError: an earlier save failed on any rank.
         """
-        assert self._saver is not None, "enter the context first"
+        saver = self._saver = self._saver or self._open()
         for group in self._groups:
             roles = [name for name, model in self._roles.items() if model.ranks is group]
             group.run(TrainerWorker.save, step, roles)
         state = {
             "step": step,
             "policy_version": step,
-            "num_ranks": self._trainer.rank_count,
+            "num_ranks": self.num_ranks,
             "seed": self._trainer.seed,
             "rng": capture_rng(),
             "config": self._config,
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._saver.save(step, {}, state=state, metrics=finite, models=self._models)
+        saver.save(step, {}, state=state, metrics=finite, models=self._models)
         if not self._trainer.background_save:
-            self._saver.wait()
+            saver.wait()
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restores the state of the run at `checkpoint`.

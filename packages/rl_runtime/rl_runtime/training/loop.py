@@ -3,11 +3,13 @@
 The app passes in the policy update as `learn`, a function from the step's samples to metrics.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ckpt import Checkpoint
+from run_kit import StopRequest
 
 from ..config import TrainerConfig
 from ..errors import RankError, RolloutFailed
@@ -29,6 +31,27 @@ class LoopResult:
     accuracy_before: float | None
     accuracy_after: float | None
     num_steps: int
+    stopped_after: int | None = None
+    """The step after which a signal stopped the run; None if it took all its steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """What a run repeats after it has lost its ranks."""
+
+    lost_at: float
+    """Time of the loss, in seconds of the monotonic clock."""
+    done: int
+    """The step after which it goes on."""
+    last: int
+    """The last step that was taken before."""
+
+    def describe(self) -> str:
+        """What the loss has cost, in one line."""
+        seconds = time.monotonic() - self.lost_at
+        steps = f"steps {self.done + 1} to {self.last} are" if self.last > self.done + 1 else f"step {self.last} is"
+        repeated = f"{steps} taken again" if self.last > self.done else "no whole step is taken again"
+        return f"training again after {seconds:.1f} s; {repeated}"
 
 
 class TrainingLoop:
@@ -46,20 +69,33 @@ class TrainingLoop:
         self._trainer, self._rollouts, self._servers = trainer, rollouts, servers
         self._checkpoints, self._record = checkpoints, record
 
-    def run(self, learn: Learn, resume_from: Checkpoint | None = None) -> LoopResult:
+    def run(
+        self,
+        learn: Learn,
+        resume_from: Checkpoint | None = None,
+        *,
+        stop: StopRequest | None = None,
+        restart: Restart | None = None,
+    ) -> LoopResult:
         """Runs all steps, or those after the checkpoint's.
+
+        Args:
+            stop: once it has a signal, the loop ends after the current step, with a checkpoint of that step.
+            restart: the run has lost its ranks and goes on in its folder, where later steps are recorded anew.
 
         Raises:
             rollout_vllm.ServerDiedError: a server died; the error that this caused is its context.
         """
         try:
             with self._checkpoints:
-                return self._run(learn, resume_from)
+                return self._run(learn, resume_from, stop or StopRequest(), restart)
         except (RankError, RolloutFailed):
             self._servers.check()
             raise
 
-    def _run(self, learn: Learn, resume_from: Checkpoint | None) -> LoopResult:
+    def _run(
+        self, learn: Learn, resume_from: Checkpoint | None, stop: StopRequest, restart: Restart | None
+    ) -> LoopResult:
         trainer = self._trainer
         done = 0
         with self._servers.changing_weights():
@@ -67,16 +103,40 @@ class TrainingLoop:
                 self._resume(resume_from)
                 done = resume_from.step
             self._sync(version=done)
-        before = self._validate(done) if trainer.val_before_train else None
-        after = None
-        for step in range(done + 1, trainer.total_training_steps + 1):
-            self._step(step, learn)
-            last = step == trainer.total_training_steps
-            if (last and trainer.val_after_train) or (trainer.test_freq > 0 and step % trainer.test_freq == 0):
-                after = self._validate(step)
-        return LoopResult(accuracy_before=before, accuracy_after=after, num_steps=trainer.total_training_steps - done)
+        if restart is not None:
+            self._record.rewind(done)
+            self._record.info(restart.describe())
+        before = self._record.first_accuracy if restart is not None and trainer.val_before_train else None
+        if before is None and trainer.val_before_train:
+            before = self._validate(done)
+        with stop.listen("stopping after this step, with a checkpoint; again: stop now, without"):
+            last, after = self._steps(done + 1, learn, stop)
+        return LoopResult(
+            accuracy_before=before,
+            accuracy_after=after,
+            num_steps=last - done,
+            stopped_after=last if last < trainer.total_training_steps else None,
+        )
 
-    def _step(self, step: int, learn: Learn) -> None:
+    def _steps(self, first: int, learn: Learn, stop: StopRequest) -> tuple[int, float | None]:
+        """The steps from `first` on; returns the last step taken and the last held-out accuracy."""
+        trainer = self._trainer
+        after = None
+        for step in range(first, trainer.total_training_steps + 1):
+            metrics = self._step(step, learn)
+            last = step == trainer.total_training_steps
+            if (last and trainer.val_after_train) or (
+                not stop.signal and trainer.test_freq > 0 and step % trainer.test_freq == 0
+            ):
+                after = self._validate(step)
+            if stop.signal and not last:
+                if not self._checkpoints.is_due(step):
+                    self._save(step, metrics)
+                return step, after
+        return trainer.total_training_steps, after
+
+    def _step(self, step: int, learn: Learn) -> dict[str, float]:
+        """One step; returns its metrics."""
         with self._record.step(step) as timer:
             self._servers.check()
             collected = self._rollouts.collect(step, timer.phase)
@@ -86,17 +146,22 @@ class TrainingLoop:
                 self._record.info(f"step {step}: {collected.note}")
             with self._servers.changing_weights(timer.phase):
                 metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
-                # Before the sync, after which the engines' memory may belong to the servers.
-                if self._checkpoints.is_due(step) and (skipped := self._checkpoints.num_skipped_updates):
-                    # The last good checkpoint must not make room for a model that has diverged.
-                    self._record.info(f"step {step}: no checkpoint, because the last {skipped} updates were skipped")
-                elif self._checkpoints.is_due(step):
+                if self._checkpoints.is_due(step):  # before the sync, after which the servers may have the memory
                     with timer.phase("checkpoint"):
-                        self._checkpoints.save(step, metrics)
+                        self._save(step, metrics)
                 metrics |= self._sync(step, timer.phase)
         metrics |= self._servers.take_metrics()
         metrics["rollout/num_restarts"] = float(self._servers.num_restarts)
         self._record.log_step(step, collected, metrics, timer)
+        return metrics
+
+    def _save(self, step: int, metrics: dict[str, float]) -> None:
+        """Saves the state after `step`, or says why there is nothing that can or should be saved."""
+        if why := self._checkpoints.why_not():
+            self._record.info(f"step {step}: no checkpoint, because {why}")
+            return
+        with self._servers.changing_weights():
+            self._checkpoints.save(step, metrics)
 
     def _sync(self, version: int, phase: Phase = nullcontext) -> dict[str, float]:
         """Pushes the actor's weights to the servers as policy `version`."""
@@ -116,5 +181,5 @@ class TrainingLoop:
     def _resume(self, checkpoint: Checkpoint) -> None:
         self._checkpoints.load(checkpoint)
         num_ranks = checkpoint.state["num_ranks"]
-        reshaped = f", saved with trainer.num_ranks={num_ranks}" if num_ranks != self._trainer.rank_count else ""
+        reshaped = f", saved with trainer.num_ranks={num_ranks}" if num_ranks != self._checkpoints.num_ranks else ""
         self._record.info(f"resumed after step {checkpoint.step} from {checkpoint.path}{reshaped}")

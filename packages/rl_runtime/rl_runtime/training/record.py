@@ -26,6 +26,15 @@ class RunRecord:
         """Prints a line and writes it to the log."""
         self._tracker.info(text)
 
+    def rewind(self, step: int) -> None:
+        """Forgets what was logged after this step."""
+        self._tracker.rewind(step)
+
+    @property
+    def first_accuracy(self) -> float | None:
+        """The run's first held-out accuracy."""
+        return next(iter(self._tracker.table.series("val/accuracy")[1]), None)
+
     @contextmanager
     def step(self, step: int) -> Iterator[PhaseTimer]:
         """Times a step; traces it if `trainer.profile_steps` names it."""

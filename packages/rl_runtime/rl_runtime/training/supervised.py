@@ -8,6 +8,7 @@ import torch
 
 from ds_engine import LossOutput, StepStats, TokenBatch, TokenOutputs
 from rl_core import SequenceData, token_weights
+from run_kit import StopRequest
 
 from ..config import SupervisedConfig
 from ..ranks.model_handle import ModelHandle
@@ -38,8 +39,13 @@ def train_supervised(
     *,
     seed: int,
     on_step: Callable[[int, StepStats], None],
-) -> None:
-    """Runs `config.steps` optimizer steps over shuffled epochs of the demonstrations."""
+    stop: StopRequest | None = None,
+) -> int:
+    """Runs `config.steps` optimizer steps over shuffled epochs of the demonstrations; returns how many it took.
+
+    Args:
+        stop: once it has a signal, no further step is taken.
+    """
     rng = np.random.default_rng(seed)
     order = np.empty(0, dtype=np.int64)
     for step in range(1, config.steps + 1):
@@ -47,6 +53,9 @@ def train_supervised(
             order = np.concatenate([order, rng.permutation(len(demonstrations))])
         chosen, order = order[: config.batch_size], order[config.batch_size :]
         on_step(step, supervised_step(model, [demonstrations[i] for i in chosen]))
+        if stop is not None and stop.signal:
+            return step
+    return config.steps
 
 
 def supervised_step(model: ModelHandle, batch: Sequence[DemonstrationLike]) -> StepStats:

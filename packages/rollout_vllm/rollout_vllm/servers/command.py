@@ -119,7 +119,7 @@ def server_environment(
     device: Device,
     api_key: str,
     num_cores: int,
-    gpu_ids: Sequence[int] | None = None,
+    gpu_ids: Sequence[int | str] | None = None,
     extra: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Environment of a server: the launcher's `base`, overridden by our variables and then by `extra`."""

@@ -70,7 +70,7 @@ def build_server(
     log_dir: Path,
     extra_args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
-    gpu_ids: Sequence[int] | None = None,
+    gpu_ids: Sequence[int | str] | None = None,
 ) -> ServerProcess:
     """Server `index` of a group on this host, with a reserved port, not started yet. Raises PortInUseError."""
     held = reserve_port(config.host, None if config.port is None else config.port + index)
@@ -108,7 +108,7 @@ class ServerGroup:
         log_dir: Path,
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-        gpu_ids_per_server: Sequence[Sequence[int]] | None = None,
+        gpu_ids_per_server: Sequence[Sequence[int | str]] | None = None,
     ) -> "ServerGroup":
         """Start the servers in the background; they load in parallel. `wait_ready` waits for them.
 

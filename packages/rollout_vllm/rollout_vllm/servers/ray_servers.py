@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ class _ServerHost:
     _server: ServerProcess
 
     def launch(
-        self, index: int, model_path: str, config: RolloutConfig, settings: dict[str, Any]
+        self, index: int, model_path: str, config: RolloutConfig, num_on_node: int, settings: dict[str, Any]
     ) -> tuple[Endpoint, Path]:
         import ray
 
-        config = dataclasses.replace(config, host=ray.util.get_node_ip_address())
+        # The servers of a node share its cores and its memory.
+        config = dataclasses.replace(config, host=ray.util.get_node_ip_address(), num_servers=num_on_node)
         try:
-            check_launch(model_path, dataclasses.replace(config, num_servers=1, port=None))
+            check_launch(model_path, dataclasses.replace(config, port=None))
         except ModelFolderError as error:
             raise ModelFolderError(
                 f"on Ray node {config.host}: {error}; the model folder must exist under the same path on every node "
@@ -57,6 +59,18 @@ class _ServerHost:
 
     def wait_ready(self, seconds: float) -> None:
         self._server.wait_ready(time.monotonic() + seconds)  # monotonic clocks differ between hosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSeat:
+    """Where a server runs, for callers that have reserved its devices with Ray."""
+
+    strategy: Any
+    """Ray's scheduling strategy; the server takes one CPU of it."""
+    gpu_ids: tuple[int | str, ...] = ()
+    """Its GPUs as CUDA_VISIBLE_DEVICES names them."""
+    num_on_node: int = 1
+    """Servers of this group on the same node."""
 
 
 class RayServer:
@@ -107,23 +121,28 @@ class RayServer:
             raise ServerStartError(reason, self.index, self.log_path) from None
 
     def ask_to_stop(self) -> None:
-        with suppress(Exception):  # Ray is shut down, which stopped the server
-            self._stopping = self._stopping or self._actor.call.remote("stop")
+        import ray
+
+        if ray.is_initialized():  # else Ray was shut down, which stopped the server, and a call would start a new Ray
+            with suppress(Exception):
+                self._stopping = self._stopping or self._actor.call.remote("stop")
 
     def stop(self) -> None:
         """Stop the server's process tree. The actor stays alive for a restart."""
         import ray
 
         self.ask_to_stop()
-        with suppress(Exception):
-            ray.get(self._stopping, timeout=self._stop_timeout_s)
+        if ray.is_initialized():
+            with suppress(Exception):
+                ray.get(self._stopping, timeout=self._stop_timeout_s)
 
     def release_port(self) -> None:
         """Kill the actor, which releases the port it reserved."""
         import ray
 
-        with suppress(Exception):
-            ray.kill(self._actor)
+        if ray.is_initialized():
+            with suppress(Exception):
+                ray.kill(self._actor)
 
 
 def launch_on_ray(
@@ -133,19 +152,20 @@ def launch_on_ray(
     log_dir: Path,
     resources_per_server: Mapping[str, float] | None = None,
     placement_group: Any = None,
-    node_ids: Sequence[str] | None = None,
+    seats: Sequence[ServerSeat] | None = None,
     extra_args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> ServerGroup:
     """Launch a `ServerGroup` on the nodes of the Ray cluster that this process is connected to.
 
     resources_per_server: Ray resources of one server ({"CPU": 2, "GPU": 1, "my_label": 0.01}); None:
-    `default_resources`. placement_group: an existing placement group, server i uses bundle i. node_ids: ids of Ray
-    nodes, server i runs on the i-th. Neither: Ray spreads the servers over the nodes. log_dir: a folder on each node.
+    `default_resources`. placement_group: an existing placement group, server i uses bundle i. seats: strategy and GPUs
+    of every server, for callers that have reserved the GPUs: a server then takes one CPU. Neither: Ray spreads the
+    servers over the nodes. log_dir: a folder on each node.
     `config.host` is ignored: every server binds to the cluster address of its node. The API key protects it, but the
     traffic is not encrypted.
 
-    Raises RolloutConfigError (Ray is not initialized, the cluster lacks the resources, node_ids has the wrong length),
+    Raises RolloutConfigError (Ray is not initialized, the cluster lacks the resources, seats has the wrong length),
     ServerStartError, and the exceptions of `check_launch`, which runs on the server's node.
     """
     import ray
@@ -154,16 +174,19 @@ def launch_on_ray(
         raise RolloutConfigError("urls: existing servers do not need Ray; use ServerGroup.launch")
     if not ray.is_initialized():
         raise RolloutConfigError("Ray is not initialized: call ray.init(address=...) first")
-    if node_ids is not None and (placement_group is not None or len(node_ids) != config.server_count):
+    if seats is not None and (placement_group is not None or len(seats) != config.server_count):
         raise RolloutConfigError(
-            f"node_ids has {len(node_ids)} entries for num_servers={config.server_count}; give one per server, and no "
+            f"seats has {len(seats)} entries for num_servers={config.server_count}; give one per server, and no "
             "placement_group"
         )
     device: Device = detect_device()[0] if config.device == "auto" else config.device
     check_device_features(config, device)
-    resources = dict(resources_per_server or default_resources(config, device))
-    if placement_group is None:
+    resources = dict(resources_per_server or (default_resources(config, device) if seats is None else {"CPU": 1.0}))
+    if placement_group is None and seats is None:
         _check_resources(resources, config.server_count, ray.cluster_resources())
+    if seats is None:
+        numbers = range(config.server_count)
+        seats = [ServerSeat(strategy=_strategy(placement_group, index)) for index in numbers]
     settings = {
         "device": device,
         "api_key": config.read_api_key() or secrets.token_urlsafe(32),
@@ -178,13 +201,16 @@ def launch_on_ray(
             num_gpus=resources.get("GPU", 0),
             resources={name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")},
             max_concurrency=8,  # alive() must not wait for wait_ready()
-            scheduling_strategy=_strategy(placement_group, node_ids, index),
+            scheduling_strategy=seat.strategy,
         ).remote()
-        for index in range(config.server_count)
+        for seat in seats
     ]
     folder = Path(model_path).expanduser()
     model = str(folder.absolute() if folder.is_dir() else model_path)  # actors have another working directory
-    launched = [actor.launch.remote(index, model, config, settings) for index, actor in enumerate(actors)]
+    launched = [
+        actor.launch.remote(index, model, config, seat.num_on_node, settings | {"gpu_ids": seat.gpu_ids or None})
+        for index, (actor, seat) in enumerate(zip(actors, seats, strict=True))
+    ]
     try:
         servers = [_connect(index, actor, launched[index], config) for index, actor in enumerate(actors)]
     except BaseException:
@@ -209,13 +235,11 @@ def _check_resources(wanted: Mapping[str, float], num_servers: int, available: M
             )
 
 
-def _strategy(placement_group: Any, node_ids: Sequence[str] | None, index: int) -> Any:
-    if placement_group is None and node_ids is None:
+def _strategy(placement_group: Any, index: int) -> Any:
+    if placement_group is None:
         return "SPREAD"
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    if node_ids is not None:
-        return NodeAffinitySchedulingStrategy(node_ids[index], soft=False)
     return PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=index)
 
 

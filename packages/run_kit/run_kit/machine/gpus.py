@@ -77,6 +77,12 @@ def read_gpus() -> tuple[list[Gpu], list[Holder], str]:
     return parse_gpus(listed), parse_holders(_nvidia_smi("compute-apps", _HOLDER_QUERY)[1]), ""
 
 
+def find_gpu(gpus: Sequence[Gpu], uuid: str) -> Gpu | None:
+    """The GPU whose UUID is, or begins with, `uuid`; None if there is none or there are several."""
+    found = [gpu for gpu in gpus if gpu.uuid.lower().startswith(uuid.lower())]
+    return found[0] if len(found) == 1 else None
+
+
 def read_torch() -> Torch:
     """Imports torch in a new process: a driver that hangs or a broken library does not end this one."""
     try:

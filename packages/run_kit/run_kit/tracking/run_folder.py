@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from ..config.loader import to_yaml
 from ..config.redaction import redact_urls
 from ..errors import OWN_PACKAGES, TrackingError
+from ..signals import RunStopped
 from .metrics_table import atomic_write, is_disk_full
 
 EXPERIMENT_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=-]*"
@@ -35,6 +36,8 @@ class RunFolder:
         self.path = Path(path).resolve()
         self.config_file = self.path / "config.yaml"
         """The resolved configuration."""
+        self.state_file = self.path / "run.json"
+        """Whether the run is running or how it ended, and where (`plinth runs`)."""
         self.log_file = self.path / "train.log"
         """The console output."""
         self.metrics_file = self.path / "metrics.tsv"
@@ -113,12 +116,16 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._log and error is not None and not (isinstance(error, SystemExit) and error.code in (0, None)):
+        if self._log and error is not None and not _is_orderly(error):
             self._log.write_text("".join(traceback.format_exception(kind, error, trace)))
             if not self._log.is_closed:
                 error.add_note(f"The traceback is in {self.log_file}")
         self._log = None
         self._stack.close()
+
+
+def _is_orderly(error: BaseException) -> bool:
+    return isinstance(error, RunStopped) or (isinstance(error, SystemExit) and error.code in (0, None))
 
 
 def _make_new(parent: Path, stem: str, mode: int) -> Path:

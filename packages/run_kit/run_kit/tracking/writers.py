@@ -18,6 +18,8 @@ class MetricWriter(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None: ...
 
+    def rewind(self, step: int) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -31,7 +33,7 @@ class TensorBoardWriter:
 
     def __init__(self, folder: Path) -> None:
         try:
-            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
@@ -39,7 +41,7 @@ class TensorBoardWriter:
                 f"tracking.tensorboard is true, but the tensorboard package does not import ({error}); "
                 "pip install tensorboard, or set tracking.tensorboard=false"
             ) from None
-        self._event, self._summary = Event, Summary
+        self._event, self._summary, self._session = Event, Summary, SessionLog
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         # Not TensorBoard's EventFileWriter: its thread prints the traceback of a full disk and ends.
@@ -51,6 +53,12 @@ class TensorBoardWriter:
         numbers = {name: float(value) if math.isfinite(value) else math.nan for name, value in metrics.items()}
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+    def rewind(self, step: int) -> None:
+        """Drop later steps from the charts, as TensorBoard does where a new session starts."""
+        self._add(
+            self._event(wall_time=time.time(), step=step + 1, session_log=self._session(status=self._session.START))
+        )
 
     def _add(self, event: Any) -> None:
         with naming_full_disk(self._path):
@@ -90,6 +98,9 @@ class WandbWriter:
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Log the metrics of the step; wandb sends them in the background."""
         self._run.log(dict(metrics), step=step)
+
+    def rewind(self, step: int) -> None:
+        """Does nothing: wandb accepts a step only once, and skips the repeated ones."""
 
     def close(self) -> None:
         """Finish the run; waits for pending uploads."""

@@ -5,9 +5,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from ..errors import ReceiverError, SyncConfigError, WeightManifestError, Weight
 from ..plan import BucketPlan, plan_buckets
 from ..sources.base import TensorSource
 from ..sources.fp8 import Fp8Source
-from ..transports.select import resolve_transport
+from ..transports.routes import choose_transports
 from .server import Endpoint, ServerControl
 from .session import PushSession, Timings, num_passes
 
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 2
 
 _DONE, _RETRY, _FAILED = 0, 1, 2
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,8 @@ class SyncReport:
     """From the connection of the last worker to the last worker's final acknowledgement."""
     finish_s: float
     """Publishing, dropping the prefix cache, resuming."""
+    transports: Mapping[str, str]
+    """URL of each server -> the transport that its weights were sent over."""
     num_attempts: int = 1
 
 
@@ -60,7 +64,8 @@ class WeightPusher:
     are. ``adapter``: the tensors are a LoRA adapter, which is served under its name next to the base model. An open
     pusher owns its servers: they reject another pusher until this one is closed or its process ends.
 
-    Raises SyncConfigError on rank 0 for an empty list of endpoints, a bad URL, or a transport that cannot work here.
+    The transport is chosen per server, on rank 0's host; see SyncConfig. Raises SyncConfigError on rank 0 for an empty
+    list of endpoints, a bad URL, or a transport that does not reach a server.
     """
 
     def __init__(
@@ -79,13 +84,17 @@ class WeightPusher:
         self._rank = rank
         self._group = group
         self._device = torch.device(device)
+        self._transports: dict[str, str] = {}
         self._plan: BucketPlan | None = None
         self._session: PushSession | None = None
         if rank == 0:
             if not endpoints:
                 raise SyncConfigError("endpoints: none given")
             controls = [ServerControl(e.url, e.api_key, self._config.timeout_s) for e in endpoints]
-            self._session = PushSession(controls, self._config, self._device, _identity(), adapter)
+            urls = [endpoint.url for endpoint in endpoints]
+            self._transports = choose_transports(self._config, urls, on_gpu=self._device.type == "cuda")
+            transports = [self._transports[url] for url in urls]
+            self._session = PushSession(controls, transports, self._config, self._device, _identity(), adapter)
 
     def push(self, version: int) -> SyncReport:
         """Send the weights to all servers and publish them as ``version``. A collective over the group.
@@ -110,6 +119,7 @@ class WeightPusher:
                     num_bytes=plan.num_bytes,
                     num_tensors=plan.num_tensors,
                     total_s=time.perf_counter() - start,
+                    transports=self._transports,
                     num_attempts=attempt,
                     **asdict(timings),
                 )
@@ -117,7 +127,7 @@ class WeightPusher:
                 break
             if error is not None:
                 logger.warning("weight sync failed, sending everything once more: %s", error)
-        message = self._broadcast_text(str(error))
+        message = self._broadcast(str(error))
         if isinstance(error, ReceiverError):
             raise error
         raise WeightSyncError(f"version {version} was not published: {message}") from error
@@ -136,7 +146,10 @@ class WeightPusher:
 
     def _plan_once(self) -> BucketPlan:
         if self._plan is None:
-            bound = self._config.bucket_bytes(resolve_transport(self._config, self._device))
+            self._transports = self._broadcast(self._transports)  # other ranks may be on other hosts than rank 0
+            # All servers get one plan. Its bound is the smallest: a small bucket costs a fast transport half a
+            # millisecond, while a slow one could not overlap sending and loading with a large bucket.
+            bound = min(map(self._config.bucket_bytes, self._transports.values()))
             plan = plan_buckets(self._source.manifest(), bound)
             self._check_same(plan)
             self._plan = plan
@@ -183,13 +196,13 @@ class WeightPusher:
             outcome, timings = int(values[0]), Timings(*values[1:])
         return outcome, timings
 
-    def _broadcast_text(self, text: str) -> str:
-        """Rank 0's text, on every rank."""
+    def _broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
         if self._world_size() == 1:
-            return text
-        box: list[Any] = [text]
-        dist.broadcast_object_list(box, src=self._root(), group=self._group)
-        return str(box[0])
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self._root(), group=self._group, device=self._collective_device())
+        return box[0]
 
     def _world_size(self) -> int:
         if not (dist.is_available() and dist.is_initialized()):
@@ -197,9 +210,12 @@ class WeightPusher:
         return dist.get_world_size(self._group)
 
     def _tensor(self, values: list[Any], dtype: torch.dtype) -> Tensor:
-        """A tensor on the device that the group's backend needs."""
-        on_gpu = "nccl" in str(dist.get_backend(self._group)) and "gloo" not in str(dist.get_backend(self._group))
-        return torch.tensor(values, dtype=dtype, device=self._device if on_gpu else "cpu")
+        return torch.tensor(values, dtype=dtype, device=self._collective_device())
+
+    def _collective_device(self) -> torch.device:
+        """The device of the tensors that the group's backend needs."""
+        backend = str(dist.get_backend(self._group))
+        return self._device if "nccl" in backend and "gloo" not in backend else torch.device("cpu")
 
     def _root(self) -> int:
         return 0 if self._group is None else dist.get_global_rank(self._group, 0)

@@ -24,8 +24,9 @@ from ..errors import ChannelError, ReceiverError, ServerError, WeightSyncError
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
 from ..sources.base import TensorSource
 from ..tensors import checksum
-from ..transports.base import Sender
-from ..transports.select import local_address, make_sender, resolve_transport
+from ..transports.group import SenderGroup
+from ..transports.routes import ONE_HOST_TRANSPORTS, local_address
+from ..transports.select import make_senders
 from .server import ServerControl
 
 #: Longest wait, in seconds, for a server to end a failed update.
@@ -52,6 +53,11 @@ class Link:
         self.hello = hello
         self.where = where
 
+    @property
+    def server(self) -> int:
+        """Index of the worker's server."""
+        return int(self.hello["server"])
+
     def receive(self) -> Message:
         """The worker's next message. Raises ReceiverError for an error message, ChannelError for a lost connection."""
         try:
@@ -66,11 +72,15 @@ class Link:
 
 
 class PushSession:
-    """The connection of a pusher to its servers: control clients, transport buffers, listening socket."""
+    """The connection of a pusher to its servers: control clients, transport buffers, listening sockets.
+
+    ``transports``: the transport to each server, in the order of ``controls``.
+    """
 
     def __init__(
         self,
         controls: Sequence[ServerControl],
+        transports: Sequence[str],
         config: SyncConfig,
         device: torch.device,
         identity: dict[str, Any],
@@ -81,10 +91,12 @@ class PushSession:
         self._controls = list(controls)
         self._config = config
         self._identity = identity
-        transport = resolve_transport(config, device)
-        host = config.host or local_address([control.url for control in controls])
-        self._listener = Listener(host if transport in ("tcp", "nccl") else None)
-        self._sender = make_sender(transport, config, device, host)
+        is_local = [transport in ONE_HOST_TRANSPORTS for transport in transports]
+        reached_by_ip = [control.url for control, local in zip(controls, is_local, strict=True) if not local]
+        host = config.host or local_address(reached_by_ip)
+        self._listener = Listener(host if reached_by_ip else None)
+        self._addresses = [self._listener.local_address if local else self._listener.address for local in is_local]
+        self._senders = make_senders(transports, config, device, host)
         self._num_workers: list[int] | None = None
 
     def send(self, source: TensorSource, plan: BucketPlan, version: int, *, must_fill_all: bool) -> Exception | None:
@@ -94,10 +106,10 @@ class PushSession:
         collectives.
         """
         self.timings = Timings()
-        filler = _BucketFiller(source, plan, self._sender, self.timings, num_passes(self._config))
+        filler = _BucketFiller(source, plan, self._senders, self.timings, num_passes(self._config))
         attempt = _Attempt(secrets.token_hex(8), len(self._controls))
         try:
-            self._sender.prepare(plan)
+            self._senders.prepare(plan)
             self._claim()
             self._transfer(attempt, filler, plan, version)
             self._publish(version)
@@ -113,14 +125,14 @@ class PushSession:
         return None
 
     def close(self) -> None:
-        """Close the socket and free the buffers. The servers then accept another pusher."""
+        """Close the sockets and free the buffers. The servers then accept another pusher."""
         self._listener.close()
-        self._sender.close()
+        self._senders.close()
 
     def _claim(self) -> None:
         """Become the owner of every server, before any of them is paused. Fails if another pusher is alive."""
-        info = {**self._identity, "address": self._listener.address}
-        self._each(lambda control: control.claim(info))
+        address_of = dict(zip(self._controls, self._addresses, strict=True))
+        self._each(lambda control: control.claim({**self._identity, "address": address_of[control]}))
         if self._num_workers is None:
             self._num_workers = self._each(lambda control: control.world_size())
 
@@ -128,7 +140,7 @@ class PushSession:
         for index, control in enumerate(self._controls):
             info = {
                 "trainer": self._identity["trainer"],
-                "address": self._listener.address,
+                "address": self._addresses[index],
                 "token": self._listener.token,
                 "session": attempt.session,
                 "server": index,
@@ -219,11 +231,14 @@ class PushSession:
 
     def _send_plan(self, attempt: "_Attempt", plan: BucketPlan, version: int) -> None:
         """Send the plan to every worker and wait until all have accepted it. No weights are sent before."""
-        greetings = [self._sender.greet({**link.hello, "where": link.where}) for link in attempt.links]
-        common = self._sender.common_greeting()
-        for link, (greeting, fds) in zip(attempt.links, greetings, strict=True):
+        senders = [self._senders.of(link.server) for link in attempt.links]
+        greetings = [
+            sender.greet({**link.hello, "where": link.where})
+            for link, sender in zip(attempt.links, senders, strict=True)
+        ]
+        for link, sender, (greeting, fds) in zip(attempt.links, senders, greetings, strict=True):
             message: Message = {"type": "plan", "digest": plan.digest, "version": version}
-            message |= {"transport": self._sender.name, "greeting": greeting | common}
+            message |= {"transport": sender.name, "greeting": greeting | sender.common_greeting()}
             message |= {"verify": self._config.verify, "apply": self._config.apply}
             if self._adapter is not None:
                 message["adapter"] = {"name": self._adapter.name, "settings": dict(self._adapter.settings)}
@@ -238,7 +253,7 @@ class PushSession:
             message["checksum"] = f"{value:016x}"
         try:
             self._broadcast(attempt, message)
-            self._sender.deliver(bucket, [link.channel for link in attempt.links])
+            self._senders.deliver(bucket, [(link.server, link.channel) for link in attempt.links])
         except ChannelError:
             for link in attempt.links:
                 while link.channel.is_hung_up():  # raises with the worker's name and, if it sent one, its error
@@ -280,7 +295,7 @@ class PushSession:
     def _abort(self, attempt: "_Attempt", error: Exception) -> None:
         """End the update on every server that started one. It stays paused and can start another."""
         attempt.canceled = True
-        self._sender.reset()
+        self._senders.reset()
         for link in attempt.links:
             with contextlib.suppress(ChannelError):
                 link.channel.send({"type": "abort", "reason": str(error)})
@@ -318,9 +333,11 @@ class _Attempt:
 class _BucketFiller:
     """Fills the buckets in order, each once per pass."""
 
-    def __init__(self, source: TensorSource, plan: BucketPlan, sender: Sender, timings: Timings, passes: int) -> None:
+    def __init__(
+        self, source: TensorSource, plan: BucketPlan, senders: SenderGroup, timings: Timings, passes: int
+    ) -> None:
         self._source = source
-        self._sender = sender
+        self._senders = senders
         self._timings = timings
         self._left: Iterator[Bucket] = iter(plan.buckets * passes)
 
@@ -328,7 +345,7 @@ class _BucketFiller:
         """Fill the next bucket and return its bytes."""
         bucket = next(self._left)
         start = time.perf_counter()
-        out = self._sender.buffer(bucket)
+        out = self._senders.buffer(bucket)
         self._source.fill(bucket, out)
         if out.device.type == "cuda":
             torch.cuda.current_stream(out.device).synchronize()

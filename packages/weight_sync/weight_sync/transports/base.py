@@ -16,9 +16,16 @@ class Sender(ABC):
 
     name: str
 
+    can_borrow = False
+    """Whether this sender can send from the buffers of another one on the same device."""
+
     @abstractmethod
-    def prepare(self, plan: BucketPlan) -> None:
-        """Allocate persistent buffers for this plan. Called before every push; reuses buffers that are large enough."""
+    def prepare(self, plan: BucketPlan, lent: list[Tensor]) -> list[Tensor]:
+        """Allocate persistent buffers for this plan and return them. Called before every push.
+
+        Reuses buffers that are large enough. ``lent``: another sender's buffers for this plan, which a sender that can
+        borrow uses instead of its own; empty if there are none.
+        """
 
     @abstractmethod
     def buffer(self, bucket: Bucket) -> Tensor:
@@ -33,7 +40,7 @@ class Sender(ABC):
         """
 
     def common_greeting(self) -> dict[str, Any]:
-        """What all workers need to attach, in addition to `greet`. Called after every worker was greeted."""
+        """What all workers of this transport need to attach, in addition to `greet`. Called after all were greeted."""
         return {}
 
     def deliver(self, bucket: Bucket, channels: list[Channel]) -> None:

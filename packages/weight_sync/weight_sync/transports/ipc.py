@@ -103,21 +103,19 @@ class IpcSender(Sender):
     name = "ipc"
 
     def __init__(self, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise SyncConfigError(f"transport: 'ipc' needs the trainer's tensors on a GPU, they are on {device}")
         self._device = device
         self._buffers: list[DeviceMemory] = []
         self._handles: list[list[Any]] = []
         self._id = ""
 
-    def prepare(self, plan: BucketPlan) -> None:
+    def prepare(self, plan: BucketPlan, lent: list[Tensor]) -> list[Tensor]:
         sizes = plan.buffer_bytes()
-        if fits([buffer.num_bytes for buffer in self._buffers], sizes):
-            return
-        self.close()
-        self._buffers = [DeviceMemory.allocate(size, self._device) for size in sizes]
-        self._handles = [[buffer.handle().hex(), buffer.num_bytes] for buffer in self._buffers]
-        self._id = secrets.token_hex(8)
+        if not fits([buffer.num_bytes for buffer in self._buffers], sizes):
+            self.close()
+            self._buffers = [DeviceMemory.allocate(size, self._device) for size in sizes]
+            self._handles = [[buffer.handle().hex(), buffer.num_bytes] for buffer in self._buffers]
+            self._id = secrets.token_hex(8)
+        return [buffer.bytes_N for buffer in self._buffers]
 
     def buffer(self, bucket: Bucket) -> Tensor:
         return self._buffers[bucket.index % NUM_BUFFERS].bytes_N

@@ -29,10 +29,9 @@ class NcclSender(Sender):
     """The pusher's end: rank 0 of the communicator."""
 
     name = "nccl"
+    can_borrow = True
 
     def __init__(self, device: torch.device, host: str, timeout_s: float) -> None:
-        if device.type != "cuda":
-            raise SyncConfigError(f"transport: 'nccl' needs the trainer's tensors on a GPU, they are on {device}")
         self._device = device
         self._host = host
         self._timeout_s = timeout_s
@@ -45,9 +44,10 @@ class NcclSender(Sender):
         self._comm: Any = None
         self._works: dict[int, Any] = {}
 
-    def prepare(self, plan: BucketPlan) -> None:
-        self._buffers = grow_buffers(self._buffers, plan, self._device)
+    def prepare(self, plan: BucketPlan, lent: list[Tensor]) -> list[Tensor]:
+        self._buffers = lent or grow_buffers(self._buffers, plan, self._device)
         self._greeted, self._where = [], []
+        return self._buffers
 
     def buffer(self, bucket: Bucket) -> Tensor:
         work = self._works.pop(bucket.index % NUM_BUFFERS, None)

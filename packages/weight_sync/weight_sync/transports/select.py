@@ -1,28 +1,25 @@
-"""Chooses a transport and builds its two ends."""
+"""Builds the two ends of a transport by its name."""
 
-import contextlib
-import socket
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 import torch
 
 from ..config import SyncConfig
 from ..errors import ReceiverError
 from .base import Receiver, Sender
+from .group import SenderGroup
 from .shm import ShmReceiver, ShmSender
 from .tcp import TcpReceiver, TcpSender
 
 
-def resolve_transport(config: SyncConfig, device: torch.device) -> str:
-    """The transport for a trainer on this device; resolves ``auto``."""
-    if config.transport != "auto":
-        return config.transport
-    return "ipc" if device.type == "cuda" else "shm"
+def make_senders(transports: Sequence[str], config: SyncConfig, device: torch.device, host: str) -> SenderGroup:
+    """The pusher's ends of the transports to all servers, in their order."""
+    senders = {transport: make_sender(transport, config, device, host) for transport in dict.fromkeys(transports)}
+    return SenderGroup([senders[transport] for transport in transports])
 
 
 def make_sender(transport: str, config: SyncConfig, device: torch.device, host: str) -> Sender:
-    """The pusher's end of a transport. Raises SyncConfigError when it cannot work on this device."""
+    """The pusher's end of a transport. ``host``: this machine's address as the servers see it."""
     if transport == "ipc":
         from .ipc import IpcSender
 
@@ -49,19 +46,3 @@ def make_receiver(transport: str, device: torch.device, timeout_s: float) -> Rec
 
         return NcclReceiver(device, timeout_s)
     raise ReceiverError("protocol", "", f"unknown transport {transport!r}")
-
-
-def local_address(urls: Sequence[str]) -> str:
-    """This machine's address on the route to the servers; not the loopback address if any server is on another host."""
-    address = "127.0.0.1"
-    for url in urls:
-        parts = urlsplit(url)
-        with contextlib.suppress(OSError):
-            family, *_, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(target)
-                found = str(probe.getsockname()[0])
-            if not found.startswith("127.") and found != "::1":
-                return found
-            address = found
-    return address

@@ -53,13 +53,13 @@ class ShmSender(Sender):
         self._segments: list[Segment] = []
         self._id = ""
 
-    def prepare(self, plan: BucketPlan) -> None:
+    def prepare(self, plan: BucketPlan, lent: list[Tensor]) -> list[Tensor]:
         sizes = plan.buffer_bytes()
-        if fits([segment.num_bytes for segment in self._segments], sizes):
-            return
-        self.close()
-        self._segments = [Segment.create(size) for size in sizes]
-        self._id = secrets.token_hex(8)
+        if not fits([segment.num_bytes for segment in self._segments], sizes):
+            self.close()
+            self._segments = [Segment.create(size) for size in sizes]
+            self._id = secrets.token_hex(8)
+        return [segment.bytes_N for segment in self._segments]
 
     def buffer(self, bucket: Bucket) -> Tensor:
         return self._segments[bucket.index % NUM_BUFFERS].bytes_N

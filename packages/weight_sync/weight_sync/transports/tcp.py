@@ -3,7 +3,7 @@
 Buffers are in host memory on both sides; a CUDA receiver copies to its GPU. Sends to several workers in parallel.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -18,13 +18,15 @@ class TcpSender(Sender):
     """The pusher's end: two host buffers, and one thread per worker while it sends a bucket."""
 
     name = "tcp"
+    can_borrow = True
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
         self._pool: ThreadPoolExecutor | None = None
 
-    def prepare(self, plan: BucketPlan) -> None:
-        self._buffers = grow_buffers(self._buffers, plan, torch.device("cpu"))
+    def prepare(self, plan: BucketPlan, lent: list[Tensor]) -> list[Tensor]:
+        self._buffers = lent or grow_buffers(self._buffers, plan, torch.device("cpu"))
+        return self._buffers
 
     def buffer(self, bucket: Bucket) -> Tensor:
         return self._buffers[bucket.index % NUM_BUFFERS]
@@ -34,15 +36,17 @@ class TcpSender(Sender):
         return {}, []
 
     def deliver(self, bucket: Bucket, channels: list[Channel]) -> None:
-        """Send the bucket to every worker; returns when all bytes are sent."""
+        """Send the bucket to every worker; returns when no thread sends any more, and raises the first error."""
         view = memoryview(self.buffer(bucket)[: bucket.nbytes].numpy().data).cast("B")
         if len(channels) == 1:
             channels[0].send_bytes(view)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(len(channels), thread_name_prefix="weight_sync_tcp")
-        for future in [self._pool.submit(channel.send_bytes, view) for channel in channels]:
-            future.result()
+        sends = [self._pool.submit(channel.send_bytes, view) for channel in channels]
+        wait(sends)
+        for send in sends:
+            send.result()
 
     def close(self) -> None:
         if self._pool is not None:

@@ -1,0 +1,271 @@
+"""Runs a job: starts its processes, trains, starts lost ranks again, and writes its run folder."""
+
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ckpt.reader import CheckpointReader
+from rl_data import PromptSampler
+from rollout_vllm import RolloutConfig
+from rollout_vllm.servers import control
+from run_kit import RunFolder, RunStopped, StopRequest, Tracker
+from run_kit.cli import INVOKED_AS
+from run_kit.config.loader import to_yaml
+from run_kit.memory import MemorySampler
+from run_kit.profiling import StepProfiler
+from run_kit.timing import Laps
+
+from ..errors import RankLost
+from ..launch.session import open_session
+from ..ranks.model_handle import ModelHandle
+from ..rollout.memory_turns import MemoryTurns, SleepLevel, sleep_level
+from ..rollout.phase import RolloutPhase
+from ..rollout.scoring import Scorer
+from ..rollout.servers import RolloutServers
+from ..rollout.step_rollouts import StepRollouts
+from ..training.checkpoints import RunCheckpoints
+from ..training.loop import LoopResult, Restart, TrainingLoop
+from ..training.record import RunRecord
+from .choices import Choice, divides
+from .inputs import chat_format, load_inputs
+from .job import Algorithm, Job, JobPlan
+from .job_config import JobConfig, JobConfigT, without_secrets
+from .restarts import Restarts
+
+
+def run_job(
+    config: JobConfigT,
+    plan: JobPlan,
+    compose: Callable[[Job], Algorithm],
+    *,
+    choice: Choice[JobConfigT] | None = None,
+) -> None:
+    """Runs the job into a new run folder: processes, engines, training loop, export, summary.
+
+    SIGINT, SIGTERM and SIGUSR1 end it after the current step, with a checkpoint; a second one ends it at once.
+
+    Args:
+        choice: the settings of `config` that were chosen, which are printed and explained in config.yaml.
+
+    Raises:
+        run_kit.RunStopped: a signal ended the run before its last step; the exit code is 128 + the signal.
+    """
+    chosen = choice or Choice(config=config)
+    trainer = config.trainer
+    start, stop = Laps(), StopRequest()
+    run = RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
+    with (
+        MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
+        Tracker(
+            run, without_secrets(config), num_steps=trainer.total_training_steps, comment=chosen.comment()
+        ) as tracker,
+        _resume_command(run),
+    ):
+        tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
+        for line in (*chosen.lines(), *plan.skipped, *plan.architectures):
+            tracker.info(line)
+        inputs = load_inputs(
+            config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed
+        )
+        start.mark("inputs")
+        with open_session(
+            plan.placement,
+            trainer=config.trainer,
+            rollout=_rollout_config(config, run.path),
+            model_path=str(inputs.model_path),
+            log_dir=run.path / "servers",
+            sync=config.sync,
+            fits=partial(divides, config),
+        ) as session:
+            start.mark("ranks")
+            job = Job(
+                config=config,
+                session=session,
+                tracker=tracker,
+                inputs=inputs,
+                folder=run.path,
+                resumed=plan.resume_from,
+            )
+            result = _run_attempts(job, compose, memory, stop, start)
+        tracker.summary(result)
+        if stop.signal and result.stopped_after is not None:
+            tracker.info(f"stopped by {stop.signal.name} after step {result.stopped_after}")
+            tracker.info(resume_command(run) or "There is no checkpoint to resume from.")
+            raise RunStopped(stop.signal)
+
+
+def _run_attempts(
+    job: Job, compose: Callable[[Job], Algorithm], memory: MemorySampler, stop: StopRequest, start: Laps
+) -> LoopResult:
+    """Builds the models and trains; after a loss of ranks again, from the newest checkpoint."""
+    restarts = Restarts(job)
+    while True:
+        try:
+            restarts.start_ranks()
+            return _run_attempt(restarts.job, compose, memory, stop, start, restarts.restart)
+        except RankLost as error:
+            restarts.after(error)
+
+
+def _run_attempt(
+    job: Job,
+    compose: Callable[[Job], Algorithm],
+    memory: MemorySampler,
+    stop: StopRequest,
+    start: Laps,
+    restart: Restart | None,
+) -> LoopResult:
+    takes_turns = job.config.trainer.takes_turns
+    if takes_turns:
+        _free_memory_of_servers(job, are_new=restart is None)
+        start.mark("servers")
+    algorithm = compose(job)
+    if restart is None:
+        start.mark("models")
+        if not takes_turns:
+            job.session.servers.wait_ready()
+            start.mark("servers, which started with the ranks,")
+        job.tracker.info(f"ready after {start}")
+    result = _train(job, algorithm, memory, stop, restart)
+    if job.config.trainer.export_model and result.stopped_after is None:
+        algorithm.roles["actor"].export(str(job.folder / "model"), job.model_path)
+    return result
+
+
+def _free_memory_of_servers(job: Job, *, are_new: bool) -> None:
+    """Puts the servers to sleep before the models are built: the trainer's is the first of the memory turns."""
+    servers = job.session.servers
+    if are_new:
+        servers.wait_ready()
+    endpoints = [server.endpoint for server in servers.servers if server.alive]
+    if not are_new:  # ranks can be lost between the two wake-ups of a server; no rank needs memory yet
+        control.wake(endpoints)
+    control.sleep(endpoints, level=_sleep_level(job.config))
+
+
+@contextmanager
+def _resume_command(run: RunFolder) -> Iterator[None]:
+    """Adds the command that resumes the run to an error that ends it, if there is a checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        if command := resume_command(run):
+            error.add_note(command)
+        raise
+
+
+def resume_command(run: RunFolder) -> str:
+    """A sentence with the command that resumes the run; empty if there is no checkpoint."""
+    steps = CheckpointReader(run.path / "checkpoints").steps()
+    if not steps:
+        return ""
+    command, folder = INVOKED_AS.get() or "APP", shlex.quote(str(run.path))
+    return (
+        f"To resume after step {max(steps)}: {command} config={shlex.quote(str(run.config_file))} "
+        f"trainer.resume=auto trainer.resume_from={folder}"
+    )
+
+
+def _train(
+    job: Job, algorithm: Algorithm, memory: MemorySampler, stop: StopRequest, restart: Restart | None
+) -> LoopResult:
+    """All steps of the training loop."""
+    config, session = job.config, job.session
+    profiler = StepProfiler(session.recorders, job.folder / "profile", config.trainer.profile_steps)
+    scoring = Scorer(config.reward, report=job.tracker.info, printed_dir=job.folder / "rewards")
+    with scoring as scorer, _servers(job, algorithm.roles["actor"]) as servers:
+        rollouts = _rollouts(job, scorer)
+        checkpoints = RunCheckpoints(
+            job.folder / "checkpoints",
+            config.trainer,
+            session.rank_groups,
+            roles=algorithm.roles,
+            parts={"sampler": rollouts.sampler, "rollout": rollouts.phase, **algorithm.state},
+            config=to_yaml(without_secrets(config)),
+            unsavable=_unsavable(config),
+        )
+        loop = TrainingLoop(
+            config.trainer,
+            rollouts=rollouts,
+            servers=servers,
+            checkpoints=checkpoints,
+            record=RunRecord(job.tracker, memory, profiler, session),
+        )
+        return loop.run(algorithm.learn, job.resumed, stop=stop, restart=restart)
+
+
+def _unsavable(config: JobConfig) -> str:
+    """Why no checkpoint can hold the state of the run (`check_engine` refuses it with save_freq); else empty."""
+    offloads = {model.section: model.engine.zero.offload.optimizer for model in config.models}
+    sections = [section for section, offload in offloads.items() if offload == "nvme"]
+    return f"{sections[0]}.zero.offload.optimizer is nvme, whose files no checkpoint holds" if sections else ""
+
+
+def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:
+    """Partial rollouts need servers that can return unfinished responses; turns those that can sleep; traced steps
+    those that trace themselves."""
+    rollout = replace(config.rollout, sleep_mode=config.rollout.sleep_mode or config.trainer.takes_turns)
+    if config.oversampling.extra_prompts > 0 and config.oversampling.partial_rollouts:
+        rollout = replace(rollout, control_routes=True)
+    if config.trainer.profile_steps and config.trainer.ray_address is None and not rollout.urls:
+        rollout = replace(rollout, profile_dir=rollout.profile_dir or str(run / "profile" / "servers"))
+    return rollout
+
+
+def _servers(job: Job, actor: ModelHandle) -> RolloutServers:
+    """The rollout servers, to which the actor's weights are pushed."""
+    config, session = job.config, job.session
+    return RolloutServers(
+        session.servers,
+        session.client,
+        actor,
+        config.sync,
+        max_restarts=config.trainer.max_server_restarts,
+        report=job.tracker.info,
+        adapters_alone=config.rollout.max_lora_rank is not None,
+        turns=_turns(job, actor) if config.trainer.takes_turns else None,
+    )
+
+
+def _turns(job: Job, actor: ModelHandle) -> MemoryTurns:
+    """Turns of the servers, which sleep already, and the ranks."""
+    session = job.session
+    return MemoryTurns(
+        session.client,
+        session.rank_groups,
+        pushed_role=actor.name,
+        moves_states=job.config.trainer.take_turns == "both",
+        level=_sleep_level(job.config),
+        report=job.tracker.info,
+    )
+
+
+def _sleep_level(config: JobConfig) -> SleepLevel:
+    return sleep_level(adapters_alone=config.rollout.max_lora_rank is not None)
+
+
+def _rollouts(job: Job, scorer: Scorer) -> StepRollouts:
+    """The prompts of the run and how they are sampled and scored."""
+    config, inputs = job.config, job.inputs
+    return StepRollouts(
+        phase=RolloutPhase(
+            job.session.client,
+            inputs.tokenizer,
+            scorer=scorer,
+            seed=config.trainer.seed,
+            episode=config.episode,
+            chat=chat_format(inputs.tokenizer, config.data) if config.episode.environment is not None else None,
+            oversampling=config.oversampling,
+            greedy_baseline=config.greedy_baseline,
+        ),
+        sampler=PromptSampler(len(inputs.train_prompts), seed=config.trainer.seed, shuffle=config.data.shuffle),
+        train_prompts=inputs.train_prompts,
+        val_prompts=inputs.val_prompts,
+        train_batch_size=config.batch.train_batch_size,
+        sampling=config.sampling,
+        dynamic_sampling=config.dynamic_sampling,
+        validation=config.validation,
+    )

@@ -1,0 +1,132 @@
+"""Which steps the loop takes and saves when a signal asks it to stop.
+
+The tests of the apps run it on real processes.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from signal import SIGTERM
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_runtime.config import TrainerConfig
+from rl_runtime.training import loop as loop_module
+from rl_runtime.training.loop import LoopResult, TrainingLoop
+from run_kit import StopRequest
+from run_kit.timing import PhaseTimer
+
+
+class Journal:
+    """Rollouts, servers, checkpoints and record of a run that write down what the loop does.
+
+    stop_in: (what the loop does, step) at which the signal comes.
+    """
+
+    num_restarts = 0
+
+    def __init__(self, trainer: TrainerConfig, stop_in: tuple[str, int] | None, why_not: str = "") -> None:
+        self.trainer, self._stop_in, self._why_not = trainer, stop_in, why_not
+        self.stop = StopRequest()
+        self.done: list[tuple[str, int]] = []
+        self.said: list[str] = []
+
+    def note(self, what: str, step: int) -> None:
+        self.done.append((what, step))
+        if (what, step) == self._stop_in:
+            self.stop.signal = SIGTERM
+
+    def collect(self, step: int, _phase: Any) -> Any:
+        self.note("collect", step)
+        return SimpleNamespace(reason="", note="", batch=None)
+
+    def validate(self, step: int) -> None:
+        self.note("validate", step)
+
+    def push(self, version: int) -> None:
+        self.note("push", version)
+
+    def save(self, step: int, _metrics: Any) -> None:
+        self.note("save", step)
+
+    def log_step(self, step: int, *_: Any) -> None:
+        self.note("log", step)
+
+    def learn(self, step: int, *_: Any) -> dict[str, float]:
+        self.note("learn", step)
+        return {}
+
+    @contextmanager
+    def step(self, _step: int) -> Iterator[PhaseTimer]:
+        timer = PhaseTimer()
+        with timer.step():
+            yield timer
+
+    def why_not(self) -> str:
+        return self._why_not
+
+    def is_due(self, step: int) -> bool:
+        return self.trainer.save_freq > 0 and step % self.trainer.save_freq == 0
+
+    def info(self, text: str) -> None:
+        self.said.append(text)
+
+    def check(self) -> None: ...
+
+    def changing_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def steps(self, what: str) -> list[int]:
+        return [step for done, step in self.done if done == what]
+
+
+def run(journal: Journal) -> LoopResult:
+    loop = TrainingLoop(
+        journal.trainer,
+        rollouts=journal,  # type: ignore[arg-type]
+        servers=journal,  # type: ignore[arg-type]
+        checkpoints=journal,  # type: ignore[arg-type]
+        record=journal,  # type: ignore[arg-type]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop_module, "rollout_metrics", lambda _: {})
+        return loop.run(journal.learn, stop=journal.stop)
+
+
+@given(
+    save_freq=st.integers(0, 4),
+    test_freq=st.sampled_from([-1, 1, 2]),
+    steps=st.integers(1, 6),
+    what=st.sampled_from(["collect", "learn", "push", "save", "log", "validate"]),
+    at=st.integers(1, 7),
+)
+def test_the_step_is_finished_and_saved_once(save_freq: int, test_freq: int, steps: int, what: str, at: int) -> None:
+    trainer = TrainerConfig(total_training_steps=steps, save_freq=save_freq, test_freq=test_freq)
+    journal = Journal(trainer, (what, at))
+    result = run(journal)
+    asked = journal.stop.signal is not None
+    last = min(at, steps) if asked else steps
+    for kind in ("collect", "learn", "log"):
+        assert journal.steps(kind) == list(range(1, last + 1)), "each step is whole, and none is taken twice"
+    due = [step for step in range(1, last + 1) if save_freq and step % save_freq == 0]
+    stopped = asked and last < steps
+    assert journal.steps("save") == (sorted({*due, last}) if stopped else due)
+    assert result.stopped_after == (last if stopped else None)
+    assert result.num_steps == last
+    if stopped and what != "validate":
+        assert last not in journal.steps("validate"), "nobody waits for a validation"
+
+
+def test_a_run_that_cannot_be_saved_says_so() -> None:
+    journal = Journal(TrainerConfig(total_training_steps=3), ("learn", 1), why_not="the last 2 updates were skipped")
+    assert run(journal).stopped_after == 1
+    assert journal.steps("save") == []
+    assert journal.said == ["step 1: no checkpoint, because the last 2 updates were skipped"]

@@ -1,0 +1,173 @@
+"""`plinth runs`: what a run's folder says about it, checked against the processes of this host."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from run_kit import RunFolder, Tracker, TrackingConfig
+from run_kit.runs import list_runs, main, to_text
+from run_kit.tracking import run_state
+from run_kit.tracking.run_state import RunState, lives, process_namespace, process_start, read_state, state_after
+
+TRACKING = TrackingConfig(report=False, curves=False, tensorboard=False)
+SLEEPER = """
+import sys, time
+from run_kit import RunFolder, Tracker, TrackingConfig
+tracking = TrackingConfig(report=False, curves=False, tensorboard=False)
+with Tracker(RunFolder.create(sys.argv[1], "sleeper"), tracking, num_steps=9) as tracker:
+    tracker.log(1, {"a": 1.0})
+    print("the last words", flush=True)
+    time.sleep(60)
+"""
+
+
+def only(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    return path
+
+
+def state(**changes: object) -> RunState:
+    written = RunState(
+        state="running", app="toy", num_steps=9, host="here", pid=os.getpid(),
+        namespace=process_namespace(), started=process_start(os.getpid()), begun=1000.0,
+    )  # fmt: skip
+    return replace(written, **changes)  # type: ignore[arg-type]
+
+
+def write_run(folder: Path, name: str, written: RunState | None) -> Path:
+    run = folder / name
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("seed: 1\n")
+    if written is not None:
+        (run / "run.json").write_text(json.dumps(asdict(written)))
+    return run
+
+
+def test_a_running_run_is_told_from_a_killed_one(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = iter(process.stdout)
+    assert any("the last words" in line for line in lines)
+    try:
+        (run,) = list_runs(tmp_path)
+        assert (run.state, run.pid, run.step, run.num_steps) == ("running", process.pid, 1, 9)
+        process.send_signal(signal.SIGSTOP)  # it hangs, but it is there
+        assert list_runs(tmp_path)[0].state == "running"
+    finally:
+        process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is dead, and its parent has not asked yet
+    (zombie,) = list_runs(tmp_path)
+    process.wait()
+    (run,) = list_runs(tmp_path)
+    assert (zombie.state, run.state, run.detail) == ("died", "died", "the last words")
+
+
+def test_how_a_run_ended_is_written(tmp_path: Path) -> None:
+    for name, error in (("a", None), ("b", KeyboardInterrupt()), ("c", ValueError("line one\nline two"))):
+        try:
+            with Tracker(RunFolder.create(tmp_path, name), TRACKING, num_steps=3) as tracker:
+                tracker.log(2, {"x": 1.0})
+                assert read_state(tracker.run.state_file).state == "running"  # type: ignore[union-attr]
+                if error is not None:
+                    raise error
+        except (KeyboardInterrupt, ValueError):
+            pass
+    found = {run.name[0]: (run.state, run.detail, run.step, run.num_steps) for run in list_runs(tmp_path)}
+    assert found == {
+        "a": ("finished", "", 2, 3),
+        "b": ("stopped", "by SIGINT", 2, 3),
+        "c": ("failed", "line one", 2, 3),
+    }
+
+
+def test_an_error_while_closing_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Tracker(RunFolder.create(tmp_path, "x"), TRACKING, num_steps=3)
+
+    def fail() -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(tracker, "close", fail)
+    with pytest.raises(OSError, match="no room"), tracker:
+        pass
+    assert [(run.state, run.detail) for run in list_runs(tmp_path)] == [("failed", "no room")]
+
+
+def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
+    assert lives(state()) is True
+    assert lives(state(started="1")) is False
+    assert lives(state(pid=2**22 + 1)) is False
+    assert lives(state(namespace="another boot pid:[1]")) is None
+    write_run(tmp_path, "x", state(started="1"))
+    assert list_runs(tmp_path)[0].state == "died"
+
+
+def test_a_run_on_another_host_is_judged_by_its_signs_of_life(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "x", state(namespace="elsewhere", host="node7"))
+    (found,) = list_runs(tmp_path, now=time.time() + 60)
+    assert found.state == "running"
+    assert re.fullmatch(r"on node7 \(not checked\), last sign of life 1m00s ago", found.detail)
+    os.utime(run / "run.json", (1, time.time() - run_state.STALE_S - 60))
+    (found,) = list_runs(tmp_path)
+    assert found.state == "died"
+    assert found.detail.startswith("on node7 (not checked), last sign of life 6m")
+
+
+def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_state, "HEARTBEAT_S", 0.05)
+    with Tracker(RunFolder.create(tmp_path, "x"), TRACKING, num_steps=3) as tracker:
+        os.utime(tracker.run.state_file, (1, 1))
+        deadline = time.monotonic() + 10
+        while tracker.run.state_file.stat().st_mtime < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert tracker.run.state_file.stat().st_mtime > 2
+
+
+def test_old_and_odd_folders(tmp_path: Path) -> None:
+    write_run(tmp_path, "old", None)
+    for name, text in (("torn", '{"state": "run'), ("later", '{"state": "running", "version": 2}'), ("list", "[]")):
+        (write_run(tmp_path, name, None) / "run.json").write_text(text)
+    (tmp_path / "no_run").mkdir()
+    (tmp_path / "file").write_text("")
+    run = write_run(tmp_path, "new", state(state="finished", begun=0.0))
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "latest").write_text("step_00000004\n")
+    (run / "metrics.tsv").write_text("step\ta\n4\t1.0\n")
+    found = list_runs(tmp_path, now=3600.0)
+    assert [(each.name, each.state) for each in found] == [
+        ("new", "finished"), ("later", "unknown"), ("list", "unknown"), ("old", "unknown"), ("torn", "unknown")
+    ]  # fmt: skip
+    assert (found[0].checkpoint, found[0].step, found[0].age_s) == ("step_00000004", 4, 3600.0)
+    head, row = (line.split() for line in to_text(found).splitlines()[:2])
+    assert head == ["run", "state", "step", "checkpoint", "age", "host", "pid", "app"]
+    assert row == ["new", "finished", "4/9", "step_00000004", "1h00m", "here", str(os.getpid()), "toy"]
+
+
+def test_endings_that_are_no_error() -> None:
+    facts = {name: value for name, value in asdict(state()).items() if name not in ("state", "message")}
+    assert state_after(SystemExit(0), facts).state == "finished"
+    assert state_after(SystemExit(3), facts).message == "exit code 3"
+    assert state_after(RuntimeError(), facts).message == "RuntimeError"
+    assert len(state_after(RuntimeError("x" * 10_000), facts).message) == 300
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, "run_1", state())
+    for arguments, code, words in (
+        ([f"output_dir={tmp_path}"], 0, "run_1  running  0/9"),
+        ([f"output_dir={tmp_path}", "--json"], 0, '"state": "running"'),
+        ([f"output_dir={tmp_path / 'run_1'}"], 0, "no runs in"),
+        (["output_dir=/nowhere"], 2, "output_dir is /nowhere, which is no folder"),
+        (["--help"], 0, "output_dir: str = outputs"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        captured = capsys.readouterr()
+        assert (ended.value.code, words in captured.out + captured.err) == (code, True), captured

@@ -1,0 +1,133 @@
+"""A first signal is a request, a second one ends the program; what was installed before comes back."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from run_kit import RunStopped, StopRequest
+from run_kit.signals import signals_as_exceptions, stopping_signal
+
+LOOP = """
+import sys, time
+from dataclasses import dataclass
+from run_kit import RunFolder, RunStopped, StopRequest, Tracker, TrackingConfig, run_cli
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    output: str = "."
+
+def main(config):
+    stop = StopRequest()
+    tracking = TrackingConfig(report=False, curves=False, tensorboard=False)
+    with Tracker(RunFolder.create(config.output, "x"), tracking, num_steps=100) as tracker:
+        with stop.listen("stopping after this step"):
+            for step in range(1, 101):
+                tracker.info(f"step {step} begins")
+                time.sleep(1.0)
+                tracker.log(step, {"a": 1.0})
+                if stop.signal:
+                    raise RunStopped(stop.signal)
+
+run_cli(Config, main, app_name="loop", argv=sys.argv[1:])
+"""
+
+
+def start_loop(folder: Path) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP, f"output={folder}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A shell's background jobs ignore SIGINT, and their children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "step 1 begins\n"
+    return process
+
+
+@pytest.mark.parametrize(
+    ("signals", "code", "num_rows"),
+    [
+        ([signal.SIGINT], 130, 1),
+        ([signal.SIGTERM], 143, 1),
+        ([signal.SIGUSR1], 138, 1),
+        ([signal.SIGINT, signal.SIGINT], 130, 0),
+        ([signal.SIGUSR1, signal.SIGTERM], 143, 0),
+        ([signal.SIGHUP], 129, 0),
+    ],
+)
+def test_one_signal_ends_after_the_step_and_two_at_once(
+    tmp_path: Path, signals: list[signal.Signals], code: int, num_rows: int
+) -> None:
+    process = start_loop(tmp_path)
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.1)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == code, out
+    assert out.count("stopping after this step") == (signals[0] != signal.SIGHUP)
+    assert "Traceback" not in out
+    (run,) = tmp_path.iterdir()
+    rows = (run / "metrics.tsv").read_text().splitlines()[1:] if num_rows else []
+    assert len(rows) == num_rows
+    assert f'"message": "by {signals[-1].name}"' in (run / "run.json").read_text()
+    assert ("Traceback" in (run / "train.log").read_text()) == (num_rows == 0)
+
+
+def test_handlers_come_back_when_nothing_asked_and_after_the_first_signal() -> None:
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in handled]
+    stop = StopRequest()
+    with signals_as_exceptions():
+        outer = [signal.getsignal(number) for number in handled]
+        assert outer != before
+        with stop.listen("later"):
+            assert signal.getsignal(signal.SIGHUP) == outer[-1]
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.signal == signal.SIGUSR1
+            assert [signal.getsignal(number) for number in handled] == outer
+        with stop.listen("it was asked before"), pytest.raises(SystemExit) as ended:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.value.code == 143
+    assert [signal.getsignal(number) for number in handled] == before
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        stop = StopRequest()
+        with signals_as_exceptions(), stop.listen(""):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_another_thread_may_listen_but_hears_nothing() -> None:
+    heard: list[object] = []
+
+    def work() -> None:
+        stop = StopRequest()
+        with stop.listen(""):
+            heard.append(stop.signal)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert heard == [None]
+
+
+def test_which_signal_an_exception_reports() -> None:
+    assert stopping_signal(KeyboardInterrupt()) == signal.SIGINT
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        assert stopping_signal(RunStopped(number)) == number
+    assert stopping_signal(SystemExit(129)) == signal.SIGHUP
+    for error in (None, SystemExit(), SystemExit(1), SystemExit(128), SystemExit("x"), ValueError()):
+        assert stopping_signal(error) is None

@@ -1,0 +1,164 @@
+"""Which transport reaches which server, and one set of buffers for several transports. Without vLLM."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plinth_testing import network_hosts
+from plinth_testing.network_hosts import is_available
+from weight_sync import (
+    SyncConfig,
+    SyncConfigError,
+    TensorEntry,
+    WeightManifest,
+    choose_transports,
+    plan_buckets,
+    plan_transports,
+)
+from weight_sync.channel import Channel, Listener, connect
+from weight_sync.config import TRANSPORTS
+from weight_sync.errors import ChannelError
+from weight_sync.transports.routes import ONE_HOST_TRANSPORTS
+from weight_sync.transports.select import make_senders
+from weight_sync.transports.shm import ShmReceiver
+from weight_sync.transports.tcp import TcpReceiver, TcpSender
+
+CPU = torch.device("cpu")
+HERE = ["http://127.0.0.1:1", "http://localhost:2/v1", "http://[::1]:3", f"http://{socket.gethostname()}:4"]
+THERE = ["http://198.51.100.7:1", "https://[2001:db8::1]:2", "http://no-such-host.invalid:3"]  # reserved for examples
+servers = st.dictionaries(st.integers(1, 99).map("http://h:{}".format), st.booleans(), min_size=1, max_size=6)
+
+
+@given(servers, st.booleans())
+def test_auto_reaches_every_server_in_the_shortest_way(is_here: dict[str, bool], on_gpu: bool) -> None:
+    plan = plan_transports("auto", is_here, on_gpu=on_gpu)
+    assert plan.keys() == is_here.keys()
+    for url, transport in plan.items():
+        assert (transport in ONE_HOST_TRANSPORTS) == is_here[url], "nccl would meet the pusher's GPU twice"
+        assert (transport in ("ipc", "nccl")) == on_gpu
+    assert len(set(plan.values()) & ONE_HOST_TRANSPORTS.keys()) <= 1, "one sender owns the buffers"
+
+
+@given(st.sampled_from(TRANSPORTS[1:]), servers, st.booleans())
+def test_a_named_transport_is_used_for_all_servers_or_refused(
+    transport: str, is_here: dict[str, bool], on_gpu: bool
+) -> None:
+    elsewhere = [url for url, local in is_here.items() if not local]
+    if transport in ("ipc", "nccl") and not on_gpu:
+        expected = f"transport: '{transport}' given, .*on the CPU; allowed: auto, shm, tcp$"
+    elif transport in ONE_HOST_TRANSPORTS and elsewhere:
+        expected = f"transport: '{transport}' given, but {elsewhere[0]} is on another host.*allowed: auto, tcp"
+    else:
+        assert plan_transports(transport, is_here, on_gpu=on_gpu) == dict.fromkeys(is_here, transport)
+        return
+    with pytest.raises(SyncConfigError, match=expected):
+        plan_transports(transport, is_here, on_gpu=on_gpu)
+
+
+def test_addresses_of_this_host_and_of_others() -> None:
+    chosen = choose_transports(SyncConfig(), HERE + THERE, on_gpu=False)
+    assert chosen == dict.fromkeys(HERE, "shm") | dict.fromkeys(THERE, "tcp")
+    assert choose_transports(SyncConfig(transport="ipc"), HERE, on_gpu=True) == dict.fromkeys(HERE, "ipc")
+
+
+@pytest.mark.skipif(not is_available(), reason="network namespaces need root and the kernel's permission")
+def test_the_same_servers_seen_from_two_hosts() -> None:
+    code = "import sys, weight_sync; config = weight_sync.SyncConfig()\n"
+    code += "print(*weight_sync.choose_transports(config, sys.argv[1:], on_gpu=True).values())"
+    with network_hosts(2) as hosts:
+        urls = [f"http://{address}:8000" for address in (hosts[0].machine_address, *(host.address for host in hosts))]
+        command = [sys.executable, "-c", code, *urls]
+        seen = [
+            subprocess.run(line, check=True, capture_output=True, text=True, timeout=60).stdout.split()
+            for line in (command, *(host.command(*command) for host in hosts))
+        ]
+    assert seen == [["ipc", "nccl", "nccl"], ["nccl", "ipc", "nccl"], ["nccl", "nccl", "ipc"]]
+
+
+@settings(max_examples=25)
+@given(
+    st.permutations(["shm", "tcp", "tcp"]),
+    st.lists(st.integers(0, 3000), min_size=1, max_size=12),
+    st.integers(1, 9000),
+)
+def test_all_transports_send_from_one_set_of_buffers(transports: list[str], sizes: list[int], bound: int) -> None:
+    manifest = WeightManifest.of(TensorEntry(name=f"w{i}", shape=(n,), dtype="uint8") for i, n in enumerate(sizes))
+    group = make_senders(transports, SyncConfig(), CPU, "127.0.0.1")
+    ends = [socket.socketpair() for _ in transports]
+    pushers, workers = ([Channel(pair[side], 5.0) for pair in ends] for side in range(2))
+    receivers: list[ShmReceiver | TcpReceiver] = []
+    with ThreadPoolExecutor(len(transports)) as pool:
+        for limit in (bound, 3 * bound):  # the second plan may need larger buffers
+            plan = plan_buckets(manifest, limit)
+            group.prepare(plan)
+            receivers = [ShmReceiver(CPU) if name == "shm" else TcpReceiver(CPU) for name in transports]
+            for index, (receiver, worker) in enumerate(zip(receivers, workers, strict=True)):
+                greeting, fds = group.of(index).greet({})
+                receiver.attach(greeting, [socket.dup(fd) for fd in fds], plan)
+                assert worker.take_fds() == []
+            for bucket in plan.buckets:
+                out = group.buffer(bucket)
+                assert {group.of(index).buffer(bucket).data_ptr() for index in range(len(transports))} == {
+                    out.data_ptr()
+                }
+                out[: bucket.nbytes].random_(0, 256)
+                sent = out[: bucket.nbytes].clone()
+                got = [pool.submit(r.receive, bucket, w) for r, w in zip(receivers, workers, strict=True)]
+                group.deliver(bucket, list(enumerate(pushers)))
+                assert all(torch.equal(received.result(5), sent) for received in got)
+            for receiver in receivers:
+                receiver.close()
+    group.close()
+    for channel in [*pushers, *workers]:
+        channel.close()
+
+
+def test_a_failed_delivery_returns_when_no_thread_sends_any_more() -> None:
+    plan = plan_buckets(WeightManifest.of([TensorEntry(name="w", shape=(1 << 23,), dtype="uint8")]), 1 << 30)
+    sender = TcpSender()
+    sender.prepare(plan, [])
+    ends = [socket.socketpair() for _ in range(2)]
+    pushers, workers = ([Channel(pair[side], 30.0) for pair in ends] for side in range(2))
+    with ThreadPoolExecutor(1) as pool:
+        workers[0].close()
+        slow = pool.submit(lambda: time.sleep(0.3) or workers[1].receive_bytes_into(memoryview(bytearray(1 << 23))))
+        started = time.monotonic()
+        with pytest.raises(ChannelError, match="cannot send a bucket"):
+            sender.deliver(plan.buckets[0], pushers)
+        assert time.monotonic() - started > 0.25
+        slow.result(5)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("weight_sync_tcp")]
+    assert threads
+    sender.close()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    for channel in [*pushers, *workers]:
+        channel.close()
+
+
+def test_a_listener_with_two_addresses_knows_the_workers_of_both() -> None:
+    listener = Listener("127.0.0.1")
+    assert listener.local_address.startswith("unix:")
+    assert listener.address.startswith("tcp:")
+    workers = [connect(address, 5.0) for address in (listener.local_address, listener.address)]
+    for index, worker in enumerate(workers):
+        worker.send({"token": listener.token, "worker": str(index)})
+        accepted = listener.accept(5.0, 5.0)
+        assert accepted is not None
+        assert accepted[1]["worker"] == str(index)
+        accepted[0].close()
+    listener.close()
+    for address in (listener.local_address, listener.address):
+        with pytest.raises(ChannelError, match="cannot reach the pusher"):
+            connect(address, 1.0)
+    for worker in workers:
+        worker.close()

@@ -1,0 +1,110 @@
+"""Ranks and servers over the nodes of a Ray cluster, each node on a host of its own (a network namespace)."""
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_data import build_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+MEASURED = ("timing_s/", "perf/", "memory/", "sync/total_s", "rollout/tokens_per_s")
+SMALL = (
+    "trainer.num_ranks=2",
+    "rollout.num_servers=2",
+    "rollout.deterministic=true",
+    "batch.train_batch_size=4",
+    "batch.mini_batch_size=2",
+    "sampling.n=4",
+    "algorithm.entropy_coef=0.05",  # a gradient even where all answers are equally wrong
+    "warm_start.steps=5",
+    "warm_start.optim.warmup_steps=0",
+    "trainer.val_before_train=false",
+    "trainer.val_after_train=false",
+)
+CASES = {
+    "zero2": ["actor.zero.stage=2", "trainer.total_training_steps=3"],
+    "zero3": ["actor.zero.stage=3", "trainer.total_training_steps=3"],
+    "sp": [
+        "actor.zero.stage=3",
+        "trainer.num_ranks=4",
+        "actor.sequence_parallel=2",
+        "trainer.total_training_steps=3",
+    ],
+    "demo": [
+        "batch.train_batch_size=32",
+        "batch.mini_batch_size=16",
+        "sampling.n=8",
+        "warm_start.steps=200",
+        "algorithm.entropy_coef=0",
+        "trainer.total_training_steps=15",
+        "trainer.val_after_train=true",
+        "task.num_val=64",
+    ],
+}
+THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in ("zero2", "sp", "demo")]
+
+
+def run_of(output_dir: Path) -> Path:
+    (run,) = output_dir.iterdir()
+    return run
+
+
+def exact_metrics(run: Path) -> list[dict[str, str]]:
+    """The metrics of every step, without measured ones."""
+    with (run / "metrics.tsv").open() as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    return [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows]
+
+
+@pytest.mark.parametrize("case", ["zero3", *THOROUGH])
+def test_two_hosts_train_to_the_digit_as_one(
+    case: str, tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]
+) -> None:
+    """A rank (or a sequence-parallel pair) and a server on each host; weights go over shared memory and TCP."""
+    arguments = [*SMALL, *CASES[case]]
+    per_node = 2 if case == "sp" else 1
+    cluster = start_cluster(2)
+    two = start_app(tmp_path / "two", *arguments, f"trainer.ranks_per_node={per_node}", cluster=cluster)
+    assert two.finish() == 0, two.output
+    assert not two.survivors()
+    here, there = (re.escape(host.address) for host in cluster.hosts)
+    sent = rf"weights: rank 0 -> http://{here}:\d+: shm; http://{there}:\d+: tcp"
+    assert re.search(sent, two.output), two.output
+
+    one = start_app(tmp_path / "one", *arguments)
+    assert one.finish() == 0, one.output
+    expected, found = exact_metrics(run_of(tmp_path / "one")), exact_metrics(run_of(tmp_path / "two"))
+    assert len(found) == len(expected) > 0
+    assert found == expected
+    for weights in (run_of(tmp_path / "one") / "model").glob("*.safetensors"):
+        assert weights.read_bytes() == (run_of(tmp_path / "two") / "model" / weights.name).read_bytes()
+
+
+@pytest.mark.thorough
+def test_what_a_node_lacks_is_said_before_anything_starts(
+    tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]
+) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    cluster = start_cluster(2, num_cpus=1, local_folder=local)
+    there = cluster.hosts[1].address
+
+    def refused(*arguments: str, output_dir: Path = tmp_path / "shared") -> str:
+        app = start_app(output_dir, *SMALL, "rollout.num_servers=1", *arguments, cluster=cluster)
+        assert app.finish() == 2, app.output
+        assert "run folder" not in app.output
+        return str(app.output)
+
+    has = "; ".join(f"{host.address}: 1 CPU 0 GPU" for host in cluster.hosts)
+    error = refused()
+    assert f"2 ranks and 1 servers need a CPU of Ray each; there is room for 0 servers: {has}" in error
+    error = refused("trainer.num_ranks=1", output_dir=local)
+    assert f"trainer.output_dir is {local}, which Ray node {there} does not share with this host" in error
+    model = build_tiny_model(local / "model")
+    error = refused("trainer.num_ranks=1", f"model.path={model}", "warm_start.steps=0")
+    assert f"model.path: {model} is missing on Ray node {there}" in error

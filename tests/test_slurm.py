@@ -1,0 +1,80 @@
+"""The GRPO app in batch files of `plinth slurm`, run as SLURM runs them: requeues, jobs side by side, two nodes."""
+
+import csv
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from plinth_testing import FinishedJob, Slurm, network_hosts
+from plinth_testing.network_hosts import is_available
+from run_kit.cluster.slurm import main
+from run_kit.runs import list_runs
+
+REPO = Path(__file__).resolve().parents[1]
+TINY = (
+    "warm_start.steps=10",
+    "task.num_val=16",
+    "batch.train_batch_size=4",
+    "batch.mini_batch_size=2",
+    "sampling.n=4",
+    "trainer.val_before_train=false",
+    "trainer.val_after_train=false",
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough, pytest.mark.timeout(1500)]
+
+
+def write(folder: Path, *arguments: str) -> Path:
+    file = folder / "job.sbatch"
+    with pytest.raises(SystemExit) as ended:
+        main(["grpo", *TINY, f"trainer.output_dir={folder / 'runs'}", *arguments, "time=10:00:00", f"file={file}"])
+    assert ended.value.code == 0
+    return file
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), *filter(None, sys.path)])}
+
+
+def steps_of(run: Path) -> list[int]:
+    with (run / "metrics.tsv").open() as file:
+        return [int(row["step"]) for row in csv.DictReader(file, delimiter="\t") if int(row["step"]) > 0]
+
+
+def test_two_jobs_on_one_node_are_queued_again_and_train_to_the_end(tmp_path: Path) -> None:
+    file = write(tmp_path, "trainer.total_training_steps=3")
+    slurm, found = Slurm(tmp_path / "slurm"), list[FinishedJob]()
+
+    def submit() -> None:
+        found.append(slurm.run(file, env=environment(), hurry=lambda out: "step 1/3" in out))
+
+    threads = [threading.Thread(target=submit) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    runs = {run.name: run for run in list_runs(tmp_path / "runs")}
+    for done in found:
+        assert (done.exit_code, done.num_starts, done.survivors) == (0, 2, []), done.output
+        second, first = sorted((name for name in runs if f"-{done.job_id}_" in name), reverse=True)
+        assert (runs[first].state, runs[first].detail, runs[second].state) == ("stopped", "by SIGUSR1", "finished")
+        before, after = steps_of(tmp_path / "runs" / first), steps_of(tmp_path / "runs" / second)
+        assert [*before, *after] == [1, 2, 3], "no step is taken twice"
+        assert re.search(rf"resumed after step {before[-1]} from .*/{first}/", done.output), done.output
+    assert len(runs) == 4
+
+
+@pytest.mark.skipif(not is_available(), reason="needs root and network namespaces")
+def test_a_job_of_two_nodes_trains_on_one_and_samples_on_the_other(tmp_path: Path) -> None:
+    arguments = ("trainer.num_ranks=1", "trainer.total_training_steps=2", "nodes=2", "cpus_per_node=2")
+    file = write(tmp_path, *arguments, "object_store_gib=0.3")
+    with network_hosts(2) as hosts:
+        done = Slurm(tmp_path / "slurm", hosts=hosts).run(file, env=environment())
+        assert (done.exit_code, done.num_starts, done.survivors) == (0, 1, []), done.output
+        (run,) = list_runs(tmp_path / "runs")
+        assert (run.state, run.step) == ("finished", 2)
+        assert hosts[1].address in done.output
