@@ -56,7 +56,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
         "rewards": "config.py",
     },
     "run_kit": {
-        "cluster": "cli.py commands.py config signals.py",
+        "cluster": "cli.py commands.py config signals.py tracking",
         "config": "",
         "machine": "",
         "report": "config tracking",

@@ -16,7 +16,7 @@ from run_kit.runs import list_runs
 
 REPO = Path(__file__).resolve().parents[1]
 TINY = (
-    "warm_start.steps=10",
+    "warm_start.steps=20",
     "task.num_val=16",
     "batch.train_batch_size=4",
     "batch.mini_batch_size=2",

@@ -29,8 +29,10 @@ from .processes import die_with_parent
 
 _MARK = "PLINTH_SLURM_JOB"
 _KILL_WAIT_S = 30.0  # KillWait, from SIGTERM to SIGKILL at the time limit; times `time_scale`
-_BATCH_OPTIONS = ("job-name", "chdir", "output", "open-mode", "nodes", "ntasks-per-node", "cpus-per-task", "mem")
-_BATCH_OPTIONS += ("gpus-per-node", "time", "signal", "partition", "account", "constraint", "mail-type")
+_BATCH_OPTIONS = {
+    *("job-name", "chdir", "output", "open-mode", "nodes", "ntasks-per-node", "cpus-per-task", "mem", "gpus-per-node"),
+    *("time", "signal", "partition", "account", "constraint", "mail-type"),
+}
 
 _JOB_IDS = itertools.count(1000 * os.getpid())  # test runs side by side share /tmp
 

@@ -109,7 +109,7 @@ class TrainerConfig(RanksConfig):
     take_turns: Literal["never", "servers", "both"] | None = None
     """How ranks and servers on the same GPUs divide their memory. `never`: side by side. `servers`: servers sleep while
     the trainer works. `both`: besides, optimizer states and gradients wait in host memory while the servers generate.
-    null: side by side if that fits, else in turns. In a cluster (`ray_address`): `never`."""
+    null: side by side if that fits, else in turns."""
     val_before_train: bool = True
     """Validate once before the first step."""
     val_after_train: bool = True
@@ -161,15 +161,14 @@ class TrainerConfig(RanksConfig):
         for name in ("keep_every", "keep_best", "max_server_restarts", "max_restarts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 (none) or more")
-        if self.takes_turns and (not self.colocate or self.ray_address is not None):
-            key = "ray_address" if self.ray_address is not None else "colocate"
-            raise ValueError(
-                f"take_turns is {self.take_turns}; allowed: never, or null, with {key}="
-                f"{str(getattr(self, key)).lower()}"
-            )
         if self.min_ranks is not None and not 1 <= self.min_ranks <= (self.num_ranks or MAX_RANKS):
             most = MAX_RANKS if self.num_ranks is None else f"num_ranks ({self.num_ranks})"
             raise ValueError(f"min_ranks is {self.min_ranks}; allowed: 1 to {most}, or null for all of them")
+        if self.takes_turns and not self.colocate:
+            raise ValueError(
+                f"take_turns is {self.take_turns}; allowed: never, or null, with colocate=false, where servers and "
+                "ranks have GPUs of their own"
+            )
         if self.resume_from is not None and self.resume == "never":
             raise ValueError(f"resume_from is {self.resume_from}, but resume is never; allowed: resume=auto")
         if any(not 1 <= step <= self.total_training_steps for step in self.profile_steps):

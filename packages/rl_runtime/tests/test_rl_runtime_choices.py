@@ -235,14 +235,12 @@ def test_turns_are_the_last_resort_and_fit(number: int, gib: int, stage: Any, ho
 
 
 def test_turns_need_servers_on_the_ranks_gpus() -> None:
-    for trainer in ({"colocate": False}, {"ray_address": "auto"}):
-        key = next(iter(trainer))
-        with pytest.raises(ValueError, match=f"take_turns is both; allowed: never, or null, with {key}="):
-            TrainerConfig(take_turns="both", **trainer)  # type: ignore[arg-type]
-        # One GPU would need turns, but for these keys.
-        job = config(trainer=TrainerConfig(num_ranks=1, **trainer), actor=EngineConfig(zero=ZeroConfig(stage=3)))  # type: ignore[arg-type]
-        apart = choose_for(job, gpus=gpus(2), shape=QWEN2_7B)
-        assert apart.config.trainer.take_turns == "never"
+    with pytest.raises(ValueError, match="take_turns is both; allowed: never, or null, with colocate=false"):
+        TrainerConfig(take_turns="both", colocate=False)
+    assert TrainerConfig(take_turns="both", ray_address="auto").takes_turns
+    apart = choose_for(config(trainer=TrainerConfig(colocate=False)), gpus=gpus(2), shape=QWEN3_06B)
+    assert apart.config.trainer.take_turns == "never"
+    assert apart.reasons["trainer.take_turns"] == "no server shares a GPU with a rank"
     assert choose_for(config(), gpus=(), shape=None).config.trainer.take_turns == "never"
 
 
@@ -345,7 +343,7 @@ def test_supervised_training_gets_all_gpus(
     monkeypatch: pytest.MonkeyPatch, number: int, gib: float, recompute: bool
 ) -> None:
     """The GPUs are made up; the rest is the real function."""
-    monkeypatch.setattr(choices, "read_gpus_of", lambda _: gpus(number, gib))
+    monkeypatch.setattr(choices, "read_memory", lambda _: (gpus(number, gib), None))
     monkeypatch.setattr(choices, "_read_shape", lambda _: QWEN3_06B)
     job = Supervised()
     choice = choose_supervised(job, model=ModelConfig(), trainer=job.trainer, engine=job.engine, token_budget=16384)

@@ -46,7 +46,7 @@ class Journal:
     def validate(self, step: int) -> None:
         self.note("validate", step)
 
-    def push(self, version: int) -> None:
+    def push(self, version: int, _phase: Any) -> None:
         self.note("push", version)
 
     def save(self, step: int, _metrics: Any) -> None:
@@ -76,8 +76,11 @@ class Journal:
 
     def check(self) -> None: ...
 
-    def changing_weights(self) -> AbstractContextManager[None]:
+    def changing_weights(self, _phase: Any = None) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
 
     def __enter__(self) -> "Journal":
         return self

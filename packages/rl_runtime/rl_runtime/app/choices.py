@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from ds_engine import EngineConfig, MemoryEstimate, ModelShape, estimate_memory
@@ -21,12 +20,12 @@ from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rl_data import DataError, find_model_folder
 from rollout_vllm import ServerMemory, estimate_server_memory
-from rollout_vllm.servers.checks import available_memory_bytes, kv_value_bytes
+from rollout_vllm.servers.checks import kv_value_bytes
 
 from ..config import DEFAULT_NUM_RANKS, ModelConfig, RanksConfig
 from ..errors import InputError
 from ..launch.gpus import Gpu
-from ..launch.session import read_gpus_of
+from ..launch.session import read_memory
 from ..ranks.environment import prepare_driver
 from ..rollout.memory_turns import sleep_level
 from .inputs import BUILTIN_MODEL
@@ -103,12 +102,9 @@ def choose_settings(config: JobConfigT) -> Choice[JobConfigT]:
         PlacementError: CUDA_VISIBLE_DEVICES names no usable GPU.
     """
     prepare_driver(config.trainer.device)
-    gpus = read_gpus_of(config.trainer)
-    if not gpus:
-        return choose_for(config, gpus=(), shape=None)
-    meminfo = Path("/proc/meminfo")
-    host_bytes = available_memory_bytes(meminfo.read_text()) if meminfo.exists() else None
-    return choose_for(config, gpus=gpus, shape=_read_shape(config.model.path), host_bytes=host_bytes)
+    gpus, host_bytes = read_memory(config.trainer)
+    shape = _read_shape(config.model.path) if gpus else None
+    return choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes)
 
 
 def choose_supervised(
@@ -119,7 +115,7 @@ def choose_supervised(
     Raises InputError and PlacementError as `choose_settings`.
     """
     prepare_driver(trainer.device)
-    gpus = read_gpus_of(trainer)
+    gpus, _ = read_memory(trainer)
     shape = _read_shape(model.path) if gpus else None
     choice = Choice(config=config, devices=_devices(gpus))
     sp = engine.sequence_parallel
@@ -150,7 +146,7 @@ def choose_for(
     Args:
         gpus: the GPUs that the run may use; none: the CPU.
         shape: sizes of the model; None: it is so small that its memory does not matter.
-        host_bytes: free memory of this host; None: unknown, and not limited.
+        host_bytes: free memory of this host, or of all hosts; None: unknown, and not limited.
 
     Raises:
         InputError: the training states alone exceed a GPU, or what turns move exceeds the host's memory.
@@ -391,7 +387,7 @@ def _why_turns(plan: _Plan) -> str:
     if plan.server is None:
         return "no server shares a GPU with a rank"
     if plan.turns == "never":
-        return "rank and server side by side"
+        return "rank and server fit side by side"
     return "rank and server do not fit side by side"
 
 
@@ -478,11 +474,10 @@ def _plans(config: JobConfig, shape: ModelShape, total: int) -> Iterator[_Plan]:
 
 
 def _turns(config: JobConfig) -> tuple[Turns, ...]:
-    """The values of `trainer.take_turns` to try; turns were not tried over several hosts."""
+    """The values of `trainer.take_turns` to try."""
     if config.trainer.take_turns is not None:
         return (config.trainer.take_turns,)
-    is_open = _shares_gpus(config) and config.trainer.ray_address is None
-    return ("never", "servers", "both") if is_open else ("never",)
+    return ("never", "servers", "both") if _shares_gpus(config) else ("never",)
 
 
 def _shares_gpus(config: JobConfig) -> bool:

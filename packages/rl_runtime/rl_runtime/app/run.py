@@ -10,7 +10,6 @@ from pathlib import Path
 from ckpt.reader import CheckpointReader
 from rl_data import PromptSampler
 from rollout_vllm import RolloutConfig
-from rollout_vllm.servers import control
 from run_kit import RunFolder, RunStopped, StopRequest, Tracker
 from run_kit.cli import INVOKED_AS
 from run_kit.config.loader import to_yaml
@@ -21,7 +20,7 @@ from run_kit.timing import Laps
 from ..errors import RankLost
 from ..launch.session import open_session
 from ..ranks.model_handle import ModelHandle
-from ..rollout.memory_turns import MemoryTurns, SleepLevel, sleep_level
+from ..rollout.memory_turns import MemoryTurns, SleepLevel, put_to_sleep, sleep_level
 from ..rollout.phase import RolloutPhase
 from ..rollout.scoring import Scorer
 from ..rollout.servers import RolloutServers
@@ -118,32 +117,23 @@ def _run_attempt(
     start: Laps,
     restart: Restart | None,
 ) -> LoopResult:
-    takes_turns = job.config.trainer.takes_turns
-    if takes_turns:
-        _free_memory_of_servers(job, are_new=restart is None)
-        start.mark("servers")
+    servers, takes_turns = job.session.servers, job.config.trainer.takes_turns
+    if takes_turns:  # before the models need the servers' memory
+        if restart is None:
+            servers.wait_ready()
+            start.mark("servers")
+        put_to_sleep(servers, level=_sleep_level(job.config))
     algorithm = compose(job)
     if restart is None:
         start.mark("models")
         if not takes_turns:
-            job.session.servers.wait_ready()
+            servers.wait_ready()
             start.mark("servers, which started with the ranks,")
         job.tracker.info(f"ready after {start}")
     result = _train(job, algorithm, memory, stop, restart)
     if job.config.trainer.export_model and result.stopped_after is None:
         algorithm.roles["actor"].export(str(job.folder / "model"), job.model_path)
     return result
-
-
-def _free_memory_of_servers(job: Job, *, are_new: bool) -> None:
-    """Puts the servers to sleep before the models are built: the trainer's is the first of the memory turns."""
-    servers = job.session.servers
-    if are_new:
-        servers.wait_ready()
-    endpoints = [server.endpoint for server in servers.servers if server.alive]
-    if not are_new:  # ranks can be lost between the two wake-ups of a server; no rank needs memory yet
-        control.wake(endpoints)
-    control.sleep(endpoints, level=_sleep_level(job.config))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import ray
 
 from rollout_vllm import RolloutClient, RolloutConfig, ServerGroup, launch_on_ray
@@ -223,12 +224,19 @@ def usable_nodes(trainer: RanksConfig) -> Sequence[Node]:
     return [replace(node, gpu_ids=()) for node in nodes] if trainer.device == "cpu" else nodes
 
 
-def read_gpus_of(trainer: RanksConfig) -> tuple[Gpu, ...]:
-    """The GPUs that the run may use, over all nodes; none: it runs on the CPU."""
+def read_memory(trainer: RanksConfig) -> tuple[tuple[Gpu, ...], int | None]:
+    """The GPUs that the run may use, over all hosts, and the hosts' free memory in bytes, as if all had the least.
+
+    No GPUs: it runs on the CPU. None: the memory is unknown.
+    """
     nodes = [node for node in usable_nodes(trainer) if node.gpu_ids]
+    if not nodes:
+        return (), None
     if trainer.ray_address is None:
-        return read_gpus(nodes[0].gpu_ids) if nodes else ()
-    return tuple(gpu for report in read_nodes(nodes).values() for gpu in report.gpus)
+        return read_gpus(nodes[0].gpu_ids), psutil.virtual_memory().available
+    reports = read_nodes(nodes).values()
+    gpus = tuple(gpu for report in reports for gpu in report.gpus)
+    return gpus, len(reports) * min(report.free_memory_bytes for report in reports)
 
 
 def plan_ranks(trainer: RanksConfig, *, sequence_parallel: int = 1) -> Placement:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Literal
 
-from rollout_vllm import ControlError, Endpoint, RolloutClient
+from rollout_vllm import ControlError, Endpoint, RolloutClient, ServerGroup
 from rollout_vllm.servers import control
 
 from ..errors import RlRuntimeError
@@ -45,6 +45,18 @@ class Turn(Enum):
 def sleep_level(*, adapters_alone: bool) -> SleepLevel:
     """2, which discards the weights, because each push sends all of them; 1 if pushes send LoRA adapters alone."""
     return 1 if adapters_alone else 2
+
+
+def put_to_sleep(servers: ServerGroup, *, level: SleepLevel) -> None:
+    """Puts the running servers to sleep before the trainer's first turn, however a lost trainer has left them.
+
+    Raises:
+        ControlError: a server did not fall asleep.
+    """
+    running = [server.endpoint for server in servers.servers if server.alive]
+    # A server that was about to wake up has a part of its memory.
+    control.wake([endpoint for endpoint in running if control.is_sleeping(endpoint)], timeout_s=TURN_TIMEOUT_S)
+    control.sleep(running, level=level, timeout_s=TURN_TIMEOUT_S)
 
 
 class MemoryTurns:

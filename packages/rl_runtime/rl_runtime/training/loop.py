@@ -123,15 +123,16 @@ class TrainingLoop:
         trainer = self._trainer
         after = None
         for step in range(first, trainer.total_training_steps + 1):
-            metrics = self._step(step, learn)
             last = step == trainer.total_training_steps
+            metrics = self._step(step, learn)
             if (last and trainer.val_after_train) or (
                 not stop.signal and trainer.test_freq > 0 and step % trainer.test_freq == 0
             ):
                 after = self._validate(step)
             if stop.signal and not last:
                 if not self._checkpoints.is_due(step):
-                    self._save(step, metrics)
+                    with self._servers.changing_weights():
+                        self._save(step, metrics)
                 return step, after
         return trainer.total_training_steps, after
 
@@ -146,7 +147,8 @@ class TrainingLoop:
                 self._record.info(f"step {step}: {collected.note}")
             with self._servers.changing_weights(timer.phase):
                 metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
-                if self._checkpoints.is_due(step):  # before the sync, after which the servers may have the memory
+                # Before the sync, after which the engines' memory may belong to the servers.
+                if self._checkpoints.is_due(step):
                     with timer.phase("checkpoint"):
                         self._save(step, metrics)
                 metrics |= self._sync(step, timer.phase)
@@ -159,8 +161,7 @@ class TrainingLoop:
         """Saves the state after `step`, or says why there is nothing that can or should be saved."""
         if why := self._checkpoints.why_not():
             self._record.info(f"step {step}: no checkpoint, because {why}")
-            return
-        with self._servers.changing_weights():
+        else:
             self._checkpoints.save(step, metrics)
 
     def _sync(self, version: int, phase: Phase = nullcontext) -> dict[str, float]:

@@ -68,17 +68,17 @@ class App:
             raise ConfigError(
                 f"nodes is {num_nodes}, but {self.arguments[0]} runs on one node (it has no {ADDRESS}); allowed: 1"
             )
-        if self.given(ADDRESS) is not None:
-            raise ConfigError(f"{ADDRESS} is {self.given(ADDRESS)}, but the job starts Ray and sets it; remove it")
+        if self.value(ADDRESS) is not None:
+            raise ConfigError(f"{ADDRESS} is {self.value(ADDRESS)}, but the job starts Ray and sets it; remove it")
         resume = next(filter(self.has, _RESUME), None)
         if resume is None:
             return self.arguments
         if self.given(resume) not in (None, "auto"):
             raise ConfigError(f"{resume} is {self.given(resume)}; allowed: auto, because the job resumes its own run")
-        if self.given(f"{resume}_from") is not None:
+        if (start := self.value(f"{resume}_from")) is not None:
             raise ConfigError(
-                f"{resume}_from is {self.given(f'{resume}_from')}, from which the job would start again each time that "
-                f"it is queued again; give {self.name_key()} of that run instead, and its output_dir"
+                f"{resume}_from is {start}, from which the job would start again each time that it is queued again; "
+                f"give {self.name_key()} of that run instead, and its output_dir"
             )
         return (*self.arguments, *([] if self.given(resume) else [f"{resume}=auto"]))
 
@@ -105,6 +105,11 @@ def read_app(arguments: Sequence[str]) -> App:
     if not isinstance(config, dict):
         raise ConfigError(f"{arguments[0]} is a command without a configuration; name an app, such as grpo")
     return App(arguments=tuple(arguments), config=config)
+
+
+def default_cores(num_gpus: int) -> int:
+    """CPU cores for the processes of a node: a rank and a server for each GPU, and the driver with its rewards."""
+    return 8 * num_gpus + 4
 
 
 def split_arguments(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], list[str]]:

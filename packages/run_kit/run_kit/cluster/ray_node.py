@@ -20,6 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..tracking.run_state import process_start
+
 _LOG = "ray_start.log"
 
 
@@ -54,8 +56,8 @@ def run_node(address: str, folder: Path, *, head: bool) -> int:
         code = ray.wait()
         if asked:
             return 0
-        end = (folder / _LOG).read_text(errors="replace")[-3000:]
-        print(f"error: Ray ended on {socket.gethostname()} with exit code {code}:\n{end}", file=sys.stderr, flush=True)
+        said = (folder / _LOG).read_text(errors="replace")[-3000:]
+        print(f"error: Ray ended on {socket.gethostname()} with exit code {code}:\n{said}", file=sys.stderr, flush=True)
         return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -87,7 +89,7 @@ def wait_for_nodes(address: str, num_nodes: int, timeout_s: float, pids: Sequenc
     deadline = time.monotonic() + timeout_s
     alive: list[str] = []
     while time.monotonic() < deadline:
-        if dead := [pid for pid in pids if not _lives(pid)]:
+        if dead := [pid for pid in pids if not process_start(pid)]:
             return f"a process that starts nodes has ended (pid {dead[0]})"
         alive = _nodes(address)
         if len(alive) >= num_nodes:
@@ -109,13 +111,6 @@ def _nodes(address: str) -> list[str]:
     except (OSError, RuntimeError, ValueError):  # it is still starting
         return []
     return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,15 +11,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
 import yaml
 
 from ..cli import run_cli
-from ..config.redaction import secrets_in
 from ..errors import ConfigError
-from .app import ADDRESS, SAVE_FREQ, App, read_app, split_arguments
+from .app import ADDRESS, SAVE_FREQ, App, default_cores, read_app, split_arguments
+from .writing import write_job
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?")  # KubeRay adds to the name, which then has at most 63
 _QUANTITY = re.compile(r"\d+(\.\d+)?([KMGTP]i?)?")
@@ -86,7 +86,7 @@ class RayJobConfig:
     @property
     def cores(self) -> int:
         """CPU cores of each pod."""
-        return 8 * self.gpus_per_node + 4 if self.cpus_per_node is None else self.cpus_per_node
+        return default_cores(self.gpus_per_node) if self.cpus_per_node is None else self.cpus_per_node
 
 
 def manifest(config: RayJobConfig, app: App) -> dict[str, Any]:
@@ -186,27 +186,18 @@ def write(config: RayJobConfig, *, app_arguments: Sequence[str]) -> None:
     """Checks the app's arguments and writes the manifest."""
     app = read_app(app_arguments)
     text = yaml.safe_dump(manifest(config, app), sort_keys=False, width=100)
-    if config.file == "-":
-        print(text, end="")
-        print(*_notes(config, app), sep="\n", file=sys.stderr)
-        return
-    try:
-        Path(config.file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"file is {config.file}, which cannot be written: {error.strerror}") from None
-    print(*_notes(config, app), f"{config.file}: submit it with kubectl apply -f {shlex.quote(config.file)}", sep="\n")
+    write_job(config.file, text, app, _notes(config, app), submit="kubectl apply -f")
 
 
 def _notes(config: RayJobConfig, app: App) -> list[str]:
     """What the user should know about this job."""
-    notes = [f"warning: everybody who can read the job can read {key}" for key in secrets_in(list(app.arguments))]
     if config.claim is None:
-        notes.append("claim is null: checkpoints and results are lost with the pods")
-    elif not app.resumes:
-        notes.append(f"{app.arguments[0]} cannot resume: each attempt starts from the beginning")
-    elif app.has(SAVE_FREQ) and not app.value(SAVE_FREQ):
-        notes.append(f"{SAVE_FREQ} is 0: an attempt after a failed pod starts from the beginning")
-    return notes
+        return ["claim is null: checkpoints and results are lost with the pods"]
+    if not app.resumes:
+        return [f"{app.arguments[0]} cannot resume: each attempt starts from the beginning"]
+    if app.has(SAVE_FREQ) and not app.value(SAVE_FREQ):
+        return [f"{SAVE_FREQ} is 0: an attempt after a failed pod starts from the beginning"]
+    return []
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -4,7 +4,6 @@ The job starts Ray on its nodes, runs the app with `resume=auto`, and is queued 
 app has taken all its steps. Keys of the job and of the app may come in any order.
 """
 
-import os
 import re
 import shlex
 import sys
@@ -15,15 +14,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..cli import run_cli
-from ..config.redaction import secrets_in
-from ..errors import ConfigError
 from ..signals import STOPPED_BY_USR1
-from .app import ADDRESS, SAVE_FREQ, App, read_app, split_arguments
+from .app import ADDRESS, SAVE_FREQ, App, default_cores, read_app, split_arguments
+from .writing import write_job
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 _MAX_TEMP_DIR = 20  # characters: the path of a socket has at most 107, Ray's names below this folder up to 87
-_FREE_CORES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +90,7 @@ class SlurmConfig:
     @property
     def cores(self) -> int:
         """CPU cores of each node."""
-        return 8 * self.gpus_per_node + _FREE_CORES if self.cpus_per_node is None else self.cpus_per_node
+        return default_cores(self.gpus_per_node) if self.cpus_per_node is None else self.cpus_per_node
 
 
 def time_limit_s(text: str) -> int:
@@ -192,29 +189,16 @@ def write(config: SlurmConfig, *, app_arguments: Sequence[str]) -> None:
     app = read_app(app_arguments)
     command = shlex.join(["plinth", "slurm", *sys.argv[2:]]) if sys.argv[1:2] == ["slurm"] else "plinth slurm"
     text = batch_file(config, app, command=command, folder=Path.cwd())
-    notes = _notes(config, app)
-    if config.file == "-":
-        print(text, end="")
-        print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
-        return
-    try:
-        with open(config.file, "w", encoding="utf-8", opener=partial(os.open, mode=0o700)) as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"file is {config.file}, which cannot be written: {error.strerror}") from None
-    print(*notes, f"{config.file}: submit it with sbatch {shlex.quote(config.file)}", sep="\n")
+    write_job(config.file, text, app, _notes(app), submit="sbatch")
 
 
-def _notes(config: SlurmConfig, app: App) -> list[str]:
+def _notes(app: App) -> list[str]:
     """What the user should know about this job."""
-    notes = [f"warning: everybody who can read the file can read {key}" for key in secrets_in(list(app.arguments))]
     if not app.resumes:
-        notes.append(f"{app.arguments[0]} cannot resume: the job is not queued again after its time limit")
-    elif app.has(SAVE_FREQ) and not app.value(SAVE_FREQ):
-        notes.append(
-            f"{SAVE_FREQ} is 0: a checkpoint is written before the time limit only; steps are lost if a node fails"
-        )
-    return notes
+        return [f"{app.arguments[0]} cannot resume: the job is not queued again after its time limit"]
+    if app.has(SAVE_FREQ) and not app.value(SAVE_FREQ):
+        return [f"{SAVE_FREQ} is 0: a checkpoint is written before the time limit only; steps are lost if a node fails"]
+    return []
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
