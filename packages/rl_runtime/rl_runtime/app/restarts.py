@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ckpt import Checkpoint, CheckpointManager, capture_rng, restore_rng
 
-from ..errors import RankLost
+from ..errors import PlacementError, RankError, RankLost
 from ..training.loop import Restart
 from .job import Job
 
@@ -52,13 +52,17 @@ class Restarts:
 
         Raises:
             RankLost: a new rank was lost, too.
-            PlacementError: too little is left of the cluster.
+            RankError: too little is left of the cluster.
         """
         if self._are_running:
             return
         if self.job.resumed is None:
             restore_rng(self._rng)
-        if change := self.job.session.restart_ranks():
+        try:
+            change = self.job.session.restart_ranks()
+        except PlacementError as error:  # no mistake of the user's
+            raise RankError(str(error)) from error
+        if change:
             self.job.tracker.info(change)
         self._are_running = True
 
