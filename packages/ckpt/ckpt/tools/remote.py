@@ -68,8 +68,10 @@ class RemoteCheckpoints:
         """
         top, probe = self._root.partition("/")[0] or "/", f"{self._root}/.writable_{secrets.token_hex(4)}"
         try:
-            if not self._fs.exists(top):
-                raise FileNotFoundError(f"{top} does not exist, or these credentials cannot see it")
+            try:
+                self._fs.info(top)  # `makedirs` would create a bucket; `exists` hides errors of the network
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{top} does not exist, or these credentials cannot see it") from None
             self._fs.makedirs(self._root, exist_ok=True)
             self._fs.pipe_file(probe, b"plinth")
             self._fs.rm_file(probe)
