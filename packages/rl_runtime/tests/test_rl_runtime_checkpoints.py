@@ -237,6 +237,12 @@ def test_the_run_uploads_what_it_publishes_and_reports_seconds_and_bytes(tmp_pat
     assert metrics["checkpoint/upload_bytes"] >= CheckpointManager(folder).manifest(2).num_bytes
     assert 0 < metrics["checkpoint/upload_s"] < 60
     assert said[-1] == f"checkpoints in {remote.url}: step 2"
+    with open_uploader(TrainerConfig(checkpoint_url=f"file://{tmp_path}/unused"), run, said.append):
+        pass
+    assert said[-2:] == [
+        "trainer.save_freq is 0: a checkpoint is written and uploaded only when a signal stops the run",
+        f"checkpoints in file://{tmp_path}/unused/{run.name}: none",
+    ]
     with pytest.raises(InputError, match="has the checkpoints of another run"), open_uploader(trainer, run, print):
         pass
 

@@ -68,6 +68,8 @@ def open_uploader(trainer: TrainerConfig, run: Path, report: Callable[[str], Non
     with naming_storage(trainer.checkpoint_url):
         if remote.steps():
             raise InputError(f"{remote.url} has the checkpoints of another run; give another trainer.experiment")
+    if not trainer.save_freq:
+        report("trainer.save_freq is 0: a checkpoint is written and uploaded only when a signal stops the run")
     with AsyncUploader(run / "checkpoints", remote, retention=retention(trainer), report=report) as uploader:
         yield uploader
     report(f"checkpoints in {remote.url}: {', '.join(f'step {step}' for step in remote.steps()) or 'none'}")
