@@ -27,7 +27,7 @@ def test_a_run_resumes_on_another_host_bit_for_bit(tmp_path: Path, start_app: Ca
     assert "checkpoint/upload_s" in (uninterrupted / "metrics.tsv").read_text()
 
     lost = start_app(tmp_path / "lost", *arguments)
-    lost.wait_for("step 3/5")
+    lost.wait_for("step 2/5")
     lost.press_ctrl_c()
     assert lost.finish() == 130, lost.output
     first = only((tmp_path / "lost").iterdir())

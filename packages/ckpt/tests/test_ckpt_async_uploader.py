@@ -33,7 +33,8 @@ class Gate(RemoteCheckpoints):
             self._allowed.release()
 
     def upload(self, checkpoint: Checkpoint, **options: Any) -> str:
-        self._allowed.acquire()
+        if not self._allowed.acquire(timeout=10):
+            raise TimeoutError("the test allows no further upload")
         self.tried.append(checkpoint.step)
         if next(self._fails, False):
             raise ConnectionError("the network is gone")
