@@ -104,7 +104,7 @@ class TrainingLoop:
                 done = resume_from.step
             self._sync(version=done)
         if restart is not None:
-            self._record.rewind(done)
+            self._record.rewind(done, {} if resume_from is None else resume_from.state.get("metrics", {}))
             self._record.info(restart.describe())
         before = self._record.first_accuracy if restart is not None and trainer.val_before_train else None
         if before is None and trainer.val_before_train:
