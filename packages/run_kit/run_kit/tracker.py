@@ -183,7 +183,7 @@ class Tracker:
         return facts
 
     def rewind(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Forget what was logged after this step, because the run goes on from there.
+        """Forget what was logged after this step, because the run continues from there.
 
         Weights & Biases keeps what it has of these steps: it accepts a step only once.
 
