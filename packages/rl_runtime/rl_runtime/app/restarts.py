@@ -1,4 +1,4 @@
-"""Continues a run whose trainer ranks were lost: new ranks, from the newest checkpoint of the run, with the same servers."""
+"""Continues a run whose ranks were lost: starts new ones from the newest checkpoint; the servers stay."""
 
 import time
 from dataclasses import replace
