@@ -1,4 +1,4 @@
-"""Runs that lose ranks, servers and hosts, and go on by themselves."""
+"""Runs that lose ranks, servers and hosts, and continue by themselves."""
 
 import csv
 import os
@@ -16,7 +16,8 @@ import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 
-MEASURED = ("timing_s/", "perf/", "memory/", "sync/total_s", "rollout/tokens_per_s", "rollout/num_restarts")
+# Measured; or about what was lost: the times and the push of a step that was saved, but not logged, are not known.
+NOT_EXACT = ("timing_s/", "perf/", "memory/", "sync/", "rollout/tokens_per_s", "rollout/num_restarts")
 ARGUMENTS = (
     "trainer.num_ranks=2",
     "rollout.num_servers=2",
@@ -44,7 +45,7 @@ def exact_metrics(run: Path) -> list[dict[str, str]]:
     """The metrics of every step, without measured ones."""
     with (run / "metrics.tsv").open() as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
-    return [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows]
+    return [{name: value for name, value in row.items() if not name.startswith(NOT_EXACT)} for row in rows]
 
 
 def assert_equal_runs(found: Path, expected: Path) -> None:
@@ -125,7 +126,7 @@ def test_twenty_strikes_leave_no_trace(
             log.append(f"step {step}: {what}")
     code = struck.process.wait(timeout=1200)
     reader.join(30)
-    summary = "\n".join([*log, *re.findall(r".*(?:new ranks go on|training again|were lost).*", struck.output)])
+    summary = "\n".join([*log, *re.findall(r".*(?:new ranks continue|training again|were lost).*", struck.output)])
     print(summary)
     assert code == 0, f"{summary}\n{struck.output[-6000:]}"
     assert len(log) == 20, summary
@@ -141,8 +142,8 @@ def test_a_smaller_cluster_goes_on_with_fewer_ranks(
     app.wait_for("step 3/8")
     cluster.kill_host(1)
     assert app.finish() == 0, app.output
-    assert re.search(r"rank \d of 2 (died|failed) in .*; new ranks go on after step \d", app.output), app.output
-    assert "nodes with 1 ranks were lost; 0 found room on other nodes: going on with 1 of 2 ranks" in app.output
+    assert re.search(r"rank \d of 2 (died|failed) in .*; new ranks continue after step \d", app.output), app.output
+    assert "nodes with 1 ranks were lost; 0 found room on other nodes: continuing with 1 of 2 ranks" in app.output
     assert re.search(r"resumed after step \d from .*, saved with trainer.num_ranks=2", app.output)
     assert [row["step"] for row in exact_metrics(run_of(tmp_path))] == [str(step) for step in range(1, 9)]
 
@@ -190,7 +191,7 @@ def test_a_full_disk_ends_the_run_and_it_resumes_when_there_is_room(
     assert re.search(
         r"CheckpointSpaceError: .*: a checkpoint needs about [\d,]+ bytes .* the disk has [\d,]+ free", error
     )
-    assert "new ranks go on" not in app.output, "restarts do not empty a disk"
+    assert "new ranks continue" not in app.output, "restarts do not empty a disk"
     assert not app.survivors()
     (resume,) = (line for line in app.output.splitlines() if line.startswith("To resume after step"))
     subprocess.run(["mount", "-o", "remount,size=1g", small_disk], check=True)

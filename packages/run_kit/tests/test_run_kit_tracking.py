@@ -516,10 +516,12 @@ def test_a_run_that_goes_on_from_an_earlier_step_is_recorded_once(tmp_path: Path
     with Tracker(run, TrackingConfig(report=False, curves=False), num_steps=4) as tracker:
         for step, score in ((1, 0.1), (2, 0.2), (3, 0.3)):
             tracker.log(step, {"critic/score/mean": score})
-        tracker.rewind(1)
-        for step, score in ((2, 0.25), (3, 0.35), (4, 0.45)):
+        tracker.rewind(1, {"critic/score/mean": 0.7})  # step 1 was logged
+        for step, score in ((2, 0.25), (3, 0.35)):
             tracker.log(step, {"critic/score/mean": score})
-    expected = [(1, 0.1), (2, 0.25), (3, 0.35), (4, 0.45)]
+        tracker.rewind(4, {"critic/score/mean": 0.45})  # step 4 was saved, but not logged
+        tracker.log(5, {"critic/score/mean": 0.55})
+    expected = [(1, 0.1), (2, 0.25), (3, 0.35), (4, 0.45), (5, 0.55)]
     table = MetricsTable(run.metrics_file)
     assert [(step, table.row(step)["critic/score/mean"]) for step in table.steps] == expected
     events = EventAccumulator(str(run.tensorboard_dir))

@@ -135,10 +135,10 @@ class AsyncUploader:
         with self._changed:
             self._waiting.append(item)
             self._changed.notify()
-        if self._thread is None:
-            # A daemon: a program that was interrupted does not wait for the storage.
-            self._thread = threading.Thread(target=self._run, name="ckpt-upload", daemon=True)
-            self._thread.start()
+            if self._thread is None:
+                # A daemon: a program that was interrupted does not wait for the storage.
+                self._thread = threading.Thread(target=self._run, name="ckpt-upload", daemon=True)
+                self._thread.start()
 
     def _end(self) -> None:
         """Let the thread end after what waits."""
@@ -158,7 +158,7 @@ class AsyncUploader:
                 return
             pause = min(self._pause_s * 2 ** min(failures - 1, _LARGEST_EXPONENT), _LONGEST_PAUSE_S)
             self._report(
-                f"{_name(item)} could not be uploaded to {self._remote.url} ({self._why}); again in {pause:.0f} s"
+                f"{_name(item)} could not be uploaded to {self._remote.url} ({self._why}); next try in {pause:.0f} s"
             )
             if is_last_chance:
                 self._interrupted.wait(pause)

@@ -1,4 +1,4 @@
-"""Goes on after trainer ranks were lost: new ranks, from the newest checkpoint of the run, with the same servers."""
+"""Continues a run whose ranks were lost: starts new ones from the newest checkpoint; the servers stay."""
 
 import time
 from dataclasses import replace
@@ -27,7 +27,7 @@ class Restarts:
         self._are_running = True
 
     def after(self, error: RankLost) -> None:
-        """Decides where the run goes on after `error`; raises it again if it cannot."""
+        """Decides where the run continues after `error`; raises it again if it cannot."""
         job = self.job
         last = max(job.tracker.table.steps, default=0)
         checkpoint = self._newest()
@@ -45,7 +45,7 @@ class Restarts:
         lost_at = time.monotonic() if self.restart is None or last > done else self.restart.lost_at
         self.restart = Restart(lost_at=lost_at, done=done, last=max(last, done))
         self.job = replace(job, resumed=checkpoint)
-        job.tracker.info(f"{error}; new ranks go on after step {done} (restart {self._count} of {self._most})")
+        job.tracker.info(f"{error}; new ranks continue after step {done} (restart {self._count} of {self._most})")
 
     def start_ranks(self) -> None:
         """Starts new ranks, if those of the last attempt were lost.

@@ -114,7 +114,7 @@ def find_checkpoint(trainer: TrainerConfig, on_skip: Callable[[str], None] = lam
 
 
 def _check_fits(found: Checkpoint, run: _Run, trainer: TrainerConfig) -> None:
-    """Raises InputError unless a run of `trainer` can go on after the checkpoint."""
+    """Raises InputError unless a run of `trainer` can continue after the checkpoint."""
     if found.step >= trainer.total_training_steps:
         raise InputError(
             f"the newest checkpoint in {run} is of step {found.step} and trainer.total_training_steps is "

@@ -92,7 +92,7 @@ def run_job(
                     uploader=uploader,
                 )
                 result = _run_attempts(job, compose, memory, stop, start)
-            tracker.summary(result)  # ranks and servers are gone; uploads go on to the end of the outer block
+            tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
         if stop.signal and result.stopped_after is not None:
             tracker.info(f"stopped by {stop.signal.name} after step {result.stopped_after}")
             tracker.info(resume_command(run) or "There is no checkpoint to resume from.")

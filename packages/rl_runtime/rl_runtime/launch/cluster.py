@@ -302,7 +302,7 @@ class Reservation:
         """Replaces the actor's ranks on nodes that have died by free devices of other nodes, or leaves them out.
 
         Args:
-            min_ranks: the least number of ranks to go on with.
+            min_ranks: the least number of ranks to continue with.
             fits: whether the batch divides over a number of ranks.
 
         Returns:
@@ -336,7 +336,7 @@ class Reservation:
         self.ranks = tuple(seat for group in kept for seat in group)[:number]
         new = len(kept) - num_kept
         return f"nodes with {before - num_kept * size} ranks were lost; {new * size} found room on other nodes: " + (
-            "as many ranks as before" if number == before else f"going on with {number} of {before} ranks"
+            "as many ranks as before" if number == before else f"continuing with {number} of {before} ranks"
         )
 
     def _spare_group(self, on_gpu: bool, full: Sequence[str]) -> tuple[Seat, ...] | None:

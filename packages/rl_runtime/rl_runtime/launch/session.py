@@ -169,7 +169,7 @@ def open_session(
     """Starts servers and ranks; the servers may still be loading when this yields.
 
     Args:
-        fits: whether the batch divides over a number of ranks, for a run that goes on with fewer.
+        fits: whether the batch divides over a number of ranks, for a run that continues with fewer.
 
     Raises:
         RankError: a rank could not start.
