@@ -197,6 +197,11 @@ class Tracker:
         if step not in self.table.steps and metrics:
             self._record(self.table, step, metrics)
 
+    def rewind_supervised(self) -> None:
+        """Forget the supervised steps, because the warm start begins again."""
+        if self._supervised is not None:
+            self._supervised.truncate_from(1)
+
     def draw_curves(self) -> None:
         """Draw `curves.png` now."""
         from .tracking.curves import write_curves

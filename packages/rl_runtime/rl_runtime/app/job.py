@@ -81,12 +81,17 @@ class Job:
     uploader: AsyncUploader | None = None
     """With `trainer.checkpoint_url`: what uploads the checkpoints of the run."""
 
+    @property
+    def warm_start_folder(self) -> Path:
+        """Where the result of the warm start is, once it is done."""
+        return self.folder / WARM_START_MODEL
+
     @cached_property
     def model_path(self) -> str:
         """The model folder that the run starts from: the configured one, or the result of the warm start."""
         if not self.config.warm_start.steps:
             return str(self.inputs.model_path)
-        warm = self.folder / WARM_START_MODEL
+        warm = self.warm_start_folder
         if warm.is_dir():  # the run continues after it has lost its ranks
             return str(warm)
         if self.resumed is not None:  # the copy of the resumed run; kept here too, for the next resume

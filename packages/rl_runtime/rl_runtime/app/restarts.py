@@ -45,6 +45,8 @@ class Restarts:
         lost_at = time.monotonic() if self.restart is None or last > done else self.restart.lost_at
         self.restart = Restart(lost_at=lost_at, done=done, last=max(last, done))
         self.job = replace(job, resumed=checkpoint)
+        if not job.warm_start_folder.is_dir():
+            job.tracker.rewind_supervised()
         job.tracker.info(f"{error}; new ranks continue after step {done} (restart {self._count} of {self._most})")
 
     def start_ranks(self) -> None:

@@ -120,18 +120,16 @@ def _run_attempt(
     start: Laps,
     restart: Restart | None,
 ) -> LoopResult:
-    servers, takes_turns = job.session.servers, job.config.trainer.takes_turns
+    takes_turns = job.config.trainer.takes_turns
     if takes_turns:  # before the models need the servers' memory
-        if restart is None:
-            servers.wait_ready()
-            start.mark("servers")
-        put_to_sleep(servers, level=_sleep_level(job.config))
+        job.session.wait_ready()
+        start.mark("servers")
+        put_to_sleep(job.session.servers, level=_sleep_level(job.config))
     algorithm = compose(job)
+    start.mark("models")
+    job.session.wait_ready()
+    start.mark("servers, which started with the ranks,")
     if restart is None:
-        start.mark("models")
-        if not takes_turns:
-            servers.wait_ready()
-            start.mark("servers, which started with the ranks,")
         job.tracker.info(f"ready after {start}")
     result = _train(job, algorithm, memory, stop, restart)
     if job.config.trainer.export_model and result.stopped_after is None:

@@ -60,6 +60,17 @@ class Session:
         """Folder to which the servers write traces; None: they are not traced."""
         self._trainer, self._rollout, self._devices, self._fits = trainer, rollout, devices, fits
         self._stack = ExitStack()
+        self._is_ready = False
+
+    def wait_ready(self) -> None:
+        """Waits until the servers serve, once: later, each that dies is waited for by itself.
+
+        Raises:
+            rollout_vllm.ServerStartError: a server did not start.
+        """
+        if not self._is_ready:
+            self.servers.wait_ready()
+            self._is_ready = True
 
     def restart_ranks(self) -> str:
         """Starts new ranks and a new client, in place of those that run; the servers stay.
