@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +54,18 @@ class App:
             if text in line:
                 return
         pytest.fail(f"the app ended before printing {text!r}:\n{self.output}")
+
+    def read_in_background(self) -> threading.Thread:
+        """Keeps reading the output, so that the app never waits for a reader."""
+
+        def read() -> None:
+            assert self.process.stdout is not None
+            for line in self.process.stdout:
+                self.output += line
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        return thread
 
     def press_ctrl_c(self) -> None:
         """SIGINT to the app and to whatever it started in its process group, as a terminal sends it."""

@@ -58,7 +58,7 @@ def test_ctrl_c_finishes_the_step_saves_it_and_leaves_no_process(tmp_path: Path,
 
 
 def check_stopped(app: Any, number: str) -> None:
-    """The last step was finished and saved, whatever save_freq says; the run says how to go on."""
+    """The last step was finished and saved, whatever save_freq says; the run says how to resume."""
     (found,) = list_runs(app.output_dir)
     assert (found.state, found.detail) == ("stopped", f"by {number}")
     newest = CheckpointManager(app.output_dir / found.name / "checkpoints").newest_good()
@@ -123,7 +123,7 @@ def test_a_dead_rank_is_replaced_a_second_ends_the_run_by_name_and_it_resumes(
     app.wait_for("training again after")
     app.wait_for("tok/s")
     assert re.search(
-        r"^rank [01] of 2 died in .*; new ranks go on after step \d+ \(restart 1 of 1\)$", app.output, re.M
+        r"^rank [01] of 2 died in .*; new ranks continue after step \d+ \(restart 1 of 1\)$", app.output, re.M
     )
     assert [process.pid for process in app.children("_supervise.py")] == [server], "the server is well and stays"
     app.children("ray::TrainerWorker")[0].kill()

@@ -7,7 +7,8 @@ def plinth_package(module):
     # The stubs list the lazy exports: inference follows their imports.
     python_sources(name="lib", sources=[f"{module}/**/*.py", f"{module}/**/*.pyi"], dependencies=[":data"])
     resources(name="data", sources=[f"{module}/**/*", f"!{module}/**/*.py*", "!**/__pycache__/**"])
-    python_test_utils(name="test_utils", sources=["tests/**/*.py", "!tests/**/test_*.py"])
+    resources(name="test_data", sources=["tests/**/*.json", "tests/**/*.txt"])
+    python_test_utils(name="test_utils", sources=["tests/**/*.py", "!tests/**/test_*.py"], dependencies=[":test_data"])
     # Lazy exports are imported by name at run time, which inference cannot follow: tests depend on the whole package.
     python_tests(
         name="tests",

@@ -78,10 +78,10 @@ def metrics(folder: Path, name: str) -> list[Mapping[str, float]]:
     return [{key: float(value) for key, value in row.items() if value} for row in rows]
 
 
-def median(steps: Sequence[Mapping[str, float]], key: str) -> str:
+def median(steps: Sequence[Mapping[str, float]], key: str, digits: int = 2) -> str:
     """Over the steps after the first; a dash if the metric is absent."""
     values = [step[key] for step in steps[1:] if key in step]
-    return f"{statistics.median(values):.2f}" if values else "-"
+    return f"{statistics.median(values):.{digits}f}" if values else "-"
 
 
 def table_row(name: str, code: int, steps: Sequence[Mapping[str, float]], peak_gib: float) -> str:
@@ -89,7 +89,7 @@ def table_row(name: str, code: int, steps: Sequence[Mapping[str, float]], peak_g
     cells = [name, str(code), str(len(steps))]
     cells += [median(steps, f"timing_s/{phase}") for phase in PHASES]
     cells += [median(steps, key) for key in ("turns/moved_gb", "perf/max_memory_reserved_gb")]
-    cells += [f"{peak_gib:.1f}", median(steps, "rollout/log_prob_mismatch")]
+    cells += [f"{peak_gib:.1f}", median(steps, "rollout/log_prob_mismatch", 4)]
     return "| " + " | ".join(cells) + " |"
 
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from .processes import die_with_parent
 
 _MARK = "PLINTH_SLURM_JOB"
 _KILL_WAIT_S = 30.0  # KillWait, from SIGTERM to SIGKILL at the time limit; times `time_scale`
+_GRACE_S = 2.0
 _BATCH_OPTIONS = {
     *("job-name", "chdir", "output", "open-mode", "nodes", "ntasks-per-node", "cpus-per-task", "mem", "gpus-per-node"),
     *("time", "signal", "partition", "account", "constraint", "mail-type"),
@@ -245,14 +246,27 @@ def expand(names: str) -> list[str]:
 
 
 def kill_marked(mark: str) -> list[str]:
-    """Kills all processes of a job, as SLURM does when its file ends; their command lines."""
-    found = []
+    """Kills the processes of a job that its file has left, as SLURM does; their command lines.
+
+    Helpers such as Python's resource tracker end by themselves a moment after their parent, and are not counted.
+    """
+    deadline = time.monotonic() + _GRACE_S
+    while (found := list(_marked(mark))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = []
+    for folder in found:
+        with contextlib.suppress(OSError):
+            left.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200])
+            os.kill(int(folder.name), signal.SIGKILL)
+    return left
+
+
+def _marked(mark: str) -> Iterator[Path]:
+    """The folders in /proc of the processes that a job started."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200])
-                os.kill(int(folder.name), signal.SIGKILL)
-    return found
+                yield folder
 
 
 def srun(arguments: Sequence[str]) -> int:

@@ -121,8 +121,8 @@ class TrainerConfig(RanksConfig):
     """Restarts of the trainer ranks after one of them died or hangs, from the newest checkpoint of the run; the servers
     stay. 0, or no checkpoint although steps are done: a lost rank ends the run."""
     min_ranks: int | None = None
-    """After nodes of a cluster were lost, go on with at least this many ranks, as many as the batch divides by; null:
-    only with as many as before, if other nodes have room."""
+    """After nodes of a cluster were lost, continue with at least this many ranks, as many as the batch divides by.
+    null: only with as many as before, if other nodes have room."""
     test_freq: int = -1
     """Validate every `test_freq` steps; -1: only before and after training."""
     save_freq: int = 0

@@ -4,7 +4,7 @@ RlRuntimeError
 ├── InputError (ValueError)     model, data and settings that do not match
 ├── PlacementError (ValueError) more devices requested than available
 ├── RankError                   a trainer rank failed
-│   └── RankLost                a trainer rank died or does not answer; new ranks can go on from a checkpoint
+│   └── RankLost                a trainer rank died or does not answer; new ranks can continue from a checkpoint
 ├── DivergedError               the gradients of a model are no longer finite
 └── RolloutFailed               a step without any sample to train on
 

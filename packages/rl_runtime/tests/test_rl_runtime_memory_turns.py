@@ -19,7 +19,7 @@ from rl_runtime_sleeping_server import SleepingServer, sleeping_servers, wait_fo
 from rl_runtime.errors import RankError, RlRuntimeError
 from rl_runtime.ranks.trainer_worker import TrainerWorker
 from rl_runtime.rollout import servers as rollout_servers
-from rl_runtime.rollout.memory_turns import MemoryTurns, Turn, sleep_level
+from rl_runtime.rollout.memory_turns import MemoryTurns, Turn, put_to_sleep, sleep_level
 from rl_runtime.rollout.servers import RolloutServers
 from rollout_vllm import Endpoint, Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup, WatchEvent
 from run_kit.timing import PhaseTimer
@@ -64,6 +64,11 @@ class Ranks:
         return [method(self.worker, *args)]
 
 
+@dataclass(frozen=True)
+class Report:
+    transports: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass
 class Actor:
     """Pushes as weight_sync does, route by route, but no tensors."""
@@ -76,7 +81,7 @@ class Actor:
     def connect_servers(self, endpoints: list[Endpoint], config: SyncConfig, adapter: str | None = None) -> None:
         self._controls = [ServerControl(endpoint.url, endpoint.api_key, 20.0) for endpoint in endpoints]
 
-    def push_weights(self, version: int) -> str:
+    def push_weights(self, version: int) -> Report:
         assert not self.ranks.actor.moves_params, "the weights to push are in host memory"
         for control in self._controls:
             control.pause(20.0)
@@ -87,7 +92,7 @@ class Actor:
             control.finish(version)
             control.drop_caches()
             control.resume()
-        return "report"
+        return Report()
 
 
 @dataclass
@@ -215,6 +220,21 @@ def test_the_pushed_weights_stay_and_those_of_other_models_move(two_servers: lis
     assert rig.ranks.ref.moves_params
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_servers_sleep_before_models_are_built_however_a_lost_trainer_has_left_them(level: Any) -> None:
+    """Awake, asleep, about to wake up, dead."""
+    with sleeping_servers(4) as servers:
+        for server in servers[1:3]:
+            server.sleep(level)
+        servers[2].wake_up(["weights"])
+        servers[3].stop()
+        group = ServerGroup([s.endpoint for s in servers], servers, 60.0)  # type: ignore[arg-type]
+        put_to_sleep(group, level=level)
+        assert [server.gpu_tags for server in servers] == [set()] * 4
+        assert all(server.paused for server in servers[:3])
+        assert servers[0].weights == (-1 if level == 1 else None)
+
+
 def test_adapters_alone_keep_the_base_weights() -> None:
     assert (sleep_level(adapters_alone=True), sleep_level(adapters_alone=False)) == (1, 2)
 
@@ -287,7 +307,7 @@ def test_a_server_that_does_not_follow_is_restarted_with_the_new_weights(
             # The push's own wake-up is the first after that of the weights.
             push = rig.actor.push_weights
 
-            def push_weights(version: int) -> str:
+            def push_weights(version: int) -> Report:
                 failing = bad.faults.pop("wake_up", None)
                 report = push(version)
                 if failing:

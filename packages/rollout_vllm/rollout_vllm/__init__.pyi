@@ -32,6 +32,7 @@ from .errors import RequestTooLongError as RequestTooLongError
 from .errors import RolloutConfigError as RolloutConfigError
 from .errors import RolloutError as RolloutError
 from .errors import ServerDiedError as ServerDiedError
+from .errors import ServerLostError as ServerLostError
 from .errors import ServerStartError as ServerStartError
 from .samples import Endpoint as Endpoint
 from .samples import Failure as Failure

@@ -8,6 +8,7 @@ RolloutError
 │   ├── KVCacheTooSmallError               the KV cache cannot hold one sequence of max_model_len tokens
 │   └── RequestTooLongError                prompt + max_tokens exceed max_model_len
 ├── ServerStartError                       a server did not start; holds the reason and the path of the log
+│   └── ServerLostError                    it cannot start again, because its host is gone
 ├── ServerDiedError                        a running server exited
 ├── ControlError                           a control route (abort, sleep, wake, LoRA) failed
 └── NoServerError                          the client was created without endpoints
@@ -67,6 +68,10 @@ class ServerStartError(_ServerError):
     """A server did not become ready."""
 
     _what = "did not start"
+
+
+class ServerLostError(ServerStartError):
+    """A server cannot start again, because its host is gone."""
 
 
 class ServerDiedError(_ServerError):

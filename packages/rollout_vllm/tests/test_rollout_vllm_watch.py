@@ -18,6 +18,7 @@ from rollout_vllm import (
     SamplingConfig,
     ServerDiedError,
     ServerGroup,
+    ServerLostError,
     ServerStartError,
     ServerWatch,
 )
@@ -136,3 +137,19 @@ def test_server_that_cannot_start_is_given_up(tmp_path: Path) -> None:
     other = Endpoint("http://127.0.0.1:10", "k", "policy")
     with pytest.raises(RolloutConfigError, match="endpoints"):
         ServerWatch(ServerGroup([other], [server], 1.0), client, on_restart=lambda *_: 0)
+
+
+def test_a_server_whose_host_is_gone_is_given_up_at_once(server: ScriptedServer) -> None:
+    def start() -> None:
+        server.num_starts += 1
+        raise ServerLostError("its Ray actor is gone", server.index, server.log_path)
+
+    server.start = start  # type: ignore[method-assign]
+    _, watch = watched(server, lambda *_: None)
+    with watch:
+        server.stop()
+        wait_until(lambda: any(event.what == "given_up" for event in watch.events), timeout_s=30)
+        with pytest.raises(ServerDiedError, match="its Ray actor is gone"):
+            watch.check()
+    assert [event.what for event in watch.events] == ["died", "given_up"]
+    assert server.num_starts == 1

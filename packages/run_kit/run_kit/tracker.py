@@ -182,15 +182,20 @@ class Tracker:
         self.info(f"run folder         {self.run.path}")
         return facts
 
-    def rewind(self, step: int) -> None:
-        """Forget what was logged after this step, because the run goes on from there.
+    def rewind(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Forget what was logged after this step, because the run continues from there.
 
         Weights & Biases keeps what it has of these steps: it accepts a step only once.
+
+        Args:
+            metrics: those of `step`, for a run that was interrupted before it logged them.
         """
         self.table.truncate_from(step + 1)
         self.progress.restart_clock()
         for writer in self._writers:
             writer.rewind(step)
+        if step not in self.table.steps and metrics:
+            self._record(self.table, step, metrics)
 
     def draw_curves(self) -> None:
         """Draw `curves.png` now."""

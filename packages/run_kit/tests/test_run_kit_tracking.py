@@ -507,3 +507,24 @@ def test_an_error_is_not_hidden_by_a_failure_to_close_the_tracker(
     assert "partially initialized" in interrupted.value.__notes__[0]
     with pytest.raises(ImportError):
         run(None)
+
+
+def test_a_run_that_goes_on_from_an_earlier_step_is_recorded_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = RunFolder.create(tmp_path, "run")
+    with Tracker(run, TrackingConfig(report=False, curves=False), num_steps=4) as tracker:
+        for step, score in ((1, 0.1), (2, 0.2), (3, 0.3)):
+            tracker.log(step, {"critic/score/mean": score})
+        tracker.rewind(1, {"critic/score/mean": 0.7})  # step 1 was logged
+        for step, score in ((2, 0.25), (3, 0.35)):
+            tracker.log(step, {"critic/score/mean": score})
+        tracker.rewind(4, {"critic/score/mean": 0.45})  # step 4 was saved, but not logged
+        tracker.log(5, {"critic/score/mean": 0.55})
+    expected = [(1, 0.1), (2, 0.25), (3, 0.35), (4, 0.45), (5, 0.55)]
+    table = MetricsTable(run.metrics_file)
+    assert [(step, table.row(step)["critic/score/mean"]) for step in table.steps] == expected
+    events = EventAccumulator(str(run.tensorboard_dir))
+    events.Reload()
+    shown = [(event.step, pytest.approx(event.value)) for event in events.Scalars("critic/score/mean")]
+    assert expected == shown

@@ -84,7 +84,7 @@ class Job:
         if not self.config.warm_start.steps:
             return str(self.inputs.model_path)
         warm = self.folder / "warm_start_model"
-        if warm.is_dir():  # the run goes on after it has lost its ranks
+        if warm.is_dir():  # the run continues after it has lost its ranks
             return str(warm)
         if self.resumed is not None:  # the copy of the resumed run; kept here too, for the next resume
             shutil.copytree(self.resumed.path.parent.parent / warm.name, warm)

@@ -1,11 +1,11 @@
-"""Goes on after trainer ranks were lost: new ranks, from the newest checkpoint of the run, with the same servers."""
+"""Continues a run whose ranks were lost: starts new ones from the newest checkpoint; the servers stay."""
 
 import time
 from dataclasses import replace
 
 from ckpt import Checkpoint, CheckpointManager, capture_rng, restore_rng
 
-from ..errors import RankLost
+from ..errors import PlacementError, RankError, RankLost
 from ..training.loop import Restart
 from .job import Job
 
@@ -27,7 +27,7 @@ class Restarts:
         self._are_running = True
 
     def after(self, error: RankLost) -> None:
-        """Decides where the run goes on after `error`; raises it again if it cannot."""
+        """Decides where the run continues after `error`; raises it again if it cannot."""
         job = self.job
         last = max(job.tracker.table.steps, default=0)
         checkpoint = self._newest()
@@ -45,20 +45,24 @@ class Restarts:
         lost_at = time.monotonic() if self.restart is None or last > done else self.restart.lost_at
         self.restart = Restart(lost_at=lost_at, done=done, last=max(last, done))
         self.job = replace(job, resumed=checkpoint)
-        job.tracker.info(f"{error}; new ranks go on after step {done} (restart {self._count} of {self._most})")
+        job.tracker.info(f"{error}; new ranks continue after step {done} (restart {self._count} of {self._most})")
 
     def start_ranks(self) -> None:
         """Starts new ranks, if those of the last attempt were lost.
 
         Raises:
             RankLost: a new rank was lost, too.
-            PlacementError: too little is left of the cluster.
+            RankError: too little is left of the cluster.
         """
         if self._are_running:
             return
         if self.job.resumed is None:
             restore_rng(self._rng)
-        if change := self.job.session.restart_ranks():
+        try:
+            change = self.job.session.restart_ranks()
+        except PlacementError as error:  # no mistake of the user's
+            raise RankError(str(error)) from error
+        if change:
             self.job.tracker.info(change)
         self._are_running = True
 

@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import logging
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from ..errors import InputError, PlacementError
 from ..ranks.environment import GpuId, python_path
 from ..ranks.worker_group import Seat
 from .gpus import Gpu, known_gpus
-from .local_ray import warn_without_token
+from .local_ray import keeping_sigterm, warn_without_token
 from .placement import Node, Placement, Slot
 from .reachability import why_unreachable
 
@@ -72,7 +73,8 @@ def join_cluster(address: str) -> None:
         return
     check_address(address)
     try:
-        ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
+        with keeping_sigterm():
+            ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(_no_cluster(address, " ".join(str(error).split()))) from None
     warn_without_token("everybody who reaches the cluster's ports", "start the cluster with RAY_AUTH_MODE=token")
@@ -264,6 +266,7 @@ class Reservation:
         self._groups: dict[str, PlacementGroup] = {}
         self._spare: list[PlacementGroup] = []
         self._group_size = placement.group_size
+        self._most_on_node = placement.ranks_per_node or 10**9
         slots = (*placement.all_ranks, *placement.servers)
         keys = [_bundle_keys(slot, number) for number, slot in enumerate(slots)]
         bundles: dict[str, dict[object, dict[str, float]]] = {node: {} for node in placement.nodes}
@@ -299,7 +302,7 @@ class Reservation:
         """Replaces the actor's ranks on nodes that have died by free devices of other nodes, or leaves them out.
 
         Args:
-            min_ranks: the least number of ranks to go on with.
+            min_ranks: the least number of ranks to continue with.
             fits: whether the batch divides over a number of ranks.
 
         Returns:
@@ -319,8 +322,11 @@ class Reservation:
         if num_kept == len(groups):
             return ""
         on_gpu = bool(self.ranks[0].gpus)
-        found = [self._spare_group(on_gpu) for _ in range(len(groups) - num_kept)]
-        kept += [group for group in found if group is not None]
+        for _ in range(len(groups) - num_kept):
+            on_nodes = Counter(seat.node for group in kept for seat in group)
+            full = [node for node, number in on_nodes.items() if number + size > self._most_on_node]
+            if (group := self._spare_group(on_gpu, full)) is not None:
+                kept.append(group)
         number = next((n for n in range(len(kept) * size, 0, -size) if fits(n)), 0)
         if number < min_ranks:
             raise PlacementError(
@@ -330,13 +336,14 @@ class Reservation:
         self.ranks = tuple(seat for group in kept for seat in group)[:number]
         new = len(kept) - num_kept
         return f"nodes with {before - num_kept * size} ranks were lost; {new * size} found room on other nodes: " + (
-            "as many ranks as before" if number == before else f"going on with {number} of {before} ranks"
+            "as many ranks as before" if number == before else f"continuing with {number} of {before} ranks"
         )
 
-    def _spare_group(self, on_gpu: bool) -> tuple[Seat, ...] | None:
-        """Seats on one node that is not full, for a group of ranks; None if there is none."""
+    def _spare_group(self, on_gpu: bool, full: Sequence[str]) -> tuple[Seat, ...] | None:
+        """Seats for a group of ranks on one node that is not among the `full` ones; None if there is no room."""
         bundles = [{"CPU": 1.0, **({"GPU": 1.0} if on_gpu else {})}] * self._group_size
-        group = placement_group(bundles, strategy="STRICT_PACK")
+        labels = [{_BUNDLE_OF: f"!in({','.join(full)})"}] * len(bundles) if full else []
+        group = placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=labels)
         if not group.wait(_SPARE_TIMEOUT_S):
             remove_placement_group(group)
             return None

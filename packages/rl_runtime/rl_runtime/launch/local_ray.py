@@ -1,8 +1,10 @@
 """A Ray of the run's own on this host: reachable by this user only, and gone with the driver."""
 
 import logging
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -71,7 +73,7 @@ class LocalRay:
         """Starts Ray; warns if other users can reach it."""
         for attempt in range(1, NUM_ATTEMPTS + 1):
             try:
-                with _on_loopback():
+                with keeping_sigterm(), _on_loopback():
                     protect_ray()
                     ray.init(
                         address="local",
@@ -92,6 +94,17 @@ class LocalRay:
                 self._roots = None
                 if attempt == NUM_ATTEMPTS:
                     raise
+
+
+@contextmanager
+def keeping_sigterm() -> Iterator[None]:
+    """Keeps the handler of SIGTERM: `ray.init` installs one that skips the app's cleanup at a second signal."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

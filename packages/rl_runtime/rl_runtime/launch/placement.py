@@ -50,6 +50,8 @@ class Placement:
     """Role -> the ranks that compute for it alone."""
     group_size: int = 1
     """Neighbors among `ranks` that stay on one node: the size of a sequence-parallel group."""
+    ranks_per_node: int | None = None
+    """Ranks on a node at most."""
 
     @property
     def on_gpu(self) -> bool:
@@ -122,7 +124,13 @@ def plan_placement(
     if len(servers) < num_servers:
         raise PlacementError(f"{needed}; there is room for {len(servers)} servers: {has}; {_REMEDY}")
     group_size = (sequence_parallel or {}).get("actor", 1)
-    return Placement(ranks=placed.pop("actor"), servers=servers, own_ranks=placed, group_size=group_size)
+    return Placement(
+        ranks=placed.pop("actor"),
+        servers=servers,
+        own_ranks=placed,
+        group_size=group_size,
+        ranks_per_node=ranks_per_node,
+    )
 
 
 class _Room:

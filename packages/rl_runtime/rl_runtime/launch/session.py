@@ -3,8 +3,6 @@
 They end on success, on errors and on Ctrl-C; no process is left.
 """
 
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -171,7 +169,7 @@ def open_session(
     """Starts servers and ranks; the servers may still be loading when this yields.
 
     Args:
-        fits: whether the batch divides over a number of ranks, for a run that goes on with fewer.
+        fits: whether the batch divides over a number of ranks, for a run that continues with fewer.
 
     Raises:
         RankError: a rank could not start.
@@ -306,7 +304,6 @@ def _ray(address: str | None, placement: Placement) -> Iterator[_Devices]:
 
     Ignores RAY_ADDRESS: it would join the ranks to an unrelated cluster.
     """
-    terminate = signal.getsignal(signal.SIGTERM)
     with ExitStack() as stack:
         if address is None:
             local = LocalRay(placement.num_ranks)
@@ -320,9 +317,6 @@ def _ray(address: str | None, placement: Placement) -> Iterator[_Devices]:
             reservation = Reservation(placement, _reports(placement))
             stack.callback(reservation.release)
             devices = _Devices(ranks=reservation.ranks, own_ranks=reservation.own_ranks, reservation=reservation)
-        if threading.current_thread() is threading.main_thread():
-            # Ray has installed its own handler, which ends the process without the app's cleanup on a second signal.
-            signal.signal(signal.SIGTERM, terminate)
         yield devices
 
 

@@ -115,7 +115,7 @@ class MemoryTurns:
             self._try(lambda: control.wake(servers, tags=["weights"], timeout_s=self._timeout_s))
 
     def start_generation(self, servers: Sequence[Endpoint], phase: Phase) -> None:
-        """Wakes the KV cache of `servers`, which hold the pushed weights, and lets requests go on; raises likewise."""
+        """Wakes the KV cache of `servers`, which hold the pushed weights, and resumes requests; raises likewise."""
         self._go(Turn.PUSH, Turn.GENERATION)
         with phase("wake"):
             self._try(lambda: control.wake(servers, tags=["kv_cache"], timeout_s=self._timeout_s))

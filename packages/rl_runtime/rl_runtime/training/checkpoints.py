@@ -107,8 +107,10 @@ class RunCheckpoints:
         for group in self._groups:
             roles = [name for name, model in self._roles.items() if model.ranks is group]
             group.run(TrainerWorker.save, step, roles)
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         state = {
             "step": step,
+            "metrics": finite,
             "policy_version": step,
             "num_ranks": self.num_ranks,
             "seed": self._trainer.seed,

@@ -42,7 +42,7 @@ class Restart:
     lost_at: float
     """Time of the loss, in seconds of the monotonic clock."""
     done: int
-    """The step after which it goes on."""
+    """The step after which it continues."""
     last: int
     """The last step that was taken before."""
 
@@ -81,7 +81,7 @@ class TrainingLoop:
 
         Args:
             stop: once it has a signal, the loop ends after the current step, with a checkpoint of that step.
-            restart: the run has lost its ranks and goes on in its folder, where later steps are recorded anew.
+            restart: the run has lost its ranks and continues in its folder, where later steps are recorded again.
 
         Raises:
             rollout_vllm.ServerDiedError: a server died; the error that this caused is its context.
@@ -104,7 +104,7 @@ class TrainingLoop:
                 done = resume_from.step
             self._sync(version=done)
         if restart is not None:
-            self._record.rewind(done)
+            self._record.rewind(done, {} if resume_from is None else resume_from.state.get("metrics", {}))
             self._record.info(restart.describe())
         before = self._record.first_accuracy if restart is not None and trainer.val_before_train else None
         if before is None and trainer.val_before_train:

@@ -1,6 +1,6 @@
 """Writes down what a run does: metrics, phase times, memory, traces and sampled rollouts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,9 +26,9 @@ class RunRecord:
         """Prints a line and writes it to the log."""
         self._tracker.info(text)
 
-    def rewind(self, step: int) -> None:
-        """Forgets what was logged after this step."""
-        self._tracker.rewind(step)
+    def rewind(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Forgets what was logged after this step, and logs its `metrics` if the run was lost before it did."""
+        self._tracker.rewind(step, metrics)
 
     @property
     def first_accuracy(self) -> float | None:

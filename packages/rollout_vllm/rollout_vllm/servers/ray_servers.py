@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RolloutConfig
-from ..errors import ModelFolderError, RolloutConfigError, ServerStartError
+from ..errors import ModelFolderError, RolloutConfigError, ServerLostError, ServerStartError
 from ..samples import Endpoint
 from .checks import check_device_features
 from .command import Device, detect_device
@@ -99,7 +99,7 @@ class RayServer:
             return f"its Ray actor is gone: {_first_line(error)}"
 
     def start(self) -> None:
-        """Start the stopped server again, on the same node and port. Raises ServerStartError if the node is lost."""
+        """Start the stopped server again, on the same node and port. Raises ServerLostError if the node is lost."""
         self._run("call", "start", timeout_s=_CALL_TIMEOUT_S)
         self._stopping = None
 
@@ -118,7 +118,8 @@ class RayServer:
             if isinstance(cause, ServerStartError):
                 raise cause from None
             reason = f"its Ray actor is gone: {_first_line(error)}"
-            raise ServerStartError(reason, self.index, self.log_path) from None
+            kind = ServerLostError if isinstance(error, ray.exceptions.RayActorError) else ServerStartError
+            raise kind(reason, self.index, self.log_path) from None
 
     def ask_to_stop(self) -> None:
         import ray

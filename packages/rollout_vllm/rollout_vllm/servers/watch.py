@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..client.client import RolloutClient
-from ..errors import RolloutConfigError, ServerDiedError, ServerStartError
+from ..errors import RolloutConfigError, ServerDiedError, ServerLostError, ServerStartError
 from ..samples import Endpoint
 from .blocking_http import NO_ANSWER, call
 from .group import ServerGroup
@@ -177,6 +177,8 @@ class ServerWatch:
                 server.start()
                 server.wait_ready(time.monotonic() + self._group.startup_timeout_s)
                 version = self._on_restart(index, server.endpoint)
+        except ServerLostError as error:
+            return self._give_up(index, str(error))
         except Exception as error:
             if isinstance(error, ServerStartError) or not self._healthy(server):
                 server.stop()  # it failed before it was ready, which counts as the next failure
