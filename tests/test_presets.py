@@ -24,7 +24,7 @@ ALGORITHMS = [
     ("ppo", "ppo"),
 ]
 """Presets of an algorithm, which are applied over a run's."""
-FILES = [(path.parents[1].name, path.stem) for path in sorted(APPS.glob("*/presets/*.yaml"))]
+FILES = [(app, path.stem) for app in CONFIGS for path in sorted(APPS.glob(f"{app}/presets/*.yaml"))]
 PRESETS = [preset for preset in FILES if preset not in ALGORITHMS]
 SIX_CASES = [f"zero{stage}_{offload}" for offload in ("no_offload", "cpu_offload") for stage in (1, 2, 3)]
 

@@ -163,6 +163,15 @@ class OptimConfig:
         return self.weight_decay if self.decay_1d or num_dims > 1 else 0.0
 
 
+def kv_copies(num_heads: int, num_kv_heads: int, sp: int) -> int:
+    """Smallest number of copies of each key/value head that gives every rank equally many.
+
+    `num_heads` must be a multiple of sp. Each query head is then on the same rank as its key/value head.
+    """
+    sharing = num_heads // num_kv_heads
+    return next(n for n in range(1, sharing + 1) if sharing % n == 0 and num_kv_heads * n % sp == 0)
+
+
 def check_schedule(config: OptimConfig, total_steps: int | None) -> None:
     """Check that the number of optimizer steps suits the schedule.
 

@@ -190,18 +190,26 @@ def recorded_zero3_steps(
     model_path: str, config: EngineConfig, steps: list[list[list[Sample]]]
 ) -> tuple[list[list[CollectiveRecord]], list[list[HookCall]], list[int], list[list[int]]]:
     """(what each step issued, the hooks of each, sizes of the parameters, groups of the optimizer)."""
+    logs, hook_calls, sizes, groups, _ = recorded_zero3_run(model_path, config, steps)
+    return logs, hook_calls, sizes, groups
+
+
+def recorded_zero3_run(model_path: str, config: EngineConfig, steps: list[list[list[Sample]]]) -> tuple[Any, ...]:
+    """What `recorded_zero3_steps` returns, and the collectives of log-probs of the last step's micro batches."""
     engine = build(model_path, config)
-    parameters = list(engine.module.parameters())
+    numbers = {id(p): i for i, p in enumerate(engine.module.parameters())}
+    sizes = [p.ds_numel for p in engine.module.parameters()]
     logs, hook_calls = [], []
     for micro_batches in steps:
         with record_collectives() as records, recorded_hook_calls(engine) as noted:
             engine.train_mini_batch([make_batch(m) for m in micro_batches], weighted_loss)
         logs.append(list(records))
         hook_calls.append(list(noted))
-    numbers = {id(p): i for i, p in enumerate(parameters)}
+    with record_collectives() as in_log_probs:
+        engine.log_probs([make_batch(m) for m in steps[-1]])
     groups = [[numbers[id(p)] for p in g["params"]] for g in parameter_groups(engine.module, config.optim)]
     engine.close()
-    return logs, hook_calls, [p.ds_numel for p in parameters], groups
+    return logs, hook_calls, sizes, groups, list(in_log_probs)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from ..config import kv_copies
 from ..distributed import all_gather_single
 from ..errors import EngineConfigError
 from ..upstream import Patch
@@ -77,15 +78,6 @@ def check_heads(model_config: Any, sp: int) -> None:
         raise EngineConfigError(
             f"sequence_parallel={sp} does not divide the {num_heads} attention heads: use one of {fits}"
         )
-
-
-def kv_copies(num_heads: int, num_kv_heads: int, sp: int) -> int:
-    """Smallest number of copies of each key/value head that gives every rank equally many.
-
-    `num_heads` must be a multiple of sp. Each query head is then on the same rank as its key/value head.
-    """
-    sharing = num_heads // num_kv_heads
-    return next(n for n in range(1, sharing + 1) if sharing % n == 0 and num_kv_heads * n % sp == 0)
 
 
 # ------------------------------------------------------------------ attention

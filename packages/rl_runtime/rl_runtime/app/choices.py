@@ -72,6 +72,8 @@ class Choice(Generic[ConfigT]):
     """Planned bytes of both, in the turn with the most if they take turns."""
     host_bytes: int = 0
     """Planned bytes of host memory that turns need."""
+    moved_bytes: int = 0
+    """Bytes that one GPU and the host exchange in a step for turns, in both directions."""
 
     def with_default(self, key: str, value: Any, why: str) -> Choice[ConfigT]:
         """Sets an open setting."""
@@ -326,7 +328,8 @@ class _Plan:
     @property
     def moved_bytes(self) -> int:
         """Bytes that one GPU and the host exchange in a step, in both directions."""
-        assert self.server is not None
+        if self.server is None or self.turns == "never":
+            return 0
         return 2 * ((self.rank.moved if self.turns == "both" else 0) + (self.server.weights if self.level_1 else 0))
 
 
@@ -361,6 +364,7 @@ def _choose_memory(
         server_bytes=server_bytes,
         gpu_bytes=plan.gpu_bytes,
         host_bytes=plan.host_bytes,
+        moved_bytes=plan.moved_bytes,
     )
 
 

@@ -1,0 +1,1 @@
+"""Forecast of a training step on a cluster, without starting anything."""

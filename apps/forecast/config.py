@@ -1,0 +1,115 @@
+"""Configuration of `apps.forecast.main`: a training job, the cluster, and the rates from which seconds follow."""
+
+import math
+from dataclasses import dataclass, field, fields
+
+from rl_runtime import JobConfig, PolicyConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The hosts, all alike. GB are 1e9 bytes."""
+
+    num_hosts: int = 1
+    """Hosts; each has `gpus_per_host` GPUs."""
+    gpus_per_host: int = 8
+    """GPUs of a host, connected by NVLink."""
+    gpu_gib: float = 140.4
+    """Free memory of a GPU in GiB; 140.4: an H200."""
+    host_gib: float | None = None
+    """Free memory of a host in GiB, for states and weights in turns; null: not limited."""
+    network_gb_per_s: float = 40.0
+    """GB/s that the network card of one GPU sends, and as much that it receives, at the same time. **Assumed**: 80% of
+    400 Gbit/s. Nothing has been measured between hosts."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_hosts", "gpus_per_host"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
+        _check_positive(self, "gpu_gib", "network_gb_per_s")
+        if self.host_gib is not None and not 0 < self.host_gib < math.inf:
+            raise ValueError(f"host_gib is {self.host_gib}; allowed: above 0, or null for no limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatesConfig:
+    """Measured rates of one H200 and its host; each names its table in benchmarks/. GB are 1e9 bytes."""
+
+    matmul_tflops: float = 408.0
+    """TFLOP/s of a training step with compiled layers and full micro batches: 12,288 tokens of Qwen3-0.6B in 113 ms at
+    ZeRO-2 (engine_step, "One GPU"), by `work.forward_flops`. Larger models should be faster; none was measured."""
+    host_ms_per_layer: float = 2.7
+    """Milliseconds per layer that the host needs to launch a micro batch with its backward pass, however few tokens it
+    has: 75 ms for 28 layers (engine_step, "Other measurements"). A pass without gradients is taken to need a third."""
+    decode_gb_per_s: float = 2480.0
+    """GB/s of weights and KV cache that decoding reads: 16.3 GB in the 6.58 ms of a step's kernels (rollout, "Compared
+    with LLM.generate")."""
+    decode_host_ms: float = 0.7
+    """Milliseconds of a decoding step in which vLLM's engine core runs Python, without those of its sequences: 2,048
+    steps with 8 sequences in 1.8 s (reliability, `timing_s/gen`; `rollout.max_num_seqs=8`)."""
+    decode_host_ms_per_seq: float = 0.0246
+    """As much for each sequence: 7.0 ms with 256 (rollout, "Compared with LLM.generate")."""
+    nvlink_gb_per_s: float = 173.0
+    """GB/s that a GPU sends over NVLink: 13.83 GB in 80 ms (weight_sync, "On GPUs", 7B, `nccl`, transfer)."""
+    push_fixed_ms: float = 30.0
+    """Milliseconds of a push that do not depend on its bytes: 37 ms for 1.19 GB and 98 ms for 13.8 GB (weight_sync, "On
+    GPUs", `nccl`)."""
+    exchange_gb_per_s: float = 235.0
+    """GB/s of the all-to-alls of sequence parallelism: 4.2 GB in 18 ms (engine_step, "Sequence parallelism")."""
+    turns_gb_per_s: float = 20.0
+    """GB/s between GPU and host memory for states in turns. **Assumed**, as in the memory plan."""
+    snapshot_gb_per_s: float = 54.0
+    """GB/s from the GPUs of a host to its memory for a checkpoint in the background (ckpt, "One H200 host")."""
+    disk_gb_per_s: float = 1.9
+    """GB/s that a host writes: 2.0 for a plain write, 1.06 times as long for a save (ckpt, "One H200 host")."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, *(entry.name for entry in fields(self)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastConfig(JobConfig):
+    """A forecast of memory, traffic and seconds of a training step. All keys of a job are allowed."""
+
+    algorithm: PolicyConfig = field(default_factory=PolicyConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    rates: RatesConfig = field(default_factory=RatesConfig)
+    prompt_tokens: int | None = None
+    """Mean tokens of a prompt; null: `data.max_prompt_length`."""
+    response_tokens: int | None = None
+    """Mean tokens of a response; null: `sampling.max_tokens`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, most in (("prompt_tokens", "data.max_prompt_length"), ("response_tokens", "sampling.max_tokens")):
+            value, limit = getattr(self, name), self._longest(name)
+            if value is not None and not 1 <= value <= limit:
+                raise ValueError(f"{name} is {value}; allowed: 1 to {most} ({limit}), or null for the latter")
+        if self.rollout.urls:
+            raise ValueError("rollout.urls is set; allowed: none, the servers' hosts are part of the forecast")
+        if self.actor.lora is not None:
+            raise ValueError("actor.lora is set; allowed: null, the traffic of adapters is not planned")
+
+    @property
+    def keeps_reference(self) -> bool:
+        """With a KL term."""
+        return self.algorithm.kl_coef > 0
+
+    @property
+    def prompt_length(self) -> int:
+        """Mean tokens of a prompt."""
+        return self.prompt_tokens or self._longest("prompt_tokens")
+
+    @property
+    def response_length(self) -> int:
+        """Mean tokens of a response."""
+        return self.response_tokens or self._longest("response_tokens")
+
+    def _longest(self, name: str) -> int:
+        return self.data.max_prompt_length if name == "prompt_tokens" else self.sampling.max_tokens
+
+
+def _check_positive(config: object, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(config, name) < math.inf:
+            raise ValueError(f"{name} is {getattr(config, name)}; allowed: above 0")

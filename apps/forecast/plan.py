@@ -1,0 +1,78 @@
+"""Settings, placement and sizes of a job on hosts that exist only in its configuration, by the rules of a real run."""
+
+from apps.forecast.config import ForecastConfig
+from apps.forecast.models import model_shape
+from apps.forecast.phases import Job
+from ds_engine import ModelShape, estimate_memory
+from rl_core import BatchError, batch_layout
+from rl_runtime import InputError
+from rl_runtime.app.choices import Choice, choose_for
+from rl_runtime.launch.gpus import Gpu
+from rl_runtime.launch.placement import Node, Placement, plan_placement
+
+
+def plan_job(config: ForecastConfig) -> tuple[Choice[ForecastConfig], Job]:
+    """The settings that a run would choose, and what its phases are calculated from.
+
+    Raises:
+        InputError: the model is not known, its states do not fit, or the batch or the heads do not divide.
+        PlacementError: too few GPUs.
+    """
+    shape = model_shape(config.model.path)
+    _check_heads(config, shape)
+    cluster = config.cluster
+    size = int(cluster.gpu_gib * 2**30)
+    gpus = (Gpu(name="GPU", total_bytes=size, used_bytes=0),) * (cluster.num_hosts * cluster.gpus_per_host)
+    host_bytes = None if cluster.host_gib is None else int(cluster.host_gib * 2**30) * cluster.num_hosts
+    choice = choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes)
+    chosen = choice.config
+    sp, ranks = chosen.actor.sequence_parallel, chosen.trainer.rank_count
+    try:
+        layout = batch_layout(chosen.batch, samples_per_prompt=chosen.sampling.n, dp=max(1, ranks // sp), sp=sp)
+    except BatchError as error:
+        raise InputError(f"batch: {error}") from None
+    memory = estimate_memory(
+        shape, chosen.actor, dp=ranks // sp, tokens_per_micro_batch=chosen.batch.max_packed_tokens * sp
+    )
+    placement = place(chosen)
+    return choice, Job(
+        config=chosen,
+        shape=shape,
+        placement=placement,
+        layout=layout,
+        memory=memory,
+        moved_bytes=choice.moved_bytes,
+    )
+
+
+def place(config: ForecastConfig) -> Placement:
+    """The placement of a run on hosts that exist only in the configuration."""
+    cluster, trainer, rollout = config.cluster, config.trainer, config.rollout
+    nodes = [
+        Node(node_id=f"host {number}", address=f"host {number}", gpu_ids=range(cluster.gpus_per_host))
+        for number in range(1, cluster.num_hosts + 1)
+    ]
+    return plan_placement(
+        nodes,
+        device="cuda",
+        num_ranks=trainer.rank_count,
+        num_servers=rollout.server_count,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        colocate=trainer.colocate,
+        sequence_parallel={"actor": config.actor.sequence_parallel},
+        ranks_per_node=trainer.ranks_per_node,
+    )
+
+
+def _check_heads(config: ForecastConfig, shape: ModelShape) -> None:
+    sizes = {
+        "actor.sequence_parallel": config.actor.sequence_parallel,
+        "rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
+    }
+    for key, size in sizes.items():
+        if shape.num_heads % size:
+            fits = [n for n in range(1, shape.num_heads + 1) if shape.num_heads % n == 0]
+            raise InputError(f"{key} is {size}; allowed: a divisor of the {shape.num_heads} attention heads, {fits}")
+    ranks, sp = config.trainer.num_ranks, config.actor.sequence_parallel
+    if ranks is not None and ranks % sp:
+        raise InputError(f"trainer.num_ranks is {ranks}; allowed: a multiple of actor.sequence_parallel ({sp})")

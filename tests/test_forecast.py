@@ -1,0 +1,195 @@
+"""The forecast of a step: bytes on links against closed forms, phases against measured runs, and refusals."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import apps.forecast.main as forecast
+from apps.forecast.config import ForecastConfig
+from apps.forecast.links import Links, ring_links
+from apps.forecast.models import PUBLISHED, model_shape
+from apps.forecast.phases import Job, Phase, checkpoint, push, sequences_at_once, step_phases
+from apps.forecast.plan import plan_job
+from apps.forecast.work import forward_flops, layer_flops
+from ds_engine.planning.traffic import Traffic
+from run_kit import load_config
+
+PRESETS = Path(forecast.__file__).with_name("presets")
+BYTES = st.integers(0, 10**9)
+
+
+def job(preset: str, *overrides: str) -> Job:
+    """The job of a preset with other settings."""
+    config = load_config(ForecastConfig, presets=[PRESETS / f"{preset}.yaml"], overrides=overrides)
+    return plan_job(config)[1]
+
+
+def phases(planned: Job) -> dict[str, Phase]:
+    return {phase.name: phase for phase in step_phases(planned)}
+
+
+@given(gathered=BYTES, reduced=BYTES, both=BYTES, hosts=st.integers(1, 6), gpus=st.integers(1, 8))
+@settings(deadline=None, derandomize=True)
+def test_links_carry_what_a_ring_sends(gathered: int, reduced: int, both: int, hosts: int, gpus: int) -> None:
+    """A simulated ring: chunk by chunk, every rank passes on to the next what it has received."""
+    traffic = Traffic(all_gather=gathered, reduce_scatter=reduced, all_reduce=both)
+    ranks = hosts * gpus
+    links = ring_links(traffic, ranks=ranks, ranks_per_host=gpus)
+    rounds = ranks - 1  # each with a chunk of 1 / ranks of the bytes; an all-reduce has twice as many rounds
+    leaving = inside = 0.0
+    for rank in range(ranks):
+        sent = rounds * (gathered + reduced + 2 * both) / ranks
+        if (rank + 1) % ranks // gpus != rank // gpus:
+            leaving += sent
+        else:
+            inside += sent
+    assert links.network * ranks == pytest.approx(leaving)
+    assert links.nvlink * ranks == pytest.approx(inside)
+
+
+def test_the_slower_link_decides() -> None:
+    rates = {"nvlink_gb_per_s": 200.0, "network_gb_per_s": 50.0}
+    assert Links(nvlink=400e9, network=50e9).seconds(**rates) == 2.0
+    assert (Links(nvlink=400e9) + Links(network=50e9).times(6)).seconds(**rates) == 6.0
+
+
+@given(prompt=st.integers(0, 4096), response=st.integers(1, 4096), name=st.sampled_from(sorted(PUBLISHED)))
+@settings(deadline=None, derandomize=True)
+def test_a_forward_pass_has_two_operations_per_weight_and_token(prompt: int, response: int, name: str) -> None:
+    shape = model_shape(name)
+    matrices = shape.num_layers * sum(weight.size for weight in shape.linear_layers())
+    found = layer_flops(shape, prompt=prompt, response=response)
+    tokens = prompt + response
+    assert found - 2 * matrices * tokens == pytest.approx(
+        2 * shape.num_layers * shape.query_width * tokens**2, rel=1e-6
+    )
+    assert forward_flops(shape, prompt=prompt, response=response) - found == 2 * shape.vocab * shape.hidden * response
+
+
+# Seconds of benchmarks/grpo_step, one H200, 2026-11-23, medians of steps 2 to 5. No rate comes from this table.
+MEASURED = {"generation": 3.51, "old log-probs": 0.56, "updates": 1.715, "push": 0.035}
+
+
+def test_one_gpu_takes_what_was_measured() -> None:
+    found = phases(job("workload_w"))
+    assert set(found) == set(MEASURED)
+    for name, seconds in MEASURED.items():
+        assert found[name].seconds == pytest.approx(seconds, rel=0.15), name
+    assert sum(phase.seconds for phase in found.values()) == pytest.approx(5.95, rel=0.05)
+    assert all(phase.links == Links() for phase in found.values()), "one GPU sends nothing"
+
+
+def test_a_7b_push_takes_what_was_measured() -> None:
+    """98 ms for 13.83 GB by NCCL to another GPU; this model has 15.2 GB."""
+    found = push(job("workload_w", "model.path=qwen2.5-7b", "cluster.gpus_per_host=2", "trainer.colocate=false"))
+    assert found.seconds == pytest.approx(0.098 * 15.2 / 13.83, rel=0.15)
+
+
+def test_70b_on_64_gpus() -> None:
+    """Bytes that follow from 70.55e9 parameters alone."""
+    planned = job("llama_70b_64_gpus")
+    size, micro_batches = 2 * 70.55e9, 10
+    assert planned.num_ranks == 64
+    assert planned.ranks_per_host == 8
+    assert planned.layout.dp == planned.layout.sp == 8
+    found = phases(planned)
+    # Two gathers and a reduce-scatter in each of 2 x 10 micro batches (19 for log-probs), less what stays gathered; one
+    # eighth of it leaves the host.
+    sent = 2 * micro_batches * 3 * size * 63 / 64
+    assert found["updates"].links.network == pytest.approx(sent / 8, rel=0.02)
+    assert found["old log-probs"].links.network == pytest.approx(19 * size * 63 / 64 / 8, rel=0.02)
+    cost = checkpoint(planned)
+    assert cost.total_bytes == pytest.approx(14 * 70.55e9, rel=1e-3)
+    assert cost.bytes_per_host == pytest.approx(cost.total_bytes / 8, rel=1e-6)
+
+
+@pytest.mark.parametrize("tensor_parallel", [2, 4, 8])
+def test_a_broadcast_sends_once_and_tcp_to_every_worker(tensor_parallel: int) -> None:
+    """8 to 32 servers: the same 64 workers, 56 of them on other hosts."""
+    size = 2 * 70.55e9
+    tp = f"rollout.tensor_parallel_size={tensor_parallel}"
+    gathered = size * 63 / 64 / 8
+    nccl = push(job("llama_70b_64_gpus", tp))
+    assert nccl.links.network - gathered == pytest.approx(size, rel=1e-2)
+    tcp = push(job("llama_70b_64_gpus", tp, "sync.transport=tcp"))
+    assert tcp.links.network - gathered == pytest.approx(56 * size, rel=1e-2)
+    assert tcp.seconds > 25 * nccl.seconds
+
+
+@given(
+    hosts=st.sampled_from([1, 2, 4]),
+    sp=st.sampled_from([1, 2]),
+    tp=st.sampled_from([1, 2]),
+    stage=st.sampled_from([1, 2, 3]),
+    speed=st.sampled_from([5.0, 40.0]),
+)
+@settings(deadline=None, derandomize=True, max_examples=25)
+def test_forecasts_add_up(hosts: int, sp: int, tp: int, stage: int, speed: float) -> None:
+    planned = job(
+        "workload_w",
+        f"cluster.num_hosts={hosts}",
+        "cluster.gpus_per_host=4",
+        f"cluster.network_gb_per_s={speed}",
+        f"actor.zero.stage={stage}",
+        f"actor.sequence_parallel={sp}",
+        f"rollout.tensor_parallel_size={tp}",
+    )
+    assert planned.num_ranks == 4 * hosts
+    assert len(planned.placement.servers) == 4 * hosts // tp
+    found = phases(planned)
+    assert all(phase.seconds > 0 for phase in found.values())
+    assert all((phase.links.network > 0) <= (hosts > 1) for phase in found.values())
+    faster = phases(replace(planned, config=_with_network(planned.config, 2 * speed)))
+    assert all(faster[name].seconds <= phase.seconds for name, phase in found.items())
+    assert 1 <= sequences_at_once(planned) <= 512
+
+
+def _with_network(config: ForecastConfig, speed: float) -> ForecastConfig:
+    return replace(config, cluster=replace(config.cluster, network_gb_per_s=speed))
+
+
+def test_states_in_turns_take_time() -> None:
+    """7B on one GPU, as in the memory plan: 12 s a step."""
+    assert phases(job("workload_w", "model.path=qwen2.5-7b"))["turns"].seconds == pytest.approx(12.2, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model.path=nowhere"], "model.path is nowhere"),
+        (["actor.sequence_parallel=7"], "actor.sequence_parallel is 7; allowed: a divisor of the 64 attention heads"),
+        (["rollout.tensor_parallel_size=16"], "there is room for 0 servers"),
+        (["trainer.num_ranks=12"], "trainer.num_ranks is 12; allowed: a multiple of actor.sequence_parallel (8)"),
+        (["trainer.num_ranks=128"], "there is room for 64 ranks"),
+        (["actor.zero.stage=2"], "weights, gradients and optimizer states of a rank take 148.1 GiB"),
+        (["cluster.num_hosts=0"], "cluster.num_hosts"),
+        (["cluster.host_gib=-1"], "cluster.host_gib"),
+        (["rates.matmul_tflops=0"], "rates.matmul_tflops"),
+        (["response_tokens=9000"], "response_tokens: is 9000; allowed: 1 to sampling.max_tokens (8192)"),
+        (["actor.lora.rank=8"], "actor.lora: is set; allowed: null"),
+        (["rollout.urls=[http://10.0.0.1:8000]"], "rollout.urls: is set; allowed: none"),
+        (["cluster.num_host=8"], "cluster.num_hosts"),
+    ],
+)
+def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        forecast.cli(["preset=llama_70b_64_gpus", *arguments])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("preset", ["llama_70b_64_gpus", "workload_w"])
+def test_the_command_prints_a_table(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        forecast.cli([f"preset={preset}", "algorithm.kl_coef=0.001", "trainer.save_freq=5"])
+    assert exit_.value.code == 0
+    output: Any = capsys.readouterr().out
+    first_words = [line.split("  ")[0] for line in output.splitlines() if line]
+    names = ["phase", "generation", "old log-probs", "ref log-probs", "updates", "push", "step"]
+    assert [word for word in first_words if word in names] == names
+    assert "Assumed, not measured: 40 GB/s" in output
+    assert "every 5 steps" in output
