@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from plinth_testing import wait_until
-from rl_runtime.ranks.heartbeat import INTERVAL_S, Beat, Heartbeats, find_stalled
+from rl_runtime.ranks.heartbeat import INTERVAL_S, Beat, Heartbeats, find_frozen, find_stalled
 
 WORK = """
 import sys, time
@@ -50,6 +50,12 @@ WAITS = "torch/distributed/distributed_c10d.py:1 in all_reduce"
 )
 def test_the_rank_that_holds_up_the_others_is_found(beats: dict[int, Beat | None], stalled: set[int]) -> None:
     assert set(find_stalled(beats, 1000.0, limit_s=50)) == stalled
+
+
+def test_a_stopped_rank_is_found_while_others_move() -> None:
+    beats = {0: beat(still=1), 1: beat(still=70, frozen=55), 2: beat(still=600), 3: None}
+    assert set(find_frozen(beats, 1000.0, limit_s=50)) == {1}
+    assert find_frozen(beats, 1000.0, limit_s=56) == {}
 
 
 @pytest.fixture

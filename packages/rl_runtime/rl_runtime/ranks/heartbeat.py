@@ -169,3 +169,8 @@ def find_stalled(beats: Mapping[int, Beat | None], now: float, *, limit_s: float
     frozen = {rank: beat for rank, beat in known.items() if beat.frozen_s(now) > max(5.0, limit_s / 2)}
     not_waiting = {rank: beat for rank, beat in known.items() if not any(part in beat.where for part in _WAITING)}
     return frozen or not_waiting or known
+
+
+def find_frozen(beats: Mapping[int, Beat | None], now: float, *, limit_s: float) -> dict[int, Beat]:
+    """The ranks that have sent no heartbeat for `limit_s` seconds; one that has sent none yet still starts."""
+    return {rank: beat for rank, beat in beats.items() if beat is not None and beat.frozen_s(now) >= limit_s}

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..errors import RankError, RankLost
 from .environment import GpuId, rank_env
-from .heartbeat import Heartbeats, find_stalled
+from .heartbeat import Beat, Heartbeats, find_frozen, find_stalled
 from .trainer_worker import TrainerWorker
 
 P = ParamSpec("P")
@@ -155,7 +155,13 @@ class WorkerGroup:
                     f"{self._name}ranks {ranks} of {len(refs)} did not finish {method!r} in {self._timeout_s:.0f} s "
                     f"(trainer.step_timeout_s): {self._stalled(ranks, 0.0) or 'no heartbeat'}"
                 )
-            if done or method in _LIMITED_ELSEWHERE:
+            if done:
+                pass
+            elif frozen := self._frozen(ranks):
+                raise RankLost(
+                    f"{method!r} waits for a rank that hangs (trainer.stall_timeout_s={self._stall_timeout_s:g}): {frozen}"
+                )
+            elif method in _LIMITED_ELSEWHERE:
                 pass
             elif stalled := self._stalled(ranks, self._stall_timeout_s):
                 raise RankLost(
@@ -200,8 +206,17 @@ class WorkerGroup:
     def _where(self, rank: int) -> str:
         return f"{self._name}rank {rank} of {self.world_size}"
 
+    def _frozen(self, ranks: Sequence[int]) -> str:
+        """What the ranks that have sent no heartbeat for the time limit do; empty if there are none."""
+        now = time.monotonic()
+        beats = {rank: self._heartbeats.read(rank) for rank in ranks}
+        return self._describe(find_frozen(beats, now, limit_s=self._stall_timeout_s), now)
+
     def _stalled(self, ranks: Sequence[int], limit_s: float) -> str:
         """What the ranks that hold up a call do, if none of `ranks` has moved for `limit_s` seconds; else empty."""
         now = time.monotonic()
-        stalled = find_stalled({rank: self._heartbeats.read(rank) for rank in ranks}, now, limit_s=limit_s)
-        return "; ".join(f"{self._name}rank {rank} {beat.describe(now)}" for rank, beat in stalled.items())
+        beats = {rank: self._heartbeats.read(rank) for rank in ranks}
+        return self._describe(find_stalled(beats, now, limit_s=limit_s), now)
+
+    def _describe(self, beats: Mapping[int, Beat], now: float) -> str:
+        return "; ".join(f"{self._name}rank {rank} {beat.describe(now)}" for rank, beat in beats.items())
