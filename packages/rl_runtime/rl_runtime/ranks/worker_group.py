@@ -158,9 +158,8 @@ class WorkerGroup:
             if done:
                 pass
             elif frozen := self._frozen(ranks):
-                raise RankLost(
-                    f"{method!r} waits for a rank that hangs (trainer.stall_timeout_s={self._stall_timeout_s:g}): {frozen}"
-                )
+                limit = f"trainer.stall_timeout_s={self._stall_timeout_s:g}"
+                raise RankLost(f"{method!r} waits for a rank that hangs ({limit}): {frozen}")
             elif method in _LIMITED_ELSEWHERE:
                 pass
             elif stalled := self._stalled(ranks, self._stall_timeout_s):
