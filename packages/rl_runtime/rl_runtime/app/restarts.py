@@ -69,8 +69,17 @@ class Restarts:
         self._are_running = True
 
     def _newest(self) -> Checkpoint | None:
-        """The newest good checkpoint of this run, else the one from which it was started."""
+        """The newest good checkpoint of this run, else the one from which it was started.
+
+        Damaged ones are removed: the run will save the same steps again.
+        """
         tracker = self.job.tracker
         manager = CheckpointManager(self.job.folder / "checkpoints")
-        found = manager.newest_good(on_skip=lambda step, why: tracker.info(f"checkpoint {step} is skipped: {why}"))
-        return found or self._started_from
+        try:
+            found = manager.newest_good(on_skip=lambda step, why: tracker.info(f"checkpoint {step} is damaged: {why}"))
+            newest = found or self._started_from
+            if newest is not None and (removed := manager.discard_after(newest.step)):
+                tracker.info(f"removed the damaged checkpoints {', '.join(map(str, removed))}")
+        finally:
+            manager.close()
+        return newest
