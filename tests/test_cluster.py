@@ -1,6 +1,5 @@
 """Ranks and servers over the nodes of a Ray cluster, each node on a host of its own (a network namespace)."""
 
-import csv
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +8,10 @@ from typing import Any
 import pytest
 
 from rl_data import build_tiny_model
+from tests.test_bit_exact_resume import exact_metrics, only
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-MEASURED = ("timing_s/", "perf/", "memory/", "sync/total_s", "rollout/tokens_per_s")
 SMALL = (
     "trainer.num_ranks=2",
     "rollout.num_servers=2",
@@ -49,18 +48,6 @@ CASES = {
 THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in ("zero2", "sp", "demo")]
 
 
-def run_of(output_dir: Path) -> Path:
-    (run,) = output_dir.iterdir()
-    return run
-
-
-def exact_metrics(run: Path) -> list[dict[str, str]]:
-    """The metrics of every step, without measured ones."""
-    with (run / "metrics.tsv").open() as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    return [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows]
-
-
 @pytest.mark.parametrize("case", ["zero3", *THOROUGH])
 def test_two_hosts_train_to_the_digit_as_one(
     case: str, tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]
@@ -78,11 +65,11 @@ def test_two_hosts_train_to_the_digit_as_one(
 
     one = start_app(tmp_path / "one", *arguments)
     assert one.finish() == 0, one.output
-    expected, found = exact_metrics(run_of(tmp_path / "one")), exact_metrics(run_of(tmp_path / "two"))
-    assert len(found) == len(expected) > 0
-    assert found == expected
-    for weights in (run_of(tmp_path / "one") / "model").glob("*.safetensors"):
-        assert weights.read_bytes() == (run_of(tmp_path / "two") / "model" / weights.name).read_bytes()
+    expected, found = only((tmp_path / "one").iterdir()), only((tmp_path / "two").iterdir())
+    assert exact_metrics(expected)
+    assert exact_metrics(found) == exact_metrics(expected)
+    weights = only((expected / "model").glob("*.safetensors"))
+    assert weights.read_bytes() == (found / "model" / weights.name).read_bytes()
 
 
 @pytest.mark.thorough

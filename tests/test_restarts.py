@@ -1,6 +1,5 @@
 """Runs that lose ranks, servers and hosts, and continue by themselves."""
 
-import csv
 import os
 import random
 import re
@@ -14,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.test_bit_exact_resume import exact_metrics, only
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 
-# Measured; or about what was lost: the times and the push of a step that was saved, but not logged, are not known.
-NOT_EXACT = ("timing_s/", "perf/", "memory/", "sync/", "rollout/tokens_per_s", "rollout/num_restarts")
 ARGUMENTS = (
     "trainer.num_ranks=2",
     "rollout.num_servers=2",
@@ -36,25 +35,19 @@ ARGUMENTS = (
 )
 
 
-def run_of(output_dir: Path) -> Path:
-    (run,) = output_dir.iterdir()
-    return run
-
-
-def exact_metrics(run: Path) -> list[dict[str, str]]:
-    """The metrics of every step, without measured ones."""
-    with (run / "metrics.tsv").open() as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    return [{name: value for name, value in row.items() if not name.startswith(NOT_EXACT)} for row in rows]
-
-
 def assert_equal_runs(found: Path, expected: Path) -> None:
     """Every step was recorded once, with the same numbers, and the policies are equal to the last bit."""
-    assert exact_metrics(found) == exact_metrics(expected)
-    weights = list((expected / "model").glob("*.safetensors"))
-    assert weights
-    for file in weights:
-        assert file.read_bytes() == (found / "model" / file.name).read_bytes()
+    assert comparable(found) == comparable(expected)
+    weights = only((expected / "model").glob("*.safetensors"))
+    assert weights.read_bytes() == (found / "model" / weights.name).read_bytes()
+
+
+def comparable(run: Path) -> dict[str, dict[str, str]]:
+    """Exact metrics by step, without those of the push: a step that was saved, but not logged, has none."""
+    return {
+        step: {name: value for name, value in row.items() if not name.startswith(("sync/", "rollout/num_restarts"))}
+        for step, row in exact_metrics(run).items()
+    }
 
 
 def last_step(run: Path) -> int:
@@ -110,7 +103,7 @@ def test_twenty_strikes_leave_no_trace(
     struck.wait_for("step  2/60")
     log = []
     reader = struck.read_in_background()
-    run, living, lost_at = run_of(tmp_path / "struck"), [0, 1], chance.randint(5, 15)
+    run, living, lost_at = only((tmp_path / "struck").iterdir()), [0, 1], chance.randint(5, 15)
     while struck.process.poll() is None and len(log) < 20:
         before = last_step(run)
         if chance.random() < 0.75:  # else the next strike may meet the recovery from the last
@@ -130,7 +123,7 @@ def test_twenty_strikes_leave_no_trace(
     print(summary)
     assert code == 0, f"{summary}\n{struck.output[-6000:]}"
     assert len(log) == 20, summary
-    assert_equal_runs(run, run_of(tmp_path / "whole"))
+    assert_equal_runs(run, only((tmp_path / "whole").iterdir()))
 
 
 def test_a_smaller_cluster_goes_on_with_fewer_ranks(
@@ -145,7 +138,7 @@ def test_a_smaller_cluster_goes_on_with_fewer_ranks(
     assert re.search(r"rank \d of 2 (died|failed) in .*; new ranks continue after step \d", app.output), app.output
     assert "nodes with 1 ranks were lost; 0 found room on other nodes: continuing with 1 of 2 ranks" in app.output
     assert re.search(r"resumed after step \d from .*, saved with trainer.num_ranks=2", app.output)
-    assert [row["step"] for row in exact_metrics(run_of(tmp_path))] == [str(step) for step in range(1, 9)]
+    assert list(exact_metrics(only(tmp_path.iterdir()))) == [str(step) for step in range(1, 9)]
 
 
 def test_without_min_ranks_a_smaller_cluster_ends_the_run(
