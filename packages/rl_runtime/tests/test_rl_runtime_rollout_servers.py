@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_runtime.errors import RankError, RlRuntimeError
+from rl_runtime.errors import RankError, RankLost, RlRuntimeError
 from rl_runtime.rollout import servers as rollout_servers
 from rl_runtime.rollout.servers import RolloutServers
 from rollout_vllm import Endpoint, ServerDiedError, WatchEvent
@@ -206,6 +206,24 @@ def test_a_push_that_a_restart_cannot_fix_is_an_error(setting: Setting, cause: E
         setting.fleet.push(4)
     assert setting.client.policy_version == -1
     assert all(server.alive for server in setting.servers)
+
+
+def test_a_rank_that_is_lost_while_servers_restart_is_not_their_fault(setting: Setting) -> None:
+    """The watch gives up both servers; the loop gets the loss of the rank, which new ranks can make good."""
+
+    def fail() -> None:
+        raise RankLost("rank 0 of 2 died in 'push_weights'")
+
+    setting.fleet.push(0)
+    setting.fleet.check()
+    setting.actor.on_push = fail
+    for index in (0, 1):
+        setting.note(index, "died")
+        with pytest.raises(RankLost):
+            setting.fleet._push_to_restarted(index, Endpoint(f"http://{index}"))
+        setting.note(index, "given_up")
+    with pytest.raises(RankLost, match="rank 0 of 2 died in 'push_weights'"):
+        setting.fleet.check()
 
 
 def test_a_restarted_server_waits_while_weights_change(setting: Setting) -> None:

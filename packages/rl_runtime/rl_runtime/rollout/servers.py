@@ -59,6 +59,7 @@ class RolloutServers:
         self._transports: dict[str, str] = {}
         self._failures_recovered = [0] * len(servers.endpoints)
         self._num_restarts = 0
+        self._lost: RankLost | None = None
         self._num_reported = 0
         self._reporting = threading.Lock()
         self._closing = threading.Event()
@@ -118,7 +119,14 @@ class RolloutServers:
         return {} if self._turns is None else self._turns.take_metrics()
 
     def check(self) -> None:
-        """Raises rollout_vllm.ServerDiedError if no server is left, or if one died and restarts are disabled."""
+        """Raises what ended the servers' work.
+
+        Raises:
+            rollout_vllm.ServerDiedError: no server is left, or one died and restarts are disabled.
+            RankLost: a restarted server did not get its weights, because a rank was lost.
+        """
+        if self._lost is not None:
+            raise self._lost
         if self._watch is None:
             self._servers.check()
         else:
@@ -174,8 +182,12 @@ class RolloutServers:
             version = self._client.policy_version
             self._connected = []
             failures = self._num_failures()[index]
-            self._connect([endpoint])
-            self._report_transports(self._actor.push_weights(version))
+            try:
+                self._connect([endpoint])
+                self._report_transports(self._actor.push_weights(version))
+            except RankLost as error:  # not the server's fault: the loop ends, and begins again with new ranks
+                self._lost = error
+                raise
             self._failures_recovered[index] = failures
             self._num_restarts += 1
             return version
