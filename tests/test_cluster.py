@@ -45,10 +45,32 @@ CASES = {
         "task.num_val=64",
     ],
 }
-THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in ("zero2", "sp", "demo")]
 
 
-@pytest.mark.parametrize("case", ["zero3", *THOROUGH])
+def routes(cluster: Any) -> str:
+    """The line that says how rank 0, on the first host, reaches the servers; a pattern."""
+    here, there = (re.escape(host.address) for host in cluster.hosts)
+    return rf"weights: rank 0 -> http://{here}:\d+: shm; http://{there}:\d+: tcp"
+
+
+def test_two_hosts_train(tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]) -> None:
+    """A rank and a server on each; the trainer's log-probs are those of both servers, at each step's weights."""
+    cluster = start_cluster(2)
+    short = ("rollout.deterministic=false", "actor.zero.stage=3", "trainer.total_training_steps=2")
+    app = start_app(tmp_path, *SMALL, *short, "trainer.ranks_per_node=1", cluster=cluster)
+    assert app.finish() == 0, app.output
+    assert not app.survivors()
+    assert re.search(routes(cluster), app.output), app.output
+    steps = exact_metrics(only(tmp_path.iterdir()))
+    assert list(steps) == ["1", "2"]
+    for row in steps.values():
+        assert float(row["rollout/num_samples"]) == 16
+        assert float(row["rollout/log_prob_mismatch"]) < 1e-4
+        assert float(row["actor/grad_norm"]) > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", list(CASES))
 def test_two_hosts_train_to_the_digit_as_one(
     case: str, tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]
 ) -> None:
@@ -59,9 +81,7 @@ def test_two_hosts_train_to_the_digit_as_one(
     two = start_app(tmp_path / "two", *arguments, f"trainer.ranks_per_node={per_node}", cluster=cluster)
     assert two.finish() == 0, two.output
     assert not two.survivors()
-    here, there = (re.escape(host.address) for host in cluster.hosts)
-    sent = rf"weights: rank 0 -> http://{here}:\d+: shm; http://{there}:\d+: tcp"
-    assert re.search(sent, two.output), two.output
+    assert re.search(routes(cluster), two.output), two.output
 
     one = start_app(tmp_path / "one", *arguments)
     assert one.finish() == 0, one.output

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from plinth_testing import wait_until
 from run_kit import RunFolder, Tracker, TrackingConfig
 from run_kit.runs import list_runs, main, to_text
 from run_kit.tracking import run_state
@@ -56,6 +57,8 @@ def test_a_running_run_is_told_from_a_killed_one(tmp_path: Path) -> None:
     assert process.stdout is not None
     lines = iter(process.stdout)
     assert any("the last words" in line for line in lines)
+    log = only(tmp_path) / "train.log"  # written after the terminal
+    wait_until(lambda: "the last words\n" in log.read_text(), 10)
     try:
         (run,) = list_runs(tmp_path)
         assert (run.state, run.pid, run.step, run.num_steps) == ("running", process.pid, 1, 9)

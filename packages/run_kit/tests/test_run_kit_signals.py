@@ -38,14 +38,19 @@ run_cli(Config, main, app_name="loop", argv=sys.argv[1:])
 """
 
 
+def _heed_signals() -> None:
+    """A shell's background jobs ignore SIGINT, and those of nohup SIGHUP; their children inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start_loop(folder: Path) -> "subprocess.Popen[str]":
     process = subprocess.Popen(
         [sys.executable, "-c", LOOP, f"output={folder}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # A shell's background jobs ignore SIGINT, and their children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=_heed_signals,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "step 1 begins\n"
