@@ -102,6 +102,18 @@ def test_a_run_without_checkpoints_does_not_begin_again(run: Any) -> None:
     assert lost.value.__notes__ == ["The run has no checkpoint, so 5 steps are lost: trainer.save_freq=0"]
 
 
+def test_the_time_of_a_loss_counts_from_the_last_step(run: Any) -> None:
+    restarts = restarts_of(run)
+    lost_at = []
+    for new_steps in (0, 0, 1):
+        for step in range(6, 6 + new_steps):
+            run.tracker.log(step, {"critic/score/mean": 0.1})
+        restarts.after(RankLost("rank 0 of 2 died in 'train'"))
+        assert restarts.restart is not None
+        lost_at.append(restarts.restart.lost_at)
+    assert lost_at[0] == lost_at[1] < lost_at[2]
+
+
 def test_too_few_hosts_are_no_mistake_of_the_user(run: Any) -> None:
     session = Ranks()
     session.error = PlacementError("nodes with 1 of 2 ranks were lost")  # type: ignore[assignment]

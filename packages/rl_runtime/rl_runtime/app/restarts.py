@@ -42,7 +42,9 @@ class Restarts:
         self._count += 1
         self._are_running = False
         done = 0 if checkpoint is None else checkpoint.step
-        lost_at = time.monotonic() if self.restart is None or last > done else self.restart.lost_at
+        before, lost_at = self.restart, time.monotonic()
+        if before is not None and (before.done, before.last) == (done, max(last, done)):
+            lost_at = before.lost_at  # no step was taken since: the time of both losses counts
         self.restart = Restart(lost_at=lost_at, done=done, last=max(last, done))
         self.job = replace(job, resumed=checkpoint)
         if not job.warm_start_folder.is_dir():
