@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_data import Reward, reward_for
+from rl_data import Reward, UnknownDataSourceError, reward_for
+from rl_data.rewards.base import AnswerReward
 from rollout_vllm import (
     AsyncRewardPool,
     Endpoint,
@@ -144,6 +145,33 @@ class Scorer:
         """
         first = next(iter(self._config.terms), "")
         return item.reward_terms.get(first, item.score) >= self._full_score
+
+    async def votes(self, items: Sequence[Experience]) -> list[int] | None:
+        """For each sample of one prompt a number that is equal for equal answers (`AnswerReward.votes`).
+
+        None: the reward extracts no answers (functions, services, rewards of the text itself), or failed to.
+        """
+        reward = self._answer_reward(items[0]) if items else None
+        if reward is None:
+            return None
+        texts = [item.response_text for item in items]
+        call = self._pool(False).submit_batch(reward.votes, texts, num_scores=len(texts))
+        found = [outcome.score for outcome in await asyncio.wrap_future(call)]
+        return None if None in found else [int(vote) for vote in found if vote is not None]
+
+    def _answer_reward(self, item: Experience) -> AnswerReward | None:
+        """The reward that `is_full` asks, if it extracts answers."""
+        first = next(iter(self._config.terms.values()), None)
+        if first is not None:
+            reward = first.registered() if first.is_registered else None
+        elif self._config.function is not None or self._config.url is not None:
+            reward = None
+        else:
+            try:
+                reward = reward_for(item.prompt.data_source, self._config)
+            except UnknownDataSourceError:  # its episode scored it
+                reward = None
+        return reward if isinstance(reward, AnswerReward) else None
 
     async def score(self, drafts: Sequence[Experience]) -> list[SampleScore]:
         """The scores of the samples of a group.
