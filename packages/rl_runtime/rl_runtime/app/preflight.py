@@ -262,16 +262,21 @@ def check_servers(
     elsewhere = trainer.ray_address is not None
     builtin = model.path == BUILTIN_MODEL
     model_folder = str(Path(trainer.output_dir).absolute() if builtin else find_model_folder(model.path))
-    if glob.escape(model_folder) != model_folder:
-        raise InputError(
-            f"{'trainer.output_dir' if builtin else 'model.path'} is {model_folder!r}, where vLLM finds no weights: it "
-            "reads the name as a pattern; allowed: a folder whose path has none of * ? ["
-        )
+    check_folder_name("trainer.output_dir" if builtin else "model.path", model_folder)
     if not builtin:
         check_launch(model_folder, rollout, elsewhere=elsewhere)
         return
     with TemporaryDirectory() as folder:
         check_launch(build_tiny_model(folder), rollout, elsewhere=elsewhere)
+
+
+def check_folder_name(key: str, folder: str) -> None:
+    """Raises InputError for a folder in which vLLM would find no weights."""
+    if glob.escape(folder) != folder:
+        raise InputError(
+            f"{key} is {folder!r}, where vLLM finds no weights: it reads the name as a pattern; allowed: a folder "
+            "whose path has none of * ? ["
+        )
 
 
 def check_transport(sync: SyncConfig, rollout: RolloutConfig, placement: Placement) -> None:
