@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,8 +24,8 @@ from apps.evaluate.targets import Target, find_targets
 from rl_data import DataConfig, build_tiny_model, write_task
 from rl_runtime import InputError, ModelConfig, PlacementError, PromptResult, SampleResult
 from rl_runtime.config import ScoringConfig
-from rollout_vllm import RolloutConfig, SamplingConfig
-from run_kit import load_config, to_yaml
+from rollout_vllm import RolloutConfig, SamplingConfig, ServerGroup
+from run_kit import MetricsTable, load_config, to_yaml
 from run_kit.runs import list_runs
 
 PRESETS = Path(__file__).resolve().parents[1] / "apps" / "evaluate" / "presets"
@@ -163,6 +164,8 @@ def test_a_run_with_adapters_knows_how_to_merge_them_or_says_why_not(tmp_path: P
     plain = "model: {path: /models/a}\nactor: {lora: {rank: 4, alpha: 8, rslora: true, base_format: FORMAT}}\n"
     run = run_folder(tmp_path, 1, config=plain.replace("FORMAT", "plain"))
     assert find_targets(sweep(run)).targets[0].lora == {"lora_alpha": 8, "use_rslora": True}
+    (run / "config.yaml").write_text(plain.replace("FORMAT", "plain").replace("actor", "engine"))
+    assert find_targets(sweep(run)).targets[0].lora is not None
     (run / "config.yaml").write_text(plain.replace("FORMAT", "nf4"))
     with pytest.raises(InputError, match=r"NF4 base .* model.path="):
         find_targets(sweep(run))
@@ -431,3 +434,64 @@ def test_a_sweep_pushes_every_checkpoint_to_one_server(tmp_path: Path, capfd: py
     assert ended.value.code == 0, printed
     assert "already in the table: checkpoint-1, checkpoint-2, checkpoint-4" in printed
     assert len(list((tmp_path / "out").iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.thorough
+def test_an_environment_scores_the_model_of_a_running_server(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = build_tiny_model(tmp_path / "model", seed=1)
+    task = write_task(tmp_path / "task", kind="stones", num_train=1, num_val=8, num_demonstrations=1)
+    rollout = RolloutConfig(dtype="float32", max_model_len=128, kv_cache_gib=0.1, cpu_threads=1, api_key="secret-key")
+    with ServerGroup.launch(model, rollout, log_dir=tmp_path / "servers") as servers:
+        servers.wait_ready()
+        (tmp_path / "key").write_text("secret-key")
+        settings = [f"rollout.urls=[{servers.endpoints[0].url}]", f"rollout.api_key_file={tmp_path / 'key'}"]
+        settings += [f"model.path={model}", f"data.val={task.val}", "episode.environment=apps.grpo.stones:StoneGame"]
+        settings += ["data.max_prompt_length=48", "sampling.max_tokens=64", "sampling.n=2"]
+        with pytest.raises(SystemExit) as ended:
+            cli([*settings, f"output_dir={tmp_path / 'out'}"])
+    assert ended.value.code == 0, capfd.readouterr().out
+    (run,) = (tmp_path / "out").iterdir()
+    (found,) = json.loads((run / "summary.json").read_text())["models"]
+    assert (found["label"], found["digest"], found["num_samples"], found["num_failed"]) == ("servers", None, 16, 0)
+    assert set(found["metrics"]) == {"pass@1", "pass@2", "mean@2"}, "a game has no answer to vote on"
+    assert not any("secret-key" in path.read_text() for path in run.glob("*.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.thorough
+def test_checkpoints_of_a_run_with_adapters_are_the_models_that_it_trained(
+    tmp_path: Path, start_app: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    trained = start_app(
+        tmp_path / "trained",
+        *("trainer.total_training_steps=2", "trainer.save_freq=1", "task.num_val=16", "warm_start.steps=0"),
+        *("validation.n=2", "trainer.val_after_train=false"),
+        *("actor.lora.rank=4", "actor.lora.alpha=16", "actor.optim.lr=1e-2"),
+        *("reward.terms.brief.function=length", "reward.terms.brief.options.target=10"),
+    )
+    assert trained.finish() == 0, trained.output
+    (run,) = (tmp_path / "trained").iterdir()
+    assert MetricsTable(run / "metrics.tsv").series("val/pass@2")[0] == [0], "the validation before the first step"
+    settings = ["preset=demo", "task.num_val=16", "sampling.n=1", "sampling.temperature=0"]
+    for name, source in (
+        ("checkpoints", [f"checkpoints.folder={run}"]),
+        ("exported", [f"model.path={run / 'model'}", f"data.val={run / 'task' / 'val.parquet'}"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli([*settings, *source, f"output_dir={tmp_path / name}"])
+        assert ended.value.code == 0, capfd.readouterr().out
+    (checkpoints,), (exported,) = (tmp_path / "checkpoints").iterdir(), (tmp_path / "exported").iterdir()
+    first, second, last = (
+        responses(folder, name)
+        for folder, name in (
+            (checkpoints, "step_00000001"),
+            (checkpoints, "step_00000002"),
+            (exported, "model"),
+        )
+    )
+    assert len(last) == 16
+    assert np.mean([one == other for one, other in zip(second, last, strict=True)]) > 0.9
+    assert first != second

@@ -43,7 +43,7 @@ def check(config: EvaluateConfig) -> Plan:
 
     found = find_targets(config)
     compared = load_compared(config)
-    choice = choose_servers(found.config, num_gpus=len(usable_gpus(config)))
+    choice = choose_servers(found.config, num_gpus=len(usable_gpus(config)) if found.targets else 0)
     if found.targets:
         check_inputs(choice.config)
     notes = (*found.notes, *choice.lines())
@@ -61,7 +61,10 @@ def main(config: EvaluateConfig) -> int:
     with open_run(plan.config, plan.folder, num_models=len(plan.targets)) as run:
         print("\n".join([f"{run.path}: {len(plan.targets)} models", *plan.notes]), flush=True)
         table = Table(run.path)
-        failed = evaluate_all(plan, run.path, table) if plan.targets else {}
+        missing = [target for target in plan.targets if table.lacks(target)]
+        if there := [target.name for target in plan.targets if target not in missing]:
+            print(f"already in the table: {', '.join(there)}")
+        failed = evaluate_all(missing, plan, run.path, table) if missing else {}
         if table.evaluations or plan.compared:
             write_results(run.path, plan.config, table.evaluations, plan.compared)
             print(f"{run.path / 'report.html'}, with results.tsv and summary.json")
@@ -70,8 +73,8 @@ def main(config: EvaluateConfig) -> int:
     return 1 if failed else 0
 
 
-def evaluate_all(plan: Plan, folder: Path, table: "Table") -> dict[str, str]:
-    """Evaluates the models that the table lacks, on the same servers; returns name -> why one could not be."""
+def evaluate_all(missing: "Sequence[Target]", plan: Plan, folder: Path, table: "Table") -> dict[str, str]:
+    """Evaluates models on the same servers; returns name -> why one could not be evaluated."""
     from apps.evaluate.evaluator import open_evaluator
     from apps.evaluate.report import interval_text, write_results
     from ckpt import CheckpointError
@@ -82,9 +85,6 @@ def evaluate_all(plan: Plan, folder: Path, table: "Table") -> dict[str, str]:
     inputs = rl_runtime.load_inputs(config.model, config.data, supervised, config.task, folder=folder, seed=config.seed)
     if not inputs.val_prompts:
         raise rl_runtime.InputError("data.val has no prompt within data.max_prompt_length; allowed: at least one")
-    missing = [target for target in plan.targets if table.lacks(target)]
-    if there := [target.name for target in plan.targets if target not in missing]:
-        print(f"already in the table: {', '.join(there)}")
     with open_evaluator(config, inputs, folder, several_models=len(missing) > 1) as evaluator:
         for target in missing:
             try:

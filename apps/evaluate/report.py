@@ -168,9 +168,7 @@ def page(
         ("samples", "Samples", rollouts_section(shown, len(records))),
         ("settings", "Settings", f"<pre>{escape(redact_urls(to_yaml(without_secrets(config))))}</pre>"),
     ]
-    num_prompts = max((len(one.prompts) for one in evaluations.values()), default=0)
-    top = f'<p class="soft">{len(evaluations)} models, {num_prompts} prompts, {config.sampling.n} samples each</p>'
-    return assemble(name, top, sections, shown)
+    return assemble(name, f'<p class="soft">{len(evaluations)} models, {len(records)} samples</p>', sections, shown)
 
 
 def _results(evaluations: Mapping[str, Evaluation], found: Mapping[str, Intervals], config: EvaluateConfig) -> str:
@@ -181,7 +179,7 @@ def _results(evaluations: Mapping[str, Evaluation], found: Mapping[str, Interval
             label,
             [
                 *(interval_text(found[label][name]) if name in found[label] else "" for name in names),
-                *(str(facts[label][key]) for key in ("num_prompts", "num_samples", "num_failed")),
+                *(str(facts[label][key]) for key in ("num_prompts", "samples_per_prompt", "num_failed")),
                 *(
                     "" if facts[label][key] is None else f"{facts[label][key]:.3g}"
                     for key in ("mean_tokens", "truncated")
@@ -191,7 +189,7 @@ def _results(evaluations: Mapping[str, Evaluation], found: Mapping[str, Interval
         )
         for label in evaluations
     ]
-    titles = ("model", *names, "prompts", "samples", "failed", "tokens", "truncated", "digest")
+    titles = ("model", *names, "prompts", "n", "failed", "tokens", "truncated", "digest")
     note = (
         f'<p class="soft">Mean over prompts and {config.confidence:.0%} bootstrap interval. Failed samples enter no '
         "metric: a prompt counts for pass@k if it has k scored samples.</p>"

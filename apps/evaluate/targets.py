@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +14,10 @@ from ckpt import describe_files, export_deepspeed, export_merged
 from ckpt.manifest import folder_name
 from ckpt.reader import CheckpointReader
 from ckpt.tools.lora_export import ADAPTER_CONFIG
-from rl_data import find_model_folder
+from rl_data import check_model_folder, find_model_folder
 from rl_runtime import InputError
 from rl_runtime.app.inputs import BUILTIN_MODEL, INITIAL_MODEL, TASK
+from rl_runtime.app.preflight import naming_key
 from rl_runtime.training.uploads import WARM_START_MODEL
 from run_kit.config.yaml import YamlError, parse_typed
 
@@ -195,7 +196,7 @@ def _lora(tree: dict[str, Any], run: Path, role: str) -> dict[str, Any] | None:
 
     Raises InputError for a quantized base, whose weights the checkpoint holds in no form that a folder could.
     """
-    lora = _section(tree, role, "lora")
+    lora = _section(tree, role, "lora") or _section(tree, "engine", "lora")  # engine: of the SFT app
     if lora is None:
         return None
     if _section(lora, "base_format") == "nf4":
@@ -222,6 +223,7 @@ def _of_folders(config: EvaluateConfig, folder: Path) -> Targets:
         )
         for step in _chosen(config, sorted(found))
     ]
+    _check_folders([target.path for target in targets if target.kind == "folder" and target.path is not None])
     if config.model.path != BUILTIN_MODEL:
         return Targets(config=config, targets=tuple(targets))
     if adapter := next((target for target in targets if target.kind == "adapter"), None):
@@ -229,6 +231,19 @@ def _of_folders(config: EvaluateConfig, folder: Path) -> Targets:
     config = replace(config, model=replace(config.model, path=str(targets[-1].path)))
     note = f"model.path={config.model.path}: the tokenizer of the newest checkpoint"
     return Targets(config=config, targets=tuple(targets), notes=(note,))
+
+
+def _check_folders(folders: Sequence[Path]) -> None:
+    """Refuses folders that lack something, and other tokenizers: all models get the same token ids."""
+    for folder in folders:
+        with naming_key("checkpoints.folder"):
+            check_model_folder(folder)
+        first, own = folders[0] / "tokenizer.json", folder / "tokenizer.json"
+        if first.is_file() and own.is_file() and first.read_bytes() != own.read_bytes():
+            raise InputError(
+                f"checkpoints.folder: {folder.name} has another tokenizer than {folders[0].name}; evaluate them one at "
+                "a time (model.path), and compare the results"
+            )
 
 
 def _is_adapter(path: Path) -> bool:

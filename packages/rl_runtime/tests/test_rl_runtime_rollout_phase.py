@@ -201,6 +201,15 @@ def test_a_function_has_no_answers_to_vote_on() -> None:
     assert not any("maj" in name for name in result.metrics())
 
 
+def test_an_episode_that_scores_itself_has_no_answers_to_vote_on(scorer: Scorer) -> None:
+    episode = EpisodeConfig(function="rl_runtime_user_functions:rewards_itself")
+    result = phase(ScriptedClient([], n=2), scorer, episode=episode).validate(
+        [Prompt("a")], SamplingConfig(n=2, max_tokens=8), step=0
+    )
+    assert [sample.score for sample in result.prompts[0].samples] == [0.25, 0.25]
+    assert result.prompts[0].votes is None
+
+
 def test_seeds_repeat_and_differ_between_steps_and_prompts(scorer: Scorer) -> None:
     def seeds(step: int, seed: int = 1) -> list[int | None]:
         client = ScriptedClient([[2, 2], [2, 2]], n=2)

@@ -10,13 +10,14 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ExportError
 from ..hf_export import DTYPE_NAMES, HfExport, save_hf_folder
 from ..zero.zero_checkpoint import ZeroCheckpoint
-from .lora_export import merge_lora
+from .lora_export import merge_lora, read_folder
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,8 @@ def export_deepspeed(
     `checkpoint` is the folder passed to DeepSpeed's save_checkpoint, or one checkpoint in it; several need a `tag`. The
     weights are the fp32 master weights, cast to `dtype`; None: to that of each tensor in `model_files_from`, or else in
     its config.json. `on_tensor` gets each tensor's name and its size in bytes in the checkpoint, before it is written.
-    `lora`: PEFT's settings (`lora_alpha`, `use_rslora`) of the adapters in the checkpoint, which are merged.
+    `lora`: PEFT's settings (`lora_alpha`, `use_rslora`) of the adapters in the checkpoint; they are merged into the
+    weights of `model_files_from`, their base model.
 
     Raises ShardError as `ZeroCheckpoint` does, ExportError as `save_hf_folder` and `merge_lora` do, for LoRA adapters
     without `lora`, and without a `dtype` where the model folder states none.
@@ -64,7 +66,10 @@ def export_deepspeed(
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         stored = iterate_deepspeed_weights(shards)
-        for name, tensor in stored if lora is None else merge_lora(stored, lora):
+        if lora is not None:  # a checkpoint holds the adapters; its base model is the folder
+            adapters = ((name, tensor) for name, tensor in stored if ".lora_" in name)
+            stored = merge_lora(chain(adapters, read_folder(Path(model_files_from))), lora)
+        for name, tensor in stored:
             if ".lora_" in name:
                 raise ExportError(
                     f"{shards.folder}: {name} belongs to a LoRA adapter. Export from the live engine, which merges it, "

@@ -76,6 +76,8 @@ class _Scored:
 
     items: list[Experience]
     reasons: list[str]
+    by_episode: bool = False
+    """An episode scored itself: what it answered is not for a reward to extract."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +258,7 @@ class RolloutPhase:
                 prompt,
                 scored.items,
                 is_right=[self._scorer.is_full(item) for item in scored.items],
-                votes=await self._scorer.votes(scored.items) if vote else None,
+                votes=await self._scorer.votes(scored.items) if vote and not scored.by_episode else None,
                 failures=scored.reasons,
             )
 
@@ -405,6 +407,7 @@ class RolloutPhase:
             ],
             reasons=[failure.message for failure in group.failures]
             + [f"no reward: {found.message}" for found in scores if found.score is None],
+            by_episode=not all(math.isnan(draft.score) for draft in drafts),
         )
 
     def _draft(self, place: int, prompt: PromptLike, sample: Sample | EpisodeResult) -> Experience:
