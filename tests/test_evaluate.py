@@ -228,6 +228,13 @@ def test_inputs_that_cannot_work_are_refused_before_anything_starts(config: Eval
         check(config)
 
 
+def test_lengths_that_exceed_the_models_context_are_named_by_their_keys(tmp_path: Path) -> None:
+    config = EvaluateConfig(model=ModelConfig(path=str(build_tiny_model(tmp_path / "model"))))
+    task = write_task(tmp_path / "task", num_train=1, num_val=1, num_demonstrations=1)
+    with pytest.raises(InputError, match=r"data.max_prompt_length \(512\) and sampling.max_tokens \(1024\) do not fit"):
+        check(replace(config, data=DataConfig(val=(str(task.val),))))
+
+
 # ---------------------------------------------------------------- table
 
 

@@ -13,7 +13,7 @@ from rl_runtime.app.inputs import BUILTIN_MODEL
 from rl_runtime.app.job_config import without_secrets
 from rl_runtime.app.preflight import check_environment, check_folder_name, check_functions
 from rl_runtime.rollout.scoring import rewards_of_rows
-from rollout_vllm import check_launch, check_running
+from rollout_vllm import RequestTooLongError, check_launch, check_running
 from run_kit import RunFolder
 from run_kit.cli import INVOKED_AS
 from run_kit.tracking.run_state import StateFile
@@ -43,7 +43,11 @@ def check_inputs(config: EvaluateConfig) -> None:
     if config.model.path != BUILTIN_MODEL:
         folder = str(find_model_folder(config.model.path))
         check_folder_name("model.path", folder)
-        check_launch(folder, replace(config.rollout, load_format="dummy"))  # a base model may be here without weights
+        try:
+            check_launch(folder, replace(config.rollout, load_format="dummy"))  # a base model may be without weights
+        except RequestTooLongError as error:
+            lengths = f"data.max_prompt_length ({config.data.max_prompt_length}) and sampling.max_tokens"
+            raise InputError(f"{lengths} ({config.sampling.max_tokens}) do not fit the model: {error}") from error
 
 
 def find_folder(config: EvaluateConfig) -> Path | None:

@@ -26,7 +26,15 @@ from ..hf_export import HfExport, save_hf_folder
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "export_merged", "merge_lora", "read_adapter", "read_folder", "save_adapter"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_WEIGHTS",
+    "export_merged",
+    "merge_lora",
+    "read_adapter",
+    "read_folder",
+    "save_adapter",
+]
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
