@@ -26,6 +26,8 @@ from rl_runtime import InputError, ModelConfig, PlacementError, PromptResult, Sa
 from rl_runtime.config import ScoringConfig
 from rollout_vllm import RolloutConfig, SamplingConfig, ServerGroup
 from run_kit import MetricsTable, load_config, to_yaml
+from run_kit.cluster.app import App
+from run_kit.config.loader import plain_tree
 from run_kit.runs import list_runs
 
 PRESETS = Path(__file__).resolve().parents[1] / "apps" / "evaluate" / "presets"
@@ -105,6 +107,12 @@ def test_a_preset_is_that_of_the_training_run(preset: str) -> None:
         trained.task,
         trained.trainer.seed,
     )
+
+
+def test_a_slurm_job_finds_the_keys_by_which_it_resumes() -> None:
+    app = App(arguments=("evaluate",), config=plain_tree(EvaluateConfig()))
+    assert app.resumes
+    assert (app.name_key(), app.output_key()) == ("experiment", "output_dir")
 
 
 def test_servers_have_the_gpus_to_themselves() -> None:

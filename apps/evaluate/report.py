@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from html import escape
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from run_kit import to_yaml
 from run_kit.cli import INVOKED_AS
 from run_kit.config.loader import plain_tree
 from run_kit.config.redaction import redact_urls
-from run_kit.report.data import MAX_ROLLOUTS, fitting, spread
+from run_kit.report.data import MAX_ROLLOUTS, fitting
 from run_kit.report.page import assemble, figure, figure_grid, number_table, rollouts_section
 from run_kit.report.svg import Series, line_chart
 from run_kit.tracking.metrics_table import atomic_write
@@ -156,8 +157,9 @@ def page(
     comparisons: Sequence[Comparison],
 ) -> str:
     """The report: one HTML page that loads nothing."""
-    records = [record for label, one in evaluations.items() for record in _records(label, one)]
-    shown = [fitting(record) for record in spread(records, MAX_ROLLOUTS)]
+    num_samples = sum(one.num_scored for one in evaluations.values())
+    records = chain.from_iterable(_records(label, one) for label, one in evaluations.items())
+    shown = [fitting(record) for record in islice(records, 0, None, max(1, -(-num_samples // MAX_ROLLOUTS)))]
     most = max(1, _MOST_FLIPS // max(1, 2 * len(comparisons)))
     flips = [section for one in comparisons for section in _flip_sections(one, most)]
     sections = [
@@ -165,10 +167,10 @@ def page(
         ("steps", "Over the steps", _curves(evaluations, found)),
         ("differences", "Differences", _differences(comparisons)),
         ("flips", "Where they disagree", "".join(flips)),
-        ("samples", "Samples", rollouts_section(shown, len(records))),
+        ("samples", "Samples", rollouts_section(shown, num_samples)),
         ("settings", "Settings", f"<pre>{escape(redact_urls(to_yaml(without_secrets(config))))}</pre>"),
     ]
-    return assemble(name, f'<p class="soft">{len(evaluations)} models, {len(records)} samples</p>', sections, shown)
+    return assemble(name, f'<p class="soft">{len(evaluations)} models, {num_samples} samples</p>', sections, shown)
 
 
 def _results(evaluations: Mapping[str, Evaluation], found: Mapping[str, Intervals], config: EvaluateConfig) -> str:

@@ -7,6 +7,7 @@ what was evaluated.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -160,15 +161,15 @@ def _difference(now: Any, before: Any) -> str:
 def intervals(columns: dict[str, npt.NDArray[np.float64]], config: EvaluateConfig) -> dict[str, BootstrapMean]:
     """Mean and bootstrap interval of each metric over the prompts that have a value; leaves out metrics without any."""
     return {
-        name: bootstrap_mean(
-            values[np.isfinite(values)],
-            num_resamples=config.num_resamples,
-            confidence=config.confidence,
-            seed=config.seed,
-        )
+        name: _interval(values[np.isfinite(values)].tobytes(), config.num_resamples, config.confidence, config.seed)
         for name, values in columns.items()
         if np.isfinite(values).any()
     }
+
+
+@cache  # the report is written again after each model
+def _interval(values: bytes, num_resamples: int, confidence: float, seed: int) -> BootstrapMean:
+    return bootstrap_mean(np.frombuffer(values), num_resamples=num_resamples, confidence=confidence, seed=seed)
 
 
 class Table:
