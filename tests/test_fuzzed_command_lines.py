@@ -64,9 +64,9 @@ BY_NAME = {
     "grpo": rl_app(GrpoConfig, grpo.check, "grpo"),
     "ppo": rl_app(PpoConfig, ppo.check, "ppo"),
     "sft": App(config_cls=SftConfig, start=partial(run_cli, app_name="sft"), check=sft.check),
-    "evaluate": App(config_cls=EvaluateConfig, start=partial(run_cli, app_name="evaluate"), check=evaluate.check),
     "six_case": App(config_cls=SixCaseConfig, start=BENCH, check=bench_plan.plan_six),
     "stage_gate": App(config_cls=StageGateConfig, start=BENCH, check=bench_plan.plan_gate),
+    "evaluate": App(config_cls=EvaluateConfig, start=partial(run_cli, app_name="evaluate"), check=evaluate.check),
 }
 KEYS = {name: [e for e in entries(app.config_cls) if isinstance(e, Key)] for name, app in BY_NAME.items()}
 
