@@ -89,7 +89,7 @@ def evaluate_all(missing: "Sequence[Target]", plan: Plan, folder: Path, table: "
         for target in missing:
             try:
                 table.add(evaluate(target, evaluator, config, folder))
-            except (CheckpointError, WeightSyncError) as error:
+            except (CheckpointError, WeightSyncError, rl_runtime.RolloutFailed) as error:
                 failed[target.name] = str(error)
                 print(f"warning: {target.name} is skipped: {error}", flush=True)
                 continue
