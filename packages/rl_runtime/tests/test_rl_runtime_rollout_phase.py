@@ -210,6 +210,17 @@ def test_an_episode_that_scores_itself_has_no_answers_to_vote_on(scorer: Scorer)
     assert result.prompts[0].votes is None
 
 
+def test_a_function_of_the_user_finds_the_answers_to_vote_on() -> None:
+    reward = ScoringConfig(
+        function="rl_runtime_user_functions:length_reward", answer="rl_runtime_user_functions:last_word"
+    )
+    with Scorer(reward) as own:
+        result = phase(ScriptedClient([[2, 4, 3, 2]], n=4), own).validate([Prompt("a")], SamplingConfig(n=4), step=0)
+    assert result.prompts[0].votes == (0, -1, 2, 0)
+    with pytest.raises(InputError, match=r"reward.answer is 'json:loads_'"):
+        Scorer(replace(reward, answer="json:loads_"))
+
+
 def test_seeds_repeat_and_differ_between_steps_and_prompts(scorer: Scorer) -> None:
     def seeds(step: int, seed: int = 1) -> list[int | None]:
         client = ScriptedClient([[2, 2], [2, 2]], n=2)

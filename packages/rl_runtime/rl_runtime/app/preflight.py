@@ -52,7 +52,7 @@ from ..launch.cluster import check_nodes, cluster_nodes, read_nodes
 from ..launch.placement import Placement
 from ..launch.reachability import why_unreachable
 from ..rollout.episodes import load_environment, load_rollout, reset_once
-from ..rollout.scoring import load_functions, prepare_rewards
+from ..rollout.scoring import load_answer, load_functions, prepare_rewards
 from .inputs import BUILTIN_MODEL, load_inputs
 
 
@@ -77,6 +77,7 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
     if episode.environment is not None:
         load_environment(episode)
     prepare_rewards(load_functions(reward).values())
+    load_answer(reward)
     if reward.url is not None:
         reward.read_api_key()
         parts = urlsplit(reward.url)

@@ -258,7 +258,7 @@ class RolloutPhase:
                 prompt,
                 scored.items,
                 is_right=[self._scorer.is_full(item) for item in scored.items],
-                votes=await self._scorer.votes(scored.items) if vote and not scored.by_episode else None,
+                votes=await self._scorer.votes(scored.items, by_episode=scored.by_episode) if vote else None,
                 failures=scored.reasons,
             )
 
