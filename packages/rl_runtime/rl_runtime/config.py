@@ -125,6 +125,14 @@ class TrainerConfig(RanksConfig):
 
     total_training_steps: int = 30
     """Number of steps; a step is rollout, scoring, update and weight sync."""
+    max_staleness: int = 0
+    """Policy versions by which the oldest token of a sample may be behind the weights that train on it. 0: rollout and
+    training alternate. 1 and more: servers generate for that many later steps while the trainer learns (with
+    over-sampling for one less), and `algorithm.rollout_correction` corrects for it."""
+    stale_groups: Literal["finish", "drop"] = "finish"
+    """With over-sampling and `max_staleness`: groups that the next step could no longer train on. `finish`: the step
+    waits for them, and they finish under its weights. `drop`: they are given up and replaced by other prompts, which
+    favors short responses."""
     colocate: bool = True
     """Rollout servers share the trainer's GPUs (true) or use the GPUs after them (false). Ignored on the CPU."""
     take_turns: Literal["never", "servers", "both"] | None = None
@@ -181,6 +189,8 @@ class TrainerConfig(RanksConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_at_least(1, self, "total_training_steps", "keep_checkpoints")
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness is {self.max_staleness}; allowed: 0 (none) or more")
         if self.save_freq < 0:
             raise ValueError(f"save_freq is {self.save_freq}; allowed: 0 (never) or more")
         if self.test_freq == 0 or self.test_freq < -1:
@@ -191,6 +201,11 @@ class TrainerConfig(RanksConfig):
         if self.min_ranks is not None and not 1 <= self.min_ranks <= (self.num_ranks or MAX_RANKS):
             most = MAX_RANKS if self.num_ranks is None else f"num_ranks ({self.num_ranks})"
             raise ValueError(f"min_ranks is {self.min_ranks}; allowed: 1 to {most}, or null for all of them")
+        if self.takes_turns and self.max_staleness:
+            raise ValueError(
+                f"take_turns is {self.take_turns}; allowed: never, or null, with max_staleness={self.max_staleness}, "
+                "where servers generate while the trainer works"
+            )
         if self.takes_turns and not self.colocate:
             raise ValueError(
                 f"take_turns is {self.take_turns}; allowed: never, or null, with colocate=false, where servers and "

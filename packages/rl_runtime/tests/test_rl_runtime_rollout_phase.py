@@ -19,7 +19,7 @@ from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.experience import Experience
 from rl_runtime.rollout.episodes import load_rollout
 from rl_runtime.rollout.hang_guard import HangGuard
-from rl_runtime.rollout.phase import RolloutMeter, RolloutPhase, _finish, _Scored
+from rl_runtime.rollout.phase import RolloutMeter, RolloutPhase, ScoredGroup, largest
 from rl_runtime.rollout.scoring import Scorer, load_reward
 from rl_runtime.training.metrics import mismatch
 from rollout_vllm import (
@@ -411,15 +411,12 @@ def test_without_partial_rollouts_unfinished_groups_are_dropped(scorer: Scorer) 
 
 
 def test_of_too_many_groups_the_fullest_are_kept_in_order() -> None:
-    async def finish(sizes: list[int]) -> list[Any]:
-        async def scored(group: int, size: int) -> _Scored:
-            return _Scored(items=[group] * size, reasons=[])  # type: ignore[list-item]
+    def kept(*sizes: int) -> list[str]:
+        groups = [ScoredGroup(key=str(i), num_samples=4, items=[i] * size) for i, size in enumerate(sizes)]  # type: ignore[list-item]
+        return [group.key for group in largest(groups, 2, at_most=2)]
 
-        tasks = [asyncio.create_task(scored(group, size)) for group, size in enumerate(sizes)]
-        return (await _finish(tasks, min_samples=2, at_most=2)).items
-
-    assert asyncio.run(finish([1, 3, 2, 4])) == [1, 1, 1, 3, 3, 3, 3]
-    assert asyncio.run(finish([2, 2, 2, 1])) == [0, 0, 1, 1]
+    assert kept(1, 3, 2, 4) == ["1", "3"]
+    assert kept(2, 2, 2, 1) == ["0", "1"]
 
 
 def test_mismatch_of_tokens_of_older_versions_is_separate(scorer: Scorer) -> None:

@@ -155,6 +155,7 @@ def choose_for(
     """
     choice = Choice(config=config, devices=_devices(gpus))
     choice = _choose_processes(choice, len(gpus))
+    choice = _choose_correction(choice)
     choice = _choose_speed(choice, bool(gpus), shape)
     if gpus and shape is not None:
         free, total = min(gpu.free_bytes for gpu in gpus), min(gpu.total_bytes for gpu in gpus)
@@ -209,6 +210,21 @@ def _choose_processes(choice: Choice[JobConfigT], num_gpus: int) -> Choice[JobCo
     shared = ranks + own if trainer.colocate else num_gpus - ranks - own
     why = "one per GPU" if per_server == 1 else f"one per {per_server} GPUs"
     return choice.with_default("rollout.num_servers", max(1, shared // per_server), why)
+
+
+def _choose_correction(choice: Choice[JobConfigT]) -> Choice[JobConfigT]:
+    """Importance weights for samples of older policy versions."""
+    staleness = choice.config.trainer.max_staleness
+    if not staleness or not hasattr(choice.config, "algorithm"):
+        return choice
+    why = f"samples are up to {staleness} policy versions old"
+    try:
+        return choice.with_default("algorithm.rollout_correction.mode", "truncate", why)
+    except ValueError as error:
+        raise InputError(
+            f"{error}. It is chosen because trainer.max_staleness is {staleness}; "
+            "algorithm.rollout_correction.mode=none trains without it"
+        ) from error
 
 
 def divides(config: JobConfig, num_ranks: int) -> bool:
@@ -481,7 +497,7 @@ def _turns(config: JobConfig) -> tuple[Turns, ...]:
     """The values of `trainer.take_turns` to try."""
     if config.trainer.take_turns is not None:
         return (config.trainer.take_turns,)
-    return ("never", "servers", "both") if _shares_gpus(config) else ("never",)
+    return ("never", "servers", "both") if _shares_gpus(config) and not config.trainer.max_staleness else ("never",)
 
 
 def _shares_gpus(config: JobConfig) -> bool:

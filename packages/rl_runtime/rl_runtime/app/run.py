@@ -20,12 +20,15 @@ from run_kit.timing import Laps
 from ..errors import RankLost
 from ..launch.session import open_session
 from ..ranks.model_handle import ModelHandle
+from ..rollout.ahead import RolloutsAhead
 from ..rollout.memory_turns import MemoryTurns, SleepLevel, put_to_sleep, sleep_level
 from ..rollout.phase import RolloutPhase
+from ..rollout.schedule import Schedule
 from ..rollout.scoring import Scorer
 from ..rollout.servers import RolloutServers
 from ..rollout.step_rollouts import StepRollouts
 from ..training.checkpoints import RunCheckpoints
+from ..training.ledger import SampleLedger
 from ..training.loop import LoopResult, Restart, TrainingLoop
 from ..training.record import RunRecord
 from ..training.uploads import open_uploader
@@ -167,14 +170,17 @@ def _train(
     config, session = job.config, job.session
     profiler = StepProfiler(session.recorders, job.folder / "profile", config.trainer.profile_steps)
     scoring = Scorer(config.reward, report=job.tracker.info, printed_dir=job.folder / "rewards")
-    with scoring as scorer, _servers(job, algorithm.roles["actor"]) as servers:
-        rollouts = _rollouts(job, scorer)
+    with (
+        scoring as scorer,
+        _servers(job, algorithm.roles["actor"]) as servers,
+        _rollouts(job, scorer, servers) as rollouts,
+    ):
         checkpoints = RunCheckpoints(
             job.folder / "checkpoints",
             config.trainer,
             session.rank_groups,
             roles=algorithm.roles,
-            parts={"sampler": rollouts.sampler, "rollout": rollouts.phase, **algorithm.state},
+            parts={**rollouts.parts, **algorithm.state},
             config=to_yaml(without_secrets(config)),
             unsavable=_unsavable(config),
             uploader=job.uploader,
@@ -184,9 +190,16 @@ def _train(
             rollouts=rollouts,
             servers=servers,
             checkpoints=checkpoints,
-            record=RunRecord(job.tracker, memory, profiler, session),
+            record=RunRecord(job.tracker, memory, profiler, session, _ledger(job)),
         )
         return loop.run(algorithm.learn, job.resumed, stop=stop, restart=restart)
+
+
+def _ledger(job: Job) -> SampleLedger:
+    """The ledger of this run folder; it begins with that of the run that this one resumes."""
+    if job.resumed is None:
+        return SampleLedger(job.folder)
+    return SampleLedger(job.folder, before=job.resumed.path.parents[1], step=job.resumed.step)
 
 
 def _unsavable(config: JobConfig) -> str:
@@ -197,10 +210,11 @@ def _unsavable(config: JobConfig) -> str:
 
 
 def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:
-    """Partial rollouts need servers that can return unfinished responses; turns those that can sleep; traced steps
-    those that trace themselves."""
+    """The servers' settings: partial rollouts, and pushes beside generation, need servers that return unfinished
+    responses; turns those that can sleep; traced steps those that trace themselves."""
     rollout = replace(config.rollout, sleep_mode=config.rollout.sleep_mode or config.trainer.takes_turns)
-    if config.oversampling.extra_prompts > 0 and config.oversampling.partial_rollouts:
+    interrupts = config.oversampling.extra_prompts > 0 and config.oversampling.partial_rollouts
+    if interrupts or config.trainer.max_staleness:
         rollout = replace(rollout, control_routes=True)
     if config.trainer.profile_steps and config.trainer.ray_address is None and not rollout.urls:
         rollout = replace(rollout, profile_dir=rollout.profile_dir or str(run / "profile" / "servers"))
@@ -218,6 +232,7 @@ def _servers(job: Job, actor: ModelHandle) -> RolloutServers:
         max_restarts=config.trainer.max_server_restarts,
         report=job.tracker.info,
         adapters_alone=config.rollout.max_lora_rank is not None,
+        holds_requests=config.trainer.max_staleness > 0,
         turns=_turns(job, actor) if config.trainer.takes_turns else None,
     )
 
@@ -239,10 +254,10 @@ def _sleep_level(config: JobConfig) -> SleepLevel:
     return sleep_level(adapters_alone=config.rollout.max_lora_rank is not None)
 
 
-def _rollouts(job: Job, scorer: Scorer) -> StepRollouts:
-    """The prompts of the run and how they are sampled and scored."""
+def _rollouts(job: Job, scorer: Scorer, servers: RolloutServers) -> StepRollouts | RolloutsAhead:
+    """The prompts of the run and how they are sampled and scored: step by step, or ahead of the trainer."""
     config, inputs = job.config, job.inputs
-    return StepRollouts(
+    rollouts = StepRollouts(
         phase=RolloutPhase(
             job.session.client,
             inputs.tokenizer,
@@ -261,3 +276,13 @@ def _rollouts(job: Job, scorer: Scorer) -> StepRollouts:
         dynamic_sampling=config.dynamic_sampling,
         validation=config.validation,
     )
+    if not config.trainer.max_staleness:
+        return rollouts
+    schedule = Schedule(
+        batch_size=config.batch.train_batch_size,
+        extra_groups=config.oversampling.extra_prompts,
+        max_staleness=config.trainer.max_staleness,
+        last_step=config.trainer.total_training_steps,
+        stale=config.trainer.stale_groups,
+    )
+    return RolloutsAhead(rollouts, job.session.client, schedule, check=servers.check)

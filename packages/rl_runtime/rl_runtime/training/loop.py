@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 from ckpt import Checkpoint
 from run_kit import StopRequest
@@ -14,14 +15,25 @@ from run_kit import StopRequest
 from ..config import TrainerConfig
 from ..errors import RankError, RolloutFailed
 from ..experience import ExperienceBatch, Phase
+from ..rollout.phase import Collected
 from ..rollout.servers import RolloutServers
-from ..rollout.step_rollouts import StepRollouts
+from ..rollout.validation import Validation
 from .checkpoints import RunCheckpoints
 from .metrics import rollout_metrics
 from .record import RunRecord
 
 Learn = Callable[[int, ExperienceBatch, Phase], dict[str, float]]
 """(step, scored samples, phase timer) -> metrics."""
+
+
+class Rollouts(Protocol):
+    """Where samples come from: `StepRollouts` or `RolloutsAhead`."""
+
+    def published(self, version: int) -> None:
+        """The servers hold the weights of `version`, and hold requests no longer."""
+
+    def collect(self, step: int, timed: Phase) -> Collected: ...
+    def validate(self, step: int) -> Validation | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +73,7 @@ class TrainingLoop:
         self,
         trainer: TrainerConfig,
         *,
-        rollouts: StepRollouts,
+        rollouts: Rollouts,
         servers: RolloutServers,
         checkpoints: RunCheckpoints,
         record: RunRecord,
@@ -147,6 +159,7 @@ class TrainingLoop:
                 self._record.info(f"step {step}: {collected.note}")
             with self._servers.changing_weights(timer.phase):
                 metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
+                self._record.log_samples(step, collected)
                 # Before the sync, after which the engines' memory may belong to the servers.
                 if self._checkpoints.is_due(step):
                     with timer.phase("checkpoint"):
@@ -167,6 +180,7 @@ class TrainingLoop:
     def _sync(self, version: int, phase: Phase = nullcontext) -> dict[str, float]:
         """Pushes the actor's weights to the servers as policy `version`."""
         report = self._servers.push(version, phase)
+        self._rollouts.published(version)
         if report is None:  # no server is up; a restarted one gets the weights before it serves
             return {"sync/total_s": 0.0, "sync/num_bytes": 0.0}
         return {"sync/total_s": report.total_s, "sync/num_bytes": float(report.num_bytes)}

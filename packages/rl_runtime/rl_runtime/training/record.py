@@ -14,14 +14,18 @@ from ..launch.session import Session
 from ..ranks.trainer_worker import TrainerWorker
 from ..rollout.phase import Collected
 from ..rollout.validation import Validation
+from .ledger import SampleLedger
 from .metrics import throughput
 
 
 class RunRecord:
     """The tracker of a run with the measurements that go into it."""
 
-    def __init__(self, tracker: Tracker, memory: MemorySampler, profiler: StepProfiler, session: Session) -> None:
+    def __init__(
+        self, tracker: Tracker, memory: MemorySampler, profiler: StepProfiler, session: Session, ledger: SampleLedger
+    ) -> None:
         self._tracker, self._memory, self._profiler, self._session = tracker, memory, profiler, session
+        self._ledger = ledger
 
     def info(self, text: str) -> None:
         """Prints a line and writes it to the log."""
@@ -30,6 +34,7 @@ class RunRecord:
     def rewind(self, step: int, metrics: Mapping[str, float]) -> None:
         """Forgets what was logged after this step, and logs its `metrics` if the run was lost before it did."""
         self._tracker.rewind(step, metrics)
+        self._ledger.rewind(step)
 
     @property
     def first_accuracy(self) -> float | None:
@@ -42,6 +47,10 @@ class RunRecord:
         timer = PhaseTimer()
         with self._profiler.step(step, timer), timer.step():
             yield timer
+
+    def log_samples(self, step: int, collected: Collected) -> None:
+        """Writes down which samples the step has ended; before a checkpoint says so."""
+        self._ledger.add(step, collected)
 
     def log_step(self, step: int, collected: Collected, metrics: dict[str, float], timer: PhaseTimer) -> None:
         """Writes the step's metrics, with times, throughput and memory, and some of its rollouts."""
