@@ -51,10 +51,14 @@ from .ranks.train_batch import MiniBatch as MiniBatch
 from .ranks.train_batch import TrainBatch as TrainBatch
 from .ranks.worker_group import WorkerGroup as WorkerGroup
 from .rollout.phase import RolloutPhase as RolloutPhase
-from .rollout.phase import Validation as Validation
 from .rollout.scoring import Scorer as Scorer
 from .rollout.servers import RolloutServers as RolloutServers
 from .rollout.step_rollouts import StepRollouts as StepRollouts
+from .rollout.validation import PromptResult as PromptResult
+from .rollout.validation import SampleResult as SampleResult
+from .rollout.validation import Validation as Validation
+from .rollout.validation import prompt_metrics as prompt_metrics
+from .rollout.validation import sample_counts as sample_counts
 from .training.advantages import advantages as advantages
 from .training.checkpoints import RunCheckpoints as RunCheckpoints
 from .training.checkpoints import Stateful as Stateful

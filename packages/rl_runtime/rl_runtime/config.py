@@ -360,6 +360,10 @@ class ScoringConfig(RewardConfig):
     `rewards/` of the run folder."""
     batched: bool = False
     """`function` is called once for a group, with a list of responses and a list of prompts, and returns a list."""
+    answer: str | None = None
+    """`package.module:function`, called as `function(response_text)`: the answer of a response, or None, on which
+    validations with several samples vote (`maj@n`). null: the answer that the reward extracts (gsm8k, math,
+    multiple_choice)."""
     url: str | None = None
     """A service that scores instead of a function: `http://host:port/path`, or `http://host:port` of a vLLM server for
     the other kinds of `service`. A sample without a score is left out of the batch."""

@@ -159,6 +159,68 @@ def test_validation_keeps_single_samples(scorer: Scorer) -> None:
     assert result.num_samples == 2
 
 
+def test_a_validation_with_several_samples_has_pass_at_k_and_the_majority(scorer: Scorer) -> None:
+    # Right is 2. The third prompt lost three samples, so that it has no pass@2 and no pass@4.
+    client = ScriptedClient([[2, 3, 2, 3], [3, 3, 2, 4], [2]], n=4)
+    done: list[None] = []
+    result = phase(client, scorer).validate(
+        [Prompt("a"), Prompt("b"), Prompt("c")],
+        SamplingConfig(n=4),
+        step=0,
+        on_scored=lambda: done.append(None),
+    )
+    assert len(done) == 3
+    assert [found.prompt_id for found in result.prompts] == ["a", "b", "c"]
+    assert [found.votes for found in result.prompts] == [(0, 1, 0, 1), (0, 0, 2, 3), (0,)]
+    assert (result.num_samples, result.num_failed, result.failure) == (9, 3, "server gone")
+    assert result.prompts[2].failures == ("server gone",) * 3
+    metrics = result.metrics()
+    assert metrics["val/accuracy"] == metrics["val/score/mean"] == pytest.approx(4 / 9)
+    assert metrics["val/pass@2"] == pytest.approx((5 / 6 + 1 / 2) / 2)
+    assert metrics["val/pass@4"] == 1.0
+    assert metrics["val/maj@4"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+
+
+def test_a_validation_with_one_sample_has_the_metrics_it_always_had(scorer: Scorer) -> None:
+    result = phase(ScriptedClient([[2], []], n=1), scorer).validate(
+        [Prompt("a"), Prompt("b")], SamplingConfig(n=1), step=0
+    )
+    assert result.metrics() == {
+        "val/accuracy": 1.0,
+        "val/score/mean": 1.0,
+        "val/num_samples": 1,
+        "val/num_failed": 1,
+    }
+    assert result.prompts[0].votes is None
+
+
+def test_a_function_has_no_answers_to_vote_on() -> None:
+    with Scorer(ScoringConfig(function="rl_runtime_user_functions:length_reward")) as own:
+        result = phase(ScriptedClient([[2, 2]], n=2), own).validate([Prompt("a")], SamplingConfig(n=2), step=0)
+    assert result.prompts[0].votes is None
+    assert not any("maj" in name for name in result.metrics())
+
+
+def test_an_episode_that_scores_itself_has_no_answers_to_vote_on(scorer: Scorer) -> None:
+    episode = EpisodeConfig(function="rl_runtime_user_functions:rewards_itself")
+    result = phase(ScriptedClient([], n=2), scorer, episode=episode).validate(
+        [Prompt("a")], SamplingConfig(n=2, max_tokens=8), step=0
+    )
+    assert [sample.score for sample in result.prompts[0].samples] == [0.25, 0.25]
+    assert result.prompts[0].votes is None
+
+
+def test_a_function_of_the_user_finds_the_answers_to_vote_on() -> None:
+    reward = ScoringConfig(
+        function="rl_runtime_user_functions:length_reward", answer="rl_runtime_user_functions:last_word"
+    )
+    with Scorer(reward) as own:
+        result = phase(ScriptedClient([[2, 4, 3, 2]], n=4), own).validate([Prompt("a")], SamplingConfig(n=4), step=0)
+    assert result.prompts[0].votes == (0, -1, 2, 0)
+    with pytest.raises(InputError, match=r"reward.answer is 'json:loads_'"):
+        Scorer(replace(reward, answer="json:loads_"))
+
+
 def test_seeds_repeat_and_differ_between_steps_and_prompts(scorer: Scorer) -> None:
     def seeds(step: int, seed: int = 1) -> list[int | None]:
         client = ScriptedClient([[2, 2], [2, 2]], n=2)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 from ds_engine import EngineConfig, Head
 from rl_core import BatchConfig
@@ -165,7 +165,21 @@ def run_job_cli(
     )
 
 
-def without_secrets(config: JobConfigT) -> JobConfigT:
+class _WithSecrets(Protocol):
+    """A dataclass with the sections that have API keys and URLs."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def reward(self) -> ScoringConfig: ...
+
+
+WithSecretsT = TypeVar("WithSecretsT", bound=_WithSecrets)
+
+
+def without_secrets(config: WithSecretsT) -> WithSecretsT:
     """The configuration without API keys and credentials in URLs, for files and logs."""
     urls = tuple(map(redact_urls, config.rollout.urls))
     url = None if config.reward.url is None else redact_urls(config.reward.url)

@@ -52,7 +52,7 @@ from ..launch.cluster import check_nodes, cluster_nodes, read_nodes
 from ..launch.placement import Placement
 from ..launch.reachability import why_unreachable
 from ..rollout.episodes import load_environment, load_rollout, reset_once
-from ..rollout.scoring import load_functions, prepare_rewards
+from ..rollout.scoring import load_answer, load_functions, prepare_rewards
 from .inputs import BUILTIN_MODEL, load_inputs
 
 
@@ -77,6 +77,7 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
     if episode.environment is not None:
         load_environment(episode)
     prepare_rewards(load_functions(reward).values())
+    load_answer(reward)
     if reward.url is not None:
         reward.read_api_key()
         parts = urlsplit(reward.url)
@@ -262,16 +263,21 @@ def check_servers(
     elsewhere = trainer.ray_address is not None
     builtin = model.path == BUILTIN_MODEL
     model_folder = str(Path(trainer.output_dir).absolute() if builtin else find_model_folder(model.path))
-    if glob.escape(model_folder) != model_folder:
-        raise InputError(
-            f"{'trainer.output_dir' if builtin else 'model.path'} is {model_folder!r}, where vLLM finds no weights: it "
-            "reads the name as a pattern; allowed: a folder whose path has none of * ? ["
-        )
+    check_folder_name("trainer.output_dir" if builtin else "model.path", model_folder)
     if not builtin:
         check_launch(model_folder, rollout, elsewhere=elsewhere)
         return
     with TemporaryDirectory() as folder:
         check_launch(build_tiny_model(folder), rollout, elsewhere=elsewhere)
+
+
+def check_folder_name(key: str, folder: str) -> None:
+    """Raises InputError for a folder in which vLLM would find no weights."""
+    if glob.escape(folder) != folder:
+        raise InputError(
+            f"{key} is {folder!r}, where vLLM finds no weights: it reads the name as a pattern; allowed: a folder "
+            "whose path has none of * ? ["
+        )
 
 
 def check_transport(sync: SyncConfig, rollout: RolloutConfig, placement: Placement) -> None:

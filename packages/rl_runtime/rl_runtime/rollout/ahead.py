@@ -16,9 +16,10 @@ from rollout_vllm.client.group_run import fresh_group
 from ..errors import InputError, RolloutFailed
 from ..experience import Experience, ExperienceBatch, Phase, PromptLike
 from .partial_rollouts import PartialRollout
-from .phase import Collected, RolloutMeter, ScoredGroup, Validation, largest
+from .phase import Collected, RolloutMeter, ScoredGroup, largest
 from .schedule import Schedule, Ticket
 from .step_rollouts import StepRollouts
+from .validation import Validation
 
 _CHECK_S = 0.5
 """Seconds between two looks at the servers while a step waits for its groups."""

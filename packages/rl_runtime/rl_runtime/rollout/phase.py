@@ -38,6 +38,7 @@ from ..experience import Experience, ExperienceBatch, Phase, PromptLike, with_to
 from .episodes import episode_player
 from .partial_rollouts import PartialRollout
 from .scoring import Scorer
+from .validation import PromptResult, Validation, prompt_result
 
 MorePrompts = Callable[[Sequence[Experience]], Sequence[PromptLike]]
 """All scored samples of a step so far -> the prompts of its next round of generation, none to end."""
@@ -72,16 +73,6 @@ class Collected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation:
-    """Scores on held-out prompts."""
-
-    accuracy: float
-    score_mean: float
-    num_samples: int
-    num_failed: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class ScoredGroup:
     """The scored samples of a group, and the reasons why others have no score."""
 
@@ -93,6 +84,8 @@ class ScoredGroup:
     reasons: list[str] = field(default_factory=list)
     is_stale: bool = False
     """Whether it was given up because it was too old."""
+    by_episode: bool = False
+    """An episode scored itself: what it answered is not for a reward to extract."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,23 +249,47 @@ class RolloutPhase:
             "rollout/num_partial_tokens": float(sum(partial.num_tokens for partial in self._partial)),
         }
 
-    def validate(self, prompts: Sequence[PromptLike], sampling: SamplingConfig, *, step: int) -> Validation:
-        """Scores held-out prompts; accuracy is the share of samples with the full score."""
-        scoring = self._client.run(self._generate(prompts, sampling, -1 - step, None))
-        ended = self._client.run(_all(scoring))
+    def validate(
+        self,
+        prompts: Sequence[PromptLike],
+        sampling: SamplingConfig,
+        *,
+        step: int,
+        on_scored: Callable[[], None] = lambda: None,
+    ) -> Validation:
+        """Samples and scores held-out prompts.
+
+        Args:
+            on_scored: called when the samples of a prompt are scored, in the client's thread.
+
+        Raises:
+            RolloutFailed: no sample could be generated and scored (gives the first reason), or the reward hangs.
+        """
+        scoring = self._client.run(self._generate(prompts, sampling, -1 - step, None, on_scored=on_scored))
+        results = self._client.run(self._results(prompts, scoring, vote=sampling.n > 1))
         self._client.run(self._meter.read(1.0))  # so that the metrics of the next step exclude the validation
         self.check_scorer(step)
-        items = [item for group in ended for item in group.items]
-        if not items:
-            reason = next(reason for group in ended for reason in group.reasons)
-            raise RolloutFailed(f"validation after step {step}: no sample was generated and scored: {reason}")
-        scores = np.array([item.score for item in items])
-        return Validation(
-            accuracy=float(np.mean([self._scorer.is_full(item) for item in items])),
-            score_mean=float(scores.mean()),
-            num_samples=len(items),
-            num_failed=len(prompts) * sampling.n - len(items),
-        )
+        validation = Validation(prompts=tuple(results), num_samples_per_prompt=sampling.n)
+        if not validation.num_samples:
+            raise RolloutFailed(
+                f"validation after step {step}: no sample was generated and scored: {validation.failure}"
+            )
+        return validation
+
+    async def _results(
+        self, prompts: Sequence[PromptLike], scoring: Sequence[asyncio.Task[ScoredGroup]], *, vote: bool
+    ) -> list[PromptResult]:
+        async def one(prompt: PromptLike, task: asyncio.Task[ScoredGroup]) -> PromptResult:
+            scored = await task
+            return prompt_result(
+                prompt,
+                scored.items,
+                is_right=[self._scorer.is_full(item) for item in scored.items],
+                votes=await self._scorer.votes(scored.items, by_episode=scored.by_episode) if vote else None,
+                failures=scored.reasons,
+            )
+
+        return await asyncio.gather(*(one(prompt, task) for prompt, task in zip(prompts, scoring, strict=True)))
 
     def check_scorer(self, step: int) -> None:
         """Raises RolloutFailed if the reward hangs."""
@@ -303,12 +320,14 @@ class RolloutPhase:
         num_groups: int | None,
         *,
         place: int = 0,
+        on_scored: Callable[[], None] = lambda: None,
     ) -> list[asyncio.Task[ScoredGroup]]:
         """Generates all groups; returns the scoring tasks of complete groups.
 
         Args:
             num_groups: number of complete groups that a training step waits for; None for held-out prompts.
             place: number of the first group, so that the groups of all rounds of a step have numbers of their own.
+            on_scored: called when the samples of a group are scored.
         """
         requested = self._requests(prompts, step, place, partial=self._partial if num_groups is not None else [])
         prompt_of = {group.prompt_id: (number, prompt) for number, (prompt, group) in enumerate(requested, place)}
@@ -318,7 +337,8 @@ class RolloutPhase:
         def score_into(tasks: dict[str, asyncio.Task[ScoredGroup]]) -> Callable[[GroupResult | EpisodeGroup], None]:
             def on_group(group: GroupResult | EpisodeGroup) -> None:
                 place, prompt = prompt_of[group.prompt_id]
-                tasks[group.prompt_id] = asyncio.create_task(self._score(place, prompt, group))
+                task = tasks[group.prompt_id] = asyncio.create_task(self._score(place, prompt, group))
+                task.add_done_callback(lambda _: on_scored())
 
             return on_group
 
@@ -459,6 +479,7 @@ class RolloutPhase:
             ],
             reasons=[failure.message for failure in group.failures]
             + [f"no reward: {found.message}" for found in scores if found.score is None],
+            by_episode=not all(math.isnan(draft.score) for draft in drafts),
         )
 
     def _draft(self, place: int, prompt: PromptLike, sample: Sample | EpisodeResult) -> Experience:

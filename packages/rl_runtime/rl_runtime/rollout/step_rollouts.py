@@ -10,7 +10,8 @@ from rollout_vllm import SamplingConfig
 from ..config import DynamicSamplingConfig
 from ..experience import Phase, PromptLike
 from .dynamic_sampling import DrawPrompts, DynamicSampling
-from .phase import Collected, RolloutPhase, Validation
+from .phase import Collected, RolloutPhase
+from .validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,9 @@ from run_kit import StopRequest
 from ..config import TrainerConfig
 from ..errors import RankError, RolloutFailed
 from ..experience import ExperienceBatch, Phase
-from ..rollout.phase import Collected, Validation
+from ..rollout.phase import Collected
 from ..rollout.servers import RolloutServers
+from ..rollout.validation import Validation
 from .checkpoints import RunCheckpoints
 from .metrics import rollout_metrics
 from .record import RunRecord

@@ -12,7 +12,8 @@ from run_kit.timing import PhaseTimer
 from ..experience import Experience
 from ..launch.session import Session
 from ..ranks.trainer_worker import TrainerWorker
-from ..rollout.phase import Collected, Validation
+from ..rollout.phase import Collected
+from ..rollout.validation import Validation
 from .ledger import SampleLedger
 from .metrics import throughput
 
@@ -64,15 +65,7 @@ class RunRecord:
 
     def log_validation(self, step: int, result: Validation) -> None:
         """Writes the scores on the held-out prompts."""
-        self._tracker.log_validation(
-            step,
-            {
-                "val/accuracy": result.accuracy,
-                "val/score/mean": result.score_mean,
-                "val/num_samples": result.num_samples,
-                "val/num_failed": result.num_failed,
-            },
-        )
+        self._tracker.log_validation(step, result.metrics())
 
     def _device_memory(self) -> dict[str, float]:
         """The largest peak of all ranks."""
