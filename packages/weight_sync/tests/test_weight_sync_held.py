@@ -260,7 +260,7 @@ def test_server_that_cannot_keep_requests_is_refused(server: helpers.Server, new
     with WeightPusher(ModuleSource(new_model), [server], config) as pusher:
         session = pusher._session
         assert session is not None
-        with pytest.raises(SyncConfigError, match=r"'keep' is not possible with the server at http://s: too old"):
+        with pytest.raises(SyncConfigError, match=r"'keep' cannot be used with the server at http://s: too old"):
             session._check_can_keep("http://s", {"cannot_keep": "too old"})
         with pytest.raises(SyncConfigError, match="weight_sync is too old"):
             session._check_can_keep("http://s", {})
