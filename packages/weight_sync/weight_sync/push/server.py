@@ -146,8 +146,8 @@ class ServerControl:
         ``running_requests``: with ``recompute`` also the KV cache of the held requests; with ``keep`` only the plugin
         (`vllm_plugin.held_requests`) can drop the prefix cache beside them.
         """
-        reset_running = str(running_requests == "recompute").lower()
-        answer = self._call("POST", "/reset_prefix_cache?" + urlencode({"reset_running_requests": reset_running}))
+        query = "?reset_running_requests=true" if running_requests == "recompute" else ""
+        answer = self._call("POST", "/reset_prefix_cache" + query)
         if isinstance(answer, dict) and answer.get("success") is False:
             detail = "the server did not reset its prefix cache, because requests hold a part of it"
             raise ServerError(self.url, "POST /reset_prefix_cache", 200, detail)
