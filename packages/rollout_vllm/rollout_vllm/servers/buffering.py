@@ -45,7 +45,7 @@ def is_buffered(request: Any, marker: str) -> bool:
 
 
 @dataclass(slots=True)
-class _Held:
+class _Unsent:
     """What was sampled for a request since its last message.
 
     spans: (policy version, number of tokens) of the first tokens; the others are of the current version.
@@ -70,31 +70,31 @@ class TokenBuffer:
 
     def __init__(self) -> None:
         self.version = UNKNOWN_VERSION
-        self._held: dict[str, _Held] = {}
+        self._unsent: dict[str, _Unsent] = {}
 
     def publish(self, version: int) -> None:
         """Tokens that `filter` receives from now on are of `version`."""
-        for held in self._held.values():
-            held.end_span(self.version)
+        for unsent in self._unsent.values():
+            unsent.end_span(self.version)
         self.version = version
 
     def open(self, request_id: str, client_index: int) -> None:
         """Buffer a request of front end number `client_index`."""
-        self._held[request_id] = _Held(client_index)
+        self._unsent[request_id] = _Unsent(client_index)
 
     def client_of(self, request_id: str) -> int | None:
         """The front end of a request; None if the request is not buffered."""
-        held = self._held.get(request_id)
-        return None if held is None else held.client_index
+        unsent = self._unsent.get(request_id)
+        return None if unsent is None else unsent.client_index
 
     def close(self, request_id: str) -> Any:
-        """Stop buffering a request. Returns an unfinished output with what was not sent, None if nothing was held."""
+        """Stop buffering a request. Returns an unfinished output with what was not sent, None if there is none."""
         from vllm.v1.engine import EngineCoreOutput
 
-        held = self._held.pop(request_id)
-        return (
-            EngineCoreOutput(request_id, held.token_ids, new_logprobs=self._message(held)) if held.token_ids else None
-        )
+        unsent = self._unsent.pop(request_id)
+        if not unsent.token_ids:
+            return None
+        return EngineCoreOutput(request_id, unsent.token_ids, new_logprobs=self._message(unsent))
 
     def filter(self, outputs: Iterable[Any], log_probs: Any) -> list[Any]:
         """The outputs to send after a step, in order.
@@ -106,27 +106,27 @@ class TokenBuffer:
         return [output for output in outputs if self._ready(output, log_probs, column)]
 
     def _ready(self, output: Any, log_probs: Any, column: list[float] | None) -> bool:
-        held, position = self._held.get(output.request_id), output.new_logprobs
-        if held is None:
+        unsent, position = self._unsent.get(output.request_id), output.new_logprobs
+        if unsent is None:
             if position is not None:
                 output.new_logprobs = log_probs.slice_request(*position)
             return True
-        held.token_ids += output.new_token_ids
+        unsent.token_ids += output.new_token_ids
         if position is not None:
             assert column is not None
             starts, (row, length) = log_probs.cu_num_generated_tokens, position
             first = row if starts is None else starts[row]
-            held.log_probs += column[first : first + length]
-        if len(held.token_ids) < INTERVAL and not _carries_more(output):
+            unsent.log_probs += column[first : first + length]
+        if len(unsent.token_ids) < INTERVAL and not _carries_more(output):
             return False
-        output.new_token_ids, output.new_logprobs = held.token_ids, self._message(held)
+        output.new_token_ids, output.new_logprobs = unsent.token_ids, self._message(unsent)
         if output.finish_reason is None:
-            self._held[output.request_id] = _Held(held.client_index)
+            self._unsent[output.request_id] = _Unsent(unsent.client_index)
         else:
-            del self._held[output.request_id]
+            del self._unsent[output.request_id]
         return True
 
-    def _message(self, held: _Held) -> Any:
+    def _message(self, unsent: _Unsent) -> Any:
         """LogprobsLists of one float32 column (empty if log-probs were not requested).
 
         In place of token ids it has the int64 rows (policy version, number of tokens).
@@ -134,9 +134,9 @@ class TokenBuffer:
         import numpy
         from vllm.v1.outputs import LogprobsLists
 
-        held.end_span(self.version)
-        spans = numpy.array(held.spans, numpy.int64).reshape(-1, 2)
-        return LogprobsLists(spans, numpy.array(held.log_probs, numpy.float32)[:, None], numpy.empty(0, numpy.int32))
+        unsent.end_span(self.version)
+        spans = numpy.array(unsent.spans, numpy.int64).reshape(-1, 2)
+        return LogprobsLists(spans, numpy.array(unsent.log_probs, numpy.float32)[:, None], numpy.empty(0, numpy.int32))
 
 
 def _carries_more(output: Any) -> bool:
