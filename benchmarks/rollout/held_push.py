@@ -91,9 +91,9 @@ def one_round(client: RolloutClient, trainer: Trainer, way: str, number: int, ar
     before, held = client.metrics()["generation_tokens"], 0.0
     begin = time.perf_counter()
     future = client.start(client.generate(requests, sampling))
+    while client.metrics()["generation_tokens"] < before + args.samples * args.tokens * args.push_at:
+        time.sleep(0.02)
     if way != "no push":
-        while client.metrics()["generation_tokens"] < before + args.samples * args.tokens * args.push_at:
-            time.sleep(0.005)
         held = trainer.push(way)
     groups = future.result()
     seconds = time.perf_counter() - begin
