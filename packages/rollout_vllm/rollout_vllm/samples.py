@@ -54,12 +54,13 @@ class Sample:
 
     response_ids: token ids, including the end-of-sequence token if it was sampled. log_probs: log-probability (natural
     logarithm) of each token under the distribution it was sampled from, i.e. after temperature and the other sampling
-    settings; same length as response_ids; None with `RolloutConfig(log_probs=False)`. policy_version: the client's
-    version when the first request was sent;
-    last_policy_version: when the last response arrived. version_spans: the policy version of every token, in order;
-    the num_tokens sum to the length of the response, and neighboring spans have different versions. The spans are
-    exact when weights change between `RolloutClient.pause` and `resume`; without a pause, a span has the version at
-    the time its request was sent.
+    settings; same length as response_ids; None with `RolloutConfig(log_probs=False)`. policy_version: that of the
+    first token; last_policy_version: the client's version when the last response arrived, or that of a later token.
+    version_spans: the policy version of every token, in order; the num_tokens sum to the length of the response, and
+    neighboring spans have different versions. They are exact on servers that note versions
+    (`RolloutClient.fetch_policy_versions`), whenever weights are pushed. On other servers a span has the client's
+    version at the time its request was sent, which is exact when weights change between `RolloutClient.pause` and
+    `resume`.
     """
 
     prompt_id: str

@@ -14,17 +14,25 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
-from rollout_vllm.servers.buffering import INTERVAL, TokenBuffer, is_buffered
+from rollout_vllm.servers.buffering import INTERVAL, UNKNOWN_VERSION, TokenBuffer, is_buffered
 from rollout_vllm.servers.patch import IDS_ONLY
 
 REQUESTS = ("a", "b", "stock")
 
 
+Step = dict[str, tuple[int, bool]]
+
+
 @st.composite
-def steps(draw: st.DrawFn) -> list[dict[str, tuple[int, bool]]]:
-    """For each step and request that takes part: number of tokens, and whether it is the request's last step."""
-    made, ended = list[dict[str, tuple[int, bool]]](), set[str]()
+def steps(draw: st.DrawFn) -> list[Step | int]:
+    """For each step and request that takes part: number of tokens, and whether it is the request's last step.
+
+    Between steps, new weights are published: a policy version.
+    """
+    made, ended = list[Step | int](), set[str]()
     for _ in range(draw(st.integers(1, 3 * INTERVAL))):
+        if not draw(st.integers(0, 9)):
+            made.append(draw(st.integers(0, 3)))
         rows = {}
         for request in REQUESTS:
             if request not in ended and draw(st.integers(0, 9)):
@@ -62,18 +70,30 @@ def test_nothing_is_lost_repeated_or_reordered(plan: list[Any], speculative: boo
         buffer.open(request, 3)
     sent: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
     expected: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+    versions_sent: dict[str, list[int]] = defaultdict(list)
+    versions: dict[str, list[int]] = defaultdict(list)
+    version = UNKNOWN_VERSION
     messages: dict[str, int] = defaultdict(int)
 
     def receive(output: Any) -> None:
         ids, values = sent[output.request_id]
         ids += output.new_token_ids
         values += [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
+        if output.request_id != "stock":
+            spans = output.new_logprobs.logprob_token_ids.tolist()
+            assert all(count > 0 for _, count in spans)
+            versions_sent[output.request_id] += [version for version, count in spans for _ in range(count)]
         messages[output.request_id] += 1
 
     for rows in plan:
+        if isinstance(rows, int):
+            version = rows
+            buffer.publish(version)
+            continue
         outputs, log_probs = outputs_of(rows, first, speculative)
         for output in outputs:
             expected[output.request_id][0].extend(output.new_token_ids)
+            versions[output.request_id] += [version] * len(output.new_token_ids)
             values = [-token / 8 for token in output.new_token_ids] if with_log_probs else []
             expected[output.request_id][1].extend(values)
             output.new_logprobs = output.new_logprobs if with_log_probs else None
@@ -90,6 +110,7 @@ def test_nothing_is_lost_repeated_or_reordered(plan: list[Any], speculative: boo
         assert buffer.client_of(request) is None
     for request in REQUESTS:
         assert sent[request] == expected[request]
+    assert all(versions_sent[request] == versions[request] for request in ("a", "b"))
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,20 @@ class FakeServers:
     """A RequestRunner whose token at `place` is 1000 * version + place, with log-prob -(place + 1) / 8 - version.
 
     `place` counts from the start of the response, so lost, repeated and moved tokens are detected. Responses are
-    interrupted at random. lengths: of the complete responses.
+    interrupted at random. lengths: of the complete responses. notes_versions: the policy is also updated within a
+    response, and the response has the version of every token.
     """
 
-    def __init__(self, seed: int, lengths: list[int], *, interrupt_rate: float, fail_rate: float) -> None:
+    def __init__(
+        self,
+        seed: int,
+        lengths: list[int],
+        *,
+        interrupt_rate: float,
+        fail_rate: float,
+        notes_versions: bool = False,
+    ) -> None:
+        self._notes_versions = notes_versions
         self.policy_version = 0
         self.calls: list[CompletionRequest] = []
         self._random = random.Random(seed)
@@ -86,6 +96,7 @@ class FakeServers:
         if self._random.random() < 0.5:
             self.policy_version += 1  # the policy is updated while the request is in flight
         choices = [self._choice(call, index, version) for index in range(call.sampling.n)]
+        choices = [self._updated(choice, version) for choice in choices] if self._notes_versions else choices
         return Completion(choices=choices, server=0, version=version, num_attempts=1)
 
     def _choice(self, call: CompletionRequest, index: int, version: int) -> Choice:
@@ -102,6 +113,19 @@ class FakeServers:
             "abort" if interrupted else ("stop" if stops else "length"),
         )
 
+    def _updated(self, choice: Choice, sent: int) -> Choice:
+        """The first tokens keep the version at which the request was sent, which the server may not know."""
+        ids, log_probs = choice.response_ids, choice.log_probs or []
+        change = self._random.randint(0, len(ids))
+        new = self.policy_version = self.policy_version + 1
+        spans = ((self._random.choice((None, sent)), change), (new, len(ids) - change))
+        return Choice(
+            [*ids[:change], *(token + 1000 * (new - sent) for token in ids[change:])],
+            [*log_probs[:change], *(value - (new - sent) for value in log_probs[change:])],
+            choice.finish_reason,
+            tuple((version, count) for version, count in spans if count),
+        )
+
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(
@@ -110,12 +134,14 @@ class FakeServers:
     st.integers(1, 4),
     st.sampled_from([0.0, 0.3, 0.8]),
     st.sampled_from([0.0, 0.1]),
+    st.booleans(),
 )
 def test_no_token_is_lost_repeated_or_moved(
-    seed: int, lengths: list[int], n: int, interrupt_rate: float, fail_rate: float
+    seed: int, lengths: list[int], n: int, interrupt_rate: float, fail_rate: float, notes_versions: bool
 ) -> None:
     sampling = SamplingConfig(n=n, max_tokens=10, min_tokens=2)
-    servers = FakeServers(seed, lengths, interrupt_rate=interrupt_rate, fail_rate=fail_rate)
+    rates = {"interrupt_rate": interrupt_rate, "fail_rate": fail_rate}
+    servers = FakeServers(seed, lengths, **rates, notes_versions=notes_versions)
     request = Request(prompt_id="a", prompt_ids=PROMPT, seed=40)
     run = GroupRun(fresh_group(request, n), sampling, servers, ["http://a"], None)  # type: ignore[arg-type]
     asyncio.run(run.run())

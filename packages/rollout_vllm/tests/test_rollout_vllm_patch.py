@@ -1,5 +1,6 @@
 """What the server process replaces in vLLM: it exists, and requests of other clients take vLLM's own path."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils import system_utils
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -63,7 +66,8 @@ def front_end(tokenizer: Any, extra_args: dict[str, Any] | None) -> tuple[Output
     state = processor.request_states["cmpl-r-1"]
     for token in tokenizer.encode(TEXT):
         row = numpy.array([[token]])
-        lists = LogprobsLists(row, (-row / 128).astype(numpy.float32), numpy.array([1]))
+        ids = numpy.array([[3, 1]]) if extra_args and IDS_ONLY in extra_args else row  # (policy version, tokens)
+        lists = LogprobsLists(ids, (-row / 128).astype(numpy.float32), numpy.array([1]))
         assert state.detokenizer is not None
         assert state.logprobs_processor is not None
         state.detokenizer.update([token], False)
@@ -95,7 +99,24 @@ def test_clients_of_this_package_get_ids_and_log_probs(tokenizer: Any, patched: 
     text, ids, log_probs = response(front_end(tokenizer, extra_args)[1])
     assert (text, ids) == ("", tokenizer.encode(TEXT))
     assert log_probs == [-token / 128 for token in ids]
+    assert log_probs.spans == [[3, 1]] * len(ids)
     assert BUFFERING.calls["from_new_request"] == calls + 1
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_answer_has_the_policy_versions_of_each_choice(tokenizer: Any, patched: None, marked: bool) -> None:
+    _, state = front_end(tokenizer, {IDS_ONLY: 1} if marked else None)
+    result = state.make_request_output([], None, "length", None)
+    request = CompletionRequest(prompt=[1, 2], max_tokens=99, logprobs=0 if marked else None, return_token_ids=True)
+    serving = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
+    serving.enable_prompt_tokens_details = serving.enable_per_request_metrics = False
+    serving.system_fingerprint = None
+    to_response = serving.request_output_to_completion_response
+    answer = to_response([result], request, "cmpl-r", 0, "policy", tokenizer, SimpleNamespace())  # type: ignore[arg-type]
+    [choice] = json.loads(answer.model_dump_json())["choices"]
+    ids = tokenizer.encode(TEXT)
+    assert choice["token_ids"] == ids
+    assert choice.get("policy_versions") == ([[3, 1]] * len(ids) if marked else None)
 
 
 @pytest.mark.parametrize("internal", [True, False])
@@ -106,12 +127,14 @@ def test_aborted_request_ends_with_the_tokens_that_the_engine_core_still_held(
     ids = tokenizer.encode(TEXT)
     assert processor.abort_requests(["cmpl-r-1" if internal else "cmpl-r"], internal) == ["cmpl-r-1"]
     assert processor.request_states == {"cmpl-r-1": state}
-    rest = EngineCoreOutput("cmpl-r-1", [7], new_logprobs=LogprobsLists(*(numpy.array([[-0.5]], numpy.float32),) * 3))
+    lists = LogprobsLists(numpy.array([[4, 1]]), numpy.array([[-0.5]], numpy.float32), numpy.empty(0))
+    rest = EngineCoreOutput("cmpl-r-1", [7], new_logprobs=lists)
     end = EngineCoreOutput("cmpl-r-1", [], finish_reason=FinishReason.ABORT)
     [answer] = processor.process_outputs([rest, end]).request_outputs
     [choice] = answer.outputs
     assert (choice.token_ids, choice.finish_reason) == ([*ids, 7], "abort")
     assert choice.logprobs == [*(-token / 128 for token in ids), -0.5]
+    assert choice.logprobs.spans == [*[[3, 1]] * len(ids), [4, 1]]
     assert not processor.request_states
     assert not processor.external_req_ids
 

@@ -256,7 +256,7 @@ def test_model_that_was_loaded_without_the_record_is_refused(monkeypatch: pytest
 def test_installed_vllm_has_every_declared_part() -> None:
     rows = records()
     assert {row["name"]: row["problem"] for row in rows if row["state"] != "active"} == {}
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert all(row["reason"] and row["tested"] == "vllm>=0.26,<0.34" for row in rows)
 
 

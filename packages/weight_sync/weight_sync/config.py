@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from .errors import SyncConfigError
 
 TRANSPORTS = ("auto", "shm", "ipc", "nccl", "tcp")
+RUNNING_REQUESTS = ("wait", "keep", "recompute")
 
 #: The name of this package's weight-transfer engine in vLLM (``--weight-transfer-config``).
 BACKEND = "plinth"
@@ -75,11 +76,18 @@ class SyncConfig:
     """``fp8_blocks``: the trainer quantizes linear weights to 8 bits with one scale per 128 x 128 block, for servers of
     a checkpoint in that format. A server of another format rejects them by name. Not tested on a GPU yet."""
 
+    running_requests: Literal["wait", "keep", "recompute"] = "wait"
+    """What a push does with the requests that a server is running. ``wait``: they finish first, under the old weights.
+    ``keep``: they are held where they are and continue with the new weights. Their KV cache stays: keys and values of
+    all tokens but the last one come from the old weights, so the log-probs of later tokens are those of neither policy.
+    ``recompute``: they are held, vLLM drops their KV cache and prefills prompt and response again under the new
+    weights. New requests never use the KV cache of old weights."""
+
     timeout_s: float = 120.0
     """Longest silence, in seconds, before the other side counts as dead. Waiting for running requests is separate."""
 
     pause_timeout_s: float = 1800.0
-    """Longest wait, in seconds, for a server's running requests to finish."""
+    """Longest wait, in seconds, for a server's running requests to finish, or to be held after the current step."""
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -88,6 +96,9 @@ class SyncConfig:
             raise SyncConfigError(f"apply: {self.apply!r} is not one of auto, layerwise")
         if self.quantize not in ("none", "fp8_blocks"):
             raise SyncConfigError(f"quantize: {self.quantize!r} is not one of none, fp8_blocks")
+        if self.running_requests not in RUNNING_REQUESTS:
+            allowed = ", ".join(RUNNING_REQUESTS)
+            raise SyncConfigError(f"running_requests: {self.running_requests!r} is not one of {allowed}")
         if self.bucket_mib is not None and not (_is_number(self.bucket_mib, int) and self.bucket_mib >= 1):
             raise SyncConfigError(f"bucket_mib: {self.bucket_mib!r} given, must be an integer, at least 1")
         for name in ("timeout_s", "pause_timeout_s"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from ..samples import Endpoint, FirstGroups, GroupResult, PartialGroup, Request
 from .dispatch import Dispatcher
 from .group_run import GroupRun, fresh_group
 from .metrics import ClientCounters, Rates, combine, server_metrics
+from .protocol import error_message
 from .request_runner import RequestRunner
 from .transport import HttpClient, cancel, gather_or_cancel
 
@@ -23,6 +25,7 @@ T = TypeVar("T")
 OnGroup = Callable[[GroupResult], Awaitable[None] | None]
 
 _METRICS_TIMEOUT_S = 10.0
+_POLICY_VERSION_ROUTE = "/plinth/policy_version"
 _INTERRUPT_POLL_S = 0.02
 _INTERRUPT_TIMEOUT_S = 30.0
 
@@ -299,6 +302,37 @@ class RolloutClient(HttpClient):
     def set_policy_version(self, version: int) -> None:
         """Set the version of new tokens; call it when all servers hold the weights of `version`."""
         self._runner.policy_version = version
+
+    async def fetch_policy_versions(self) -> list[int | None]:
+        """The policy version of each server's weights, as published by the last push; None: no push had a version.
+
+        Servers of `ServerGroup` and `launch_on_ray` note the version of every token that they sample, so
+        `Sample.version_spans` is exact also when weights are pushed while they generate (weight_sync's
+        `SyncConfig(running_requests="keep")`).
+
+        Raises ControlError if a server does not note versions, or does not answer.
+        """
+        answers = await asyncio.gather(*map(self._policy_version_of, range(len(self.endpoints))))
+        problems = {self._urls[server]: text for server, text in enumerate(answers) if isinstance(text, str)}
+        if problems:
+            text = "; ".join(f"{url}: {problem}" for url, problem in problems.items())
+            raise ControlError(f"policy versions of the servers: {text}", problems)
+        return [version for version in answers if not isinstance(version, str)]
+
+    async def _policy_version_of(self, server: int) -> int | str | None:
+        """A server's policy version, or why it is not known."""
+        try:
+            status, _, raw = await self._transport.exchange(
+                server, "GET", _POLICY_VERSION_ROUTE, timeout_s=_METRICS_TIMEOUT_S
+            )
+            if status == 200:
+                version = int(json.loads(raw)["policy_version"])
+                return None if version < 0 else version
+        except (TimeoutError, aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+        if status in (404, 405):
+            return "it does not note the policy version of tokens; start it with ServerGroup or launch_on_ray"
+        return error_message(status, raw.decode("utf-8", "replace"))
 
     def set_model(self, model: str | None) -> None:
         """Request this model name from now on, e.g. a LoRA adapter's; None: the model of each endpoint."""

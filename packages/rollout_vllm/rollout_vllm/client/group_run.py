@@ -40,8 +40,11 @@ def extend(
 ) -> PartialSample:
     """Append a choice's tokens to `part`. The result is finished unless the choice was interrupted.
 
-    version: the client's policy version when the request was sent; last_version: when the response arrived.
+    version: the client's policy version when the request was sent; last_version: when the response arrived. The
+    versions that the server noted for the tokens take precedence.
     """
+    spans = choice.spans or ((version, len(choice.response_ids)),)
+    noted = [(version if own is None else own, count) for own, count in spans]
     ids = part.response_ids + choice.response_ids
     reason = None if choice.finish_reason == "abort" else choice.finish_reason
     if reason is None and len(ids) >= sampling.max_tokens:
@@ -50,9 +53,9 @@ def extend(
         part,
         response_ids=ids,
         log_probs=joined(part.log_probs, choice.log_probs),
-        version_spans=merge_spans([*part.version_spans, (version, len(choice.response_ids))]),
+        version_spans=merge_spans([*part.version_spans, *noted]),
         finish_reason=reason,
-        last_policy_version=last_version,
+        last_policy_version=max([last_version, *(version for version, _ in noted)]),
     )
 
 

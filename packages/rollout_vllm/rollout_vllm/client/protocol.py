@@ -3,7 +3,9 @@
 The request is /v1/completions with token ids as the prompt. It uses these vLLM extensions: `return_token_ids` (token
 ids of the response), `return_tokens_as_token_ids` (log-prob tokens as "token_id:17", the fallback for servers without
 the former), `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `repetition_penalty`, and `vllm_xargs`,
-which tells this package's servers that only ids and log-probs are read (other servers ignore it).
+which tells this package's servers that only ids and log-probs are read (other servers ignore it). Their responses also
+have `policy_versions` of each choice: [version, number of tokens] in order, -1 for a version that the server does not
+know.
 """
 
 import json
@@ -29,6 +31,9 @@ class Choice:
     response_ids: list[int]
     log_probs: list[float] | None
     finish_reason: FinishReason
+    spans: tuple[tuple[int | None, int], ...] = ()
+    """(policy version, number of tokens) of all tokens in order, from this package's servers; () from others. None: the
+    server's weights were never published with a version."""
 
 
 def completion_body(
@@ -118,14 +123,28 @@ def _parse_choice(raw: Mapping[str, Any], index: int, asked: bool) -> Choice:
     # A large step has a million tokens: use built-in functions over whole lists instead of a Python loop.
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise MalformedAnswerError(f"choice {index}: no token ids (does the server support return_token_ids?)")
+    spans = _parse_spans(raw.get("policy_versions", []), index, len(ids))
     if not asked:
-        return Choice(ids, None, cast(FinishReason, reason))
+        return Choice(ids, None, cast(FinishReason, reason), spans)
     if not isinstance(values, list) or len(values) != len(ids):
         got = len(values) if isinstance(values, list) else "no"
         raise MalformedAnswerError(f"choice {index}: {got} log-probs for {len(ids)} tokens")
     if not set(map(type, values)) <= {int, float} or not all(map(math.isfinite, values)):
         raise MalformedAnswerError(f"choice {index}: a log-prob is missing or is not finite")
-    return Choice(ids, list(map(float, values)), cast(FinishReason, reason))
+    return Choice(ids, list(map(float, values)), cast(FinishReason, reason), spans)
+
+
+def _parse_spans(raw: Any, index: int, num_tokens: int) -> tuple[tuple[int | None, int], ...]:
+    if raw == []:
+        return ()
+    try:
+        spans = tuple((None if version < 0 else int(version), int(count)) for version, count in raw)
+        if sum(count for _, count in spans) == num_tokens and all(count > 0 for _, count in spans):
+            return spans
+    except (TypeError, ValueError):
+        pass
+    problem = f"{str(raw)[:100]} is not a list of [version, number of tokens] of {num_tokens} tokens"
+    raise MalformedAnswerError(f"choice {index}: policy_versions {problem}")
 
 
 def _ids_from_placeholders(tokens: Any, index: int) -> list[int] | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 AUTH_MODULE = "plinth_server_auth"
+VERSIONS_MODULE = "plinth_server_policy_versions"
 FORK_VARIABLE = "PLINTH_ROLLOUT_FORK"
 BUFFER_VARIABLE = "PLINTH_ROLLOUT_BUFFER"
 
@@ -47,7 +48,8 @@ def buffer_tokens(patch: Any, *, engine_core: bool, front_end: bool) -> None:
     """Make the processes of the server buffer the tokens of clients that read only ids and log-probs."""
     buffering = _load("plinth_server_buffering", "buffering.py")
     if engine_core:
-        buffering.buffer_in_engine_core(patch.BUFFERING.replace, patch.IDS_ONLY)
+        versions = sys.modules.get(VERSIONS_MODULE) or _load(VERSIONS_MODULE, "policy_versions.py")
+        buffering.buffer_in_engine_core(patch.BUFFERING.replace, patch.IDS_ONLY, versions.PUBLISH)
     if front_end:
         buffering.buffer_in_front_end(patch.BUFFERING.replace, patch.IDS_ONLY)
 
@@ -56,6 +58,7 @@ def main() -> None:
     import runpy
 
     _load(AUTH_MODULE, "auth.py")
+    versions = _load(VERSIONS_MODULE, "policy_versions.py")
     patch = _load("plinth_server_patch", "patch.py")
     patch.SOCKETS.check()
     if os.environ.get(FORK_VARIABLE) == "1":
@@ -63,6 +66,7 @@ def main() -> None:
     if patch.BUFFERING.check():
         os.environ[BUFFER_VARIABLE] = "1"  # both halves or none
         buffer_tokens(patch, engine_core=True, front_end=True)  # the engine core is forked, or does it again
+        versions.PolicyVersionMiddleware.enabled = True
     sys.argv[0] = "plinth-rollout-server"
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
 

@@ -5,15 +5,23 @@ the front end makes Python objects and text of each. That work takes longer than
 the engine core collects the tokens and log-probs of a request and sends them every `INTERVAL` tokens, when the request
 ends and when it is aborted; the front end appends them to two lists. Values and tokens are the same.
 
+The engine core also notes the policy version that samples each token: `policy_versions.py` tells it the version when
+new weights are published. The versions travel with the tokens, so they are exact whatever is in flight between the
+processes.
+
 `_serve.py` loads this file by path, so it imports nothing of this package.
 """
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 INTERVAL = 32
 """Tokens of a request per message. Counters such as `vllm:generation_tokens` advance in these steps."""
+
+UNKNOWN_VERSION = -1
+"""Policy version of a server whose weights were never published with a version."""
 
 _COMPLETION = re.compile(r"(\d+_)?cmpl-")
 """Beginning of vLLM's ids of /v1/completions: the only route whose answer is made of buffered tokens."""
@@ -36,27 +44,57 @@ def is_buffered(request: Any, marker: str) -> bool:
     return params.output_kind.name == "FINAL_ONLY" and not any(needs) and params.prompt_logprobs is None
 
 
+@dataclass(slots=True)
+class _Unsent:
+    """What was sampled for a request since its last message.
+
+    spans: (policy version, number of tokens) of the first tokens; the others are of the current version.
+    """
+
+    client_index: int
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+    def end_span(self, version: int) -> None:
+        """The tokens that belong to no span yet are of `version`."""
+        count = len(self.token_ids) - sum(count for _, count in self.spans)
+        self.spans += [(version, count)] if count else []
+
+
 class TokenBuffer:
-    """The tokens and log-probs of requests that the engine core has sampled and not sent yet."""
+    """The tokens and log-probs of requests that the engine core has sampled and not sent yet.
+
+    version: policy version of the tokens that are sampled now.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[str, tuple[int, list[int], list[float]]] = {}
+        self.version = UNKNOWN_VERSION
+        self._unsent: dict[str, _Unsent] = {}
+
+    def publish(self, version: int) -> None:
+        """Tokens that `filter` receives from now on are of `version`."""
+        for unsent in self._unsent.values():
+            unsent.end_span(self.version)
+        self.version = version
 
     def open(self, request_id: str, client_index: int) -> None:
         """Buffer a request of front end number `client_index`."""
-        self._held[request_id] = (client_index, [], [])
+        self._unsent[request_id] = _Unsent(client_index)
 
     def client_of(self, request_id: str) -> int | None:
         """The front end of a request; None if the request is not buffered."""
-        held = self._held.get(request_id)
-        return None if held is None else held[0]
+        unsent = self._unsent.get(request_id)
+        return None if unsent is None else unsent.client_index
 
     def close(self, request_id: str) -> Any:
-        """Stop buffering a request. Returns an unfinished output with what was not sent, None if nothing was held."""
+        """Stop buffering a request. Returns an unfinished output with what was not sent, None if there is none."""
         from vllm.v1.engine import EngineCoreOutput
 
-        _, token_ids, log_probs = self._held.pop(request_id)
-        return EngineCoreOutput(request_id, token_ids, new_logprobs=_as_arrays(log_probs)) if token_ids else None
+        unsent = self._unsent.pop(request_id)
+        if not unsent.token_ids:
+            return None
+        return EngineCoreOutput(request_id, unsent.token_ids, new_logprobs=self._message(unsent))
 
     def filter(self, outputs: Iterable[Any], log_probs: Any) -> list[Any]:
         """The outputs to send after a step, in order.
@@ -68,26 +106,37 @@ class TokenBuffer:
         return [output for output in outputs if self._ready(output, log_probs, column)]
 
     def _ready(self, output: Any, log_probs: Any, column: list[float] | None) -> bool:
-        held, position = self._held.get(output.request_id), output.new_logprobs
-        if held is None:
+        unsent, position = self._unsent.get(output.request_id), output.new_logprobs
+        if unsent is None:
             if position is not None:
                 output.new_logprobs = log_probs.slice_request(*position)
             return True
-        _, token_ids, values = held
-        token_ids += output.new_token_ids
+        unsent.token_ids += output.new_token_ids
         if position is not None:
             assert column is not None
             starts, (row, length) = log_probs.cu_num_generated_tokens, position
             first = row if starts is None else starts[row]
-            values += column[first : first + length]
-        if len(token_ids) < INTERVAL and not _carries_more(output):
+            unsent.log_probs += column[first : first + length]
+        if len(unsent.token_ids) < INTERVAL and not _carries_more(output):
             return False
-        output.new_token_ids, output.new_logprobs = token_ids, _as_arrays(values)
+        output.new_token_ids, output.new_logprobs = unsent.token_ids, self._message(unsent)
         if output.finish_reason is None:
-            self._held[output.request_id] = (held[0], [], [])
+            self._unsent[output.request_id] = _Unsent(unsent.client_index)
         else:
-            del self._held[output.request_id]
+            del self._unsent[output.request_id]
         return True
+
+    def _message(self, unsent: _Unsent) -> Any:
+        """LogprobsLists of one float32 column (empty if log-probs were not requested).
+
+        In place of token ids it has the int64 rows (policy version, number of tokens).
+        """
+        import numpy
+        from vllm.v1.outputs import LogprobsLists
+
+        unsent.end_span(self.version)
+        spans = numpy.array(unsent.spans, numpy.int64).reshape(-1, 2)
+        return LogprobsLists(spans, numpy.array(unsent.log_probs, numpy.float32)[:, None], numpy.empty(0, numpy.int32))
 
 
 def _carries_more(output: Any) -> bool:
@@ -97,17 +146,6 @@ def _carries_more(output: Any) -> bool:
     return output.routed_experts is not None or getattr(output, "new_sampling_mask", None) is not None
 
 
-def _as_arrays(log_probs: list[float]) -> Any:
-    """LogprobsLists of one float32 column, without token ids and ranks; None if log-probs were not requested."""
-    if not log_probs:
-        return None
-    import numpy
-    from vllm.v1.outputs import LogprobsLists
-
-    column, nothing = numpy.array(log_probs, numpy.float32)[:, None], numpy.empty(0, numpy.int32)
-    return LogprobsLists(nothing, column, nothing)
-
-
 class _Rows:
     """Replaces a step's LogprobsLists: a request's slice is its position (row, number of tokens), not three arrays."""
 
@@ -115,8 +153,11 @@ class _Rows:
         return row, length
 
 
-def buffer_in_engine_core(replace: Replace, marker: str) -> list[Callable[[], None]]:
-    """Buffer in this process's engine core. Returns the functions that restore vLLM's own path."""
+def buffer_in_engine_core(replace: Replace, marker: str, publish_name: str) -> list[Callable[[], None]]:
+    """Buffer in this process's engine core. Returns the functions that restore vLLM's own path.
+
+    publish_name: name of the engine core's new method that sets the policy version.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -157,6 +198,13 @@ def buffer_in_engine_core(replace: Replace, marker: str) -> list[Callable[[], No
             self.output_queue.put_nowait((client_index, outputs))
         send_finished(self, req_ids, client_index, finish_reason)
 
+    def publish(self: Any, version: int | None) -> int:
+        """Between two steps. Paused engines have no step in flight, so no token gets the version of the next."""
+        if version is not None:
+            buffer.publish(version)
+        return buffer.version
+
+    setattr(EngineCoreProc, publish_name, publish)
     return [
         replace(Scheduler, "add_request", add_request),
         replace(Scheduler, "update_from_output", update_from_output),
@@ -173,26 +221,31 @@ def buffer_in_front_end(replace: Replace, marker: str) -> list[Callable[[], None
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
     class SampledLogProbs(list[float]):
-        """One log-prob per token."""
+        """One log-prob per token, or none at all. spans: [policy version, number of tokens], in order."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.spans: list[list[int]] = []
 
     class SampledProcessor(LogprobsProcessor):  # vLLM is not typed here
-        """Collects log-probs as they are."""
+        """Collects log-probs and policy versions as they are."""
 
         def update_from_output(self, output: Any) -> None:
             if output.new_logprobs is not None:
                 self.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+                self.logprobs.spans.extend(output.new_logprobs.logprob_token_ids.tolist())
 
     new_state, abort = RequestState.from_new_request, OutputProcessor.abort_requests
     choice_log_probs = serving.OpenAIServingCompletion._create_completion_logprobs
+    to_response = serving.OpenAIServingCompletion.request_output_to_completion_response
 
     def from_new_request(**given: Any) -> Any:
         request = given["request"]
         if not is_buffered(request, marker):
             return new_state(**given)
         state = new_state(**given | {"tokenizer": None})  # no text
-        count = request.sampling_params.logprobs
-        values: Any = None if count is None else SampledLogProbs()
-        state.logprobs_processor = SampledProcessor(None, values, None, None, count, None)
+        values: Any = SampledLogProbs()
+        state.logprobs_processor = SampledProcessor(None, values, None, None, request.sampling_params.logprobs, None)
         return state
 
     def is_open(self: Any, request_id: str) -> bool:
@@ -214,8 +267,21 @@ def buffer_in_front_end(replace: Replace, marker: str) -> list[Callable[[], None
             return choice_log_probs(self, token_ids, top_logprobs, *args, **kwargs)
         return CompletionLogProbs(token_logprobs=[max(value, -9999.0) for value in top_logprobs])  # JSON has no -inf
 
+    def request_output_to_completion_response(self: Any, results: list[Any], *args: Any, **kwargs: Any) -> Any:
+        response = to_response(self, results, *args, **kwargs)
+        outputs = [output for result in results for output in result.outputs]
+        for choice, output in zip(response.choices, outputs, strict=True):
+            if isinstance(output.logprobs, SampledLogProbs):
+                choice.policy_versions = output.logprobs.spans
+        return response
+
     return [
         replace(RequestState, "from_new_request", from_new_request),
         replace(OutputProcessor, "abort_requests", abort_requests),
         replace(serving.OpenAIServingCompletion, "_create_completion_logprobs", create_completion_logprobs),
+        replace(
+            serving.OpenAIServingCompletion,
+            "request_output_to_completion_response",
+            request_output_to_completion_response,
+        ),
     ]

@@ -14,6 +14,7 @@ from .auth import KEY_VARIABLE
 Device = Literal["cpu", "cuda"]
 SERVED_MODEL_NAME = "policy"
 AUTH_MIDDLEWARE = "plinth_server_auth.ApiKeyMiddleware"  # the module that _serve.py registers
+VERSION_MIDDLEWARE = "plinth_server_policy_versions.PolicyVersionMiddleware"  # the same
 DEFAULT_CPU_KV_CACHE_GIB = 1.0
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.5
@@ -57,7 +58,8 @@ def server_arguments(
 ) -> list[str]:
     """vLLM's arguments. `extra_args` and then `config.extra_args` come last, so they override the others."""
     args = ["--model", model_path, "--served-model-name", SERVED_MODEL_NAME]
-    args += ["--host", config.host, "--port", str(port), "--middleware", AUTH_MIDDLEWARE]
+    args += ["--host", config.host, "--port", str(port)]
+    args += ["--middleware", VERSION_MIDDLEWARE, "--middleware", AUTH_MIDDLEWARE]  # the last one is the outermost
     args += ["--dtype", config.dtype, "--load-format", config.load_format]
     # On the CPU, results depend on the batch composition; a batch of one sequence is reproducible.
     max_num_seqs = 1 if config.deterministic and device == "cpu" else config.max_num_seqs or DEFAULT_MAX_NUM_SEQS

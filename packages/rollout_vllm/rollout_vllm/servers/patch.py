@@ -74,6 +74,7 @@ FORK = Patch(
     replaces={"vllm.utils.system_utils": ("get_mp_context()",)},
 )
 _STATE = "tokenizer, request, prompt, parent_req, request_index, queue, log_stats, stream_interval"
+_RESPONSE = "self, final_res_batch, request, request_id, created_time, model_name, tokenizer, request_metadata"
 BUFFERING = Patch(
     name="buffered tokens",
     reason="sending and decoding each token and its log-prob in Python takes longer than a decoding step",
@@ -88,7 +89,10 @@ BUFFERING = Patch(
         ),
         "vllm.v1.engine.output_processor:RequestState": (f"from_new_request({_STATE})",),
         "vllm.v1.engine.output_processor:OutputProcessor": ("abort_requests(self, request_ids, internal)",),
-        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": ("_create_completion_logprobs",),
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion": (
+            "_create_completion_logprobs",
+            f"request_output_to_completion_response({_RESPONSE})",
+        ),
     },
     reads={
         "vllm.v1.engine.core:EngineCoreProc": ("_send_abort_outputs_to_client(self, req_ids, client_index)",),
@@ -117,6 +121,7 @@ BUFFERING = Patch(
             "stop",
         ),
         "vllm.entrypoints.openai.completion.protocol:CompletionLogProbs": ("token_logprobs",),
+        "vllm.v1.engine.core_client:AsyncMPClient": ("call_utility_async(self, method, args)",),
     },
 )
 SOCKETS = Patch(

@@ -43,7 +43,7 @@ class SyncReport:
     num_tensors: int
     total_s: float
     pause_s: float
-    """Longest wait for a server to finish its running requests."""
+    """Longest wait for a server to finish its running requests, or to hold them (`SyncConfig.running_requests`)."""
     gather_s: float
     """Time in which the source filled buckets."""
     transfer_s: float
@@ -99,8 +99,8 @@ class WeightPusher:
     def push(self, version: int) -> SyncReport:
         """Send the weights to all servers and publish them as ``version``. A collective over the group.
 
-        The servers first finish their running requests and hold new ones. After an error everything is sent once more,
-        unless a resend cannot succeed (a rejected plan).
+        The servers first finish or hold their running requests (`SyncConfig.running_requests`) and hold new ones. After
+        an error everything is sent once more, unless a resend cannot succeed (a rejected plan).
 
         Raises on every rank, with the servers paused and nothing published:
             ReceiverError: on rank 0, when a worker rejected the plan or a bucket.

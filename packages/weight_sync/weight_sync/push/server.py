@@ -113,13 +113,14 @@ class ServerControl:
         """Become the owner of the server. Fails while another pusher is alive."""
         self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
-    def pause(self, timeout_s: float) -> None:
-        """Wait until the running requests have finished, and hold new requests.
+    def pause(self, timeout_s: float, running_requests: str = "wait") -> None:
+        """Wait until the running requests have finished, or hold them after the current step; hold new requests.
 
-        Sleep level 0 does the same as ``/pause``, without the 20 ms that its handler sleeps after the engine has paused
-        and without dropping the caches.
+        ``running_requests``: see `SyncConfig`. Sleep level 0 does the same as ``/pause``, without the 20 ms that its
+        handler sleeps after the engine has paused and without dropping the caches.
         """
-        self._call("POST", "/sleep?" + urlencode({"level": 0, "mode": "wait"}), timeout_s=timeout_s)
+        mode = "wait" if running_requests == "wait" else "keep"
+        self._call("POST", "/sleep?" + urlencode({"level": 0, "mode": mode}), timeout_s=timeout_s)
 
     def start(self) -> None:
         """Open an update session on every worker."""
@@ -139,12 +140,18 @@ class ServerControl:
         if not any(isinstance(model, dict) and model.get("id") == name for model in models or ()):
             self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
-    def drop_caches(self) -> None:
-        """Drop the prefix cache and the encoder outputs of the old policy."""
-        self._call("POST", "/reset_encoder_cache")
-        answer = self._call("POST", "/reset_prefix_cache")
+    def drop_caches(self, running_requests: str = "wait") -> None:
+        """Drop the prefix cache and the encoder outputs of the old policy.
+
+        ``running_requests``: with ``recompute`` also the KV cache of the held requests; with ``keep`` only the plugin
+        (`vllm_plugin.held_requests`) can drop the prefix cache beside them.
+        """
+        query = "?reset_running_requests=true" if running_requests == "recompute" else ""
+        answer = self._call("POST", "/reset_prefix_cache" + query)
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise ServerError(self.url, "POST /reset_prefix_cache", 200, "the server did not reset its prefix cache")
+            detail = "the server did not reset its prefix cache, because requests hold a part of it"
+            raise ServerError(self.url, "POST /reset_prefix_cache", 200, detail)
+        self._call("POST", "/reset_encoder_cache")
 
     def resume(self) -> None:
         """Resume scheduling. A server that also sleeps at a higher level resumes when its memory is restored."""

@@ -20,7 +20,7 @@ import torch
 from ..adapter import Adapter
 from ..channel import Channel, Listener, Message
 from ..config import SyncConfig
-from ..errors import ChannelError, ReceiverError, ServerError, WeightSyncError
+from ..errors import ChannelError, ReceiverError, ServerError, SyncConfigError, WeightSyncError
 from ..plan import NUM_BUFFERS, Bucket, BucketPlan
 from ..sources.base import TensorSource
 from ..tensors import checksum
@@ -179,7 +179,7 @@ class PushSession:
     def _update_server(self, attempt: "_Attempt", index: int, control: ServerControl, info: dict[str, Any]) -> None:
         """One server's thread: pause, start the update, and run it until its workers have loaded everything."""
         start = time.perf_counter()
-        control.pause(self._config.pause_timeout_s)
+        control.pause(self._config.pause_timeout_s, self._config.running_requests)
         attempt.pause_s[index] = time.perf_counter() - start
         attempt.raise_if_canceled()
         try:
@@ -227,7 +227,15 @@ class PushSession:
         if hello.get("session") != attempt.session or not is_known:
             channel.close()
             return None
+        self._check_can_keep(self._controls[server].url, hello)
         return Link(channel, hello, f"{self._controls[server].url} worker {hello['worker']}")
+
+    def _check_can_keep(self, url: str, hello: Message) -> None:
+        """Refuse ``keep`` before weights are sent if the server could not drop its prefix cache beside requests."""
+        problem = hello.get("cannot_keep", "its version of weight_sync is too old")
+        if self._config.running_requests == "keep" and problem:
+            message = f"'keep' cannot be used with the server at {url}: {problem}; allowed here: wait, recompute"
+            raise SyncConfigError(f"running_requests: {message}")
 
     def _send_plan(self, attempt: "_Attempt", plan: BucketPlan, version: int) -> None:
         """Send the plan to every worker and wait until all have accepted it. No weights are sent before."""
@@ -282,7 +290,8 @@ class PushSession:
     def _publish(self, version: int) -> None:
         """Publish the version on every server, then resume all of them."""
         started = time.perf_counter()
-        cache_resets = [run_in_thread(control.drop_caches) for control in self._controls]
+        held = self._config.running_requests
+        cache_resets = [run_in_thread(control.drop_caches, held) for control in self._controls]
         self._each(lambda control: control.finish(version))
         for future in cache_resets:
             future.result()

@@ -28,7 +28,7 @@ from ..tensors import checksum
 from ..transports.base import Receiver
 from ..transports.select import make_receiver
 from ..transports.shm import ShmReceiver
-from . import apply, layout, processing, stale_replies
+from . import apply, held_requests, layout, processing, stale_replies
 from .adapters import AdapterLoader
 from .apply import ModelLoader
 from .layout import Layout
@@ -187,6 +187,7 @@ class PlinthEngine(WeightTransferEngine[PusherInfo, UpdateInfo]):
             "process": self._process,
             "device": self.device.type,
             "plans": list(self._plans),
+            "cannot_keep": held_requests.PATCH.problem() or "",
             "segments": shm.id if isinstance(shm, ShmReceiver) else "",
         }
 

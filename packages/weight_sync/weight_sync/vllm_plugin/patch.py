@@ -25,7 +25,7 @@ TESTED = ">=0.26,<0.34"
 PATCHES: "list[Patch]" = []
 """Every Patch of the imported modules."""
 
-_MODULES = ("__init__", "adapters", "apply", "engine", "layout", "processing", "stale_replies")
+_MODULES = ("__init__", "adapters", "apply", "engine", "held_requests", "layout", "processing", "stale_replies")
 
 Parts = Mapping[str, tuple[str, ...]]
 """Names by owner, "module" or "module:Class". "a" is an attribute, "a(b, c)" takes these first, "a|b" is either."""
