@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-_TEMPLATE_ARGUMENTS = ("conversation", "tools", "chat_template", "tokenize", "add_generation_prompt")
+_TEMPLATE_ARGUMENTS = (
+    *("conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"),
+    *("return_dict", "return_assistant_tokens_mask"),
+)
 """Arguments of a tokenizer's `apply_chat_template` that prompts decide."""
 
 
