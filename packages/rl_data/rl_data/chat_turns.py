@@ -10,16 +10,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
 
+from .config import TurnsTrained
 from .files.table import Place, shorten
 from .prompts import Renderer
 from .rows import Message, Tool
 from .tokenizer import TokenizerLike
-
-TurnsTrained = Literal["all", "each", "last"]
-"""`all`: one sequence per conversation, trained on every assistant turn. `each`: one sequence per assistant turn, with
-the messages before it as the prompt. `last`: the last assistant turn only."""
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TEXT_INSTEAD = (

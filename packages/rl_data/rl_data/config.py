@@ -11,6 +11,10 @@ _TEMPLATE_ARGUMENTS = (
 )
 """Arguments of a tokenizer's `apply_chat_template` that prompts decide."""
 
+TurnsTrained = Literal["all", "each", "last"]
+"""`all`: one sequence per conversation, trained on every assistant turn. `each`: one sequence per assistant turn, with
+the messages before it as the prompt. `last`: the last assistant turn only."""
+
 
 def _require_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .chat_turns import ChatTurns, Script, Segment, TurnsTrained
-from .config import DataConfig
+from .chat_turns import ChatTurns, Script, Segment
+from .config import DataConfig, TurnsTrained
 from .errors import DataError
 from .files.opening import open_table
 from .files.table import Place, Table

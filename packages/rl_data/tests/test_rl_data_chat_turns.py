@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from rl_data import DataConfig, DataError, Demonstration, check_demonstrations, load_demonstrations
-from rl_data.chat_turns import ChatTurns, TurnsTrained
+from rl_data import DataConfig, DataError, Demonstration, TurnsTrained, check_demonstrations, load_demonstrations
+from rl_data.chat_turns import ChatTurns
 from rl_data.files.table import Place
 from rl_data.prompts import Renderer
 
