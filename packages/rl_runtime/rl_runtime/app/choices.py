@@ -9,6 +9,7 @@ not enough, optimizer states and gradients wait in host memory while the servers
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from .job_config import JobConfig, JobConfigT
 from .supervised_config import SupervisedJobConfig, SupervisedJobConfigT
 
 ConfigT = TypeVar("ConfigT")
+BudgetT = TypeVar("BudgetT", int, int | None)
 Turns = Literal["never", "servers", "both"]
 """Values of `trainer.take_turns`, in the order in which they are tried."""
 
@@ -158,7 +160,7 @@ def _choose_supervised_memory(
     budgets = (config.batch.max_packed_tokens,) if config.token_budget or config.micro_batch_size else _TOKEN_BUDGETS
     if config.micro_batch_size and config.supervised.max_length:
         budgets = (config.micro_batch_size * config.supervised.max_length,)
-    plans = [(recompute, budget) for recompute in ((False, True) if given is None else (given,)) for budget in budgets]
+    plans = _sizes((False, True) if given is None else (given,), budgets)
     estimates = {plan: _supervised_memory(config, shape, *plan) for plan in plans}
     peaks = {plan: _reserved(_states(one), one.activations.device) for plan, one in estimates.items()}
     states = _states(estimates[plans[-1]])
@@ -509,10 +511,7 @@ def _plans(config: JobConfig, shape: ModelShape, total: int) -> Iterator[_Plan]:
     budgets: Sequence[int | None] = _TOKEN_BUDGETS
     if config.batch.micro_batch_size is not None or config.batch.token_budget is not None:
         budgets = (config.batch.token_budget,)
-    sizes = [(recompute, budget) for recompute in ((False, True) if is_open else (False,)) for budget in budgets]
-    sizes.sort(key=lambda size: (size[0], -(size[1] or 0)))
-    # Small micro batches without recomputation are no better than larger ones with it.
-    sizes = [size for size in sizes if size != (False, _TOKEN_BUDGETS[-1]) or not is_open]
+    sizes = _sizes((False, True) if is_open else (False,), budgets)
     for turns in _turns(config):
         for shares in _KV_SHARES:
             for recompute, budget in sizes:
@@ -528,6 +527,13 @@ def _plans(config: JobConfig, shape: ModelShape, total: int) -> Iterator[_Plan]:
                         level_1=sleep_level(adapters_alone=config.rollout.max_lora_rank is not None) == 1,
                         servers_on_host=config.rollout.server_count * config.rollout.tensor_parallel_size,
                     )
+
+
+def _sizes(recompute: Sequence[bool], budgets: Sequence[BudgetT]) -> list[tuple[bool, BudgetT]]:
+    """Whether to recompute and the size of micro batches, in the order of preference."""
+    sizes = list(itertools.product(recompute, budgets))
+    # Small micro batches without recomputation are no better than larger ones with it.
+    return [size for size in sizes if size != (False, _TOKEN_BUDGETS[-1])] if len(recompute) > 1 else sizes
 
 
 def _turns(config: JobConfig) -> tuple[Turns, ...]:
