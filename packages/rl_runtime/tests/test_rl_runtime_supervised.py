@@ -210,6 +210,7 @@ def test_held_out_demonstrations_are_chosen_by_the_seed() -> None:
         ({"token_budget": 9, "micro_batch_size": 2}, "token_budget is 9; allowed: null with micro_batch_size"),
         ({"data": DataConfig(train=("a.jsonl",))}, "data.train is .*name them in supervised.files"),
         ({"data": DataConfig(val=("a.jsonl",))}, "data.val is .*name them in supervised.val_files"),
+        ({"data": DataConfig(max_val_prompts=3)}, "data.max_val_prompts is given; allowed: its default"),
         ({"engine": EngineConfig(optim=OptimConfig(lr=0.1))}, "engine.optim is given.*supervised.optim"),
         (
             {"trainer": TrainingConfig(keep_best=1, best_metric="val/log_prob", save_freq=2, test_freq=2)},

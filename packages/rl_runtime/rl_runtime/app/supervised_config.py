@@ -44,6 +44,12 @@ class SupervisedJobConfig:
         for name, instead in (("train", "files"), ("val", "val_files")):
             if files := getattr(self.data, name):
                 raise ValueError(f"data.{name} is {list(files)}; allowed: empty; name them in supervised.{instead}")
+        for name in ("columns", "extra_columns", "max_val_prompts"):
+            if getattr(self.data, name) != getattr(DataConfig(), name):
+                raise ValueError(
+                    f"data.{name} is given; allowed: its default, because demonstrations have columns of fixed names: "
+                    "question and answer, messages, prompt and completion, or text"
+                )
         if self.engine.optim != OptimConfig():
             raise ValueError("engine.optim is given; allowed: its defaults; the optimizer is supervised.optim")
         self._check_best()

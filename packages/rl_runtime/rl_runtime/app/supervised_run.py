@@ -1,5 +1,6 @@
 """Runs supervised fine-tuning: starts its ranks, trains, starts lost ranks again, and writes its run folder."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -147,7 +148,19 @@ def _load(config: SupervisedJobConfig, folder: Path) -> tuple[Inputs, list[Demon
             turns=supervised.turns,
             max_length=supervised.max_length,
         )
+    _check_lengths(inputs.model_path, [*train, *held_out])
     return inputs, train, held_out
+
+
+def _check_lengths(model_path: Path, demonstrations: Sequence[Demonstration]) -> None:
+    """Raises InputError for a demonstration that is longer than the positions that the model was made for."""
+    limit = json.loads((model_path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    longest = max(one.num_tokens for one in demonstrations)
+    if isinstance(limit, int) and longest > limit:
+        raise InputError(
+            f"supervised.files: the longest demonstration has {longest} tokens, and the model's config.json has "
+            f"max_position_embeddings={limit}; drop longer ones with supervised.max_length={limit}"
+        )
 
 
 def _check_steps(config: SupervisedJobConfig, num_demonstrations: int, resumed: Checkpoint | None) -> int:
