@@ -479,8 +479,8 @@ class SupervisedConfig:
     own with the messages before it as the prompt, for templates that render earlier turns differently. `last`: only the
     last one."""
     max_length: int | None = None
-    """Maximum tokens of a demonstration, prompt and response; `data.overlong` says what happens to longer ones. They are
-    never cut, which would teach to stop anywhere. null: no limit."""
+    """Maximum tokens of a demonstration, prompt and response; `data.overlong` says what happens to longer ones. None
+    of them is cut, which would teach to stop anywhere. null: no limit."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=None, schedule="cosine"))
     """The optimizer; the schedule is as long as the training. A learning rate of null is chosen for the model: 1e-5 for
     all weights, between Tulu 3's 5e-6 (8B, arXiv:2411.15124) and Llama 2's 2e-5 (arXiv:2307.09288); 1e-4 for LoRA,

@@ -17,7 +17,7 @@ from ds_engine import EngineConfig, OptimConfig, StepStats
 from plinth_testing import write_tiny_model
 from rl_data import DataConfig, Demonstration, PromptSampler
 from rl_runtime.app.supervised_config import SupervisedJobConfig
-from rl_runtime.app.supervised_run import hold_out
+from rl_runtime.app.supervised_run import check_lengths, hold_out
 from rl_runtime.config import FineTuningConfig, TrainingConfig
 from rl_runtime.errors import InputError
 from rl_runtime.training.held_out import greedy_responses
@@ -201,6 +201,13 @@ def test_held_out_demonstrations_are_chosen_by_the_seed() -> None:
     assert hold_out(data, 5, seed=2)[1] != held_out
     with pytest.raises(InputError, match=r"supervised.val_size is 20, and there are 20 demonstrations; allowed: fewer"):
         hold_out(data, 20, seed=1)
+
+
+def test_demonstrations_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 3}')
+    check_lengths(tmp_path, [Demonstration((1,), (2, 3))])
+    with pytest.raises(InputError, match=r"longest demonstration has 4 tokens.*supervised.max_length=3"):
+        check_lengths(tmp_path, [Demonstration((1,), (2, 3)), Demonstration((1, 1), (2, 3))])
 
 
 @pytest.mark.parametrize(

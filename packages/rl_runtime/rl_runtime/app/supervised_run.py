@@ -148,11 +148,11 @@ def _load(config: SupervisedJobConfig, folder: Path) -> tuple[Inputs, list[Demon
             turns=supervised.turns,
             max_length=supervised.max_length,
         )
-    _check_lengths(inputs.model_path, [*train, *held_out])
+    check_lengths(inputs.model_path, [*train, *held_out])
     return inputs, train, held_out
 
 
-def _check_lengths(model_path: Path, demonstrations: Sequence[Demonstration]) -> None:
+def check_lengths(model_path: Path, demonstrations: Sequence[Demonstration]) -> None:
     """Raises InputError for a demonstration that is longer than the positions that the model was made for."""
     limit = json.loads((model_path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
     longest = max(one.num_tokens for one in demonstrations)
