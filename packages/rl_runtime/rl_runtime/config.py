@@ -144,9 +144,11 @@ class TrainingConfig(RanksConfig):
     keep_every: int = 0
     """Keep the checkpoints of all steps that are multiples of this; 0: none."""
     keep_best: int = 0
-    """Number of checkpoints with the highest `best_metric` to keep as well."""
+    """Number of checkpoints with the best `best_metric` to keep as well."""
     best_metric: str = "critic/score/mean"
     """Metric of the step that `keep_best` compares."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether the highest (max) or the lowest (min) `best_metric` is the best."""
     checkpoint_url: str | None = None
     """Storage for copies of the checkpoints that outlives this host: any URL of fsspec (`s3://bucket/runs`,
     `gs://bucket/runs`, `file:///shared/runs`). Every checkpoint is uploaded in the background to

@@ -220,12 +220,12 @@ def test_demonstrations_longer_than_the_models_positions_are_refused(tmp_path: P
         ({"data": DataConfig(max_val_prompts=3)}, "data.max_val_prompts is given; allowed: its default"),
         ({"engine": EngineConfig(optim=OptimConfig(lr=0.1))}, "engine.optim is given.*supervised.optim"),
         (
-            {"trainer": TrainingConfig(keep_best=1, best_metric="val/log_prob", save_freq=2, test_freq=2)},
+            {"trainer": TrainingConfig(keep_best=1, best_metric="val/loss", save_freq=2, test_freq=2)},
             "trainer.keep_best is 1; allowed: 0 without held-out demonstrations",
         ),
         (
             {
-                "trainer": TrainingConfig(keep_best=1, best_metric="val/log_prob", save_freq=3, test_freq=2),
+                "trainer": TrainingConfig(keep_best=1, best_metric="val/loss", save_freq=3, test_freq=2),
                 "supervised": FineTuningConfig(val_size=2),
             },
             r"unless test_freq \(2\) divides save_freq \(3\)",

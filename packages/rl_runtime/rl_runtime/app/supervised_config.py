@@ -28,7 +28,7 @@ class SupervisedJobConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     """The engine; its optimizer is `supervised.optim`."""
     trainer: TrainingConfig = field(
-        default_factory=lambda: TrainingConfig(experiment="sft", best_metric="val/log_prob")
+        default_factory=lambda: TrainingConfig(experiment="sft", best_metric="val/loss", best_mode="min")
     )
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 

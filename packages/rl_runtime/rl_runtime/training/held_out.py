@@ -36,16 +36,16 @@ class HeldOut:
         self._demonstrations, self._tokenizer, self._config = demonstrations, tokenizer, config
 
     def metrics(self, model: ModelHandle) -> dict[str, float]:
-        """Mean negative log-likelihood over all held-out response tokens, its negative, and its exponential."""
+        """Mean negative log-likelihood over all held-out response tokens, and its exponential."""
         total, count, size = 0.0, 0, self._config.batch_size
         for start in range(0, len(self._demonstrations), size):
             with TrainBatch(sequences(self._demonstrations[start : start + size])) as batch:
                 columns = model.log_probs(batch).log_probs
             total += sum(float(column.sum(dtype="float64")) for column in columns)
             count += sum(len(column) for column in columns)
-        mean = total / count
-        perplexity = math.exp(min(-mean, 700.0))  # exp overflows from 710 on
-        return {"val/loss": -mean, "val/log_prob": mean, "val/perplexity": perplexity, "val/num_tokens": float(count)}
+        loss = -total / count
+        perplexity = math.exp(min(loss, 700.0))  # exp overflows from 710 on
+        return {"val/loss": loss, "val/perplexity": perplexity, "val/num_tokens": float(count)}
 
     def samples(self, model: ModelHandle) -> list[dict[str, Any]]:
         """Greedy responses to the first prompts, as lines of `rollouts/`; the reward is 1 for the demonstrated one."""

@@ -20,6 +20,7 @@ def retention(trainer: TrainingConfig) -> Retention:
         keep_every=trainer.keep_every or None,
         keep_best=trainer.keep_best or None,
         metric=trainer.best_metric if trainer.keep_best else None,
+        mode=trainer.best_mode,
     )
 
 
