@@ -179,10 +179,11 @@ def load_demonstrations(
     renderer = Renderer(tokenizer, config)
     script = partial(_scripts, renderer=renderer, chat=ChatTurns(tokenizer, renderer, turns), config=config)
     demonstrations: list[Demonstration] = []
+    known: dict[int, int] = {}
     num_filtered = 0
     for rows in batches(row for file in files for row in _rows(file)):
         made = [(row, one) for row in rows for one in script(row)]
-        sequences = _encode([one for _, one in made], tokenizer)
+        sequences = _encode([one for _, one in made], tokenizer, known)
         for (row, _), (ids, mask) in zip(made, sequences, strict=True):
             found = _demonstration(ids, mask)
             if found is None:
@@ -211,8 +212,13 @@ def _scripts(row: _Row, *, renderer: Renderer, chat: ChatTurns, config: DataConf
     ]
 
 
-def _encode(scripts: Sequence[Script], tokenizer: TokenizerLike) -> Iterator[tuple[list[int], list[bool]]]:
-    """Token ids of each sequence, and whether they are trained on."""
+def _encode(
+    scripts: Sequence[Script], tokenizer: TokenizerLike, known: dict[int, int]
+) -> Iterator[tuple[list[int], list[bool]]]:
+    """Token ids of each sequence, and whether they are trained on.
+
+    `known` has one object per token id, which all sequences share: 8 bytes per token instead of 36.
+    """
     firsts = [script.segments[0].text for script in scripts if script.with_special_tokens]
     rests = [segment.text for script in scripts for segment in script.segments[int(script.with_special_tokens) :]]
     first = iter(encode(firsts, tokenizer, add_special_tokens=True) if firsts else [])
@@ -226,7 +232,7 @@ def _encode(scripts: Sequence[Script], tokenizer: TokenizerLike) -> Iterator[tup
             mask += [segment.is_trained] * len(tokens)
         if script.ends and not (mask and mask[-1] and ids[-1] == end):
             ids, mask = [*ids, end], [*mask, True]
-        yield ids, mask
+        yield [known.setdefault(token, token) for token in ids], mask
 
 
 def _demonstration(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration | None:
