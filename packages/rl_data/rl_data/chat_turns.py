@@ -22,6 +22,9 @@ _TEXT_INSTEAD = (
     "Give the response as text beside the messages before it (columns `prompt` and `completion`), which follows the "
     "generation prompt as it is; or mark the turns in the template with {% generation %}."
 )
+_DROPS = "the chat template drops or changes a part of"
+_PROMPT_TAIL = 20
+"""Characters at the end of a generation prompt that may belong to the message."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ class ChatTurns:
         if len(runs) < len(turns):
             what = f"the chat template marks {len(runs)} turns with {{% generation %}}, and {len(turns)} are trained on"
             raise place.error(what, "Mend the template or drop the row.", column="messages")
+        whole = _squeezed(self._renderer(messages, tools, place, for_response=False))
+        for index in turns:
+            if _squeezed(messages[index]["content"]) not in whole:
+                raise place.error(f"{_DROPS} message {index} (counted from 0)", _TEXT_INSTEAD, column="messages")
         trained = {index for run in runs[-len(turns) :] for index in run}
         return Script(ids=tuple(ids), mask=tuple(index in trained for index in range(len(ids))))
 
@@ -118,11 +125,16 @@ class ChatTurns:
         if not text.startswith(before):
             raise place.error(f"{what}, which ends in {shorten(before[-20:])}", _TEXT_INSTEAD, column="messages")
         turn = text[len(before) :]
-        content = messages[index]["content"]
-        if "".join(content.split()) not in "".join(turn.split()):
-            what = f"the chat template drops or changes a part of message {index} (counted from 0): {shorten(turn)}"
+        # A generation prompt may have the beginning of the message already, such as <think>.
+        if _squeezed(messages[index]["content"]) not in _squeezed(before[-_PROMPT_TAIL:] + turn):
+            what = f"{_DROPS} message {index} (counted from 0): {shorten(turn)}"
             raise place.error(what, _TEXT_INSTEAD, column="messages")
         return before, turn
+
+
+def _squeezed(text: str) -> str:
+    """The text without white space, which templates trim and add."""
+    return "".join(text.split())
 
 
 def _special_tokens(tokenizer: TokenizerLike) -> set[str]:

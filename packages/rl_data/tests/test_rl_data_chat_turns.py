@@ -149,6 +149,22 @@ def test_a_template_that_drops_reasoning_is_refused_and_a_completion_keeps_it(
     assert byte_tokenizer.decode(one.prompt_ids).endswith("<|im_start|>assistant\n<think>\n")
 
 
+def test_a_generation_prompt_may_open_a_thought_that_the_message_has(tmp_path: Path, byte_tokenizer: Any) -> None:
+    """As Qwen3.5's: the prompt ends in <think>, and messages keep their thoughts."""
+    byte_tokenizer.chat_template = UNMARKED.replace("assistant\\n' }}", "assistant\\n<think>' }}")
+    (one,) = load(tmp_path, byte_tokenizer, {"messages": conversation("a", "<think>hm</think>7")})
+    assert trained(byte_tokenizer, one) == "hm</think>7<|im_end|>"
+    assert byte_tokenizer.decode(one.prompt_ids).endswith("<|im_start|>assistant\n<think>")
+    with pytest.raises(DataError, match="does not show message 1"):
+        load(tmp_path, byte_tokenizer, {"messages": conversation("a", "7")})
+
+
+def test_a_marked_template_that_drops_reasoning_is_refused_too(tmp_path: Path, byte_tokenizer: Any) -> None:
+    byte_tokenizer.chat_template = CHATML.replace("m.content ~", "m.content.split('</think>')[-1] ~")
+    with pytest.raises(DataError, match=r"drops or changes a part of message 1 .*`completion`"):
+        load(tmp_path, byte_tokenizer, {"messages": conversation("a", "<think>hm</think>7")})
+
+
 def test_a_template_without_a_token_that_ends_turns(tmp_path: Path, byte_tokenizer: Any) -> None:
     byte_tokenizer.chat_template = PLAIN_END
     (one,) = load(tmp_path, byte_tokenizer, {"messages": conversation("a", "one", "b", "two")})
