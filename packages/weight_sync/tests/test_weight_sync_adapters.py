@@ -110,3 +110,21 @@ def test_mismatched_adapter_is_rejected_and_the_previous_version_stays(lora_serv
     assert_serves(lora_server, model, NAME)  # the previous version
     with pytest.raises(SyncConfigError, match="r missing"):
         Adapter(name="a", settings={"lora_alpha": 1, "target_modules": []})
+
+
+def test_base_weights_load_below_adapters_in_a_vllm_without_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26's layers with LoRA slots do not pass weights on."""
+    import torch
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+
+    from weight_sync.vllm_plugin.adapters import load_weights_below_adapters
+
+    monkeypatch.delattr(BaseLayerWithLoRA, "load_weights", raising=False)
+    load_weights_below_adapters()
+    layer: Any = BaseLayerWithLoRA()
+    layer.base_layer = torch.nn.Linear(3, 2)
+    weight, bias = torch.randn(2, 3), torch.randn(2)
+    loaded = layer.load_weights([("weight", weight), ("bias", bias)])
+    assert set(loaded) == {"base_layer.weight", "base_layer.bias"}
+    assert torch.equal(layer.base_layer.weight, weight)
+    assert torch.equal(layer.base_layer.bias, bias)

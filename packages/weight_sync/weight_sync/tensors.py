@@ -7,7 +7,7 @@ from .plan import ALIGN_BYTES, Slot
 
 _WORDS = ALIGN_BYTES // 8
 _ROW_BYTES = 64 * ALIGN_BYTES
-_block_weights_of: dict[torch.device, Tensor] = {}
+_CPU_WEIGHTS: dict[torch.device, Tensor] = {}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -40,11 +40,13 @@ def checksum(bytes_N: Tensor) -> int:
 
 
 def _block_weights(num_blocks: int, device: torch.device) -> Tensor:
-    weights = _block_weights_of.get(device)
+    """Kept for the CPU only: a tensor made while vLLM loads its model on a GPU loses its contents when vLLM sleeps."""
+    weights = _CPU_WEIGHTS.get(device)
     if weights is None or weights.numel() < num_blocks:
         index_B = torch.arange(num_blocks, dtype=torch.int64, device=device)
         weights = (index_B * 0x2545_F491_4F6C_DD1D) ^ (index_B << 17) | 1
-        _block_weights_of[device] = weights
+        if device.type == "cpu":
+            _CPU_WEIGHTS[device] = weights
     return weights[:num_blocks]
 
 

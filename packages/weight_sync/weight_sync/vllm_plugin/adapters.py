@@ -5,7 +5,7 @@ replaced. The worker therefore keeps the tensors, and a patch makes vLLM look th
 folder. ``publish`` makes a version visible; until then the previous version stays.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,6 +178,26 @@ def patch_adapter_loading() -> None:
     from vllm.lora.worker_manager import WorkerLoRAManager
 
     PATCH.replace(WorkerLoRAManager, "_load_adapter", _loading_from_memory)
+    load_weights_below_adapters()
+
+
+def load_weights_below_adapters() -> None:
+    """Makes layers with LoRA slots pass weights on to the layers that they wrap, as vLLM does itself from 0.29 on.
+
+    Earlier ones refuse the base model's weights once adapters are enabled. Can be called twice.
+    """
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+
+    if not hasattr(BaseLayerWithLoRA, "load_weights"):
+        BaseLayerWithLoRA.load_weights = _load_base_weights
+
+
+def _load_base_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    load = getattr(self.base_layer, "load_weights", None)
+    names = load(weights) if callable(load) else AutoWeightsLoader(self.base_layer).load_weights(weights)
+    return [f"base_layer.{name}" for name in names or ()]
 
 
 def _loading_from_memory(read_folder: Any) -> Any:
