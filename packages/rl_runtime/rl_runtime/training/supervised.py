@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from ds_engine import LossOutput, StepStats, TokenBatch, TokenOutputs
 from rl_core import SequenceData, token_weights
-from rl_data import PromptSampler
 
 from ..config import SupervisedConfig
 from ..ranks.model_handle import ModelHandle
@@ -40,9 +40,14 @@ def train_supervised(
     on_step: Callable[[int, StepStats], None],
 ) -> None:
     """Runs `config.steps` optimizer steps over shuffled epochs of the demonstrations: a warm start."""
-    sampler = PromptSampler(len(demonstrations), seed=seed)
+    # Not PromptSampler's order: published results of the demos begin with this warm start.
+    rng = np.random.default_rng(seed)
+    order = np.empty(0, dtype=np.int64)
     for step in range(1, config.steps + 1):
-        on_step(step, supervised_step(model, [demonstrations[i] for i in sampler.next(config.batch_size)]))
+        while len(order) < config.batch_size:
+            order = np.concatenate([order, rng.permutation(len(demonstrations))])
+        chosen, order = order[: config.batch_size], order[config.batch_size :]
+        on_step(step, supervised_step(model, [demonstrations[i] for i in chosen]))
 
 
 def supervised_step(model: ModelHandle, batch: Sequence[DemonstrationLike]) -> StepStats:
