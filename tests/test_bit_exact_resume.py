@@ -46,6 +46,7 @@ SFT_MATRIX = {
         "engine.lora.rank=4",
         "engine.lora.dropout=0.1",
         "engine.lora.base_format=nf4",
+        "token_budget=null",
         "micro_batch_size=3",
     ],
 }
