@@ -63,7 +63,11 @@ BENCH = partial(run_cli, app_name="bench", preset_dir=APPS / "bench" / "presets"
 BY_NAME = {
     "grpo": rl_app(GrpoConfig, grpo.check, "grpo"),
     "ppo": rl_app(PpoConfig, ppo.check, "ppo"),
-    "sft": App(config_cls=SftConfig, start=partial(run_cli, app_name="sft"), check=sft.check),
+    "sft": App(
+        config_cls=SftConfig,
+        start=partial(run_cli, app_name="sft", preset_dir=APPS / "sft" / "presets", default_preset="demo"),
+        check=lambda config: sft.check(rl_runtime.choose_supervised(config).config),
+    ),
     "six_case": App(config_cls=SixCaseConfig, start=BENCH, check=bench_plan.plan_six),
     "stage_gate": App(config_cls=StageGateConfig, start=BENCH, check=bench_plan.plan_gate),
     "evaluate": App(config_cls=EvaluateConfig, start=partial(run_cli, app_name="evaluate"), check=evaluate.check),

@@ -2,6 +2,7 @@ from .checks import check_files as check_files
 from .config import ColumnsConfig as ColumnsConfig
 from .config import DataConfig as DataConfig
 from .config import RewardConfig as RewardConfig
+from .config import TurnsTrained as TurnsTrained
 from .demonstrations import Demonstration as Demonstration
 from .demonstrations import check_demonstrations as check_demonstrations
 from .demonstrations import load_demonstrations as load_demonstrations

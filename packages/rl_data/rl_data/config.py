@@ -5,8 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-_TEMPLATE_ARGUMENTS = ("conversation", "tools", "chat_template", "tokenize", "add_generation_prompt")
+_TEMPLATE_ARGUMENTS = (
+    *("conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"),
+    *("return_dict", "return_assistant_tokens_mask"),
+)
 """Arguments of a tokenizer's `apply_chat_template` that prompts decide."""
+
+TurnsTrained = Literal["all", "each", "last"]
+"""`all`: one sequence per conversation, trained on every assistant turn. `each`: one sequence per assistant turn, with
+the messages before it as the prompt. `last`: the last assistant turn only."""
 
 
 def _require_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:

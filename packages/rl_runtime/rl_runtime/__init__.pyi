@@ -18,14 +18,21 @@ from .app.preflight import check_lengths as check_lengths
 from .app.preflight import check_prompt_files as check_prompt_files
 from .app.preflight import check_sequence_parallel as check_sequence_parallel
 from .app.preflight import check_servers as check_servers
+from .app.preflight import check_states as check_states
 from .app.preflight import check_supervised as check_supervised
 from .app.resume import find_checkpoint as find_checkpoint
 from .app.run import run_job as run_job
+from .app.supervised_config import SupervisedJobConfig as SupervisedJobConfig
+from .app.supervised_run import SupervisedPlan as SupervisedPlan
+from .app.supervised_run import run_supervised as run_supervised
+from .app.training_run import TrainingRun as TrainingRun
+from .config import FineTuningConfig as FineTuningConfig
 from .config import ModelConfig as ModelConfig
 from .config import RanksConfig as RanksConfig
 from .config import SupervisedConfig as SupervisedConfig
 from .config import TaskSize as TaskSize
 from .config import TrainerConfig as TrainerConfig
+from .config import TrainingConfig as TrainingConfig
 from .errors import InputError as InputError
 from .errors import PlacementError as PlacementError
 from .errors import RankError as RankError
@@ -37,8 +44,9 @@ from .experience import Phase as Phase
 from .experience import PromptLike as PromptLike
 from .launch.placement import Placement as Placement
 from .launch.placement import plan_placement as plan_placement
+from .launch.session import RankSession as RankSession
 from .launch.session import Session as Session
-from .launch.session import open_ranks as open_ranks
+from .launch.session import open_rank_session as open_rank_session
 from .launch.session import open_session as open_session
 from .launch.session import plan_ranks as plan_ranks
 from .launch.session import plan_session as plan_session
@@ -62,6 +70,7 @@ from .rollout.validation import sample_counts as sample_counts
 from .training.advantages import advantages as advantages
 from .training.checkpoints import RunCheckpoints as RunCheckpoints
 from .training.checkpoints import Stateful as Stateful
+from .training.held_out import HeldOut as HeldOut
 from .training.kl import KlCoefficient as KlCoefficient
 from .training.loop import LoopResult as LoopResult
 from .training.loop import TrainingLoop as TrainingLoop
@@ -78,3 +87,5 @@ from .training.policy_loss import with_loss_weights as with_loss_weights
 from .training.record import RunRecord as RunRecord
 from .training.supervised import supervised_step as supervised_step
 from .training.supervised import train_supervised as train_supervised
+from .training.supervised_loop import SupervisedLoop as SupervisedLoop
+from .training.uploads import check_checkpoint_url as check_checkpoint_url

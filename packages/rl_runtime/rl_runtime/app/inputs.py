@@ -74,7 +74,11 @@ def load_inputs(
         tokenizer=tokenizer,
         train_prompts=load_prompts(train, tokenizer, data, max_prompts=max_prompts) if train else [],
         val_prompts=load_prompts(val, tokenizer, data, max_prompts=max_prompts or data.max_val_prompts) if val else [],
-        demonstrations=load_demonstrations(demonstrations, tokenizer, data) if supervised.steps else [],
+        demonstrations=load_demonstrations(
+            demonstrations, tokenizer, data, turns=supervised.turns, max_length=supervised.max_length
+        )
+        if supervised.trains
+        else [],
     )
 
 

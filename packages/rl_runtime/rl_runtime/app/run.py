@@ -1,23 +1,18 @@
 """Runs a job: starts its processes, trains, starts lost ranks again, and writes its run folder."""
 
-import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ckpt.reader import CheckpointReader
 from rl_data import PromptSampler
 from rollout_vllm import RolloutConfig
 from run_kit import RunFolder, RunStopped, StopRequest, Tracker
-from run_kit.cli import INVOKED_AS
 from run_kit.config.loader import to_yaml
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
 from run_kit.timing import Laps
 
-from ..errors import RankLost
 from ..launch.session import open_session
 from ..ranks.model_handle import ModelHandle
 from ..rollout.ahead import RolloutsAhead
@@ -37,6 +32,7 @@ from .inputs import chat_format, load_inputs
 from .job import Algorithm, Job, JobPlan
 from .job_config import JobConfig, JobConfigT, without_secrets
 from .restarts import Restarts
+from .training_run import noting_resume_command, resume_command, unsavable
 
 
 def run_job(
@@ -65,7 +61,7 @@ def run_job(
         Tracker(
             run, without_secrets(config), num_steps=trainer.total_training_steps, comment=chosen.comment()
         ) as tracker,
-        _resume_command(run),
+        noting_resume_command(run),
     ):
         tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
         for line in (*chosen.lines(), *plan.skipped, *plan.architectures):
@@ -94,7 +90,8 @@ def run_job(
                     resumed=plan.resume_from,
                     uploader=uploader,
                 )
-                result = _run_attempts(job, compose, memory, stop, start)
+                attempt = partial(_run_attempt, compose=compose, memory=memory, stop=stop, start=start)
+                result = Restarts(job).attempts(attempt)
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
         if stop.signal and result.stopped_after is not None:
             tracker.info(f"stopped by {stop.signal.name} after step {result.stopped_after}")
@@ -102,26 +99,14 @@ def run_job(
             raise RunStopped(stop.signal)
 
 
-def _run_attempts(
-    job: Job, compose: Callable[[Job], Algorithm], memory: MemorySampler, stop: StopRequest, start: Laps
-) -> LoopResult:
-    """Builds the models and trains; after a loss of ranks again, from the newest checkpoint."""
-    restarts = Restarts(job)
-    while True:
-        try:
-            restarts.start_ranks()
-            return _run_attempt(restarts.job, compose, memory, stop, start, restarts.restart)
-        except RankLost as error:
-            restarts.after(error)
-
-
 def _run_attempt(
     job: Job,
+    restart: Restart | None,
+    *,
     compose: Callable[[Job], Algorithm],
     memory: MemorySampler,
     stop: StopRequest,
     start: Laps,
-    restart: Restart | None,
 ) -> LoopResult:
     takes_turns = job.config.trainer.takes_turns
     if takes_turns:  # before the models need the servers' memory
@@ -138,29 +123,6 @@ def _run_attempt(
     if job.config.trainer.export_model and result.stopped_after is None:
         algorithm.roles["actor"].export(str(job.folder / "model"), job.model_path)
     return result
-
-
-@contextmanager
-def _resume_command(run: RunFolder) -> Iterator[None]:
-    """Adds the command that resumes the run to an error that ends it, if there is a checkpoint."""
-    try:
-        yield
-    except Exception as error:
-        if command := resume_command(run):
-            error.add_note(command)
-        raise
-
-
-def resume_command(run: RunFolder) -> str:
-    """A sentence with the command that resumes the run; empty if there is no checkpoint."""
-    steps = CheckpointReader(run.path / "checkpoints").steps()
-    if not steps:
-        return ""
-    command, folder = INVOKED_AS.get() or "APP", shlex.quote(str(run.path))
-    return (
-        f"To resume after step {max(steps)}: {command} config={shlex.quote(str(run.config_file))} "
-        f"trainer.resume=auto trainer.resume_from={folder}"
-    )
 
 
 def _train(
@@ -182,7 +144,7 @@ def _train(
             roles=algorithm.roles,
             parts={**rollouts.parts, **algorithm.state},
             config=to_yaml(without_secrets(config)),
-            unsavable=_unsavable(config),
+            unsavable=unsavable({model.section: model.engine for model in config.models}),
             uploader=job.uploader,
         )
         loop = TrainingLoop(
@@ -200,13 +162,6 @@ def _ledger(job: Job) -> SampleLedger:
     if job.resumed is None:
         return SampleLedger(job.folder)
     return SampleLedger(job.folder, before=job.resumed.path.parents[1], step=job.resumed.step)
-
-
-def _unsavable(config: JobConfig) -> str:
-    """Why no checkpoint can hold the state of the run (`check_engine` refuses it with save_freq); else empty."""
-    offloads = {model.section: model.engine.zero.offload.optimizer for model in config.models}
-    sections = [section for section, offload in offloads.items() if offload == "nvme"]
-    return f"{sections[0]}.zero.offload.optimizer is nvme, whose files no checkpoint holds" if sections else ""
 
 
 def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:
