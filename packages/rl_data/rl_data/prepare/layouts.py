@@ -25,9 +25,18 @@ from ..rows import Message, Row, Schema, conversation, find_schema, parse_row, r
 from .config import PrepareConfig
 
 MATH_DATA_SOURCE = "lighteval/MATH"
-_FIXED = ("ground_truth", "data_source", "tools")
-_WRITTEN = {True: ("question", "answer", *_FIXED), False: ("prompt", "messages", *_FIXED)}
-"""The columns of the training schema, for questions and for conversations."""
+_MEANINGFUL = (
+    "question",
+    "answer",
+    "prompt",
+    "completion",
+    "messages",
+    "ground_truth",
+    "reward_model",
+    "data_source",
+    "tools",
+)
+"""Columns that decide how the apps read a file; no other column may have such a name."""
 _FILL_IN = "Fill it in or drop the row."
 _ENCODER = json.JSONEncoder(ensure_ascii=False, sort_keys=True)
 
@@ -54,6 +63,11 @@ class Layout:
         columns = self.schema.used | {self.response or self.schema.prompt}
         return columns | {"prompt", "messages"} if self.name == "chat" else columns
 
+    @cached_property
+    def reserved(self) -> set[str]:
+        """Columns that are left out because of their names."""
+        return {*_MEANINGFUL} - self.read
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -66,7 +80,18 @@ class Sample:
     @property
     def prompt_text(self) -> str:
         """The contents of the messages, one after another."""
-        return "\n".join(message["content"] or json.dumps(message, sort_keys=True) for message in self.row.messages)
+        return "\n".join(map(_content, self.row.messages))
+
+    @property
+    def compared_text(self) -> str:
+        """What duplicates and held-out prompts are found by: without system messages, which many rows share."""
+        return "\n".join(_content(message) for message in self.row.messages if message["role"] != "system")
+
+    @property
+    def context(self) -> str:
+        """System messages and tools; prompts of different contexts are no duplicates."""
+        contents = [_content(message) for message in self.row.messages if message["role"] == "system"]
+        return _ENCODER.encode([contents, list(self.row.tools)])
 
     @property
     def response_text(self) -> str:
@@ -92,8 +117,13 @@ class Sample:
         return _ENCODER.encode(self.record)
 
 
+def _content(message: Message) -> str:
+    """The text of a message; of one with tool calls, its JSON text."""
+    return str(message["content"]) or _ENCODER.encode(message)
+
+
 def find_layout(table: Table, config: PrepareConfig) -> Layout:
-    """The layout of a table. Raises DataError for a column that is missing or that has the name of a written one."""
+    """The layout of a table. Raises DataError for a column that is missing or whose name is reserved."""
     name = _named(table, config) if config.layout == "auto" else config.layout
     prompts = {"question": "question", "math": "problem", "chat": "messages", "prompt": "prompt"}
     columns = ColumnsConfig(
@@ -107,10 +137,9 @@ def find_layout(table: Table, config: PrepareConfig) -> Layout:
         response=_response(name, table, config),
         data_source=config.data_source or (MATH_DATA_SOURCE if name == "math" else ""),
     )
-    extras = config.extra_columns if config.extra_columns is not None else table.columns
-    for column in sorted({*extras} & {*_WRITTEN[layout.is_question]} - layout.read):
-        what = f"{table.file}: the column {column!r} is none of the layout {name}, and prepare writes one of that name"
-        raise DataError(f"{what}. Rename it, or name the columns to keep: --extra-columns.", file=table.file)
+    if reserved := sorted(layout.reserved & {*(config.extra_columns or ())}):
+        what = f"{table.file}: the column {reserved[0]!r} would change how the apps read what is written"
+        raise DataError(f"{what}. Rename it, or take it out of --extra-columns.", file=table.file, column=reserved[0])
     return layout
 
 
@@ -176,7 +205,7 @@ def _sample(place: Place, raw: dict[str, Any], layout: Layout) -> Sample:
     row = parse_row(place, raw, schema)
     if layout.is_question and not row.is_question:
         raise place.error("a list of messages, not a text", "Give --layout chat.", column=schema.prompt)
-    extra = {name: value for name, value in row.extra.items() if name not in layout.read}
+    extra = {name: value for name, value in row.extra.items() if name not in layout.read | layout.reserved}
     row = replace(row, data_source=row.data_source or layout.data_source, extra=extra)
     return Sample(row=row, response=response, is_question=layout.is_question)
 

@@ -64,15 +64,13 @@ def _clear(folder: Path) -> None:
 
 
 def _publish(partial: Path, out: Path) -> None:
-    """Rename `partial` to `out`."""
+    """Rename `partial` to `out`; what was there is moved away first and deleted afterwards."""
+    old = out.parent / f".{out.name}.old"
     if out.exists():
-        old = out.parent / f".{out.name}.old"
         shutil.rmtree(old, ignore_errors=True)
         out.rename(old)
-        partial.rename(out)
-        shutil.rmtree(old)
-    else:
-        partial.rename(out)
+    partial.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 class ParquetFile:

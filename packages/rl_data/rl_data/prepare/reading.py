@@ -30,7 +30,7 @@ from .report import (
     Removed,
 )
 from .spool import Spool
-from .text import NGrams, digests, normalized, numbers_and_operators, tokens
+from .text import NGrams, combined, digests, normalized, numbers_and_operators, tokens
 
 _logger = logging.getLogger(__name__)
 _BATCH_ROWS, _BATCH_CHARACTERS = 4096, 4 << 20
@@ -111,6 +111,9 @@ class Reader:
         self.notes.append(f"{table.file}: layout {layout.name}")
         if layout.data_source:
             self.notes.append(f"{table.file}: the data source of rows without one is {layout.data_source}")
+        if self._config.extra_columns is None and (reserved := sorted(layout.reserved & {*table.columns})):
+            names = ", ".join(map(repr, reserved))
+            self.notes.append(f"{table.file}: left out, because the apps would read prompts from them: {names}")
         if line := left_out(table, layout.schema):
             self.notes.append(line.replace("prompt.extra", "the output"))
 
@@ -121,14 +124,14 @@ class Reader:
             layout = find_layout(table, _for_held_out(self._config, table))
             num_before = len(prompts)
             for sample in read_samples(table, layout):
-                prompts.append(tokens(normalized(sample.prompt_text)))
+                prompts.append(tokens(normalized(sample.compared_text)))
                 self._held_out_places.append(sample.row.place)
             self.held_out_inputs.append(_input(file, layout, len(prompts) - num_before))
         return HeldOut(prompts, n=self._config.ngram, share=self._config.overlap)
 
     def _add(self, samples: Sequence[Sample]) -> None:
         measured = [one for one in self.measure(samples, self._bad) if not self._is_outside(one)]
-        texts = [normalized(sample.prompt_text) for sample, _, _ in measured]
+        texts = [normalized(sample.compared_text) for sample, _, _ in measured]
         words = list(map(tokens, texts))
         dropped = self._leaking([sample for sample, _, _ in measured], words)
         kept = [index for index in range(len(measured)) if index not in dropped]
@@ -166,9 +169,11 @@ class Reader:
 
     def _spool(self, measured: Sequence[Measured], texts: Sequence[str], words: Sequence[list[str]]) -> None:
         samples = [sample for sample, _, _ in measured]
+        text, context = digests(texts), digests([sample.context for sample in samples])
         keys = {
             "content": digests([sample.content for sample in samples]),
-            "prompt": digests(texts),
+            "text": text,
+            "prompt": combined([text, context]),
             "ground_truth": digests([sample.row.ground_truth for sample in samples]),
             "prompt_length": np.array([length for _, length, _ in measured], np.uint32),
             "response_length": np.array([length for _, _, length in measured], np.uint32),
@@ -179,7 +184,7 @@ class Reader:
             "is_line": np.array([sample.row.place.is_line for sample in samples]),
         }
         if self.bands is not None:
-            must_agree = digests(list(map(numbers_and_operators, texts)))
+            must_agree = combined([digests(list(map(numbers_and_operators, texts))), context])
             bands = band_keys(NGrams(words, SHINGLE), must_agree, self.bands)
             keys |= {f"band{number}": band for number, band in enumerate(bands)}
         self.spool.add([sample.record for sample in samples], [sample.row.place for sample in samples], keys)

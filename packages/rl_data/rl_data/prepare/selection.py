@@ -35,7 +35,10 @@ class Selection:
 
 
 def select(spool: Spool, config: PrepareConfig, bands: Bands | None) -> Selection:
-    """Drop duplicates, and split by the hash of the normalized prompt, so that equal prompts are on one side."""
+    """Drop duplicates, and split by the hash of the normalized prompt, so that equal prompts are on one side.
+
+    System messages and tools distinguish duplicates, but not the sides of the split.
+    """
     rank = ranks(spool.keys("content"))
     row_of_rank = np.empty(len(rank), np.int64)
     row_of_rank[rank] = np.arange(len(rank))
@@ -49,7 +52,7 @@ def select(spool: Spool, config: PrepareConfig, bands: Bands | None) -> Selectio
         is_exact=is_exact,
         is_near=(lowest != rank) & ~is_exact,
         is_conflict=is_exact & (ground_truth != ground_truth[row_of_rank[same]]),
-        is_validation=is_validation(prompt(), config.seed, config.validation),
+        is_validation=is_validation(spool.keys("text"), config.seed, config.validation),
         keeper=row_of_rank[lowest],
     )
 
