@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -285,6 +286,17 @@ def test_lengths_are_limited_in_characters_or_in_tokens(model_folder: Path, toke
         [tmp_path / "tokens" / "train.parquet"], tokenizer, DataConfig(max_prompt_length=limit, overlong="refuse")
     )
     assert sizes(run(tmp_path / "response", file, max_response_length=16))["response too long"] > 0
+
+
+def test_rows_that_the_chat_template_refuses_are_unusable(model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    tokenizer.chat_template = "{% if 'Tom' in messages[0].content %}{{ raise_exception('no Tom') }}{% endif %}fine"
+    tokenizer.save_pretrained(folder)
+    file = write_lines(tmp_path / "a.jsonl", GSM8K)
+    with pytest.raises(DataError, match=r"line 2: the chat template refuses the messages \(TemplateError: no Tom\)"):
+        run(tmp_path / "out", file, tokenizer=str(folder))
+    report = run(tmp_path / "out", file, tokenizer=str(folder), skip_bad=True)
+    assert (report.num_read, report.num_kept, sizes(report)) == (20, 18, {"unusable": 2})
 
 
 def test_held_out_prompts_are_dropped_refused_or_reported(tmp_path: Path) -> None:

@@ -94,8 +94,7 @@ class Reader:
         self.files.append(file)
         num_rows = 0
         for batch in _batches(read_samples(table, layout)):
-            num_rows += len(batch)
-            self._add(batch)
+            num_rows += self._add(batch)
             self._progress.show(file, num_rows)
         return _input(file, layout, num_rows)
 
@@ -129,8 +128,10 @@ class Reader:
             self.held_out_inputs.append(_input(file, layout, len(prompts) - num_before))
         return HeldOut(prompts, n=self._config.ngram, share=self._config.overlap)
 
-    def _add(self, samples: Sequence[Sample]) -> None:
-        measured = [one for one in self.measure(samples, self._bad) if not self._is_outside(one)]
+    def _add(self, samples: Sequence[Sample]) -> int:
+        """Spool what is left of a batch; return the number of its usable rows."""
+        usable = self.measure(samples, self._bad)
+        measured = [one for one in usable if not self._is_outside(one)]
         texts = [normalized(sample.compared_text) for sample, _, _ in measured]
         words = list(map(tokens, texts))
         dropped = self._leaking([sample for sample, _, _ in measured], words)
@@ -138,6 +139,7 @@ class Reader:
         if kept:
             measured = [measured[index] for index in kept]
             self._spool(measured, [texts[index] for index in kept], [words[index] for index in kept])
+        return len(usable)
 
     def _is_outside(self, measured: Measured) -> bool:
         """Whether the row is too short or too long; counts it if so."""
