@@ -159,7 +159,7 @@ def _html(block: Block) -> str:
 
 def _html_cell(cell: str | int | float) -> str:
     if isinstance(cell, float):
-        return f'<td class=share><i style="width:{cell:.2%}"></i> {cell:.1%}</td>'
+        return f'<td class=share><i style="width:{240 * cell:.1f}px"></i> {cell:.1%}</td>'
     return f"<td class=num>{cell:,}</td>" if isinstance(cell, int) else f"<td>{escape(cell)}</td>"
 
 
@@ -174,7 +174,7 @@ h2 { font-size:18px; margin:34px 0 10px; } .wide { overflow-x:auto; }
 table { border-collapse:collapse; font-size:14px; } th { text-align:left; color:var(--soft); font-weight:500; }
 th, td { padding:4px 12px; border-bottom:1px solid var(--edge); overflow-wrap:anywhere; }
 .num { text-align:right; white-space:nowrap; font-variant-numeric:tabular-nums; } .share { min-width:340px; }
-.share i { display:inline-block; height:10px; max-width:240px; background:var(--accent); border-radius:2px; }
+.share i { display:inline-block; height:10px; background:var(--accent); border-radius:2px; }
 pre { background:var(--card); border:1px solid var(--edge); border-radius:8px; padding:10px 14px;
   white-space:pre-wrap; overflow-wrap:anywhere; font:13px/1.5 ui-monospace, monospace; }
 """
