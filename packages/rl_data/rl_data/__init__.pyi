@@ -11,6 +11,8 @@ from .errors import ModelFolderError as ModelFolderError
 from .errors import RlDataError as RlDataError
 from .errors import SamplerStateError as SamplerStateError
 from .errors import UnknownDataSourceError as UnknownDataSourceError
+from .prepare.config import PrepareConfig as PrepareConfig
+from .prepare.pipeline import prepare_data as prepare_data
 from .prompts import Prompt as Prompt
 from .prompts import load_prompts as load_prompts
 from .rewards.base import Reward as Reward

@@ -32,8 +32,9 @@ class ColumnsConfig:
 
     #: Column of the prompt: text, or a list of chat messages. None: `question`, `prompt` or `messages`.
     prompt: str | None = None
-    #: Column of the right answer, taken as it is; `struct.field` for a field of a struct. None: `answer` after its last
-    #: "####" (beside `question`), else `reward_model.ground_truth` or `ground_truth`. A reward may need none.
+    #: Column of the right answer, taken as it is; `struct.field` for a field of a struct. None: beside `question`,
+    #: `ground_truth` or else `answer` after its last "####"; otherwise `reward_model.ground_truth` or `ground_truth`. A
+    #: reward may need none.
     ground_truth: str | None = None
     #: Column of the text that selects the reward. None: `data_source`, if there is one.
     data_source: str | None = None
