@@ -90,6 +90,11 @@ class JobConfig:
                 f"rollout.deterministic is True; allowed: false {with_it}, because it depends on "
                 "time which weights sample a token"
             )
+        if self.sync.running_requests != "wait" and self.rollout.urls:
+            raise ValueError(
+                f"sync.running_requests is {self.sync.running_requests}; allowed: wait {with_it} and rollout.urls: "
+                "existing servers do not label tokens with policy versions"
+            )
         if self.dynamic_sampling.max_rounds:
             raise ValueError(
                 f"dynamic_sampling.max_rounds is {self.dynamic_sampling.max_rounds}; allowed: 0 {with_it}, whose "

@@ -116,14 +116,27 @@ class RolloutServers:
             with phase("sync"), self._requests_held():
                 report = self._push_to_serving(version)
                 self._client.set_policy_version(version)
+                self._check_labels(version)
             if self._turns is not None:
                 self._turns.start_generation(self._endpoints(self._serving()), phase)
             return report
 
+    def _check_labels(self, version: int) -> None:
+        """Where requests run through a push, the servers have to say which weights sampled a token."""
+        if not self._holds_requests or self._sync.running_requests == "wait":
+            return
+        found = self._client.run(self._client.fetch_policy_versions())
+        wrong = {self._servers.endpoints[i].url: found[i] for i in self._serving() if found[i] != version}
+        if wrong:
+            raise RlRuntimeError(
+                f"the servers {wrong} do not label tokens with policy version {version}, so requests cannot run through "
+                f"a push; sync.running_requests is {self._sync.running_requests}, allowed: wait"
+            )
+
     @contextmanager
     def _requests_held(self) -> Iterator[None]:
-        """Requests in flight return what they have, and go on at the end of the context."""
-        if not self._holds_requests:
+        """Requests in flight return what they have, and go on at the end of the context; or the push holds them."""
+        if not self._holds_requests or self._sync.running_requests != "wait":
             yield
             return
         self._client.run(self._client.pause(timeout_s=self._sync.pause_timeout_s))
