@@ -1,7 +1,7 @@
 """A run killed at a random instant and resumed ends with the bits of one that was left alone.
 
-One case; PLINTH_RESUME_MATRIX=1 runs every ZeRO stage with and without offload, and PPO with its critic and KL
-controller.
+One case of GRPO and one of SFT; PLINTH_RESUME_MATRIX=1 runs every ZeRO stage with and without offload, PPO with its
+critic and KL controller, and SFT with adapters whose dropout draws random numbers.
 """
 
 import csv
@@ -32,7 +32,25 @@ MATRIX = {
         "algorithm.kl_horizon=100",
     ],
 }
-CASES = list(MATRIX) if os.environ.get("PLINTH_RESUME_MATRIX") else ["zero2"]
+SFT_MATRIX = {
+    "sft": ["engine.zero.stage=2"],
+    "sft-zero1-cpu": ["engine.zero.stage=1", "engine.zero.offload.optimizer=cpu"],
+    "sft-zero3-cpu": [
+        "engine.zero.stage=3",
+        "engine.zero.offload.optimizer=cpu",
+        "engine.zero.offload.param=cpu",
+        "engine.sequence_parallel=2",
+    ],
+    "sft-zero3-nf4": [
+        "engine.zero.stage=3",
+        "engine.lora.rank=4",
+        "engine.lora.dropout=0.1",
+        "engine.lora.base_format=nf4",
+        "token_budget=null",
+        "micro_batch_size=3",
+    ],
+}
+CASES = [*MATRIX, *SFT_MATRIX] if os.environ.get("PLINTH_RESUME_MATRIX") else ["zero2", "sft"]
 # Measured, not computed: they differ from run to run and between hosts.
 NOT_EXACT = ("timing_s/", "perf/", "memory/", "checkpoint/upload_", "sync/total_s", "rollout/tokens_per_s")
 ARGUMENTS = [
@@ -50,6 +68,19 @@ ARGUMENTS = [
     "trainer.total_training_steps=5",
     "trainer.val_before_train=false",
     "trainer.val_after_train=false",
+    "trainer.save_freq=1",
+]
+SFT_ARGUMENTS = [
+    "task.num_demonstrations=50",
+    "supervised.val_size=10",  # with 16 demonstrations a step an epoch ends within the third step
+    "supervised.batch_size=16",
+    "supervised.steps=5",
+    "supervised.num_samples=1",
+    "supervised.sample_tokens=4",
+    "supervised.optim.warmup_steps=2",
+    "token_budget=256",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=1",
     "trainer.save_freq=1",
 ]
 
@@ -71,8 +102,9 @@ def only(paths: Iterable[Path]) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed_equals_uninterrupted(case: str, tmp_path: Path, start_app: Callable[..., Any]) -> None:
-    arguments = [*ARGUMENTS, *MATRIX[case]]
-    app = "ppo" if case == "ppo" else "grpo"
+    is_sft = case in SFT_MATRIX
+    arguments = [*SFT_ARGUMENTS, *SFT_MATRIX[case]] if is_sft else [*ARGUMENTS, *MATRIX[case]]
+    app = "sft" if is_sft else "ppo" if case == "ppo" else "grpo"
     whole = start_app(tmp_path / "whole", *arguments, app=app)
     assert whole.finish() == 0, whole.output
 

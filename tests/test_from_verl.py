@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from apps.bench.config import SixCaseConfig, StageGateConfig
+from apps.evaluate.config import EvaluateConfig
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
 from apps.sft.config import SftConfig
@@ -15,7 +16,7 @@ from run_kit.config.schema import all_paths
 
 REPO = Path(__file__).resolve().parents[1]
 DOCUMENT = REPO / "docs" / "from-verl.md"
-APPS: dict[str, type] = {"ppo": PpoConfig, "grpo": GrpoConfig, "sft": SftConfig}
+APPS: dict[str, type] = {"ppo": PpoConfig, "grpo": GrpoConfig, "sft": SftConfig, "evaluate": EvaluateConfig}
 BENCHMARKS: dict[str, type] = {"six_case": SixCaseConfig, "stage_gate": StageGateConfig}
 
 # What the documents name, by document; they are not part of the repository.
@@ -66,7 +67,7 @@ gradient_accumulation_steps gradient_clipping zero3_init_flag zero3_save_16bit_m
 per_device_eval_batch_size num_generations max_completion_length stage3_max_live_parameters
 stage3_max_reuse_distance overlap_comm reduce_bucket_size deepspeed_multinode_launcher NCCL_DEBUG --config_file
 --model_path submit_preprocessing_deepseek.slurm submit_sft_deepseek.slurm submit_grpo_deepseek.slurm train_sft.py
-train_grpo.py
+train_grpo.py evaluate_model.py
 
 critic/score/mean perf/throughput perf/max_memory_reserved_gb timing_s/step actor/skipped_inactive_micro
 """

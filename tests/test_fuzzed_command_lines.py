@@ -15,12 +15,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 
 import apps.bench.plan as bench_plan
+import apps.evaluate.main as evaluate
 import apps.grpo.main as grpo
 import apps.ppo.main as ppo
 import apps.sft.main as sft
 import ds_engine.__main__ as ds_engine_cli
 import rl_runtime
 from apps.bench.config import SixCaseConfig, StageGateConfig
+from apps.evaluate.config import EvaluateConfig
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
 from apps.sft.config import SftConfig
@@ -61,9 +63,14 @@ BENCH = partial(run_cli, app_name="bench", preset_dir=APPS / "bench" / "presets"
 BY_NAME = {
     "grpo": rl_app(GrpoConfig, grpo.check, "grpo"),
     "ppo": rl_app(PpoConfig, ppo.check, "ppo"),
-    "sft": App(config_cls=SftConfig, start=partial(run_cli, app_name="sft"), check=sft.check),
+    "sft": App(
+        config_cls=SftConfig,
+        start=partial(run_cli, app_name="sft", preset_dir=APPS / "sft" / "presets", default_preset="demo"),
+        check=lambda config: sft.check(rl_runtime.choose_supervised(config).config),
+    ),
     "six_case": App(config_cls=SixCaseConfig, start=BENCH, check=bench_plan.plan_six),
     "stage_gate": App(config_cls=StageGateConfig, start=BENCH, check=bench_plan.plan_gate),
+    "evaluate": App(config_cls=EvaluateConfig, start=partial(run_cli, app_name="evaluate"), check=evaluate.check),
 }
 KEYS = {name: [e for e in entries(app.config_cls) if isinstance(e, Key)] for name, app in BY_NAME.items()}
 

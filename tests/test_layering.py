@@ -53,6 +53,7 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "rl_data": {
         "files": "",
+        "prepare": "config.py files prompts.py rewards rows.py tokenizer.py",
         "rewards": "config.py",
     },
     "run_kit": {

@@ -9,7 +9,8 @@ import pytest
 from run_kit.commands import GROUP, main
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
-COMMANDS = {"grpo", "ppo", "sft", "bench", "forecast", "ckpt", "report", "plan", "runs", "slurm", "rayjob"}
+COMMANDS = {"grpo", "ppo", "sft", "evaluate", "bench", "forecast", "ckpt", "report", "plan", "prepare", "runs", "slurm"}
+COMMANDS |= {"rayjob"}
 
 
 def test_every_command_is_registered(capsys: pytest.CaptureFixture[str]) -> None:

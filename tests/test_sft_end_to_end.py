@@ -1,6 +1,7 @@
 """The SFT app on real DeepSpeed ranks."""
 
 import csv
+import json
 import re
 import socket
 import time
@@ -19,8 +20,13 @@ def test_the_loss_falls_and_the_model_loads(tmp_path: Path, start_app: Callable[
     app = start_app(
         tmp_path,
         "engine.dtype=float32",
+        "task.num_demonstrations=2000",
         "supervised.steps=40",
         "supervised.batch_size=32",
+        "supervised.val_size=32",
+        "supervised.num_samples=2",
+        "supervised.sample_tokens=4",
+        "trainer.test_freq=20",
         "engine.zero.stage=1",
         app="sft",
     )
@@ -28,7 +34,15 @@ def test_the_loss_falls_and_the_model_loads(tmp_path: Path, start_app: Callable[
     assert not app.survivors()
     (run,) = tmp_path.iterdir()
     with (run / "metrics.tsv").open() as file:
-        losses = [float(row["sft/loss"]) for row in csv.DictReader(file, delimiter="\t")]
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    losses = [float(row["sft/loss"]) for row in rows if row["sft/loss"]]
+    held_out = {int(row["step"]): float(row["val/loss"]) for row in rows if row["val/loss"]}
+    assert list(held_out) == [0, 20, 40]
+    assert held_out[0] > 3
+    assert held_out[40] < 2.2
+    records = [json.loads(line) for line in (run / "rollouts" / "step_000040.jsonl").read_text().splitlines()]
+    assert len(records) == 2
+    assert all(record["prompt"] and record["response"] and record["demonstrated"] for record in records)
     assert len(losses) == 40
     # 64 words: a model that knows nothing starts near ln 64 = 4.2.
     assert losses[0] > 3
@@ -47,6 +61,7 @@ def test_a_run_that_diverges_exports_nothing_and_fails(tmp_path: Path, start_app
         "trainer.num_ranks=1",
         "engine.dtype=float32",
         "task.num_demonstrations=64",
+        "supervised.val_size=0",
         "supervised.steps=30",
         "supervised.batch_size=8",
         "supervised.optim.lr=1e9",
@@ -80,6 +95,7 @@ def test_ctrl_c_finishes_the_step_and_writes_the_model_and_twice_it_does_not(
         (found,) = list_runs(tmp_path / name)
         assert (found.state, found.detail) == ("stopped", "by SIGINT")
         assert (tmp_path / name / found.name / "model").exists() == (times == 1)
+        assert (tmp_path / name / found.name / "checkpoints" / "latest").exists() == (times == 1)
         assert (f"stopped by SIGINT after step {found.step} of 100000" in app.output) == (times == 1)
 
 
@@ -91,6 +107,7 @@ def test_a_rank_that_stops_is_named_long_before_the_steps_timeout(
         tmp_path,
         "engine.dtype=float32",
         "task.num_demonstrations=64",
+        "supervised.val_size=0",
         "supervised.steps=100000",
         "supervised.batch_size=8",
         "trainer.stall_timeout_s=15",
@@ -102,10 +119,123 @@ def test_a_rank_that_stops_is_named_long_before_the_steps_timeout(
     app.wait_for("warning: 'train' makes no progress: rank")
     assert app.finish() == 1, app.output
     rank = re.search(
-        rf"error: 'train' makes no progress on any rank \(trainer.stall_timeout_s=15\): rank [01] at .*"
+        rf"error: 'train' (?:makes no progress on any rank|waits for a rank that hangs) "
+        rf"\(trainer.stall_timeout_s=15\): rank [01] at .*"
         rf"no heartbeat for \d+ s \({re.escape(socket.gethostname())}, pid {stopped.pid}\)\n",
         app.output,
     )
     assert rank is not None, app.output
     assert "; rank" not in rank.group(), "the other rank waits for it"
     assert not app.survivors(grace_s=10)
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ message.content ~ ('<eos>' if message.role == 'assistant' else '\\n') }}"
+    "{% endfor %}"
+)
+SHORT = (
+    "supervised.epochs=1",
+    "supervised.batch_size=16",
+    "supervised.num_samples=1",
+    "supervised.sample_tokens=4",
+    "supervised.optim.lr=0.01",
+    "engine.dtype=float32",
+)
+WAYS = {
+    "zero2-cpu": ["engine.zero.stage=2", "engine.zero.offload.optimizer=cpu", "micro_batch_size=3"],
+    "zero3-cpu": [
+        "engine.zero.stage=3",
+        "engine.zero.offload.optimizer=cpu",
+        "engine.zero.offload.param=cpu",
+        "token_budget=128",
+    ],
+    "sequence-parallel-lora": ["engine.sequence_parallel=2", "engine.zero.stage=3", "engine.lora.rank=8"],
+    "nf4": ["engine.lora.rank=8", "engine.lora.base_format=nf4", "engine.zero.stage=1"],
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", WAYS)
+def test_conversations_are_learned_whatever_the_engine(way: str, tmp_path: Path, start_app: Callable[..., Any]) -> None:
+    """One epoch of conversations of two turns, with a held-out file, on a model folder with a chat template."""
+    import random
+
+    from rl_data import build_tiny_model
+
+    model = build_tiny_model(tmp_path / "base")
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    chance = random.Random(0)
+
+    def conversation() -> dict[str, Any]:
+        numbers = [chance.randrange(10) for _ in range(4)]
+        turns = [
+            turn for x, y in (numbers[:2], numbers[2:]) for turn in (("user", f"{x} + {y}"), ("assistant", f"#### {y}"))
+        ]
+        return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+    for name, count in (("train", 317), ("val", 20)):
+        rows = [json.dumps(conversation()) for _ in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    files = [f"supervised.files={tmp_path / 'train.jsonl'}", f"supervised.val_files={tmp_path / 'val.jsonl'}"]
+    app = start_app(tmp_path / "runs", f"model.path={model}", *files, *SHORT, *WAYS[way], app="sft")
+    assert app.finish() == 0, app.output
+    assert "317 demonstrations, 20 held out; 20 steps of 16, 1 epochs" in app.output
+    before, after = app.output.split("held-out loss      ")[1].split(" after")[0].split(" before, ")
+    assert float(after) < float(before) - 1, app.output
+    (run,) = (tmp_path / "runs").iterdir()
+    with (run / "metrics.tsv").open() as file:
+        last = list(csv.DictReader(file, delimiter="\t"))[-1]
+    assert float(last["sft/epoch"]) == 1
+    # 13 conversations are left for the last step; each has two turns of two tokens and the end of sequence.
+    assert float(last["sft/num_targets"]) == 13 * 2 * 3
+
+
+@pytest.mark.thorough
+def test_a_lost_rank_is_replaced_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    app = start_app(
+        tmp_path,
+        "task.num_demonstrations=512",
+        "supervised.val_size=0",
+        "supervised.steps=60",
+        "supervised.batch_size=16",
+        "trainer.save_freq=5",
+        app="sft",
+    )
+    app.wait_for("step 12/60")
+    app.children("ray::TrainerWorker")[1].kill()
+    assert app.finish() == 0, app.output
+    assert re.search(r"new ranks continue after step (5|1\d|2\d) \(restart 1 of 3\)", app.output), app.output
+    (run,) = tmp_path.iterdir()
+    with (run / "metrics.tsv").open() as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file, delimiter="\t")]
+    assert steps == list(range(1, 61))
+
+
+@pytest.mark.thorough
+def test_uploads_are_kept_as_configured_and_another_host_resumes_from_them(
+    tmp_path: Path, start_app: Callable[..., Any]
+) -> None:
+    common = (
+        "task.num_demonstrations=512",
+        "supervised.val_size=0",
+        "supervised.batch_size=16",
+        "supervised.optim.warmup_steps=0",
+        "trainer.save_freq=2",
+        "trainer.keep_checkpoints=1",
+        f"trainer.checkpoint_url=file://{tmp_path}/storage",
+    )
+    first = start_app(tmp_path / "here", *common, "supervised.steps=4", app="sft")
+    assert first.finish() == 0, first.output
+    (run,) = (tmp_path / "here").iterdir()
+    assert f"checkpoints in file://{tmp_path}/storage/{run.name}: step 4\n" in first.output
+    again = start_app(tmp_path / "there", *common, "supervised.steps=6", "trainer.resume=auto", app="sft")
+    assert again.finish() == 0, again.output
+    assert "resumed after step 4" in again.output
+    assert "step 5/6" in again.output
+    assert "step 4/6" not in again.output
+    done = start_app(tmp_path / "here", *common, "supervised.steps=4", "trainer.resume=auto", app="sft")
+    assert done.finish() == 2, done.output
+    assert "supervised.steps is 4: nothing is left to train; raise it" in done.output

@@ -149,6 +149,12 @@ def test_adapters_from_a_deepspeed_checkpoint(base: Path, tmp_path: Path) -> Non
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    # The same model as that of the written adapter, merged.
+    export_deepspeed(tmp_path / "actor", tmp_path / "merged", model_files_from=base, lora=config)
+    export_merged(tmp_path / "adapter", tmp_path / "expected", base=base)
+    merged, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected"))
+    assert merged.keys() == expected.keys() == load_file(base / "model.safetensors").keys()
+    assert all(torch.equal(merged[name], expected[name]) for name in merged)
 
 
 def test_refused_tensors_and_settings(base: Path, tmp_path: Path) -> None:

@@ -118,8 +118,8 @@ class ZeroConfig:
 class OptimConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = 1e-6
-    """Peak learning rate; positive."""
+    lr: float | None = 1e-6
+    """Peak learning rate; positive. null: an app chooses it for the model; the engine needs a number."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of the first and second moment; each in [0, 1)."""
     eps: float = 1e-8
@@ -141,7 +141,7 @@ class OptimConfig:
     """Final learning rate as a fraction of lr, for linear and cosine; 0 to 1."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.lr < math.inf, "lr", self.lr, "a positive number")
+        _require(self.lr is None or 0 < self.lr < math.inf, "lr", self.lr, "a positive number")
         _require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two in [0, 1)")
         _require(0 < self.eps < math.inf, "eps", self.eps, "a positive number")
         _require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "0 or more")
@@ -157,6 +157,17 @@ class OptimConfig:
             f"more than warmup_steps ({self.warmup_steps})",
         )
         _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "0 to 1")
+
+    @property
+    def peak_lr(self) -> float:
+        """`lr`, which is chosen by now.
+
+        Raises:
+            EngineConfigError: it is null.
+        """
+        if self.lr is None:
+            raise EngineConfigError("optim.lr is null: give a positive number")
+        return self.lr
 
     def weight_decay_for(self, num_dims: int) -> float:
         """Weight decay of a parameter with `num_dims` dimensions."""
@@ -176,8 +187,10 @@ def check_schedule(config: OptimConfig, total_steps: int | None) -> None:
     """Check that the number of optimizer steps suits the schedule.
 
     Raises:
-        EngineConfigError: the schedule needs it and it is None, or it is not larger than the number of warm-up steps.
+        EngineConfigError: the schedule needs it and it is None, it is not larger than the number of warm-up steps, or
+            the learning rate is null.
     """
+    _ = config.peak_lr
     if config.schedule == "constant":
         return
     if total_steps is None:
@@ -201,15 +214,15 @@ def learning_rate(step: int, config: OptimConfig, total_steps: int | None) -> fl
     cosine             lr * (r + (1 - r) * (1 + cos(pi * p)) / 2)
     """
     if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+        return config.peak_lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
-        return config.lr
+        return config.peak_lr
     assert total_steps is not None, "check_schedule ran before"
     progress = min(1.0, (step - config.warmup_steps) / (total_steps - config.warmup_steps))
     floor = config.min_lr_ratio
     if config.schedule == "linear":
-        return config.lr * (1.0 - (1.0 - floor) * progress)
-    return config.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+        return config.peak_lr * (1.0 - (1.0 - floor) * progress)
+    return config.peak_lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
 @dataclass(frozen=True, kw_only=True)

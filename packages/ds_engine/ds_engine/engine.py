@@ -185,6 +185,24 @@ class ZeroEngine:
         self._set_mode(training=False)
         return [rows_1K[0] for rows_1K in self._micro_batches.infer(micro_batches)]
 
+    @torch.no_grad()
+    def next_tokens(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """The most likely token in the place of each target, whose own ids do not matter: greedy decoding without a
+        key/value cache.
+
+        Returns:
+            One int64 [K] tensor per micro batch, on the CPU; K = 0 where a batch has no targets.
+
+        Raises:
+            EngineError: the engine has a value head.
+            PlanMismatchError: ranks have different numbers of micro batches.
+        """
+        self._require_on_device("next_tokens")
+        self._require_head("lm", "next_tokens")
+        agree_on_plan("next_tokens", micro_batches, self.device, sp=self._sp)
+        self._set_mode(training=False)
+        return [rows_1K[0].long() for rows_1K in self._micro_batches.infer(micro_batches, temperature=0.0)]
+
     def train_mini_batch(
         self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, temperature: float = 1.0
     ) -> StepStats:

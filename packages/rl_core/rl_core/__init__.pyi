@@ -36,6 +36,10 @@ from .batching.segments import segment_sum as segment_sum
 from .errors import BatchError as BatchError
 from .errors import RLCoreError as RLCoreError
 from .errors import ShapeError as ShapeError
+from .evaluation import BootstrapMean as BootstrapMean
+from .evaluation import bootstrap_mean as bootstrap_mean
+from .evaluation import majority_vote as majority_vote
+from .evaluation import pass_at_k as pass_at_k
 from .fused_log_prob import linear_log_prob as linear_log_prob
 from .importance.mismatch import effective_sample_size as effective_sample_size
 from .importance.mismatch import mismatch_metrics as mismatch_metrics

@@ -2,6 +2,7 @@ from .checks import check_files as check_files
 from .config import ColumnsConfig as ColumnsConfig
 from .config import DataConfig as DataConfig
 from .config import RewardConfig as RewardConfig
+from .config import TurnsTrained as TurnsTrained
 from .demonstrations import Demonstration as Demonstration
 from .demonstrations import check_demonstrations as check_demonstrations
 from .demonstrations import load_demonstrations as load_demonstrations
@@ -10,6 +11,8 @@ from .errors import ModelFolderError as ModelFolderError
 from .errors import RlDataError as RlDataError
 from .errors import SamplerStateError as SamplerStateError
 from .errors import UnknownDataSourceError as UnknownDataSourceError
+from .prepare.config import PrepareConfig as PrepareConfig
+from .prepare.pipeline import prepare_data as prepare_data
 from .prompts import Prompt as Prompt
 from .prompts import load_prompts as load_prompts
 from .rewards.base import Reward as Reward

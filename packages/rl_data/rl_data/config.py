@@ -5,8 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-_TEMPLATE_ARGUMENTS = ("conversation", "tools", "chat_template", "tokenize", "add_generation_prompt")
+_TEMPLATE_ARGUMENTS = (
+    *("conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"),
+    *("return_dict", "return_assistant_tokens_mask"),
+)
 """Arguments of a tokenizer's `apply_chat_template` that prompts decide."""
+
+TurnsTrained = Literal["all", "each", "last"]
+"""`all`: one sequence per conversation, trained on every assistant turn. `each`: one sequence per assistant turn, with
+the messages before it as the prompt. `last`: the last assistant turn only."""
 
 
 def _require_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -25,8 +32,9 @@ class ColumnsConfig:
 
     #: Column of the prompt: text, or a list of chat messages. None: `question`, `prompt` or `messages`.
     prompt: str | None = None
-    #: Column of the right answer, taken as it is; `struct.field` for a field of a struct. None: `answer` after its last
-    #: "####" (beside `question`), else `reward_model.ground_truth` or `ground_truth`. A reward may need none.
+    #: Column of the right answer, taken as it is; `struct.field` for a field of a struct. None: beside `question`,
+    #: `ground_truth` or else `answer` after its last "####"; otherwise `reward_model.ground_truth` or `ground_truth`. A
+    #: reward may need none.
     ground_truth: str | None = None
     #: Column of the text that selects the reward. None: `data_source`, if there is one.
     data_source: str | None = None

@@ -1,26 +1,36 @@
-"""Demonstrations for supervised fine-tuning before RL: a prompt and the whole response to it.
+"""Demonstrations for supervised fine-tuning: a prompt and the response to learn, from rows of data files.
 
-A file has the columns `question` and `answer`, or `messages` (and `tools`), whose last message is the assistant's
-response. An answer is a text, or a list of texts that alternate between the model and a tool, starting with the model.
-The parts are tokenized one by one, as during generation.
+The columns of each file determine its format:
+
+- `question` and `answer`: the answer follows the rendered question. It is a text, or a list of texts that alternate
+  between the model and a tool, starting with the model.
+- `messages` (and `tools`): a conversation that ends with the assistant; `chat_turns` says what is trained on.
+- `prompt` and `completion`: a text follows a text, without a template; or text or the assistant's messages follow the
+  messages of a prompt.
+- `text`: plain text, all of it trained on.
+
+Parts are tokenized one by one, as during generation, and a response ends with the end-of-sequence token unless the
+template has ended it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .config import DataConfig
+from .chat_turns import ChatTurns, Script, Segment
+from .config import DataConfig, TurnsTrained
 from .errors import DataError
 from .files.opening import open_table
-from .files.table import Place
-from .prompts import Renderer, encode, report_filtered, too_long, with_configured
+from .files.table import Place, Table
+from .prompts import Renderer, batches, encode, report_filtered, too_long, with_configured
 from .rows import Message, Tool, conversation, tools_of
 from .tokenizer import TokenizerLike
 
 _HELP = (
-    "Demonstrations need the columns `question` and `answer` (the whole response), or `messages`, the last of them the "
-    "response; rename the columns."
+    "Demonstrations need the columns `question` and `answer`, or `messages`, or `prompt` and `completion`, or `text`; "
+    "rename the columns."
 )
 _FILL_IN = "Fill it in or drop the row."
 
@@ -28,37 +38,66 @@ _FILL_IN = "Fill it in or drop the row."
 @dataclass(frozen=True, kw_only=True)
 class _Row:
     place: Place
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
+    """What a template renders; empty for plain text."""
     tools: tuple[Tool, ...] = ()
-    parts: list[str]
-    is_question: bool
+    is_question: bool = False
+    prompt: str = ""
+    """Plain text before the response."""
+    parts: tuple[str, ...] | None = None
+    """The response as texts of the model and a tool in turn; None: it is in the messages."""
+    num_before: int = 0
+    """Without parts: number of messages before those that are trained on."""
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One training example; `response_ids` ends with the end-of-sequence token if the last part is the model's."""
+    """One training sequence; the loss is on the response. `prompt_ids` has at least one token."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     response_mask: tuple[bool, ...] | None = None
-    """False for response tokens of a tool; None if all tokens are the model's."""
+    """False for response tokens that the model does not write (a user's, a tool's); None if it writes them all."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
 
 
-def _parts(answer: Any) -> list[str] | None:
+# ------------------------------------------------------------------------ rows
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _parts(answer: Any) -> tuple[str, ...] | None:
     """The texts of an answer; None if it is not text or starts with an empty one."""
     parts = answer if isinstance(answer, list) else [answer]
     if not parts or not all(isinstance(part, str) for part in parts) or not parts[0].strip():
         return None
-    return parts
+    return tuple(parts)
+
+
+def _format(table: Table) -> tuple[list[str], Callable[[Place, dict[str, Any]], _Row]]:
+    """The columns of the table's format, and the function that reads a row."""
+    names = table.columns
+    with_tools = ["tools"] if "tools" in names else []
+    if "question" in names:
+        return ["question", "answer"], _of_question
+    if "messages" in names:
+        return ["messages", *with_tools], _of_messages
+    if "completion" in names:
+        return ["prompt", "completion", *with_tools], _of_completion
+    if "text" in names:
+        return ["text"], _of_text
+    return ["question", "answer"], _of_question
 
 
 def _rows(file: str | Path) -> Iterator[_Row]:
     table = open_table(file)
-    if "messages" in table.columns and "question" not in table.columns:
-        columns = [name for name in ("messages", "tools") if name in table.columns]
-        parse = _of_messages
-    else:
-        columns, parse = ["question", "answer"], _of_question
+    columns, parse = _format(table)
     table.require(columns, _HELP)
     for place, row in table.rows(columns, text=columns):
         yield parse(place, row)
@@ -66,25 +105,44 @@ def _rows(file: str | Path) -> Iterator[_Row]:
 
 def _of_question(place: Place, row: dict[str, Any]) -> _Row:
     question, parts = row.get("question"), _parts(row.get("answer"))
-    has_question = isinstance(question, str) and bool(question.strip())
-    if not has_question or parts is None:
-        raise place.error("no text", _FILL_IN, column="answer" if has_question else "question")
-    messages = ({"role": "user", "content": question},)
-    return _Row(place=place, messages=messages, parts=parts, is_question=True)
+    if not _is_text(question) or parts is None:
+        raise place.error("no text", _FILL_IN, column="answer" if _is_text(question) else "question")
+    return _Row(place=place, messages=({"role": "user", "content": question},), is_question=True, parts=parts)
 
 
 def _of_messages(place: Place, row: dict[str, Any]) -> _Row:
-    *messages, response = conversation(place, row.get("messages"), "messages")
-    if response["role"] != "assistant" or not response["content"].strip() or "tool_calls" in response or not messages:
+    messages = conversation(place, row.get("messages"), "messages")
+    _require_response(place, messages, "messages")
+    return _Row(place=place, messages=messages, tools=tools_of(place, row.get("tools"), "tools"))
+
+
+def _of_completion(place: Place, row: dict[str, Any]) -> _Row:
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if _is_text(prompt):
+        if not _is_text(completion):
+            raise place.error("no text after a prompt that is text", _FILL_IN, column="completion")
+        return _Row(place=place, prompt=str(prompt), parts=(str(completion),))
+    before, tools = conversation(place, prompt, "prompt"), tools_of(place, row.get("tools"), "tools")
+    if _is_text(completion):
+        return _Row(place=place, messages=before, tools=tools, parts=(str(completion),))
+    messages = (*before, *conversation(place, completion, "completion"))
+    _require_response(place, messages, "completion")
+    return _Row(place=place, messages=messages, tools=tools, num_before=len(before))
+
+
+def _of_text(place: Place, row: dict[str, Any]) -> _Row:
+    if not _is_text(row.get("text")):
+        raise place.error("no text", _FILL_IN, column="text")
+    return _Row(place=place, parts=(row["text"],))
+
+
+def _require_response(place: Place, messages: Sequence[Message], column: str) -> None:
+    last, roles = messages[-1], [message["role"] for message in messages]
+    if roles[-1] != "assistant" or not (last["content"].strip() or last.get("tool_calls")) or roles[0] == "assistant":
         what = "the conversation does not end with an assistant's text that answers another message"
-        raise place.error(what, "Drop the messages after it, or drop the row.", column="messages")
-    return _Row(
-        place=place,
-        messages=tuple(messages),
-        tools=tools_of(place, row.get("tools"), "tools"),
-        parts=[response["content"]],
-        is_question=False,
-    )
+        if roles[0] == "assistant":
+            what = "the conversation begins with an assistant's message, which answers none"
+        raise place.error(what, "Drop the messages around it, or drop the row.", column=column)
 
 
 def check_demonstrations(files: Sequence[str | Path]) -> int:
@@ -95,40 +153,108 @@ def check_demonstrations(files: Sequence[str | Path]) -> int:
     return sum(1 for file in files for _ in _rows(file))
 
 
+# --------------------------------------------------------------------- loading
+
+
 def load_demonstrations(
-    files: Sequence[str | Path], tokenizer: TokenizerLike, config: DataConfig
+    files: Sequence[str | Path],
+    tokenizer: TokenizerLike,
+    config: DataConfig,
+    *,
+    turns: TurnsTrained = "all",
+    max_length: int | None = None,
 ) -> list[Demonstration]:
     """The demonstrations of all files, in order. Prompts are identical to those of `load_prompts`.
 
-    `config.overlong` decides whether overlong prompts are dropped or raise. Raises DataError naming file, row, column
-    and remedy.
+    `config.overlong` decides whether overlong ones are dropped or raise. Raises DataError naming file, row, column and
+    remedy.
+
+    Args:
+        turns: which assistant turns of a conversation are trained on.
+        max_length: maximum tokens of prompt and response; None: no limit. Prompts alone have `max_prompt_length`, but
+            for plain text.
     """
     if not files:
         raise DataError("no files were given. Name at least one.")
     renderer = Renderer(tokenizer, config)
-    end = int(tokenizer.eos_token_id)
+    script = partial(_scripts, renderer=renderer, chat=ChatTurns(tokenizer, renderer, turns), config=config)
     demonstrations: list[Demonstration] = []
+    known: dict[int, int] = {}
     num_filtered = 0
-    for file in files:
-        rows = list(_rows(file))
-        conversations = [with_configured(row.messages, config, is_question=row.is_question) for row in rows]
-        texts = [renderer(messages, row.tools, row.place) for messages, row in zip(conversations, rows, strict=True)]
-        parts = [part for row in rows for part in row.parts]
-        encoded = iter(encode(parts, tokenizer, add_special_tokens=False))
-        for row, prompt_ids in zip(rows, renderer.encode(texts), strict=True):
-            response = [next(encoded) for _ in row.parts]
-            if too_long(row.place, len(prompt_ids), config):
+    for rows in batches(row for file in files for row in _rows(file)):
+        made = [(row, one) for row in rows for one in script(row)]
+        sequences = _encode([one for _, one in made], tokenizer, known)
+        for (row, _), (ids, mask) in zip(made, sequences, strict=True):
+            found = _demonstration(ids, mask)
+            if found is None:
+                raise row.place.error("it has no token to train on", _FILL_IN)
+            if too_long(row.place, len(found.prompt_ids), config) or _exceeds(row.place, found, config, max_length):
                 num_filtered += 1
                 continue
-            demonstrations.append(_demonstration(prompt_ids, response, end))
-    report_filtered(num_filtered, len(demonstrations), files, config)
+            demonstrations.append(found)
+    report_filtered(num_filtered, len(demonstrations), files, config, max_length=max_length)
     return demonstrations
 
 
-def _demonstration(prompt_ids: tuple[int, ...], parts: Sequence[tuple[int, ...]], end: int) -> Demonstration:
-    """Join the parts; the first, third, … are the model's."""
-    ids = [token for part in parts for token in part]
-    mask = [index % 2 == 0 for index, part in enumerate(parts) for _ in part]
-    if len(parts) % 2:
-        ids, mask = [*ids, end], [*mask, True]
-    return Demonstration(prompt_ids, tuple(ids), None if all(mask) else tuple(mask))
+def _scripts(row: _Row, *, renderer: Renderer, chat: ChatTurns, config: DataConfig) -> list[Script]:
+    """The sequences of a row."""
+    messages = with_configured(row.messages, config, is_question=row.is_question) if row.messages else ()
+    if row.parts is None:
+        return chat.scripts(messages, row.tools, row.place, first=row.num_before + len(messages) - len(row.messages))
+    before = renderer(messages, row.tools, row.place) if messages else row.prompt
+    responses = [Segment(part, index % 2 == 0) for index, part in enumerate(row.parts)]
+    return [
+        Script(
+            segments=(*([Segment(before, False)] if before else []), *responses),
+            with_special_tokens=not (messages and renderer.with_template),
+            ends=len(row.parts) % 2 == 1,
+        )
+    ]
+
+
+def _encode(
+    scripts: Sequence[Script], tokenizer: TokenizerLike, known: dict[int, int]
+) -> Iterator[tuple[list[int], list[bool]]]:
+    """Token ids of each sequence, and whether they are trained on.
+
+    `known` has one object per token id, which all sequences share: 8 bytes per token instead of 36.
+    """
+    firsts = [script.segments[0].text for script in scripts if script.with_special_tokens]
+    rests = [segment.text for script in scripts for segment in script.segments[int(script.with_special_tokens) :]]
+    first = iter(encode(firsts, tokenizer, add_special_tokens=True) if firsts else [])
+    rest = iter(encode(rests, tokenizer, add_special_tokens=False) if rests else [])
+    end = int(tokenizer.eos_token_id)
+    for script in scripts:
+        ids, mask = list(script.ids), list(script.mask)
+        for index, segment in enumerate(script.segments):
+            tokens = next(first if index == 0 and script.with_special_tokens else rest)
+            ids += tokens
+            mask += [segment.is_trained] * len(tokens)
+        if script.ends and not (mask and mask[-1] and ids[-1] == end):
+            ids, mask = [*ids, end], [*mask, True]
+        yield [known.setdefault(token, token) for token in ids], mask
+
+
+def _demonstration(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration | None:
+    """The prompt ends before the first token that is trained on, which nothing predicts if it is the sequence's first.
+
+    What follows the last one is left out. None if no token is trained on.
+    """
+    trained = [index for index, one in enumerate(mask) if one and index > 0]
+    if not trained:
+        return None
+    first, last = trained[0], trained[-1]
+    response_mask = tuple(mask[first : last + 1])
+    return Demonstration(
+        tuple(ids[:first]), tuple(ids[first : last + 1]), None if all(response_mask) else response_mask
+    )
+
+
+def _exceeds(place: Place, found: Demonstration, config: DataConfig, max_length: int | None) -> bool:
+    """Whether to drop a demonstration as overlong. Raises DataError instead for `overlong="refuse"`."""
+    if max_length is None or found.num_tokens <= max_length:
+        return False
+    if config.overlong == "refuse":
+        what = f"the demonstration has {found.num_tokens} tokens, max_length={max_length}"
+        raise place.error(what, "Raise the limit, drop the row, or set data.overlong=filter.")
+    return True

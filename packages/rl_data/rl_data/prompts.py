@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .config import DataConfig
 from .errors import DataError
@@ -23,6 +23,8 @@ from .files.opening import open_table
 from .files.table import Place, first_line
 from .rows import Message, Row, Tool, find_schema, left_out, read_rows
 from .tokenizer import TokenizerLike
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 #: Rows tokenized in one call.
@@ -91,16 +93,16 @@ class Renderer:
         self.with_template = uses_chat_template(tokenizer, config)
         self._shows_tools = False
 
-    def __call__(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place) -> str:
-        """The text up to the start of the response. Raises DataError for what the template does not take."""
+    def __call__(
+        self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, *, for_response: bool = True
+    ) -> str:
+        """The text up to the start of the response, or of the messages alone (`for_response=False`).
+
+        Raises DataError for what the template does not take.
+        """
+        self._require_tools(messages, tools, place)
         if self.with_template:
-            text = self._apply(messages, tools, place)
-            if tools and not self._shows_tools:
-                self._shows_tools = text != self._apply(messages, (), place)
-            if self._shows_tools or not tools:
-                return text
-        if tools:
-            raise place.error("tools, which the chat template does not show", "Use a model whose template has tools.")
+            return str(self._apply(messages, tools, place, tokenize=False, add_generation_prompt=for_response))
         if any("tool_calls" in message for message in messages):
             raise place.error("tool calls, which need a chat template", "Drop the row, or add a template to the model.")
         return "".join(f"{message['content']}\n" for message in messages)
@@ -109,16 +111,30 @@ class Renderer:
         """Token ids of rendered texts; a template writes its special tokens itself."""
         return encode(texts, self._tokenizer, add_special_tokens=not self.with_template)
 
-    def _apply(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place) -> str:
+    def encode_marked(
+        self, messages: Sequence[Message], tools: Sequence[Tool], place: Place
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of a conversation and the mask of a template with `{% generation %}` markers."""
+        self._require_tools(messages, tools, place)
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        found = self._apply(messages, tools, place, tokenize=True, add_generation_prompt=False, **options)
+        return [int(token) for token in found["input_ids"]], [bool(one) for one in found["assistant_masks"]]
+
+    def _require_tools(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place) -> None:
+        """Raises DataError for tools that the template does not show."""
+        if not tools or self._shows_tools:
+            return
+        if self.with_template:
+            options = {"tokenize": False, "add_generation_prompt": True}
+            with_tools, without = (self._apply(messages, some, place, **options) for some in (tools, ()))
+            self._shows_tools = with_tools != without
+        if not self._shows_tools:
+            raise place.error("tools, which the chat template does not show", "Use a model whose template has tools.")
+
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, **options: Any) -> Any:
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=list(tools) or None,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **self._kwargs,
-                )
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, **options, **self._kwargs
             )
         except Exception as error:  # templates raise what they like, such as "roles must alternate"
             what = f"the chat template refuses the messages ({type(error).__name__}: {first_line(error)})"
@@ -131,7 +147,8 @@ def encode(texts: list[str], tokenizer: TokenizerLike, *, add_special_tokens: bo
     return [tuple(int(token) for token in row) for row in ids]
 
 
-def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def batches(rows: Iterable[T]) -> Iterator[list[T]]:
+    """The rows in lists that are tokenized in one call."""
     iterator = iter(rows)
     while batch := list(islice(iterator, _BATCH_SIZE)):
         yield batch
@@ -147,20 +164,20 @@ def too_long(place: Place, length: int, config: DataConfig) -> bool:
     return True
 
 
-def report_filtered(num_filtered: int, num_kept: int, files: Sequence[str | Path], config: DataConfig) -> None:
-    """Log the number of dropped prompts. Raises DataError if none is left."""
+def report_filtered(
+    num_filtered: int, num_kept: int, files: Sequence[str | Path], config: DataConfig, *, max_length: int | None = None
+) -> None:
+    """Log the number of dropped prompts, or demonstrations (`max_length`). Raises DataError if none is left."""
+    what, limit = "prompts", f"max_prompt_length={config.max_prompt_length} tokens"
+    if max_length is not None:
+        what, limit = "demonstrations", f"max_length={max_length} tokens, or their prompts than {limit}"
     if num_kept == 0:
         raise DataError(
-            f"{', '.join(map(str, files))}: all {num_filtered} prompts are longer than "
-            f"max_prompt_length={config.max_prompt_length} tokens. Raise the limit."
+            f"{', '.join(map(str, files))}: all {num_filtered} {what} are longer than {limit}. Raise the limit."
         )
     if num_filtered:
-        _logger.warning(
-            "%d of %d prompts are longer than max_prompt_length=%d tokens and are dropped",
-            num_filtered,
-            num_filtered + num_kept,
-            config.max_prompt_length,
-        )
+        total = num_filtered + num_kept
+        _logger.warning("%d of %d %s are longer than %s and are dropped", num_filtered, total, what, limit)
 
 
 def load_prompts(
@@ -185,7 +202,7 @@ def load_prompts(
         schema = find_schema(table, config)
         if line := left_out(table, schema):
             _logger.warning(line)
-        for rows in _batches(read_rows(table, schema)):
+        for rows in batches(read_rows(table, schema)):
             conversations = [with_configured(row.messages, config, is_question=row.is_question) for row in rows]
             texts = [
                 renderer(messages, row.tools, row.place) for messages, row in zip(conversations, rows, strict=True)

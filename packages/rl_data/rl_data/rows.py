@@ -2,13 +2,14 @@
 
 The columns of each file determine its schema:
 
-- GSM8K: text columns `question` and `answer`, the answer ending in `#### n`; optionally `data_source`.
+- GSM8K: text columns `question` and `answer`, the answer ending in `#### n`; optionally `data_source`. With a column
+  `ground_truth`, that is the answer, taken as it is; `python -m rl_data prepare` writes such files.
 - verl: `prompt` (chat messages, or text), `reward_model` with a field `ground_truth`, `data_source`.
 - any other: `prompt` or `messages`, and `ground_truth` if there is one; or the names in `DataConfig.columns`.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
@@ -75,7 +76,7 @@ def find_schema(table: Table, config: DataConfig) -> Schema:
     """The schema of a table. Raises DataError for a column that is missing, occurs twice, or cannot be extra."""
     columns, names = config.columns, table.columns
     prompt = columns.prompt or _prompt_column(names)
-    is_gsm8k = prompt == "question" and columns.ground_truth is None
+    is_gsm8k = prompt == "question" and columns.ground_truth is None and "ground_truth" not in names
     required = [prompt, *filter(None, (columns.data_source, columns.tools)), *(config.extra_columns or ())]
     if columns.ground_truth is not None:
         truth = _path(columns.ground_truth, names)
@@ -134,12 +135,17 @@ def left_out(table: Table, schema: Schema) -> str:
 
 def read_rows(table: Table, schema: Schema) -> Iterator[Row]:
     """The rows of the table in order. Raises DataError at the first unusable one."""
-    needed = (schema.used | set(MEDIA_COLUMNS)) & set(table.columns)
+    for place, row in raw_rows(table, schema):
+        yield parse_row(place, row, schema)
+
+
+def raw_rows(table: Table, schema: Schema, texts: Collection[str] = ()) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The columns that `parse_row` needs of each row, and `texts`. Raises DataError for a row that cannot be read."""
+    needed = (schema.used | {*MEDIA_COLUMNS, *texts}) & set(table.columns)
     columns: set[str] | None = needed | set(schema.extra or ())
     if schema.extra is None:
         columns = None if needed.isdisjoint(table.unusable) else needed | set(table.columns) - set(table.unusable)
-    for place, row in table.rows(columns, text=needed):
-        yield _row(place, row, schema)
+    yield from table.rows(columns, text=needed)
 
 
 def iter_rows(file: str | Path, config: DataConfig) -> Iterator[Row]:
@@ -148,7 +154,8 @@ def iter_rows(file: str | Path, config: DataConfig) -> Iterator[Row]:
     return read_rows(table, find_schema(table, config))
 
 
-def _row(place: Place, row: Mapping[str, Any], schema: Schema) -> Row:
+def parse_row(place: Place, row: Mapping[str, Any], schema: Schema) -> Row:
+    """A row from its columns. Raises DataError if it is unusable."""
     for column in MEDIA_COLUMNS:
         if row.get(column):
             raise place.error("the prompt has media", "Only text is trained on: drop the row.", column=column)

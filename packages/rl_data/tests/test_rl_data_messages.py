@@ -177,10 +177,10 @@ def test_demonstrations_from_messages(tmp_path: Path, tokenizer: Any) -> None:
     answer = {"role": "assistant", "content": "#### 7"}
     file = write(tmp_path, "jsonl", {"messages": [*MESSAGES, answer], "tools": [ADD]})
     assert check_demonstrations([file]) == 1
-    (demonstration,) = load_demonstrations([file], tokenizer, DataConfig())
+    (demonstration,) = load_demonstrations([file], tokenizer, DataConfig(), turns="last")
     assert demonstration.prompt_ids == tuple(tokenizer(RENDERED, add_special_tokens=False)["input_ids"])
     assert tokenizer.decode(demonstration.response_ids[:-1]) == "#### 7"
     assert demonstration.response_ids[-1] == tokenizer.eos_token_id
-    for messages in ([answer], MESSAGES, [USER, CALL], [USER, answer | {"content": " "}]):
+    for messages in (MESSAGES, [USER, answer | {"content": " "}]):
         with pytest.raises(DataError, match=r"line 1, column 'messages': .*does not end with an assistant's text"):
             check_demonstrations([write(tmp_path, "jsonl", {"messages": messages})])

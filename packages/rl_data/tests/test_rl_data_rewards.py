@@ -201,6 +201,30 @@ def test_every_form_of_tests_is_read() -> None:
             read_tests(wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "texts", "expected"),
+    [
+        ("gsm8k", ["#### 72", "so #### 72.00", "no answer", "#### 1,072", "#### 72", "#### 1072"], [0, 0, -1, 3, 0, 3]),
+        ("multiple_choice", ["Answer: (B)", "I do not know", "\\boxed{C}", "**B.**"], [0, -1, 2, 0]),
+        (
+            "math",
+            ["\\boxed{\\frac12}", "\\boxed{2}", "It is $0.5$.", "Unknown", "\\boxed{1/2}"],
+            [0, 1, 0, -1, 0],
+        ),
+        ("gsm8k", [], []),
+    ],
+)
+def test_equal_answers_have_equal_votes(name: str, texts: list[str], expected: list[int]) -> None:
+    assert make_reward(name).votes(texts) == expected  # type: ignore[attr-defined]
+
+
+@given(st.lists(st.decimals(-99, 99, places=2) | st.integers(-99, 99), min_size=1, max_size=8))
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_votes_are_equal_where_numbers_are(numbers: list[Any]) -> None:
+    votes = make_reward("gsm8k").votes([f"#### {number}" for number in numbers])  # type: ignore[attr-defined]
+    assert votes == [numbers.index(number) for number in numbers]
+
+
 def test_rewards_of_the_registry_are_documented() -> None:
     for reward in REWARDS.values():
         assert len(reward.__doc__ or "") > 40

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from ds_engine import OptimConfig
-from rl_data import REWARDS, Reward, RewardConfig, make_reward
+from rl_data import REWARDS, Reward, RewardConfig, TurnsTrained, make_reward
 from rollout_vllm.config import read_api_key
 from run_kit import EXPERIMENT_PATTERN
 
@@ -120,24 +120,13 @@ class RanksConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig(RanksConfig):
-    """The reinforcement-learning loop: steps, validation, checkpoints, restarts."""
+class TrainingConfig(RanksConfig):
+    """What every training run has: validation, checkpoints, restarts."""
 
-    total_training_steps: int = 30
-    """Number of steps; a step is rollout, scoring, update and weight sync."""
-    colocate: bool = True
-    """Rollout servers share the trainer's GPUs (true) or use the GPUs after them (false). Ignored on the CPU."""
-    take_turns: Literal["never", "servers", "both"] | None = None
-    """How ranks and servers on the same GPUs divide their memory. `never`: side by side. `servers`: servers sleep while
-    the trainer works. `both`: besides, optimizer states and gradients wait in host memory while the servers generate.
-    null: side by side if that fits, else in turns."""
     val_before_train: bool = True
     """Validate once before the first step."""
     val_after_train: bool = True
     """Validate once after the last step."""
-    max_server_restarts: int = 3
-    """Restarts of each rollout server that died or hangs; it gets the current weights before it serves. With 0 a dead
-    server ends the run. Existing servers (`rollout.urls`) are never restarted."""
     max_restarts: int = 3
     """Restarts of the trainer ranks after one of them died or hangs, from the newest checkpoint of the run; the servers
     stay. 0, or no checkpoint although steps are done: a lost rank ends the run."""
@@ -155,9 +144,11 @@ class TrainerConfig(RanksConfig):
     keep_every: int = 0
     """Keep the checkpoints of all steps that are multiples of this; 0: none."""
     keep_best: int = 0
-    """Number of checkpoints with the highest `best_metric` to keep as well."""
+    """Number of checkpoints with the best `best_metric` to keep as well."""
     best_metric: str = "critic/score/mean"
     """Metric of the step that `keep_best` compares."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether the highest (max) or the lowest (min) `best_metric` is the best."""
     checkpoint_url: str | None = None
     """Storage for copies of the checkpoints that outlives this host: any URL of fsspec (`s3://bucket/runs`,
     `gs://bucket/runs`, `file:///shared/runs`). Every checkpoint is uploaded in the background to
@@ -180,22 +171,17 @@ class TrainerConfig(RanksConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_at_least(1, self, "total_training_steps", "keep_checkpoints")
+        _check_at_least(1, self, "keep_checkpoints")
         if self.save_freq < 0:
             raise ValueError(f"save_freq is {self.save_freq}; allowed: 0 (never) or more")
         if self.test_freq == 0 or self.test_freq < -1:
             raise ValueError(f"test_freq is {self.test_freq}; allowed: -1 (never) or 1 and more")
-        for name in ("keep_every", "keep_best", "max_server_restarts", "max_restarts"):
+        for name in ("keep_every", "keep_best", "max_restarts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 (none) or more")
         if self.min_ranks is not None and not 1 <= self.min_ranks <= (self.num_ranks or MAX_RANKS):
             most = MAX_RANKS if self.num_ranks is None else f"num_ranks ({self.num_ranks})"
             raise ValueError(f"min_ranks is {self.min_ranks}; allowed: 1 to {most}, or null for all of them")
-        if self.takes_turns and not self.colocate:
-            raise ValueError(
-                f"take_turns is {self.take_turns}; allowed: never, or null, with colocate=false, where servers and "
-                "ranks have GPUs of their own"
-            )
         for name in ("checkpoint_url", "resume_from"):
             _check_storage(name, getattr(self, name))
         if self.checkpoint_url is not None and not is_url(self.checkpoint_url):
@@ -205,11 +191,63 @@ class TrainerConfig(RanksConfig):
             )
         if self.resume_from is not None and self.resume == "never":
             raise ValueError(f"resume_from is {self.resume_from}, but resume is never; allowed: resume=auto")
-        if any(not 1 <= step <= self.total_training_steps for step in self.profile_steps):
+        last = self.last_step
+        if any(step < 1 or (last is not None and step > last) for step in self.profile_steps):
+            limit = "" if last is None else f" to the last one ({last})"
+            raise ValueError(f"profile_steps is {list(self.profile_steps)}; allowed: steps from 1{limit}")
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step, if the configuration alone says it."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(TrainingConfig):
+    """The reinforcement-learning loop."""
+
+    total_training_steps: int = 30
+    """Number of steps; a step is rollout, scoring, update and weight sync."""
+    max_staleness: int = 0
+    """Policy versions by which the oldest token of a sample may be behind the weights that train on it. 0: rollout and
+    training alternate. 1 and more: servers generate for that many later steps while the trainer learns (with
+    over-sampling for one less), and `algorithm.rollout_correction` corrects for it."""
+    stale_groups: Literal["finish", "drop"] = "finish"
+    """With over-sampling and `max_staleness`: groups that the next step could no longer train on. `finish`: the step
+    waits for them, and they finish under its weights. `drop`: they are given up and replaced by other prompts, which
+    favors short responses."""
+    colocate: bool = True
+    """Rollout servers share the trainer's GPUs (true) or use the GPUs after them (false). Ignored on the CPU."""
+    take_turns: Literal["never", "servers", "both"] | None = None
+    """How ranks and servers on the same GPUs divide their memory. `never`: side by side. `servers`: servers sleep while
+    the trainer works. `both`: besides, optimizer states and gradients wait in host memory while the servers generate.
+    null: side by side if that fits, else in turns."""
+    max_server_restarts: int = 3
+    """Restarts of each rollout server that died or hangs; it gets the current weights before it serves. With 0 a dead
+    server ends the run. Existing servers (`rollout.urls`) are never restarted."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_at_least(1, self, "total_training_steps")
+        if self.max_server_restarts < 0:
+            raise ValueError(f"max_server_restarts is {self.max_server_restarts}; allowed: 0 (none) or more")
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness is {self.max_staleness}; allowed: 0 (none) or more")
+        if self.takes_turns and self.max_staleness:
             raise ValueError(
-                f"profile_steps is {list(self.profile_steps)}; allowed: steps from 1 to total_training_steps "
-                f"({self.total_training_steps})"
+                f"take_turns is {self.take_turns}; allowed: never, or null, with max_staleness={self.max_staleness}, "
+                "where servers generate while the trainer works"
             )
+        if self.takes_turns and not self.colocate:
+            raise ValueError(
+                f"take_turns is {self.take_turns}; allowed: never, or null, with colocate=false, where servers and "
+                "ranks have GPUs of their own"
+            )
+
+    @property
+    def last_step(self) -> int:
+        """`total_training_steps`."""
+        return self.total_training_steps
 
     @property
     def takes_turns(self) -> bool:
@@ -345,6 +383,10 @@ class ScoringConfig(RewardConfig):
     `rewards/` of the run folder."""
     batched: bool = False
     """`function` is called once for a group, with a list of responses and a list of prompts, and returns a list."""
+    answer: str | None = None
+    """`package.module:function`, called as `function(response_text)`: the answer of a response, or None, on which
+    validations with several samples vote (`maj@n`). null: the answer that the reward extracts (gsm8k, math,
+    multiple_choice)."""
     url: str | None = None
     """A service that scores instead of a function: `http://host:port/path`, or `http://host:port` of a vLLM server for
     the other kinds of `service`. A sample without a score is left out of the batch."""
@@ -449,16 +491,87 @@ class SupervisedConfig:
     steps: int = 0
     """Number of optimizer steps; 0: no warm start."""
     batch_size: int = 64
-    """Demonstrations per step, over all ranks."""
+    """Demonstrations per step, over all ranks and micro batches."""
     files: tuple[str, ...] = ()
-    """Files of demonstrations (`question` and `answer`, or `messages`), of the kinds of `data.train`; empty: those of
-    the built-in task."""
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=2e-3, schedule="cosine"))
-    """The optimizer; the schedule is `steps` long."""
+    """Files of demonstrations, of the kinds of `data.train`; empty: those of the built-in task. Their columns are
+    `question` and `answer`, `messages`, `prompt` and `completion`, or `text` (docs/data.md)."""
+    turns: TurnsTrained = "all"
+    """Turns of a conversation that are trained on. `all`: every assistant turn. `each`: every one, as a sequence of its
+    own with the messages before it as the prompt, for templates that render earlier turns differently. `last`: only the
+    last one."""
+    max_length: int | None = None
+    """Maximum tokens of a demonstration, prompt and response; `data.overlong` says what happens to longer ones. None
+    of them is cut, which would teach to stop anywhere. null: no limit."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=None, schedule="cosine"))
+    """The optimizer; the schedule is as long as the training. A learning rate of null is chosen for the model: 1e-5 for
+    all weights, between Tulu 3's 5e-6 (8B, arXiv:2411.15124) and Llama 2's 2e-5 (arXiv:2307.09288); 1e-4 for LoRA,
+    which wants about ten times as much ('LoRA Without Regret', Schulman 2025; QLoRA takes 1e-4 to 2e-4,
+    arXiv:2305.14314); 2e-3 for `builtin:tiny`, which has 0.4M parameters and starts from random weights."""
 
     def __post_init__(self) -> None:
         _check_at_least(0, self, "steps")
         _check_at_least(1, self, "batch_size")
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length is {self.max_length}; allowed: 2 or more tokens, or null")
+        if self.optim.total_steps is not None:
+            raise ValueError(f"optim.total_steps is {self.optim.total_steps}; allowed: null, because the run sets it")
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything to train."""
+        return self.steps > 0
+
+    @property
+    def keys_of_files(self) -> dict[str, tuple[str, ...]]:
+        """The keys that name files of demonstrations."""
+        return {"files": self.files}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuningConfig(SupervisedConfig):
+    """What an SFT run trains on, and how it is validated."""
+
+    steps: int = 0
+    """Number of optimizer steps; 0: as many as `epochs` have."""
+    epochs: float = 2.0
+    """Passes over the demonstrations, where `steps` is 0; the last step has what is left of them."""
+    val_files: tuple[str, ...] = ()
+    """Files of held-out demonstrations, for the validation loss; empty: `val_size`."""
+    val_size: int = 0
+    """Without `val_files`: number of demonstrations that are held out of `files`, chosen by `trainer.seed`."""
+    num_samples: int = 4
+    """Greedy responses to the first held-out prompts at each validation, in `rollouts/`; 0: none. The training engine
+    decodes them without a key/value cache: exact at every ZeRO stage and without a server, at the cost of a forward
+    pass for each token."""
+    sample_tokens: int = 64
+    """Maximum tokens of such a response."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_at_least(0, self, "val_size", "num_samples")
+        _check_at_least(1, self, "sample_tokens")
+        if not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs is {self.epochs}; allowed: above 0")
+        if self.val_files and self.val_size:
+            raise ValueError(f"val_size is {self.val_size}; allowed: 0 with val_files, which are all held out")
+
+    @property
+    def trains(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def keys_of_files(self) -> dict[str, tuple[str, ...]]:
+        """The keys that name files of demonstrations."""
+        return {"files": self.files, "val_files": self.val_files}
+
+    def num_steps(self, num_demonstrations: int) -> int:
+        """Optimizer steps of the run: `steps`, or those of `epochs`."""
+        return self.steps or max(1, -(-self.num_drawn(num_demonstrations) // self.batch_size))
+
+    def num_drawn(self, num_demonstrations: int) -> int:
+        """Demonstrations of all steps."""
+        return self.steps * self.batch_size or max(1, round(self.epochs * num_demonstrations))
 
 
 @dataclass(frozen=True, kw_only=True)

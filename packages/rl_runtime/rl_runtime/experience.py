@@ -7,8 +7,8 @@ tokens that the policy sampled; `response_mask` excludes the others (tool result
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,9 @@ class Experience:
 
     prompt: PromptLike
     group_id: int
+    """Number of its group in the batch."""
+    group_key: str = ""
+    """Name of its group in the run, `<step>/<number>:<id of the prompt>`."""
     sample_index: int
     response_ids: tuple[int, ...]
     response_text: str
@@ -84,6 +87,31 @@ class Experience:
         """The oldest policy version that sampled a token."""
         return min(version for version, _ in self.version_spans)
 
+    def to_state(self) -> dict[str, Any]:
+        """All fields but the prompt, JSON-able; of an episode's own prompt the token ids."""
+        state = {name.name: getattr(self, name.name) for name in fields(self) if name.name != "prompt"}
+        arrays = {name: value.tolist() for name, value in state.items() if isinstance(value, np.ndarray)}
+        return state | arrays | {"reward_terms": dict(self.reward_terms), "prompt_ids": self.prompt.token_ids}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], *, prompt: PromptLike) -> "Experience":
+        """The inverse of `to_state`, also after JSON; `prompt` is that of the data."""
+        values = dict(state)
+        types = {"response_mask": np.bool_, "rollout_log_probs": np.float32, "turn_rewards": np.float32}
+        for name, dtype in types.items():
+            values[name] = None if values[name] is None else np.asarray(values[name], dtype=dtype)
+        spans = tuple((version, num_tokens) for version, num_tokens in values["version_spans"])
+        values |= {"response_ids": tuple(values["response_ids"]), "version_spans": spans}
+        return cls(prompt=with_token_ids(prompt, values.pop("prompt_ids")), **values)
+
+
+def with_token_ids(prompt: PromptLike, token_ids: Sequence[int]) -> PromptLike:
+    """The prompt with the token ids that an environment gave an episode in place of those of the data."""
+    if tuple(token_ids) == tuple(prompt.token_ids):
+        return prompt
+    replaced: PromptLike = replace(cast(Any, prompt), token_ids=tuple(token_ids))
+    return replaced
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExperienceBatch:
@@ -91,6 +119,8 @@ class ExperienceBatch:
 
     items: tuple[Experience, ...]
     columns: Mapping[str, tuple[Float32Array, ...]] = field(default_factory=dict)
+    policy_version: int | None = None
+    """Version of the weights that train on the samples; None: the newest one that sampled a token."""
 
     @property
     def scores_N(self) -> torch.Tensor:
@@ -164,7 +194,8 @@ class ExperienceBatch:
 
     def select(self, indices: Sequence[int]) -> "ExperienceBatch":
         """The samples at `indices`, with their columns."""
-        return ExperienceBatch(
+        return replace(
+            self,
             items=tuple(self.items[i] for i in indices),
             columns={name: tuple(column[i] for i in indices) for name, column in self.columns.items()},
         )

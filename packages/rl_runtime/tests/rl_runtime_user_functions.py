@@ -20,6 +20,11 @@ class Prompt:
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
+def last_word(response_text: str) -> str | None:
+    """An answer to vote on."""
+    return response_text.split()[-1] if response_text != "#### 4" else None
+
+
 def length_reward(response_text: str, prompt: Any) -> float:
     """The number of words."""
     return float(len(response_text.split()))

@@ -8,23 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_engine import EngineConfig, LoraConfig, ModelShape
+from ds_engine import EngineConfig, LoraConfig, ModelShape, OptimConfig
 from ds_engine.config import OffloadConfig, ZeroConfig
 from rl_core import BatchConfig
 from rl_data import DataConfig
 from rl_runtime import (
+    FineTuningConfig,
     InputError,
     JobConfig,
     ModelConfig,
-    RanksConfig,
+    SupervisedConfig,
+    SupervisedJobConfig,
     TrainedModel,
     TrainerConfig,
+    TrainingConfig,
     choose_settings,
-    choose_supervised,
     job_layout,
 )
-from rl_runtime.app import choices
-from rl_runtime.app.choices import choose_for
+from rl_runtime.app.choices import choose_for, choose_supervised_for
 from rl_runtime.launch.gpus import Gpu, known_gpus
 from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit.machine import gpus as machine_gpus
@@ -244,12 +245,6 @@ def test_turns_need_servers_on_the_ranks_gpus() -> None:
     assert choose_for(config(), gpus=(), shape=None).config.trainer.take_turns == "never"
 
 
-@dataclasses.dataclass(frozen=True)
-class Supervised:
-    trainer: RanksConfig = dataclasses.field(default_factory=RanksConfig)
-    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
-
-
 class WithCritic(JobConfig):
     @property
     def models(self) -> tuple[TrainedModel, ...]:
@@ -338,23 +333,54 @@ def test_given_settings_win_and_the_plan_fits(
         assert choice.gpu_bytes <= gib * GIB
 
 
-@pytest.mark.parametrize(("number", "gib", "recompute"), [(1, 140, False), (2, 20, True), (3, 140, False)])
-def test_supervised_training_gets_all_gpus(
-    monkeypatch: pytest.MonkeyPatch, number: int, gib: float, recompute: bool
-) -> None:
-    """The GPUs are made up; the rest is the real function."""
-    monkeypatch.setattr(choices, "read_memory", lambda _: (gpus(number, gib), None))
-    monkeypatch.setattr(choices, "_read_shape", lambda _: QWEN3_06B)
-    job = Supervised()
-    choice = choose_supervised(job, model=ModelConfig(), trainer=job.trainer, engine=job.engine, token_budget=16384)
+def supervised(**sections: Any) -> SupervisedJobConfig:
+    return SupervisedJobConfig(**{"model": ModelConfig(path="some/model"), **sections})
+
+
+@pytest.mark.parametrize(
+    ("number", "gib", "recompute", "budget"), [(1, 140, False, 16384), (2, 20, False, 8192), (2, 14, True, 16384)]
+)
+def test_supervised_training_gets_all_gpus(number: int, gib: float, recompute: bool, budget: int) -> None:
+    choice = choose_supervised_for(supervised(), gpus=gpus(number, gib), shape=QWEN3_06B)
     chosen = choice.config
     assert chosen.trainer.num_ranks == number
     assert (chosen.engine.compile, chosen.engine.gradient_checkpointing) == (True, recompute)
-    by_hand = Supervised(trainer=RanksConfig(num_ranks=1), engine=EngineConfig(compile=False))
-    kept = choose_supervised(
-        by_hand, model=ModelConfig(), trainer=by_hand.trainer, engine=by_hand.engine, token_budget=16384
-    ).config
-    assert (kept.trainer.num_ranks, kept.engine.compile) == (1, False)
+    assert chosen.token_budget == budget
+    assert choice.rank_bytes <= gib * GIB
+    by_hand = supervised(trainer=TrainingConfig(num_ranks=1), engine=EngineConfig(compile=False), micro_batch_size=2)
+    kept = choose_supervised_for(by_hand, gpus=gpus(number, gib), shape=QWEN3_06B).config
+    assert (kept.trainer.num_ranks, kept.engine.compile, kept.token_budget) == (1, False, None)
+
+
+def test_supervised_training_says_what_does_not_fit() -> None:
+    with pytest.raises(InputError, match=r"model.path: weights, gradients and optimizer states of a rank take"):
+        choose_supervised_for(supervised(), gpus=gpus(1, 80.0), shape=QWEN2_7B)
+    adapters = supervised(engine=EngineConfig(lora=LoraConfig()))
+    choice = choose_supervised_for(adapters, gpus=gpus(1, 24.0), shape=QWEN2_7B)
+    assert choice.config.engine.gradient_checkpointing
+    assert "memory of a GPU" in choice.lines()[1]
+
+
+@pytest.mark.parametrize(
+    ("sections", "rate", "why"),
+    [
+        ({"model": ModelConfig()}, 2e-3, "the built-in model starts from random weights"),
+        ({}, 1e-5, "all weights of a trained model"),
+        ({"engine": EngineConfig(lora=LoraConfig())}, 1e-4, "LoRA adapters"),
+        ({"supervised": FineTuningConfig(optim=OptimConfig(lr=3e-6))}, 3e-6, None),
+    ],
+)
+def test_the_learning_rate_suits_the_model(sections: dict[str, Any], rate: float, why: str | None) -> None:
+    choice = choose_supervised_for(supervised(**sections), gpus=(), shape=None)
+    assert choice.config.supervised.optim.lr == rate
+    assert choice.reasons.get("supervised.optim.lr") == why
+    assert (f"supervised.optim.lr={rate}" in choice.lines()[0]) == (why is not None)
+
+
+def test_a_warm_start_gets_a_learning_rate_too() -> None:
+    with_steps = config(model=ModelConfig(), warm_start=SupervisedConfig(steps=3))
+    assert choose_for(with_steps, gpus=(), shape=None).config.warm_start.optim.lr == 2e-3
+    assert choose_for(config(model=ModelConfig()), gpus=(), shape=None).config.warm_start.optim.lr is None
 
 
 def test_the_built_in_model_needs_no_plan_on_a_gpu() -> None:

@@ -43,8 +43,14 @@ class Journal:
         self.note("collect", step)
         return SimpleNamespace(reason="", note="", batch=None)
 
+    def published(self, version: int) -> None:
+        self.note("published", version)
+
     def validate(self, step: int) -> None:
         self.note("validate", step)
+
+    def log_samples(self, step: int, _: Any) -> None:
+        self.note("samples", step)
 
     def push(self, version: int, _phase: Any) -> None:
         self.note("push", version)

@@ -66,8 +66,8 @@ def test_it_continues_from_the_newest_checkpoint_up_to_the_limit(run: Any, capsy
     assert session.num_restarts == 0, "the first ranks run already"
     for number in (1, 2):
         restarts.after(RankLost("rank 1 of 2 died in 'train'"))
-        assert restarts.job.resumed is not None
-        assert restarts.job.resumed.step == 4
+        assert restarts.run.resumed is not None
+        assert restarts.run.resumed.step == 4
         assert restarts.restart is not None
         assert (restarts.restart.done, restarts.restart.last) == (4, 5)
         assert restarts.restart.describe().endswith("; step 5 is taken again")
@@ -86,8 +86,8 @@ def test_a_damaged_checkpoint_makes_room_for_a_good_one(run: Any, capsys: pytest
     weights.write_bytes(bytes(999))
     restarts = restarts_of(run)
     restarts.after(RankLost("rank 0 of 2 died in 'save'"))
-    assert restarts.job.resumed is not None
-    assert restarts.job.resumed.step == 2
+    assert restarts.run.resumed is not None
+    assert restarts.run.resumed.step == 2
     assert "removed the damaged checkpoints 4" in capsys.readouterr().out
     with closing(CheckpointManager(run.checkpoints)) as manager:
         assert manager.steps() == [2]

@@ -19,7 +19,7 @@ from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.experience import Experience
 from rl_runtime.rollout.episodes import load_rollout
 from rl_runtime.rollout.hang_guard import HangGuard
-from rl_runtime.rollout.phase import RolloutMeter, RolloutPhase, _finish, _Scored
+from rl_runtime.rollout.phase import RolloutMeter, RolloutPhase, ScoredGroup, largest
 from rl_runtime.rollout.scoring import Scorer, load_reward
 from rl_runtime.training.metrics import mismatch
 from rollout_vllm import (
@@ -157,6 +157,68 @@ def test_validation_keeps_single_samples(scorer: Scorer) -> None:
     )
     assert result.accuracy == 0.5
     assert result.num_samples == 2
+
+
+def test_a_validation_with_several_samples_has_pass_at_k_and_the_majority(scorer: Scorer) -> None:
+    # Right is 2. The third prompt lost three samples, so that it has no pass@2 and no pass@4.
+    client = ScriptedClient([[2, 3, 2, 3], [3, 3, 2, 4], [2]], n=4)
+    done: list[None] = []
+    result = phase(client, scorer).validate(
+        [Prompt("a"), Prompt("b"), Prompt("c")],
+        SamplingConfig(n=4),
+        step=0,
+        on_scored=lambda: done.append(None),
+    )
+    assert len(done) == 3
+    assert [found.prompt_id for found in result.prompts] == ["a", "b", "c"]
+    assert [found.votes for found in result.prompts] == [(0, 1, 0, 1), (0, 0, 2, 3), (0,)]
+    assert (result.num_samples, result.num_failed, result.failure) == (9, 3, "server gone")
+    assert result.prompts[2].failures == ("server gone",) * 3
+    metrics = result.metrics()
+    assert metrics["val/accuracy"] == metrics["val/score/mean"] == pytest.approx(4 / 9)
+    assert metrics["val/pass@2"] == pytest.approx((5 / 6 + 1 / 2) / 2)
+    assert metrics["val/pass@4"] == 1.0
+    assert metrics["val/maj@4"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+
+
+def test_a_validation_with_one_sample_has_the_metrics_it_always_had(scorer: Scorer) -> None:
+    result = phase(ScriptedClient([[2], []], n=1), scorer).validate(
+        [Prompt("a"), Prompt("b")], SamplingConfig(n=1), step=0
+    )
+    assert result.metrics() == {
+        "val/accuracy": 1.0,
+        "val/score/mean": 1.0,
+        "val/num_samples": 1,
+        "val/num_failed": 1,
+    }
+    assert result.prompts[0].votes is None
+
+
+def test_a_function_has_no_answers_to_vote_on() -> None:
+    with Scorer(ScoringConfig(function="rl_runtime_user_functions:length_reward")) as own:
+        result = phase(ScriptedClient([[2, 2]], n=2), own).validate([Prompt("a")], SamplingConfig(n=2), step=0)
+    assert result.prompts[0].votes is None
+    assert not any("maj" in name for name in result.metrics())
+
+
+def test_an_episode_that_scores_itself_has_no_answers_to_vote_on(scorer: Scorer) -> None:
+    episode = EpisodeConfig(function="rl_runtime_user_functions:rewards_itself")
+    result = phase(ScriptedClient([], n=2), scorer, episode=episode).validate(
+        [Prompt("a")], SamplingConfig(n=2, max_tokens=8), step=0
+    )
+    assert [sample.score for sample in result.prompts[0].samples] == [0.25, 0.25]
+    assert result.prompts[0].votes is None
+
+
+def test_a_function_of_the_user_finds_the_answers_to_vote_on() -> None:
+    reward = ScoringConfig(
+        function="rl_runtime_user_functions:length_reward", answer="rl_runtime_user_functions:last_word"
+    )
+    with Scorer(reward) as own:
+        result = phase(ScriptedClient([[2, 4, 3, 2]], n=4), own).validate([Prompt("a")], SamplingConfig(n=4), step=0)
+    assert result.prompts[0].votes == (0, -1, 2, 0)
+    with pytest.raises(InputError, match=r"reward.answer is 'json:loads_'"):
+        Scorer(replace(reward, answer="json:loads_"))
 
 
 def test_seeds_repeat_and_differ_between_steps_and_prompts(scorer: Scorer) -> None:
@@ -349,15 +411,12 @@ def test_without_partial_rollouts_unfinished_groups_are_dropped(scorer: Scorer) 
 
 
 def test_of_too_many_groups_the_fullest_are_kept_in_order() -> None:
-    async def finish(sizes: list[int]) -> list[Any]:
-        async def scored(group: int, size: int) -> _Scored:
-            return _Scored(items=[group] * size, reasons=[])  # type: ignore[list-item]
+    def kept(*sizes: int) -> list[str]:
+        groups = [ScoredGroup(key=str(i), num_samples=4, items=[i] * size) for i, size in enumerate(sizes)]  # type: ignore[list-item]
+        return [group.key for group in largest(groups, 2, at_most=2)]
 
-        tasks = [asyncio.create_task(scored(group, size)) for group, size in enumerate(sizes)]
-        return (await _finish(tasks, min_samples=2, at_most=2)).items
-
-    assert asyncio.run(finish([1, 3, 2, 4])) == [1, 1, 1, 3, 3, 3, 3]
-    assert asyncio.run(finish([2, 2, 2, 1])) == [0, 0, 1, 1]
+    assert kept(1, 3, 2, 4) == ["1", "3"]
+    assert kept(2, 2, 2, 1) == ["0", "1"]
 
 
 def test_mismatch_of_tokens_of_older_versions_is_separate(scorer: Scorer) -> None:

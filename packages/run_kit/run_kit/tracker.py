@@ -69,7 +69,6 @@ class Tracker:
         num_steps: number of the last step.
         first_step: number of the first step (a resumed run starts later).
         comment: text for the top of config.yaml.
-        supervised: `log_supervised` writes to metrics.tsv (an SFT run), not to supervised.tsv (a warm start).
         clock: monotonic seconds; for tests.
 
     Raises:
@@ -84,7 +83,6 @@ class Tracker:
         num_steps: int,
         first_step: int = 1,
         comment: str = "",
-        supervised: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config: TrackingConfig = config if isinstance(config, TrackingConfig) else config.tracking
@@ -93,7 +91,7 @@ class Tracker:
         self.table = MetricsTable(run.metrics_file)
         self.table.truncate_from(first_step)
         self.progress = Progress(num_steps, first_step=first_step, clock=clock)
-        self._supervised = None if supervised else MetricsTable(run.supervised_file)
+        self._supervised = MetricsTable(run.supervised_file)
         self._clock = clock
         self._started = self._curves_time = clock()
         self._closed = False
@@ -133,11 +131,8 @@ class Tracker:
         self.progress.restart_clock()
 
     def log_supervised(self, step: int, stats: SupervisedStats) -> None:
-        """Record a supervised step, of the run itself or of its warm start."""
+        """Record a supervised step of the run's warm start."""
         metrics = {"sft/loss": stats.loss, "sft/grad_norm": stats.grad_norm, "sft/lr": stats.lr}
-        if self._supervised is None:
-            self.log(step, metrics)
-            return
         self._record(self._supervised, step, metrics)
         self.progress.status(f"warm start step {step}  loss {stats.loss:.4f}")
         if step == 1 or step % 50 == 0:
@@ -148,6 +143,12 @@ class Tracker:
         """Write a sample of a step's rollouts; each record has `prompt`, `response`, `reward` and any further keys."""
         if self._config.rollouts_per_step > 0 and records:
             write_rollouts(self.run.rollouts_dir, step, records, count=self._config.rollouts_per_step)
+
+    def expect(self, num_steps: int) -> None:
+        """Set the number of the last step, for a run that counts its steps once its data is loaded."""
+        self.progress.total_steps = num_steps
+        if self._state is not None:
+            self._state.expect(num_steps)
 
     def info(self, text: str) -> None:
         """Print a line to the user and the log."""
@@ -199,8 +200,7 @@ class Tracker:
 
     def rewind_supervised(self) -> None:
         """Forget the supervised steps, because the warm start begins again."""
-        if self._supervised is not None:
-            self._supervised.truncate_from(1)
+        self._supervised.truncate_from(1)
 
     def draw_curves(self) -> None:
         """Draw `curves.png` now."""

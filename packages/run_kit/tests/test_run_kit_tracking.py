@@ -416,13 +416,15 @@ def test_a_run_leaves_everything(run: RunFolder, capsys: pytest.CaptureFixture[s
     assert "at most 3.0 GiB" in log
 
 
-def test_supervised_runs_fill_the_main_table(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    with Tracker(run, TrackingConfig(tensorboard=False, report=False), num_steps=2, supervised=True) as tracker:
-        tracker.log_supervised(1, Stats())
-        tracker.log_supervised(2, Stats(loss=0.25))
+def test_a_run_may_count_its_steps_once_its_data_is_loaded(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracker(run, TrackingConfig(tensorboard=False, report=False), num_steps=0) as tracker:
+        tracker.expect(2)
+        tracker.log(1, {"sft/loss": 0.5})
+        assert json.loads(run.state_file.read_text())["num_steps"] == 2
+        tracker.log(2, {"sft/loss": 0.25})
         tracker.summary()
-    assert MetricsTable(run.metrics_file).row(2)["sft/loss"] == 0.25
     assert "step 2/2" in capsys.readouterr().out
+    assert json.loads(run.state_file.read_text())["num_steps"] == 2
     assert not run.supervised_file.exists()
     assert not run.tensorboard_dir.exists()
 

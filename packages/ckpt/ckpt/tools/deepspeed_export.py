@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ExportError
 from ..hf_export import DTYPE_NAMES, HfExport, save_hf_folder
 from ..zero.zero_checkpoint import ZeroCheckpoint
+from .lora_export import merge_lora, read_folder
 
 if TYPE_CHECKING:
     import torch
@@ -46,21 +48,28 @@ def export_deepspeed(
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     on_tensor: Callable[[str, int], None] | None = None,
+    lora: Mapping[str, Any] | None = None,
 ) -> HfExport:
     """Write the Hugging Face folder `out` from a DeepSpeed checkpoint of ZeRO-1, 2 or 3, without a process group.
 
     `checkpoint` is the folder passed to DeepSpeed's save_checkpoint, or one checkpoint in it; several need a `tag`. The
     weights are the fp32 master weights, cast to `dtype`; None: to that of each tensor in `model_files_from`, or else in
     its config.json. `on_tensor` gets each tensor's name and its size in bytes in the checkpoint, before it is written.
+    `lora`: PEFT's settings (`lora_alpha`, `use_rslora`) of the adapters in the checkpoint; they are merged into the
+    weights of `model_files_from`, their base model.
 
-    Raises ShardError as `ZeroCheckpoint` does, ExportError as `save_hf_folder` does, for LoRA adapters, and without a
-    `dtype` where the model folder states none.
+    Raises ShardError as `ZeroCheckpoint` does, ExportError as `save_hf_folder` and `merge_lora` do, for LoRA adapters
+    without `lora`, and without a `dtype` where the model folder states none.
     """
     shards = ZeroCheckpoint(Path(checkpoint), tag)
     model = ModelFolder(Path(model_files_from))
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in iterate_deepspeed_weights(shards):
+        stored = iterate_deepspeed_weights(shards)
+        if lora is not None:  # a checkpoint holds the adapters; its base model is the folder
+            adapters = ((name, tensor) for name, tensor in stored if ".lora_" in name)
+            stored = merge_lora(chain(adapters, read_folder(Path(model_files_from))), lora)
+        for name, tensor in stored:
             if ".lora_" in name:
                 raise ExportError(
                     f"{shards.folder}: {name} belongs to a LoRA adapter. Export from the live engine, which merges it, "

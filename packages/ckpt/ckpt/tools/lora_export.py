@@ -26,7 +26,15 @@ from ..hf_export import HfExport, save_hf_folder
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "export_merged", "merge_lora", "read_adapter", "save_adapter"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_WEIGHTS",
+    "export_merged",
+    "merge_lora",
+    "read_adapter",
+    "read_folder",
+    "save_adapter",
+]
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -161,7 +169,7 @@ def export_merged(
     dtypes: dict[str, torch.dtype] = {}
 
     def base_tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in _read_folder(Path(base)):
+        for name, tensor in read_folder(Path(base)):
             dtypes[name] = tensor.dtype
             yield name, tensor
 
@@ -245,7 +253,8 @@ def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else float(rank))
 
 
-def _read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of a model folder, one tensor at a time. Raises ExportError without safetensors files."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))

@@ -2,9 +2,9 @@
 
 The module and its parameter names stay the same. `install_packed_forward` adds a second way to call it,
 `model(packed=PackedInputs(...), temperature=...)`: run the backbone, select the hidden states that predict a target and
-call the head. The LM head runs the injected log-prob function and returns [2, K], log-probs and entropies; the value
-head returns [1, K]. The computation runs inside the head's own forward because ZeRO-3 gathers the head's weight there,
-also when it is tied to the embedding.
+call the head. The LM head runs the injected log-prob function and returns [2, K], log-probs and entropies, or at
+temperature 0 the most likely tokens as [1, K]; the value head returns [1, K]. The computation runs inside the
+head's own forward because ZeRO-3 gathers its weight there, also when it is tied to the embedding.
 
 An architecture that is not exact on a packed row (see trial.py) computes `PaddedRows` instead, with upstream's own
 attention and recurrence: one call of the backbone per micro batch, so that ranks issue the same collectives at stage 3.
@@ -234,6 +234,8 @@ def _install_lm_forward(head: Any, log_prob_fn: LogProbFn, options: dict[str, An
     def forward(hidden: Tensor, *, targets_K: Tensor | None = None, temperature: float = 1.0) -> Any:
         if targets_K is None:
             return original(hidden)
+        if temperature == 0.0:
+            return _most_likely(head, hidden)
         extra = dict(options, bias=head.bias) if has_bias else options
         log_probs_K, entropy_K = log_prob_fn(hidden, head.weight, targets_K, temperature, **extra)
         # One tensor, not two: ZeRO-3 hooks each output tensor of a module. A loss that uses the entropy on only one
@@ -241,6 +243,11 @@ def _install_lm_forward(head: Any, log_prob_fn: LogProbFn, options: dict[str, An
         return torch.stack((log_probs_K, entropy_K))
 
     head.forward = forward
+
+
+def _most_likely(head: Any, hidden_KH: Tensor) -> Tensor:
+    """The most likely token of each target as fp32 [1, K], which is exact below 2**24; a cap of the logits keeps it."""
+    return nn.functional.linear(hidden_KH, head.weight, head.bias).argmax(dim=-1).float().unsqueeze(0)
 
 
 def _install_value_forward(head: Any) -> None:

@@ -49,7 +49,7 @@ NVTX = Patch(
 
 def build_optimizer(module: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW for CPU and CUDA; unlike DeepSpeed's it needs no C++ compiler at run time."""
-    return AdamW(parameter_groups(module, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    return AdamW(parameter_groups(module, optim), lr=optim.peak_lr, betas=optim.betas, eps=optim.eps)
 
 
 def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:

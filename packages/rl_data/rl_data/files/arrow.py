@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DataError
-from .table import Place, Table, first_line, parse_json, repeated
+from .table import OnBad, Place, Table, first_line, parse_json, refuse, repeated
 
 BATCH_SIZE = 4096
 """Rows converted to Python in one call."""
@@ -27,12 +27,15 @@ class ArrowTable(Table):
         as_json = [name for name in names if has_json(self.schema.field(name).type)]
         num_read = 0
         for batch in self._batches(names):
-            for row in self._to_python(batch, num_read):
-                place = Place(file=self.file, number=num_read)
-                for name in as_json:
-                    row[name] = _parsed(row[name], self.schema.field(name).type, place, name)
-                yield place, row
-                num_read += 1
+            for index, row in self._to_python(batch, num_read):
+                place = Place(file=self.file, number=num_read + index)
+                try:
+                    parsed = {name: _parsed(row[name], self.schema.field(name).type, place, name) for name in as_json}
+                except DataError as error:
+                    self.on_bad(error)
+                    continue
+                yield place, {**row, **parsed} if parsed else row
+            num_read += batch.num_rows
 
     def _batches(self, columns: Sequence[str]) -> Iterator[Any]:
         num_read = 0
@@ -46,33 +49,49 @@ class ArrowTable(Table):
             what = f"{self.file}: cannot be read after row {num_read} ({first_line(error)}). Copy it again."
             raise DataError(what, file=self.file) from error
 
-    def _to_python(self, batch: Any, num_read: int) -> list[dict[str, Any]]:
+    def _to_python(self, batch: Any, num_read: int) -> list[tuple[int, dict[str, Any]]]:
+        """The rows of a batch as Python values, with their positions in it."""
         try:
-            rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="strict")
-        except Exception as error:
-            raise self._unreadable_value(batch, num_read) from error
-        return rows
+            return list(enumerate(batch.to_pylist(maps_as_pydicts="strict")))
+        except Exception:  # pyarrow raises many kinds; the row is found below
+            return list(self._readable(batch, num_read))
 
-    def _unreadable_value(self, batch: Any, num_read: int) -> DataError:
-        """The error of the first value of a batch that cannot be converted to Python."""
+    def _readable(self, batch: Any, num_read: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The rows of a batch that can be converted one by one; `on_bad` takes the others."""
         for index in range(batch.num_rows):
-            for name in batch.schema.names:
-                try:
-                    batch.column(name)[index].as_py(maps_as_pydicts="strict")
-                except Exception as error:
-                    what = "text that is not UTF-8" if isinstance(error, UnicodeDecodeError) else first_line(error)
-                    place = Place(file=self.file, number=num_read + index)
-                    return place.error(what, "Mend the value or drop the row.", column=name)
-        return DataError(f"{self.file}: its rows cannot be read. Write the file again.", file=self.file)
+            row, place = {}, Place(file=self.file, number=num_read + index)
+            try:
+                for name in batch.schema.names:
+                    row[name] = _to_python(batch.column(name)[index], place, name)
+            except DataError as error:
+                self.on_bad(error)
+                continue
+            yield index, row
 
 
-def arrow_table(file: str, schema: Any, batches: Batches) -> ArrowTable:
+def _to_python(value: Any, place: Place, column: str) -> Any:
+    """The Python value of a `pyarrow.Scalar`. Raises DataError if it has none."""
+    try:
+        return value.as_py(maps_as_pydicts="strict")
+    except Exception as error:
+        what = "text that is not UTF-8" if isinstance(error, UnicodeDecodeError) else first_line(error)
+        raise place.error(what, "Mend the value or drop the row.", column=column) from error
+
+
+def arrow_table(file: str, schema: Any, batches: Batches, on_bad: OnBad = refuse) -> ArrowTable:
     """A table whose unusable columns are those that occur twice or whose type JSON does not have."""
     columns = schema.names
     types = {
         name: f"has the type {type_}" for name, type_ in zip(columns, schema.types, strict=True) if not fits(type_)
     }
-    return ArrowTable(file=file, columns=columns, unusable=types | repeated(columns), schema=schema, batches=batches)
+    return ArrowTable(
+        file=file,
+        columns=columns,
+        unusable=types | repeated(columns),
+        on_bad=on_bad,
+        schema=schema,
+        batches=batches,
+    )
 
 
 def fits(type_: Any) -> bool:

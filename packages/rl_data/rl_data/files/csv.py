@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from ..errors import DataError
-from .table import Place, Table, first_line, is_unicode, parse_json, repeated
+from .table import OnBad, Place, Table, first_line, is_unicode, parse_json, refuse, repeated, while_opening
 
 Open = Callable[[], AbstractContextManager[BinaryIO]]
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -26,7 +26,7 @@ _WORDS = {"true": True, "True": True, "false": False, "False": False}
 class CsvTable(Table):
     """The records of a file; `records` reads them from the start."""
 
-    records: Callable[[], Iterator[tuple[Place, list[str]]]]
+    records: Callable[[OnBad], Iterator[tuple[Place, list[str]]]]
     kinds: Mapping[str, str]
     """Columns that are not text: "number", "bool" or "json"."""
 
@@ -39,16 +39,16 @@ class CsvTable(Table):
             for index, name in enumerate(self.columns)
             if (name not in self.unusable if columns is None else name in columns)
         ]
-        for place, cells in self.records():
+        for place, cells in self.records(self.on_bad):
             yield place, {name: _value(cells[index], kind) for index, name, kind in picked}
 
 
-def open_csv(open_file: Open, file: str) -> CsvTable:
+def open_csv(open_file: Open, file: str, on_bad: OnBad = refuse) -> CsvTable:
     """The table of a CSV file, which is read once to find the types. Raises DataError if it has no row."""
-    header, records = _header(open_file, file), lambda: _records(open_file, file)
+    header, records = _header(open_file, file), lambda on_bad: _records(open_file, file, on_bad)
     kinds: list[str] = [""] * len(header)
     num_rows = 0
-    for _, cells in records():
+    for _, cells in records(while_opening(on_bad)):
         num_rows += 1
         for index, cell in enumerate(cells):
             if cell and kinds[index] != "text" and (kind := _kind(cell)) != kinds[index]:
@@ -61,6 +61,7 @@ def open_csv(open_file: Open, file: str) -> CsvTable:
         unusable=repeated(header),
         records=records,
         kinds={name: kind for name, kind in zip(header, kinds, strict=True) if kind not in ("", "text")},
+        on_bad=on_bad,
     )
 
 
@@ -88,24 +89,28 @@ def _value(cell: str, kind: str) -> Any:
 
 
 def _header(open_file: Open, file: str) -> Sequence[str]:
-    for _, cells in _all_records(open_file, file):
+    for _, cells in _all_records(open_file, file, refuse):
         return cells
     raise DataError(f"{file}: has no header. Give a CSV file whose first line names the columns.", file=file)
 
 
-def _records(open_file: Open, file: str) -> Iterator[tuple[Place, list[str]]]:
+def _records(open_file: Open, file: str, on_bad: OnBad) -> Iterator[tuple[Place, list[str]]]:
     """The records after the header, each with one cell per column."""
-    records = _all_records(open_file, file)
+    records = _all_records(open_file, file, on_bad)
     _, header = next(records)
     for place, cells in records:
         if len(cells) != len(header):
             what = f"has {len(cells)} cells, and the header {len(header)} (separated by commas)"
-            raise place.error(what, "Quote cells that contain commas, or mend the row.")
+            on_bad(place.error(what, "Quote cells that contain commas, or mend the row."))
+            continue
         yield place, cells
 
 
-def _all_records(open_file: Open, file: str) -> Iterator[tuple[Place, list[str]]]:
-    """The records with the lines at which they start, the header among them; blank lines are left out."""
+def _all_records(open_file: Open, file: str, on_bad: OnBad) -> Iterator[tuple[Place, list[str]]]:
+    """The records with the lines at which they start, the header among them; blank lines are left out.
+
+    Wrong quotes always raise: nobody knows where the next record starts.
+    """
     csv.field_size_limit(sys.maxsize)  # Python's own limit, 131072 characters, is for all readers of the process
     with open_file() as stream:
         # Bytes that are not UTF-8 become half surrogate pairs, so that the error can name their line.
@@ -120,6 +125,6 @@ def _all_records(open_file: Open, file: str) -> Iterator[tuple[Place, list[str]]
             if cells is None:
                 return
             if not all(map(is_unicode, cells)):
-                raise place.error("text that is not UTF-8", "Save the file as UTF-8.")
-            if cells:
+                on_bad(place.error("text that is not UTF-8", "Save the file as UTF-8."))
+            elif cells:
                 yield place, cells

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from ..errors import DataError
-from .table import Place, Table, first_line, is_unicode, parse_json
+from .table import OnBad, Place, Table, first_line, is_unicode, parse_json, refuse, while_opening
 
 Open = Callable[[], AbstractContextManager[BinaryIO]]
 _MEND = "Mend it or drop the row."
@@ -21,31 +21,31 @@ _MEND = "Mend it or drop the row."
 class JsonTable(Table):
     """The objects of a file; `objects` reads them from the start."""
 
-    objects: Callable[[], Iterator[tuple[Place, dict[str, Any]]]]
+    objects: Callable[[OnBad], Iterator[tuple[Place, dict[str, Any]]]]
 
     def rows(
         self, columns: Collection[str] | None = None, *, text: Collection[str] = ()
     ) -> Iterator[tuple[Place, dict[str, Any]]]:
-        for place, row in self.objects():
+        for place, row in self.objects(self.on_bad):
             yield place, row if columns is None else {name: row[name] for name in columns if name in row}
 
 
-def open_json(open_file: Open, file: str) -> JsonTable:
+def open_json(open_file: Open, file: str, on_bad: OnBad = refuse) -> JsonTable:
     """The table of a file of JSON lines or of one JSON array, which is read once to find the columns of all rows.
 
-    Raises DataError if it has no row, and at the first line that is no JSON object.
+    Raises DataError if it has no row, and at the first line that is no JSON object unless `on_bad` takes it.
     """
     with open_file() as stream:
         is_array = _first_character(stream) == b"["
-    objects = _array(open_file, file) if is_array else lambda: _lines(open_file, file)
+    objects = _array(open_file, file) if is_array else lambda on_bad: _lines(open_file, file, on_bad)
     columns: dict[str, None] = {}
     num_rows = 0
-    for _, row in objects():
+    for _, row in objects(while_opening(on_bad)):
         num_rows += 1
         columns.update(dict.fromkeys(row))
     if num_rows == 0:
         raise DataError(f"{file}: the file has no rows. Give a file with at least one.", file=file)
-    return JsonTable(file=file, columns=tuple(columns), objects=objects)
+    return JsonTable(file=file, columns=tuple(columns), objects=objects, on_bad=on_bad)
 
 
 def _first_character(stream: BinaryIO) -> bytes:
@@ -56,25 +56,36 @@ def _first_character(stream: BinaryIO) -> bytes:
     return b""
 
 
-def _lines(open_file: Open, file: str) -> Iterator[tuple[Place, dict[str, Any]]]:
+def _lines(open_file: Open, file: str, on_bad: OnBad) -> Iterator[tuple[Place, dict[str, Any]]]:
     with open_file() as stream:
         for number, line in enumerate(stream, start=1):
             place = Place(file=file, number=number, is_line=True)
-            if text := _decoded(line, place).strip():
-                yield place, _row(_parsed(text, place), "\\u" in text, place)
+            try:
+                text = _decoded(line, place).strip()
+                row = _row(_parsed(text, place), "\\u" in text, place) if text else None
+            except DataError as error:
+                on_bad(error)
+                continue
+            if row is not None:
+                yield place, row
 
 
-def _array(open_file: Open, file: str) -> Callable[[], Iterator[tuple[Place, dict[str, Any]]]]:
+def _array(open_file: Open, file: str) -> Callable[[OnBad], Iterator[tuple[Place, dict[str, Any]]]]:
     """Parses the array now; returns what iterates over its objects."""
     with open_file() as stream:
         whole = Place(file=file, number=1, is_line=True)
         text = _decoded(stream.read(), whole)
     values, may_escape = _parsed(text, whole), "\\u" in text
 
-    def objects() -> Iterator[tuple[Place, dict[str, Any]]]:
+    def objects(on_bad: OnBad) -> Iterator[tuple[Place, dict[str, Any]]]:
         for number, value in enumerate(values):
             place = Place(file=file, number=number)
-            yield place, _row(value, may_escape, place)
+            try:
+                row = _row(value, may_escape, place)
+            except DataError as error:
+                on_bad(error)
+                continue
+            yield place, row
 
     return objects
 

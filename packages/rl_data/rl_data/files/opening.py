@@ -14,16 +14,19 @@ from .csv import open_csv
 from .json_lines import open_json
 from .parquet import open_parquet
 from .saved import is_saved, open_saved
-from .table import Table, first_line
+from .table import OnBad, Table, first_line, refuse
 
 _OPENERS = {".jsonl": open_json, ".ndjson": open_json, ".json": open_json, ".csv": open_csv}
 """By suffix; any other file is read as parquet."""
 KINDS = "parquet, .jsonl, .json or .csv (or these and .gz), or a folder saved by `datasets`"
 
 
-def open_table(file: str | Path) -> Table:
+def open_table(file: str | Path, on_bad: OnBad = refuse) -> Table:
     """Open a data file: `.jsonl`, `.ndjson`, `.json`, `.csv`, each also with `.gz`; a folder saved by Hugging Face
     `datasets`, with several splits as `folder:split`; or parquet.
+
+    Args:
+        on_bad: takes the errors of rows that cannot be read, which are then left out.
 
     Raises DataError if it does not exist, cannot be read or has no rows.
     """
@@ -37,12 +40,12 @@ def open_table(file: str | Path) -> Table:
         what = f"{name}: {why}. Check the path; relative paths start at {Path.cwd()}."
         raise DataError(what, file=name) from None
     if S_ISDIR(status.st_mode):
-        return _open_folder(path, name, split)
+        return _open_folder(path, name, split, on_bad)
     if not S_ISREG(status.st_mode):
         raise DataError(f"{name}: is a device, pipe or socket. Give a regular file.", file=name)
     if status.st_size == 0:
         raise DataError(f"{name}: the file is empty (0 bytes). Write or copy it again.", file=name)
-    return _open_file(path, name)
+    return _open_file(path, name, on_bad)
 
 
 def _split(name: str) -> tuple[Path, str | None]:
@@ -56,26 +59,26 @@ def _split(name: str) -> tuple[Path, str | None]:
     return Path(name), None
 
 
-def _open_folder(path: Path, name: str, split: str | None) -> Table:
+def _open_folder(path: Path, name: str, split: str | None, on_bad: OnBad) -> Table:
     if is_saved(path):
-        return open_saved(path, name, split)
+        return open_saved(path, name, split, on_bad)
     found = sorted(child.name for child in path.glob("*.*"))
     hint = f"it contains {', '.join(found[:5])}" if found else "it contains no file"
     what = f"{name}: is a folder that `datasets` did not save ({hint}). Give the files themselves: {KINDS}."
     raise DataError(what, file=name)
 
 
-def _open_file(path: Path, name: str) -> Table:
+def _open_file(path: Path, name: str, on_bad: OnBad) -> Table:
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     is_gzip = suffixes[-1:] == [".gz"]
     if is_gzip:
         suffixes.pop()
     suffix = suffixes[-1] if suffixes else ""
     if opener := _OPENERS.get(suffix):
-        return opener(partial(_open_stream, path, name, is_gzip), name)
+        return opener(partial(_open_stream, path, name, is_gzip), name, on_bad)
     if is_gzip:
         raise DataError(f"{name}: only .jsonl, .json and .csv may be compressed. Decompress it.", file=name)
-    return open_parquet(path, name)
+    return open_parquet(path, name, on_bad)
 
 
 @contextmanager

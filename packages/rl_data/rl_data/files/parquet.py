@@ -4,10 +4,10 @@ from pathlib import Path
 
 from ..errors import DataError
 from .arrow import BATCH_SIZE, ArrowTable, arrow_table
-from .table import first_line
+from .table import OnBad, first_line, refuse
 
 
-def open_parquet(path: Path, file: str) -> ArrowTable:
+def open_parquet(path: Path, file: str, on_bad: OnBad = refuse) -> ArrowTable:
     """The table of a parquet file. Raises DataError if it cannot be read or has no rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -26,4 +26,5 @@ def open_parquet(path: Path, file: str) -> ArrowTable:
         file,
         parquet.schema_arrow,
         lambda columns: parquet.iter_batches(batch_size=BATCH_SIZE, columns=list(columns)),
+        on_bad,
     )

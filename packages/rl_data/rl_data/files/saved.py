@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import DataError
 from .arrow import BATCH_SIZE, ArrowTable, arrow_table
-from .table import first_line
+from .table import OnBad, first_line, refuse
 
 _OF_A_SET, _OF_SPLITS = "state.json", "dataset_dict.json"
 
@@ -16,7 +16,7 @@ def is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (_OF_A_SET, _OF_SPLITS))
 
 
-def open_saved(folder: Path, file: str, split: str | None) -> ArrowTable:
+def open_saved(folder: Path, file: str, split: str | None, on_bad: OnBad = refuse) -> ArrowTable:
     """The table of a saved data set, or of one split of a saved `DatasetDict`.
 
     Raises DataError if the split is missing, unnecessary or unknown, if the data set cannot be read, or if it is empty.
@@ -34,7 +34,9 @@ def open_saved(folder: Path, file: str, split: str | None) -> ArrowTable:
         raise _unreadable(file, error) from error
     if len(data) == 0:
         raise DataError(f"{file}: the data set has no rows. Give one with at least one.", file=file)
-    return arrow_table(file, schema, lambda columns: data.select_columns(list(columns)).iter(batch_size=BATCH_SIZE))
+    return arrow_table(
+        file, schema, lambda columns: data.select_columns(list(columns)).iter(batch_size=BATCH_SIZE), on_bad
+    )
 
 
 def _known_split(folder: Path, file: str, split: str | None) -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,20 @@ class Place:
         return DataError(f"{where}: {what}. {remedy}", file=self.file, row=self.number, column=column)
 
 
+OnBad = Callable[[DataError], None]
+"""Called with the error of a row that cannot be read; when it returns, reading continues after that row."""
+
+
+def refuse(error: DataError) -> None:
+    """The default `OnBad`: the first row that cannot be read ends the reading."""
+    raise error
+
+
+def while_opening(on_bad: OnBad) -> OnBad:
+    """The `OnBad` of the pass that finds columns and types: a row that `Table.rows` reports is not reported twice."""
+    return refuse if on_bad is refuse else lambda error: None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table(ABC):
     """An opened file with at least one row. Rows are read one batch at a time, each time from the start."""
@@ -38,6 +52,7 @@ class Table(ABC):
     """The columns in the order of the file; a row of JSON lines may lack some."""
     unusable: Mapping[str, str] = field(default_factory=dict)
     """Columns that cannot be read as JSON values, with the reason."""
+    on_bad: OnBad = refuse
 
     @abstractmethod
     def rows(
@@ -50,7 +65,7 @@ class Table(ABC):
             text: columns whose numbers stay text where the file does not tell them apart (CSV).
 
         Raises:
-            DataError: damaged data or an unreadable value, with its row.
+            DataError: damaged data; an unreadable row, unless `on_bad` takes it.
         """
 
     def require(self, columns: Collection[str], remedy: str) -> None:

@@ -1,7 +1,8 @@
 """What every reward of the registry has: a call that scores, and what it needs of a row of data."""
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -75,9 +76,34 @@ class AnswerReward(Reward):
         if not self.format_score < self.score:
             raise ValueError(f"format_score={self.format_score!r}: must be below score={self.score!r}")
 
+    @abstractmethod
+    def answer(self, response_text: str) -> Any:
+        """The answer that a response gives, None if it gives none. Equal answers are equal by `same_answer`."""
+
+    def same_answer(self, one: Any, other: Any) -> bool:
+        """Whether two results of `answer` are the same answer."""
+        return bool(one == other)
+
+    def votes(self, response_texts: Sequence[str]) -> list[int]:
+        """For each response to one prompt the index of the first that gives the same answer; -1 without an answer."""
+        return equal_answers([self.answer(text) for text in response_texts], self.same_answer)
+
     @property
     def full_score(self) -> float:
         return self.score
+
+
+def equal_answers(answers: Sequence[Any], same: Callable[[Any, Any], bool] = operator.eq) -> list[int]:
+    """For each answer the index of the first one that is the same; -1 for None, which is no answer."""
+    firsts: list[int] = []
+    found: list[int] = []
+    for index, answer in enumerate(answers):
+        if answer is None:
+            found.append(-1)
+            continue
+        found.append(next((i for i in firsts if same(answers[i], answer)), index))
+        firsts += [index] if found[-1] == index else []
+    return found
 
 
 def require_number(field: str, value: object, *, above: float | None = None) -> None:

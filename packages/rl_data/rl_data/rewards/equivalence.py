@@ -28,15 +28,30 @@ class MathReward(AnswerReward):
         return ""
 
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
-        from math_verify import parse, verify
-
-        # math-verify's limits are signals, which only the main thread can use.
-        limit_s = _LIMIT_S if threading.current_thread() is threading.main_thread() else None
-        answer = parse(response_text[-_TAIL_CHARACTERS:], parsing_timeout=limit_s)
-        if not answer:
+        answer = self.answer(response_text)
+        if answer is None:
             return 0.0
         for right in accepted_answers(prompt.ground_truth):
             boxed = right if "\\boxed" in right else f"\\boxed{{{right}}}"
-            if verify(parse(boxed, parsing_timeout=limit_s), answer, timeout_seconds=limit_s):
+            if self.same_answer(_parse(boxed), answer):
                 return self.score
         return self.format_score
+
+    def answer(self, response_text: str) -> Any:
+        return _parse(response_text[-_TAIL_CHARACTERS:]) or None
+
+    def same_answer(self, one: Any, other: Any) -> bool:
+        from math_verify import verify
+
+        return bool(verify(one, other, timeout_seconds=_limit_s()))
+
+
+def _parse(text: str) -> list[Any]:
+    from math_verify import parse
+
+    return list(parse(text, parsing_timeout=_limit_s()))
+
+
+def _limit_s() -> int | None:
+    """math-verify's limits are signals, which only the main thread can use."""
+    return _LIMIT_S if threading.current_thread() is threading.main_thread() else None

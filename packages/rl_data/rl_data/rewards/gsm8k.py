@@ -89,6 +89,10 @@ class Gsm8kReward(AnswerReward):
         config = RewardConfig(method=self.method, score=self.score, format_score=self.format_score)
         return gsm8k_score(response_text, prompt.ground_truth, config)
 
+    def answer(self, response_text: str) -> Decimal | None:
+        found = extract_answer(response_text, self.method)
+        return None if found is None else Decimal(found)
+
     def problem(self, ground_truth: str, extra: Mapping[str, Any]) -> str:
         if missing := super().problem(ground_truth, extra):
             return missing

@@ -29,10 +29,13 @@ class MultipleChoiceReward(AnswerReward):
             raise ValueError(f"num_choices={self.num_choices!r}: must be an integer from 2 to 26")
 
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
-        letter = self._choice(response_text[-_TAIL_CHARACTERS:])
+        letter = self.answer(response_text)
         if letter is None:
             return 0.0
         return self.score if letter == _letter(prompt.ground_truth) else self.format_score
+
+    def answer(self, response_text: str) -> str | None:
+        return self._choice(response_text[-_TAIL_CHARACTERS:])
 
     def problem(self, ground_truth: str, extra: Mapping[str, Any]) -> str:
         if missing := super().problem(ground_truth, extra):

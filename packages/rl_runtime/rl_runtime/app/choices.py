@@ -9,6 +9,7 @@ not enough, optimizer states and gradients wait in host memory while the servers
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from rl_data import DataError, find_model_folder
 from rollout_vllm import ServerMemory, estimate_server_memory
 from rollout_vllm.servers.checks import kv_value_bytes
 
-from ..config import DEFAULT_NUM_RANKS, ModelConfig, RanksConfig
+from ..config import DEFAULT_NUM_RANKS, ModelConfig
 from ..errors import InputError
 from ..launch.gpus import Gpu
 from ..launch.session import read_memory
@@ -30,8 +31,10 @@ from ..ranks.environment import prepare_driver
 from ..rollout.memory_turns import sleep_level
 from .inputs import BUILTIN_MODEL
 from .job_config import JobConfig, JobConfigT
+from .supervised_config import SupervisedJobConfig, SupervisedJobConfigT
 
 ConfigT = TypeVar("ConfigT")
+BudgetT = TypeVar("BudgetT", int, int | None)
 Turns = Literal["never", "servers", "both"]
 """Values of `trainer.take_turns`, in the order in which they are tried."""
 
@@ -109,35 +112,85 @@ def choose_settings(config: JobConfigT) -> Choice[JobConfigT]:
     return choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes)
 
 
-def choose_supervised(
-    config: ConfigT, *, model: ModelConfig, trainer: RanksConfig, engine: EngineConfig, token_budget: int
-) -> Choice[ConfigT]:
-    """The ranks and the engine of an app without rollout, whose sections are `trainer` and `engine`.
+def choose_supervised(config: SupervisedJobConfigT) -> Choice[SupervisedJobConfigT]:
+    """Fills in the settings of a supervised run that are null.
 
     Raises InputError and PlacementError as `choose_settings`.
     """
-    prepare_driver(trainer.device)
-    gpus, _ = read_memory(trainer)
-    shape = _read_shape(model.path) if gpus else None
+    prepare_driver(config.trainer.device)
+    gpus, _ = read_memory(config.trainer)
+    return choose_supervised_for(config, gpus=gpus, shape=_read_shape(config.model.path) if gpus else None)
+
+
+def choose_supervised_for(
+    config: SupervisedJobConfigT, *, gpus: Sequence[Gpu], shape: ModelShape | None
+) -> Choice[SupervisedJobConfigT]:
+    """The rule of `choose_supervised`, as a pure function; arguments and errors as in `choose_for`."""
     choice = Choice(config=config, devices=_devices(gpus))
-    sp = engine.sequence_parallel
-    ranks = trainer.num_ranks or (max(sp, len(gpus) // sp * sp) if gpus else DEFAULT_NUM_RANKS)
-    why = "one per GPU" if gpus else "two on the CPU"
-    choice = choice.with_default("trainer.num_ranks", ranks, why)
-    works, why = _compiles(engine, shape) if gpus else (False, "off on the CPU")
+    sp = config.engine.sequence_parallel
+    ranks = max(sp, len(gpus) // sp * sp) if gpus else max(sp, DEFAULT_NUM_RANKS)
+    choice = choice.with_default("trainer.num_ranks", ranks, "one per GPU" if gpus else "two on the CPU")
+    choice = _choose_learning_rate(choice, "supervised", config.model, config.engine)
+    works, why = _compiles(config.engine, shape) if gpus else (False, "off on the CPU")
     choice = choice.with_default("engine.compile", works, why)
-    if shape is None:
-        return choice.with_default("engine.gradient_checkpointing", False, "the default")
-    free = min(gpu.free_bytes for gpu in gpus)
-    kept = estimate_memory(
-        shape,
-        replace(engine, compile=_value(choice.config, "engine.compile"), gradient_checkpointing=False),
-        dp=max(1, ranks // sp),
-        tokens_per_micro_batch=token_budget * sp,
-    )
-    peak = _reserved(_states(kept), kept.activations.device)
-    why = f"{peak / 2**30:.1f} GiB with all activations kept, {free / 2**30:.1f} GiB free"
-    return choice.with_default("engine.gradient_checkpointing", peak > free * _USABLE, why)
+    if shape is not None:
+        return _choose_supervised_memory(choice, shape, min(gpu.free_bytes for gpu in gpus))
+    choice = choice.with_default("engine.gradient_checkpointing", False, "the default")
+    return _choose_budget(choice, DEFAULT_TOKEN_BUDGET, "the default")
+
+
+def _choose_learning_rate(
+    choice: Choice[ConfigT], section: str, model: ModelConfig, engine: EngineConfig
+) -> Choice[ConfigT]:
+    """`SupervisedConfig.optim` has the sources."""
+    rate, why = 1e-5, "all weights of a trained model"
+    if model.path == BUILTIN_MODEL:
+        rate, why = 2e-3, "the built-in model starts from random weights"
+    elif engine.lora is not None:
+        rate, why = 1e-4, "LoRA adapters"
+    return choice.with_default(f"{section}.optim.lr", rate, why)
+
+
+def _choose_supervised_memory(
+    choice: Choice[SupervisedJobConfigT], shape: ModelShape, free: int
+) -> Choice[SupervisedJobConfigT]:
+    """Recomputation and micro batches: the largest micro batches that fit, without recomputation if possible."""
+    config, usable = choice.config, int(free * _USABLE)
+    given = config.engine.gradient_checkpointing
+    budgets = (config.batch.max_packed_tokens,) if config.token_budget or config.micro_batch_size else _TOKEN_BUDGETS
+    if config.micro_batch_size and config.supervised.max_length:
+        budgets = (config.micro_batch_size * config.supervised.max_length,)
+    plans = _sizes((False, True) if given is None else (given,), budgets)
+    estimates = {plan: _supervised_memory(config, shape, *plan) for plan in plans}
+    peaks = {plan: _reserved(_states(one), one.activations.device) for plan, one in estimates.items()}
+    states = _states(estimates[plans[-1]])
+    if states > usable and shape.is_exact:
+        raise InputError(
+            f"model.path: weights, gradients and optimizer states of a rank take {_gib(states)}, and a GPU has "
+            f"{_gib(free)} free; use more GPUs with engine.zero.stage=3, engine.zero.offload.optimizer=cpu, or "
+            "engine.lora.rank=16"
+        )
+    best = next((plan for plan in plans if peaks[plan] <= usable), None)
+    why = "fits into memory" if best else "the smallest that is tried"
+    recompute, budget = best = best or plans[-1]
+    line = f"memory of a GPU: {_gib(peaks[best])} for a rank at its peak, of {_gib(free)} free"
+    if peaks[best] > usable:
+        line += "; expect it to run out of memory: use engine.zero.stage=3, zero.offload, LoRA or more GPUs"
+    choice = choice.with_default("engine.gradient_checkpointing", recompute, why)
+    return replace(_choose_budget(choice, budget, why), memory=line, rank_bytes=peaks[best])
+
+
+def _supervised_memory(config: SupervisedJobConfig, shape: ModelShape, recompute: bool, budget: int) -> MemoryEstimate:
+    sp = config.engine.sequence_parallel
+    engine = replace(config.engine, optim=config.supervised.optim, gradient_checkpointing=recompute)
+    dp = max(1, config.trainer.rank_count // sp)
+    return estimate_memory(shape, engine, dp=dp, tokens_per_micro_batch=budget * sp)
+
+
+def _choose_budget(choice: Choice[SupervisedJobConfigT], budget: int, why: str) -> Choice[SupervisedJobConfigT]:
+    if choice.config.micro_batch_size is not None:
+        return choice
+    return choice.with_default("token_budget", budget, why)
 
 
 def choose_for(
@@ -155,7 +208,10 @@ def choose_for(
     """
     choice = Choice(config=config, devices=_devices(gpus))
     choice = _choose_processes(choice, len(gpus))
+    choice = _choose_correction(choice)
     choice = _choose_speed(choice, bool(gpus), shape)
+    if config.warm_start.steps:
+        choice = _choose_learning_rate(choice, "warm_start", config.model, config.actor)
     if gpus and shape is not None:
         free, total = min(gpu.free_bytes for gpu in gpus), min(gpu.total_bytes for gpu in gpus)
         host = math.inf if host_bytes is None else host_bytes * _HOST_USABLE
@@ -209,6 +265,21 @@ def _choose_processes(choice: Choice[JobConfigT], num_gpus: int) -> Choice[JobCo
     shared = ranks + own if trainer.colocate else num_gpus - ranks - own
     why = "one per GPU" if per_server == 1 else f"one per {per_server} GPUs"
     return choice.with_default("rollout.num_servers", max(1, shared // per_server), why)
+
+
+def _choose_correction(choice: Choice[JobConfigT]) -> Choice[JobConfigT]:
+    """Importance weights for samples of older policy versions."""
+    staleness = choice.config.trainer.max_staleness
+    if not staleness or not hasattr(choice.config, "algorithm"):
+        return choice
+    why = f"samples are up to {staleness} policy versions old"
+    try:
+        return choice.with_default("algorithm.rollout_correction.mode", "truncate", why)
+    except ValueError as error:
+        raise InputError(
+            f"{error}. It is chosen because trainer.max_staleness is {staleness}; "
+            "algorithm.rollout_correction.mode=none trains without it"
+        ) from error
 
 
 def divides(config: JobConfig, num_ranks: int) -> bool:
@@ -456,10 +527,7 @@ def _plans(config: JobConfig, shape: ModelShape, total: int) -> Iterator[_Plan]:
     budgets: Sequence[int | None] = _TOKEN_BUDGETS
     if config.batch.micro_batch_size is not None or config.batch.token_budget is not None:
         budgets = (config.batch.token_budget,)
-    sizes = [(recompute, budget) for recompute in ((False, True) if is_open else (False,)) for budget in budgets]
-    sizes.sort(key=lambda size: (size[0], -(size[1] or 0)))
-    # Small micro batches without recomputation are no better than larger ones with it.
-    sizes = [size for size in sizes if size != (False, _TOKEN_BUDGETS[-1]) or not is_open]
+    sizes = _sizes((False, True) if is_open else (False,), budgets)
     for turns in _turns(config):
         for shares in _KV_SHARES:
             for recompute, budget in sizes:
@@ -477,11 +545,18 @@ def _plans(config: JobConfig, shape: ModelShape, total: int) -> Iterator[_Plan]:
                     )
 
 
+def _sizes(recompute: Sequence[bool], budgets: Sequence[BudgetT]) -> list[tuple[bool, BudgetT]]:
+    """Whether to recompute and the size of micro batches, in the order of preference."""
+    sizes = list(itertools.product(recompute, budgets))
+    # Small micro batches without recomputation are no better than larger ones with it.
+    return [size for size in sizes if size != (False, _TOKEN_BUDGETS[-1])] if len(recompute) > 1 else sizes
+
+
 def _turns(config: JobConfig) -> tuple[Turns, ...]:
     """The values of `trainer.take_turns` to try."""
     if config.trainer.take_turns is not None:
         return (config.trainer.take_turns,)
-    return ("never", "servers", "both") if _shares_gpus(config) else ("never",)
+    return ("never", "servers", "both") if _shares_gpus(config) and not config.trainer.max_staleness else ("never",)
 
 
 def _shares_gpus(config: JobConfig) -> bool:

@@ -22,6 +22,8 @@ from rollout_vllm import ChatFormat
 from ..config import ModelConfig, SupervisedConfig, TaskSize
 
 BUILTIN_MODEL = "builtin:tiny"
+INITIAL_MODEL, TASK = "initial_model", "task"
+"""Folders of a run with the built-in model and its task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +56,9 @@ def load_inputs(
     model_path = find_model_folder(model.path)
     train, val, demonstrations = data.train, data.val, supervised.files
     if model.path == BUILTIN_MODEL:
-        model_path = build_tiny_model(folder / "initial_model", seed=seed)
+        model_path = build_tiny_model(folder / INITIAL_MODEL, seed=seed)
         written = write_task(
-            folder / "task",
+            folder / TASK,
             kind=task.kind,
             num_train=task.num_train,
             num_val=task.num_val,
@@ -72,7 +74,11 @@ def load_inputs(
         tokenizer=tokenizer,
         train_prompts=load_prompts(train, tokenizer, data, max_prompts=max_prompts) if train else [],
         val_prompts=load_prompts(val, tokenizer, data, max_prompts=max_prompts or data.max_val_prompts) if val else [],
-        demonstrations=load_demonstrations(demonstrations, tokenizer, data) if supervised.steps else [],
+        demonstrations=load_demonstrations(
+            demonstrations, tokenizer, data, turns=supervised.turns, max_length=supervised.max_length
+        )
+        if supervised.trains
+        else [],
     )
 
 

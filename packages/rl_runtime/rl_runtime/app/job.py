@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from ckpt import AsyncUploader, Checkpoint
+from ckpt import Checkpoint
 from ds_engine import EngineConfig, Head
 from rl_core import BatchLayout, batch_layout
-from run_kit import Tracker, check_tracking
+from run_kit import check_tracking
 
 from ..launch.placement import Placement
 from ..launch.session import Session, plan_session
@@ -23,8 +23,7 @@ from ..rollout.scoring import rewards_of_rows
 from ..training.checkpoints import Stateful
 from ..training.loop import Learn
 from ..training.supervised import train_supervised
-from ..training.uploads import WARM_START_MODEL, check_checkpoint_url
-from .inputs import Inputs
+from ..training.uploads import check_checkpoint_url
 from .job_config import JobConfig
 from .preflight import (
     check_adapters,
@@ -40,6 +39,7 @@ from .preflight import (
     check_supervised,
 )
 from .resume import find_checkpoint
+from .training_run import TrainingRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,23 +68,11 @@ class JobPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """A started run, from which `compose` builds its engines."""
+class Job(TrainingRun):
+    """A started run with rollout, from which `compose` builds its engines."""
 
     config: JobConfig
     session: Session
-    tracker: Tracker
-    inputs: Inputs
-    folder: Path
-    """The run folder."""
-    resumed: Checkpoint | None
-    uploader: AsyncUploader | None = None
-    """With `trainer.checkpoint_url`: what uploads the checkpoints of the run."""
-
-    @property
-    def warm_start_folder(self) -> Path:
-        """Where the result of the warm start is, once it is done."""
-        return self.folder / WARM_START_MODEL
 
     @cached_property
     def model_path(self) -> str:

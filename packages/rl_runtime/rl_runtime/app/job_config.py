@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 from ds_engine import EngineConfig, Head
 from rl_core import BatchConfig
@@ -62,6 +62,7 @@ class JobConfig:
         if self.sampling.temperature <= 0:
             raise ValueError(f"sampling.temperature is {self.sampling.temperature}; allowed: above 0")
         self._check_log_probs()
+        self._check_staleness()
         if self.greedy_baseline and self.oversampling.extra_prompts:
             raise ValueError(
                 f"oversampling.extra_prompts is {self.oversampling.extra_prompts}; allowed: 0 with a greedy baseline "
@@ -72,6 +73,42 @@ class JobConfig:
             raise ValueError(
                 f"dynamic_sampling.max_rounds is {self.dynamic_sampling.max_rounds}; allowed: 0 {allowed}, because no "
                 "scores are compared within a group"
+            )
+
+    def _check_staleness(self) -> None:
+        """What does not work while servers generate for later steps."""
+        staleness, oversampling = self.trainer.max_staleness, self.oversampling
+        if not staleness:
+            if self.trainer.stale_groups != "finish":
+                raise ValueError(
+                    f"trainer.stale_groups is {self.trainer.stale_groups}; allowed: finish with trainer.max_staleness=0"
+                )
+            return
+        with_it = f"with trainer.max_staleness={staleness}"
+        if self.rollout.deterministic:
+            raise ValueError(
+                f"rollout.deterministic is True; allowed: false {with_it}, because it depends on "
+                "time which weights sample a token"
+            )
+        if self.dynamic_sampling.max_rounds:
+            raise ValueError(
+                f"dynamic_sampling.max_rounds is {self.dynamic_sampling.max_rounds}; allowed: 0 {with_it}, whose "
+                "groups are drawn before the scores of the step are known"
+            )
+        if oversampling.extra_prompts > self.batch.train_batch_size:
+            raise ValueError(
+                f"oversampling.extra_prompts is {oversampling.extra_prompts}; allowed: at most batch.train_batch_size "
+                f"({self.batch.train_batch_size}) {with_it}, so that a step can train on all that the last one left"
+            )
+        if oversampling.extra_prompts and not oversampling.partial_rollouts:
+            raise ValueError(
+                f"oversampling.partial_rollouts is False; allowed: true {with_it} (trainer.stale_groups=drop gives up "
+                "groups that are too old)"
+            )
+        if not oversampling.extra_prompts and self.trainer.stale_groups != "finish":
+            raise ValueError(
+                f"trainer.stale_groups is {self.trainer.stale_groups}; allowed: finish without "
+                "oversampling.extra_prompts, where each step waits for all of its groups"
             )
 
     def _check_log_probs(self) -> None:
@@ -128,7 +165,21 @@ def run_job_cli(
     )
 
 
-def without_secrets(config: JobConfigT) -> JobConfigT:
+class _WithSecrets(Protocol):
+    """A dataclass with the sections that have API keys and URLs."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def reward(self) -> ScoringConfig: ...
+
+
+WithSecretsT = TypeVar("WithSecretsT", bound=_WithSecrets)
+
+
+def without_secrets(config: WithSecretsT) -> WithSecretsT:
     """The configuration without API keys and credentials in URLs, for files and logs."""
     urls = tuple(map(redact_urls, config.rollout.urls))
     url = None if config.reward.url is None else redact_urls(config.reward.url)

@@ -52,7 +52,7 @@ from ..launch.cluster import check_nodes, cluster_nodes, read_nodes
 from ..launch.placement import Placement
 from ..launch.reachability import why_unreachable
 from ..rollout.episodes import load_environment, load_rollout, reset_once
-from ..rollout.scoring import load_functions, prepare_rewards
+from ..rollout.scoring import load_answer, load_functions, prepare_rewards
 from .inputs import BUILTIN_MODEL, load_inputs
 
 
@@ -77,6 +77,7 @@ def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
     if episode.environment is not None:
         load_environment(episode)
     prepare_rewards(load_functions(reward).values())
+    load_answer(reward)
     if reward.url is not None:
         reward.read_api_key()
         parts = urlsplit(reward.url)
@@ -156,24 +157,26 @@ def check_supervised(model: ModelConfig, data: DataConfig, supervised: Supervise
 
     Raises InputError or ds_engine.EngineConfigError.
     """
-    if supervised.steps == 0:
+    if not supervised.trains:
         return
     if not supervised.files and (data.train or model.path != BUILTIN_MODEL):
         raise InputError(
-            f"{section}.steps is {supervised.steps} but {section}.files is empty: the built-in demonstrations belong "
-            f"to the built-in model; give {section}.files=<parquet, JSON lines or CSV>, or {section}.steps=0"
+            f"{section}.files is empty: the built-in demonstrations belong to the built-in model; give "
+            f"{section}.files=<parquet, JSON lines or CSV>, or train the built-in model: model.path={BUILTIN_MODEL}"
         )
-    if supervised.files and model.path == BUILTIN_MODEL:
-        raise InputError(
-            f"{section}.files is given, but model.path is {BUILTIN_MODEL}, whose vocabulary knows its own task only"
-        )
-    with naming_key(f"{section}.files"):
-        check_demonstrations(supervised.files)
-    check_schedule(supervised.optim, supervised.steps)
+    for key, files in supervised.keys_of_files.items():
+        if files and model.path == BUILTIN_MODEL:
+            raise InputError(
+                f"{section}.{key} is given, but model.path is {BUILTIN_MODEL}, whose vocabulary knows its own task only"
+            )
+        with naming_key(f"{section}.{key}"):
+            check_demonstrations(files)
+    if supervised.steps:
+        check_schedule(supervised.optim, supervised.steps)
 
 
 def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_saved: bool = False) -> None:
-    """Checks the engine's schedule over the run's `num_updates` optimizer steps, and that it can be saved if needed.
+    """Checks the engine of a policy or critic, and its schedule over the run's `num_updates` optimizer steps.
 
     Raises InputError or ds_engine.EngineConfigError.
     """
@@ -182,10 +185,16 @@ def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_sav
             f"{section}.dropout is true, but policy and value updates compare outputs of training with outputs "
             "computed without noise; allowed: false"
         )
+    check_states(engine, section=section, is_saved=is_saved)
     if engine.optim.total_steps is not None:
         raise InputError(
             f"{section}.optim.total_steps is {engine.optim.total_steps}, but the run sets it ({num_updates}); remove it"
         )
+    check_schedule(engine.optim, num_updates)
+
+
+def check_states(engine: EngineConfig, *, section: str, is_saved: bool) -> None:
+    """Raises InputError unless the engine's states have their place, and can be saved if needed."""
     if is_saved and engine.zero.offload.optimizer == "nvme":
         raise InputError(
             f"{section}.zero.offload.optimizer is nvme, whose files no checkpoint holds; "
@@ -195,7 +204,6 @@ def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_sav
         raise InputError(
             f"{section}.zero.offload.nvme_path is {folder!r}; allowed: an existing folder, on a local NVMe drive"
         )
-    check_schedule(engine.optim, num_updates)
 
 
 def check_sequence_parallel(engine: EngineConfig, *, section: str, num_ranks: int) -> None:
@@ -262,16 +270,21 @@ def check_servers(
     elsewhere = trainer.ray_address is not None
     builtin = model.path == BUILTIN_MODEL
     model_folder = str(Path(trainer.output_dir).absolute() if builtin else find_model_folder(model.path))
-    if glob.escape(model_folder) != model_folder:
-        raise InputError(
-            f"{'trainer.output_dir' if builtin else 'model.path'} is {model_folder!r}, where vLLM finds no weights: it "
-            "reads the name as a pattern; allowed: a folder whose path has none of * ? ["
-        )
+    check_folder_name("trainer.output_dir" if builtin else "model.path", model_folder)
     if not builtin:
         check_launch(model_folder, rollout, elsewhere=elsewhere)
         return
     with TemporaryDirectory() as folder:
         check_launch(build_tiny_model(folder), rollout, elsewhere=elsewhere)
+
+
+def check_folder_name(key: str, folder: str) -> None:
+    """Raises InputError for a folder in which vLLM would find no weights."""
+    if glob.escape(folder) != folder:
+        raise InputError(
+            f"{key} is {folder!r}, where vLLM finds no weights: it reads the name as a pattern; allowed: a folder "
+            "whose path has none of * ? ["
+        )
 
 
 def check_transport(sync: SyncConfig, rollout: RolloutConfig, placement: Placement) -> None:

@@ -1,42 +1,47 @@
 """Continues a run whose ranks were lost: starts new ones from the newest checkpoint; the servers stay."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 from ckpt import Checkpoint, CheckpointManager, capture_rng, restore_rng
 
 from ..errors import PlacementError, RankError, RankLost
 from ..training.loop import Restart
-from .job import Job
+from .training_run import TrainingRun
+
+RunT = TypeVar("RunT", bound=TrainingRun)
+ResultT = TypeVar("ResultT")
 
 
-class Restarts:
+class Restarts(Generic[RunT]):
     """Counts the restarts of a run and prepares each of them.
 
     Args:
-        job: the job as it was started.
+        run: the run as it was started.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        """The job of the next attempt."""
+    def __init__(self, run: RunT) -> None:
+        self.run = run
+        """The run of the next attempt."""
         self.restart: Restart | None = None
         """What the next attempt repeats; None for the first attempt."""
-        self._started_from, self._rng = job.resumed, capture_rng()
-        self._most, self._count = job.config.trainer.max_restarts, 0
+        self._started_from, self._rng = run.resumed, capture_rng()
+        self._most, self._count = run.trainer.max_restarts, 0
         self._are_running = True
 
     def after(self, error: RankLost) -> None:
         """Decides where the run continues after `error`; raises it again if it cannot."""
-        job = self.job
-        last = max(job.tracker.table.steps, default=0)
+        run = self.run
+        last = max(run.tracker.table.steps, default=0)
         checkpoint = self._newest()
         if self._count == self._most:
             error.add_note(f"trainer.max_restarts is {self._most}: no restart is left")
             raise error
         if checkpoint is None and last > 0:
             error.add_note(
-                f"The run has no checkpoint, so {last} steps are lost: trainer.save_freq={job.config.trainer.save_freq}"
+                f"The run has no checkpoint, so {last} steps are lost: trainer.save_freq={run.trainer.save_freq}"
             )
             raise error
         self._count += 1
@@ -46,10 +51,10 @@ class Restarts:
         if before is not None and (before.done, before.last) == (done, max(last, done)):
             lost_at = before.lost_at  # no step was taken since: the time of both losses counts
         self.restart = Restart(lost_at=lost_at, done=done, last=max(last, done))
-        self.job = replace(job, resumed=checkpoint)
-        if not job.warm_start_folder.is_dir():
-            job.tracker.rewind_supervised()
-        job.tracker.info(f"{error}; new ranks continue after step {done} (restart {self._count} of {self._most})")
+        self.run = replace(run, resumed=checkpoint)
+        if not run.warm_start_folder.is_dir():
+            run.tracker.rewind_supervised()
+        run.tracker.info(f"{error}; new ranks continue after step {done} (restart {self._count} of {self._most})")
 
     def start_ranks(self) -> None:
         """Starts new ranks, if those of the last attempt were lost.
@@ -60,23 +65,32 @@ class Restarts:
         """
         if self._are_running:
             return
-        if self.job.resumed is None:
+        if self.run.resumed is None:
             restore_rng(self._rng)
         try:
-            change = self.job.session.restart_ranks()
+            change = self.run.session.restart_ranks()
         except PlacementError as error:  # no mistake of the user's
             raise RankError(str(error)) from error
         if change:
-            self.job.tracker.info(change)
+            self.run.tracker.info(change)
         self._are_running = True
+
+    def attempts(self, attempt: Callable[[RunT, Restart | None], ResultT]) -> ResultT:
+        """The result of `attempt`, which is called again after each loss of ranks that can be continued from."""
+        while True:
+            try:
+                self.start_ranks()
+                return attempt(self.run, self.restart)
+            except RankLost as error:
+                self.after(error)
 
     def _newest(self) -> Checkpoint | None:
         """The newest good checkpoint of this run, else the one from which it was started.
 
         Damaged ones are removed: the run will save the same steps again.
         """
-        tracker = self.job.tracker
-        manager = CheckpointManager(self.job.folder / "checkpoints")
+        tracker = self.run.tracker
+        manager = CheckpointManager(self.run.folder / "checkpoints")
         try:
             found = manager.newest_good(on_skip=lambda step, why: tracker.info(f"checkpoint {step} is damaged: {why}"))
             newest = found or self._started_from

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckpt import Checkpoint, CheckpointDamagedError, CheckpointManager, RemoteCheckpoints, UnsupportedFormatError
 
-from ..config import TrainerConfig, is_url
+from ..config import TrainingConfig, is_url
 from ..errors import InputError
 from ..training.uploads import WARM_START_MODEL, naming_storage, remote_run
 from .preflight import naming_key
@@ -71,7 +71,7 @@ class _Run:
         return found
 
 
-def find_checkpoint(trainer: TrainerConfig, on_skip: Callable[[str], None] = lambda _: None) -> Checkpoint | None:
+def find_checkpoint(trainer: TrainingConfig, on_skip: Callable[[str], None] = lambda _: None) -> Checkpoint | None:
     """The checkpoint that `resume=auto` resumes from, with verified files; None to start at step 1.
 
     Without `resume_from`, the newest run of the experiment counts that has a good checkpoint, here or below
@@ -113,13 +113,10 @@ def find_checkpoint(trainer: TrainerConfig, on_skip: Callable[[str], None] = lam
     return found
 
 
-def _check_fits(found: Checkpoint, run: _Run, trainer: TrainerConfig) -> None:
+def _check_fits(found: Checkpoint, run: _Run, trainer: TrainingConfig) -> None:
     """Raises InputError unless a run of `trainer` can continue after the checkpoint."""
-    if found.step >= trainer.total_training_steps:
-        raise InputError(
-            f"the newest checkpoint in {run} is of step {found.step} and trainer.total_training_steps is "
-            f"{trainer.total_training_steps}: nothing is left to train; raise it"
-        )
+    if trainer.last_step is not None:
+        check_steps_left(found, trainer.last_step, key="trainer.total_training_steps", run=str(run))
     seed = found.state.get("seed")
     if seed != trainer.seed:
         raise InputError(
@@ -128,7 +125,16 @@ def _check_fits(found: Checkpoint, run: _Run, trainer: TrainerConfig) -> None:
         )
 
 
-def _given_run(trainer: TrainerConfig) -> _Run:
+def check_steps_left(found: Checkpoint, last_step: int, *, key: str, run: str) -> None:
+    """Raises InputError if the checkpoint is of the last step or a later one; `key` says how many there are."""
+    if found.step >= last_step:
+        raise InputError(
+            f"the newest checkpoint in {run} is of step {found.step} and {key} is {last_step}: nothing is left to "
+            "train; raise it"
+        )
+
+
+def _given_run(trainer: TrainingConfig) -> _Run:
     """The run that `trainer.resume_from` names."""
     given = trainer.resume_from or ""
     name = given.rstrip("/").rpartition("/")[2]
@@ -154,7 +160,7 @@ def _run_folder(folder: str) -> Path:
     return Path(folder)
 
 
-def _runs_of_experiment(trainer: TrainerConfig) -> list[_Run]:
+def _runs_of_experiment(trainer: TrainingConfig) -> list[_Run]:
     """The runs of this experiment, the newest by the time in its name first."""
     pattern = re.compile(re.escape(trainer.experiment) + r"_\d{8}_\d{6}(_\d+)?")
     output = Path(trainer.output_dir)

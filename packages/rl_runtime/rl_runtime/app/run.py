@@ -1,31 +1,29 @@
 """Runs a job: starts its processes, trains, starts lost ranks again, and writes its run folder."""
 
-import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ckpt.reader import CheckpointReader
 from rl_data import PromptSampler
 from rollout_vllm import RolloutConfig
 from run_kit import RunFolder, RunStopped, StopRequest, Tracker
-from run_kit.cli import INVOKED_AS
 from run_kit.config.loader import to_yaml
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
 from run_kit.timing import Laps
 
-from ..errors import RankLost
 from ..launch.session import open_session
 from ..ranks.model_handle import ModelHandle
+from ..rollout.ahead import RolloutsAhead
 from ..rollout.memory_turns import MemoryTurns, SleepLevel, put_to_sleep, sleep_level
 from ..rollout.phase import RolloutPhase
+from ..rollout.schedule import Schedule
 from ..rollout.scoring import Scorer
 from ..rollout.servers import RolloutServers
 from ..rollout.step_rollouts import StepRollouts
 from ..training.checkpoints import RunCheckpoints
+from ..training.ledger import SampleLedger
 from ..training.loop import LoopResult, Restart, TrainingLoop
 from ..training.record import RunRecord
 from ..training.uploads import open_uploader
@@ -34,6 +32,7 @@ from .inputs import chat_format, load_inputs
 from .job import Algorithm, Job, JobPlan
 from .job_config import JobConfig, JobConfigT, without_secrets
 from .restarts import Restarts
+from .training_run import noting_resume_command, resume_command, unsavable
 
 
 def run_job(
@@ -62,7 +61,7 @@ def run_job(
         Tracker(
             run, without_secrets(config), num_steps=trainer.total_training_steps, comment=chosen.comment()
         ) as tracker,
-        _resume_command(run),
+        noting_resume_command(run),
     ):
         tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
         for line in (*chosen.lines(), *plan.skipped, *plan.architectures):
@@ -91,7 +90,8 @@ def run_job(
                     resumed=plan.resume_from,
                     uploader=uploader,
                 )
-                result = _run_attempts(job, compose, memory, stop, start)
+                attempt = partial(_run_attempt, compose=compose, memory=memory, stop=stop, start=start)
+                result = Restarts(job).attempts(attempt)
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
         if stop.signal and result.stopped_after is not None:
             tracker.info(f"stopped by {stop.signal.name} after step {result.stopped_after}")
@@ -99,26 +99,14 @@ def run_job(
             raise RunStopped(stop.signal)
 
 
-def _run_attempts(
-    job: Job, compose: Callable[[Job], Algorithm], memory: MemorySampler, stop: StopRequest, start: Laps
-) -> LoopResult:
-    """Builds the models and trains; after a loss of ranks again, from the newest checkpoint."""
-    restarts = Restarts(job)
-    while True:
-        try:
-            restarts.start_ranks()
-            return _run_attempt(restarts.job, compose, memory, stop, start, restarts.restart)
-        except RankLost as error:
-            restarts.after(error)
-
-
 def _run_attempt(
     job: Job,
+    restart: Restart | None,
+    *,
     compose: Callable[[Job], Algorithm],
     memory: MemorySampler,
     stop: StopRequest,
     start: Laps,
-    restart: Restart | None,
 ) -> LoopResult:
     takes_turns = job.config.trainer.takes_turns
     if takes_turns:  # before the models need the servers' memory
@@ -137,29 +125,6 @@ def _run_attempt(
     return result
 
 
-@contextmanager
-def _resume_command(run: RunFolder) -> Iterator[None]:
-    """Adds the command that resumes the run to an error that ends it, if there is a checkpoint."""
-    try:
-        yield
-    except Exception as error:
-        if command := resume_command(run):
-            error.add_note(command)
-        raise
-
-
-def resume_command(run: RunFolder) -> str:
-    """A sentence with the command that resumes the run; empty if there is no checkpoint."""
-    steps = CheckpointReader(run.path / "checkpoints").steps()
-    if not steps:
-        return ""
-    command, folder = INVOKED_AS.get() or "APP", shlex.quote(str(run.path))
-    return (
-        f"To resume after step {max(steps)}: {command} config={shlex.quote(str(run.config_file))} "
-        f"trainer.resume=auto trainer.resume_from={folder}"
-    )
-
-
 def _train(
     job: Job, algorithm: Algorithm, memory: MemorySampler, stop: StopRequest, restart: Restart | None
 ) -> LoopResult:
@@ -167,16 +132,19 @@ def _train(
     config, session = job.config, job.session
     profiler = StepProfiler(session.recorders, job.folder / "profile", config.trainer.profile_steps)
     scoring = Scorer(config.reward, report=job.tracker.info, printed_dir=job.folder / "rewards")
-    with scoring as scorer, _servers(job, algorithm.roles["actor"]) as servers:
-        rollouts = _rollouts(job, scorer)
+    with (
+        scoring as scorer,
+        _servers(job, algorithm.roles["actor"]) as servers,
+        _rollouts(job, scorer, servers) as rollouts,
+    ):
         checkpoints = RunCheckpoints(
             job.folder / "checkpoints",
             config.trainer,
             session.rank_groups,
             roles=algorithm.roles,
-            parts={"sampler": rollouts.sampler, "rollout": rollouts.phase, **algorithm.state},
+            parts={**rollouts.parts, **algorithm.state},
             config=to_yaml(without_secrets(config)),
-            unsavable=_unsavable(config),
+            unsavable=unsavable({model.section: model.engine for model in config.models}),
             uploader=job.uploader,
         )
         loop = TrainingLoop(
@@ -184,23 +152,24 @@ def _train(
             rollouts=rollouts,
             servers=servers,
             checkpoints=checkpoints,
-            record=RunRecord(job.tracker, memory, profiler, session),
+            record=RunRecord(job.tracker, memory, profiler, session, _ledger(job)),
         )
         return loop.run(algorithm.learn, job.resumed, stop=stop, restart=restart)
 
 
-def _unsavable(config: JobConfig) -> str:
-    """Why no checkpoint can hold the state of the run (`check_engine` refuses it with save_freq); else empty."""
-    offloads = {model.section: model.engine.zero.offload.optimizer for model in config.models}
-    sections = [section for section, offload in offloads.items() if offload == "nvme"]
-    return f"{sections[0]}.zero.offload.optimizer is nvme, whose files no checkpoint holds" if sections else ""
+def _ledger(job: Job) -> SampleLedger:
+    """The ledger of this run folder; it begins with that of the run that this one resumes."""
+    if job.resumed is None:
+        return SampleLedger(job.folder)
+    return SampleLedger(job.folder, before=job.resumed.path.parents[1], step=job.resumed.step)
 
 
 def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:
-    """Partial rollouts need servers that can return unfinished responses; turns those that can sleep; traced steps
-    those that trace themselves."""
+    """The servers' settings: partial rollouts, and pushes beside generation, need servers that return unfinished
+    responses; turns those that can sleep; traced steps those that trace themselves."""
     rollout = replace(config.rollout, sleep_mode=config.rollout.sleep_mode or config.trainer.takes_turns)
-    if config.oversampling.extra_prompts > 0 and config.oversampling.partial_rollouts:
+    interrupts = config.oversampling.extra_prompts > 0 and config.oversampling.partial_rollouts
+    if interrupts or config.trainer.max_staleness:
         rollout = replace(rollout, control_routes=True)
     if config.trainer.profile_steps and config.trainer.ray_address is None and not rollout.urls:
         rollout = replace(rollout, profile_dir=rollout.profile_dir or str(run / "profile" / "servers"))
@@ -218,6 +187,7 @@ def _servers(job: Job, actor: ModelHandle) -> RolloutServers:
         max_restarts=config.trainer.max_server_restarts,
         report=job.tracker.info,
         adapters_alone=config.rollout.max_lora_rank is not None,
+        holds_requests=config.trainer.max_staleness > 0,
         turns=_turns(job, actor) if config.trainer.takes_turns else None,
     )
 
@@ -239,10 +209,10 @@ def _sleep_level(config: JobConfig) -> SleepLevel:
     return sleep_level(adapters_alone=config.rollout.max_lora_rank is not None)
 
 
-def _rollouts(job: Job, scorer: Scorer) -> StepRollouts:
-    """The prompts of the run and how they are sampled and scored."""
+def _rollouts(job: Job, scorer: Scorer, servers: RolloutServers) -> StepRollouts | RolloutsAhead:
+    """The prompts of the run and how they are sampled and scored: step by step, or ahead of the trainer."""
     config, inputs = job.config, job.inputs
-    return StepRollouts(
+    rollouts = StepRollouts(
         phase=RolloutPhase(
             job.session.client,
             inputs.tokenizer,
@@ -261,3 +231,13 @@ def _rollouts(job: Job, scorer: Scorer) -> StepRollouts:
         dynamic_sampling=config.dynamic_sampling,
         validation=config.validation,
     )
+    if not config.trainer.max_staleness:
+        return rollouts
+    schedule = Schedule(
+        batch_size=config.batch.train_batch_size,
+        extra_groups=config.oversampling.extra_prompts,
+        max_staleness=config.trainer.max_staleness,
+        last_step=config.trainer.total_training_steps,
+        stale=config.trainer.stale_groups,
+    )
+    return RolloutsAhead(rollouts, job.session.client, schedule, check=servers.check)

@@ -17,7 +17,7 @@ from rollout_vllm.servers import control
 from run_kit.profiling import TraceRecorder
 from weight_sync import SyncConfig, server_args, server_env
 
-from ..config import RanksConfig, TrainerConfig
+from ..config import RanksConfig, TrainerConfig, TrainingConfig
 from ..ranks.environment import visible_gpus
 from ..ranks.trainer_worker import TrainerWorker
 from ..ranks.worker_group import Seat, WorkerGroup
@@ -27,53 +27,18 @@ from .local_ray import LocalRay
 from .placement import Node, Placement, Slot, plan_placement
 
 
-@contextmanager
-def open_ranks(trainer: RanksConfig, placement: Placement) -> Iterator[WorkerGroup]:
-    """Starts Ray, or joins the cluster, and starts the trainer ranks in one process group; ends them on exit.
-
-    Raises:
-        RankError: a rank could not start.
-    """
-    with (
-        _ray(trainer.ray_address, placement) as devices,
-        _ranks(trainer, devices.ranks) as ranks,
-    ):
-        devices.watch()
-        yield ranks
-
-
-class Session:
-    """The processes of a run: trainer ranks, rollout servers and their client. Made by `open_session`."""
+class RankSession:
+    """The trainer ranks of a run, which can be started again. Made by `open_rank_session`."""
 
     def __init__(
-        self,
-        placement: Placement,
-        trainer: TrainerConfig,
-        rollout: RolloutConfig,
-        *,
-        devices: "_Devices",
-        servers: ServerGroup,
-        fits: Callable[[int], bool],
+        self, placement: Placement, trainer: TrainingConfig, *, devices: "_Devices", fits: Callable[[int], bool]
     ) -> None:
-        self.placement, self.servers = placement, servers
-        self.profile_dir = None if rollout.profile_dir is None or not servers.servers else Path(rollout.profile_dir)
-        """Folder to which the servers write traces; None: they are not traced."""
-        self._trainer, self._rollout, self._devices, self._fits = trainer, rollout, devices, fits
+        self.placement = placement
+        self._trainer, self._devices, self._fits = trainer, devices, fits
         self._stack = ExitStack()
-        self._is_ready = False
-
-    def wait_ready(self) -> None:
-        """Waits until the servers serve, once: later, each that dies is waited for by itself.
-
-        Raises:
-            rollout_vllm.ServerStartError: a server did not start.
-        """
-        if not self._is_ready:
-            self.servers.wait_ready()
-            self._is_ready = True
 
     def restart_ranks(self) -> str:
-        """Starts new ranks and a new client, in place of those that run; the servers stay.
+        """Starts new ranks, in place of those that run.
 
         Returns:
             How the ranks differ from those before, in one line; empty: they have the same devices.
@@ -92,7 +57,7 @@ class Session:
         return change
 
     def start_ranks(self) -> None:
-        """Starts all ranks and the client."""
+        """Starts all ranks."""
         self.ranks = self._stack.enter_context(_ranks(self._trainer, self._devices.ranks))
         """The ranks of the actor and of every role without ranks of its own."""
         self.own_ranks = {
@@ -101,11 +66,9 @@ class Session:
         }
         """Role -> the ranks that compute for it alone."""
         self._devices.watch()
-        self.client = RolloutClient(self.servers.endpoints, self._rollout)
-        self._stack.callback(self.client.close)
 
     def close(self) -> None:
-        """Ends the ranks and the client; nothing is saved."""
+        """Ends the ranks; nothing is saved."""
         self._stack.close()
 
     def ranks_of(self, role: str) -> WorkerGroup:
@@ -114,15 +77,57 @@ class Session:
 
     @property
     def recorders(self) -> list[TraceRecorder]:
-        """They trace every rank, and the servers that were started with a folder for traces."""
+        """They trace every rank."""
         ranks = [RankRecorder(self.ranks, "actor" if self.own_ranks else "")]
-        ranks += [RankRecorder(group, role) for role, group in self.own_ranks.items()]
-        return [*ranks, *([ServerRecorder(self.servers, self.profile_dir)] if self.profile_dir is not None else [])]
+        return [*ranks, *(RankRecorder(group, role) for role, group in self.own_ranks.items())]
 
     @property
     def rank_groups(self) -> tuple[WorkerGroup, ...]:
         """All rank groups, the actor's first."""
         return (self.ranks, *self.own_ranks.values())
+
+
+class Session(RankSession):
+    """Trainer ranks, rollout servers and their client. Made by `open_session`."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        trainer: TrainingConfig,
+        rollout: RolloutConfig,
+        *,
+        devices: "_Devices",
+        servers: ServerGroup,
+        fits: Callable[[int], bool],
+    ) -> None:
+        super().__init__(placement, trainer, devices=devices, fits=fits)
+        self.servers = servers
+        self.profile_dir = None if rollout.profile_dir is None or not servers.servers else Path(rollout.profile_dir)
+        """Folder to which the servers write traces; None: they are not traced."""
+        self._rollout = rollout
+        self._is_ready = False
+
+    def wait_ready(self) -> None:
+        """Waits until the servers serve, once: later, each that dies is waited for by itself.
+
+        Raises:
+            rollout_vllm.ServerStartError: a server did not start.
+        """
+        if not self._is_ready:
+            self.servers.wait_ready()
+            self._is_ready = True
+
+    def start_ranks(self) -> None:
+        """Starts all ranks and the client; the servers stay."""
+        super().start_ranks()
+        self.client = RolloutClient(self.servers.endpoints, self._rollout)
+        self._stack.callback(self.client.close)
+
+    @property
+    def recorders(self) -> list[TraceRecorder]:
+        """They trace every rank, and the servers that were started with a folder for traces."""
+        servers = [] if self.profile_dir is None else [ServerRecorder(self.servers, self.profile_dir)]
+        return [*super().recorders, *servers]
 
 
 class RankRecorder:
@@ -164,6 +169,25 @@ class ServerRecorder:
             number = sum(name.startswith(kind) for name in traces) + 1
             traces[f"{kind} {number}"] = path.rename(folder / path.name)
         return traces
+
+
+@contextmanager
+def open_rank_session(
+    placement: Placement, *, trainer: TrainingConfig, fits: Callable[[int], bool] = lambda _: True
+) -> Iterator[RankSession]:
+    """Starts Ray, or joins the cluster, and starts the trainer ranks in one process group; ends them on exit.
+
+    Args:
+        fits: whether the model can be trained on a number of ranks, for a run that continues with fewer.
+
+    Raises:
+        RankError: a rank could not start.
+    """
+    with _ray(trainer.ray_address, placement) as devices, ExitStack() as stack:
+        session = RankSession(placement, trainer, devices=devices, fits=fits)
+        stack.callback(session.close)
+        session.start_ranks()
+        yield session
 
 
 @contextmanager

@@ -137,6 +137,13 @@ class ModelHandle:
         outputs = self.ranks.run_each(TrainerWorker.values, deliveries, self.name, column)
         return batch.split(batch.collect(*self._layout, outputs, column=column))
 
+    def next_tokens(self, batch: TrainBatch) -> list[int]:
+        """The most likely token in the place of each target, in the batch's order; see `ZeroEngine.next_tokens`."""
+        deliveries = batch.deliveries(*self._layout, with_columns=False)
+        outputs = self.ranks.run_each(TrainerWorker.next_tokens, deliveries, self.name)
+        # float32 holds every token id exactly.
+        return [int(token) for token in batch.collect(*self._layout, [output.float() for output in outputs])]
+
     def update(self, mini_batch: MiniBatch | ExperienceBatch, loss_fn: LossFn) -> StepStats:
         """One optimizer step; `loss_fn` returns each micro batch's share of the loss.
 

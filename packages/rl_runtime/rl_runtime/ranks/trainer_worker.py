@@ -163,6 +163,12 @@ class TrainerWorker:
             self._add_columns(delivery.batch, {column: values_Kr})
         return values_Kr
 
+    def next_tokens(self, delivery: Delivery, role: str) -> torch.Tensor:
+        """The most likely token in the place of each target of this rank's part of a train batch, int64 [K_r]."""
+        micro_batches = list(chain.from_iterable(self._receive(delivery)))
+        with record_function(f"{role}: next_tokens"):
+            return torch.cat(self._engines[role].next_tokens(micro_batches))
+
     def train(self, delivery: Delivery, role: str, mini_batch: int, loss: LossSpec, temperature: float) -> StepStats:
         """One optimizer step on this rank's part of a mini batch."""
         micro_batches = self._receive(delivery)[mini_batch]

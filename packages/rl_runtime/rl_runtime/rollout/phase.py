@@ -6,11 +6,11 @@ Generation, the user's rollout function and scoring run concurrently in the clie
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, SupportsFloat, cast
+from typing import Any, SupportsFloat
 
 import numpy as np
 
@@ -33,11 +33,12 @@ from rollout_vllm.client.group_run import fresh_group
 from rollout_vllm.client.transport import gather_or_cancel
 
 from ..config import EpisodeConfig, OversamplingConfig
-from ..errors import RolloutFailed
-from ..experience import Experience, ExperienceBatch, Phase, PromptLike
+from ..errors import InputError, RolloutFailed
+from ..experience import Experience, ExperienceBatch, Phase, PromptLike, with_token_ids
 from .episodes import episode_player
 from .partial_rollouts import PartialRollout
 from .scoring import Scorer
+from .validation import PromptResult, Validation, prompt_result
 
 MorePrompts = Callable[[Sequence[Experience]], Sequence[PromptLike]]
 """All scored samples of a step so far -> the prompts of its next round of generation, none to end."""
@@ -62,6 +63,8 @@ class Collected:
     """Metrics of the rollout: of the servers, the client, and dynamic sampling."""
     note: str = ""
     """A line for the log, if the batch has fewer groups than asked for."""
+    ended: tuple["ScoredGroup", ...] = ()
+    """Every group that ended in this step, those that are not in the batch too."""
 
     @property
     def scored(self) -> ExperienceBatch:
@@ -70,31 +73,34 @@ class Collected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation:
-    """Scores on held-out prompts."""
-
-    accuracy: float
-    score_mean: float
-    num_samples: int
-    num_failed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Scored:
+class ScoredGroup:
     """The scored samples of a group, and the reasons why others have no score."""
 
+    key: str
+    """Name of the group in the run."""
+    num_samples: int
+    """Samples that were asked for."""
     items: list[Experience]
-    reasons: list[str]
+    reasons: list[str] = field(default_factory=list)
+    is_stale: bool = False
+    """Whether it was given up because it was too old."""
+    by_episode: bool = False
+    """An episode scored itself: what it answered is not for a reward to extract."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
     """A round of generation: its scored samples, its requested groups, and the seconds of generation."""
 
-    scored: _Scored
+    items: list[Experience]
+    ended: list[ScoredGroup]
     num_groups: int
-    num_failed: int
     gen_s: float
+
+    @property
+    def num_failed(self) -> int:
+        """Samples of the ended groups that are not in the batch."""
+        return sum(group.num_samples for group in self.ended) - len(self.items)
 
 
 class RolloutMeter:
@@ -107,11 +113,13 @@ class RolloutMeter:
     def __init__(self, client: RolloutClient) -> None:
         self._client = client
         self._last: dict[str, float] = {}
+        self._read_at = time.perf_counter()
 
-    async def read(self, gen_s: float) -> dict[str, float]:
-        """The metrics of the rollout that has just ended and took `gen_s` seconds."""
+    async def read(self, gen_s: float | None = None) -> dict[str, float]:
+        """The metrics of the rollout that has just ended and took `gen_s` seconds; default: since the last reading."""
         last, now = self._last, await self._client.fetch_metrics()
-        self._last = now
+        self._last, before, self._read_at = now, self._read_at, time.perf_counter()
+        gen_s = self._read_at - before if gen_s is None else gen_s
 
         def increase(name: str) -> float:
             return max(0.0, now[name] - last.get(name, 0.0))
@@ -189,9 +197,10 @@ class RolloutPhase:
         items: list[Experience] = []
         while prompts:
             rounds.append(self._round(prompts, sampling, step, phase, place=sum(r.num_groups for r in rounds)))
-            items += rounds[-1].scored.items
+            items += rounds[-1].items
             prompts = more(items) if more is not None else ()
-        reasons = [reason for r in rounds for reason in r.scored.reasons]
+        ended = tuple(group for r in rounds for group in r.ended)
+        reasons = [reason for group in ended for reason in group.reasons]
         num_failed = sum(r.num_failed for r in rounds)
         if not items:
             raise RolloutFailed(f"step {step}: none of {num_failed} samples was generated and scored: {reasons[0]}")
@@ -202,6 +211,7 @@ class RolloutPhase:
             num_failed=num_failed,
             reason=reasons[0] if reasons else "",
             metrics=metrics | self._partial_metrics(),
+            ended=ended,
         )
 
     def _round(
@@ -215,11 +225,21 @@ class RolloutPhase:
             scoring = self._client.run(self._generate(prompts, sampling, step, num_groups, place=place))
             gen_s = time.perf_counter() - started
         with phase("reward"):  # scoring that did not overlap with generation
-            min_samples = 1 if self._greedy_baseline else min(2, sampling.n)
-            scored = self._client.run(_finish(scoring, min_samples=min_samples, at_most=num_groups))
-        self._check_scorer(step)
-        num_failed = len(scoring) * sampling.n - len(scored.items)
-        return _Round(scored=scored, num_groups=num_requested, num_failed=num_failed, gen_s=gen_s)
+            ended = self._client.run(_all(scoring))
+        self.check_scorer(step)
+        items = [
+            item for group in largest(ended, self.min_samples(sampling), at_most=num_groups) for item in group.items
+        ]
+        return _Round(items=items, ended=ended, num_groups=num_requested, gen_s=gen_s)
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether an unfinished group can be continued from its tokens alone."""
+        return self._play is None and not self._greedy_baseline
+
+    def min_samples(self, sampling: SamplingConfig) -> int:
+        """Scored samples that a group needs so that they can be compared."""
+        return 1 if self._greedy_baseline else min(2, sampling.n)
 
     def _partial_metrics(self) -> dict[str, float]:
         if not self._oversampling.extra_prompts:
@@ -229,26 +249,50 @@ class RolloutPhase:
             "rollout/num_partial_tokens": float(sum(partial.num_tokens for partial in self._partial)),
         }
 
-    def validate(self, prompts: Sequence[PromptLike], sampling: SamplingConfig, *, step: int) -> Validation:
-        """Scores held-out prompts; accuracy is the share of samples with the full score."""
-        scoring = self._client.run(self._generate(prompts, sampling, -1 - step, None))
-        scored = self._client.run(_finish(scoring, min_samples=1, at_most=len(prompts)))
-        self._client.run(self._meter.read(1.0))  # so that the metrics of the next step exclude the validation
-        self._check_scorer(step)
-        items = scored.items
-        if not items:
-            raise RolloutFailed(
-                f"validation after step {step}: no sample was generated and scored: {scored.reasons[0]}"
-            )
-        scores = np.array([item.score for item in items])
-        return Validation(
-            accuracy=float(np.mean([self._scorer.is_full(item) for item in items])),
-            score_mean=float(scores.mean()),
-            num_samples=len(items),
-            num_failed=len(prompts) * sampling.n - len(items),
-        )
+    def validate(
+        self,
+        prompts: Sequence[PromptLike],
+        sampling: SamplingConfig,
+        *,
+        step: int,
+        on_scored: Callable[[], None] = lambda: None,
+    ) -> Validation:
+        """Samples and scores held-out prompts.
 
-    def _check_scorer(self, step: int) -> None:
+        Args:
+            on_scored: called when the samples of a prompt are scored, in the client's thread.
+
+        Raises:
+            RolloutFailed: no sample could be generated and scored (gives the first reason), or the reward hangs.
+        """
+        scoring = self._client.run(self._generate(prompts, sampling, -1 - step, None, on_scored=on_scored))
+        results = self._client.run(self._results(prompts, scoring, vote=sampling.n > 1))
+        self._client.run(self._meter.read(1.0))  # so that the metrics of the next step exclude the validation
+        self.check_scorer(step)
+        validation = Validation(prompts=tuple(results), num_samples_per_prompt=sampling.n)
+        if not validation.num_samples:
+            raise RolloutFailed(
+                f"validation after step {step}: no sample was generated and scored: {validation.failure}"
+            )
+        return validation
+
+    async def _results(
+        self, prompts: Sequence[PromptLike], scoring: Sequence[asyncio.Task[ScoredGroup]], *, vote: bool
+    ) -> list[PromptResult]:
+        async def one(prompt: PromptLike, task: asyncio.Task[ScoredGroup]) -> PromptResult:
+            scored = await task
+            return prompt_result(
+                prompt,
+                scored.items,
+                is_right=[self._scorer.is_full(item) for item in scored.items],
+                votes=await self._scorer.votes(scored.items, by_episode=scored.by_episode) if vote else None,
+                failures=scored.reasons,
+            )
+
+        return await asyncio.gather(*(one(prompt, task) for prompt, task in zip(prompts, scoring, strict=True)))
+
+    def check_scorer(self, step: int) -> None:
+        """Raises RolloutFailed if the reward hangs."""
         if self._scorer.gave_up:
             raise RolloutFailed(f"step {step}: {self._scorer.gave_up}")
 
@@ -258,7 +302,14 @@ class RolloutPhase:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`."""
-        groups = state["partial_rollouts" if "partial_rollouts" in state else "carried"]  # "carried" in 0.1
+        if "schedule" in state and state["groups"]:
+            raise InputError(
+                f"the checkpoint has {len(state['groups'])} groups that were drawn ahead of the trainer; resume it "
+                "with trainer.max_staleness of 1 or more, or they would be lost"
+            )
+        groups = (
+            [] if "schedule" in state else state["partial_rollouts" if "partial_rollouts" in state else "carried"]
+        )  # "carried" in 0.1
         self._partial = [PartialRollout.from_state(group) for group in groups]
 
     async def _generate(
@@ -269,21 +320,25 @@ class RolloutPhase:
         num_groups: int | None,
         *,
         place: int = 0,
-    ) -> list[asyncio.Task[_Scored]]:
+        on_scored: Callable[[], None] = lambda: None,
+    ) -> list[asyncio.Task[ScoredGroup]]:
         """Generates all groups; returns the scoring tasks of complete groups.
 
         Args:
             num_groups: number of complete groups that a training step waits for; None for held-out prompts.
             place: number of the first group, so that the groups of all rounds of a step have numbers of their own.
+            on_scored: called when the samples of a group are scored.
         """
         requested = self._requests(prompts, step, place, partial=self._partial if num_groups is not None else [])
         prompt_of = {group.prompt_id: (number, prompt) for number, (prompt, group) in enumerate(requested, place)}
-        scoring: dict[str, asyncio.Task[_Scored]] = {}
-        greedy: dict[str, asyncio.Task[_Scored]] = {}
+        scoring: dict[str, asyncio.Task[ScoredGroup]] = {}
+        greedy: dict[str, asyncio.Task[ScoredGroup]] = {}
 
-        def score_into(tasks: dict[str, asyncio.Task[_Scored]]) -> Callable[[GroupResult | EpisodeGroup], None]:
+        def score_into(tasks: dict[str, asyncio.Task[ScoredGroup]]) -> Callable[[GroupResult | EpisodeGroup], None]:
             def on_group(group: GroupResult | EpisodeGroup) -> None:
-                tasks[group.prompt_id] = asyncio.create_task(self._score(*prompt_of[group.prompt_id], group))
+                place, prompt = prompt_of[group.prompt_id]
+                task = tasks[group.prompt_id] = asyncio.create_task(self._score(place, prompt, group))
+                task.add_done_callback(lambda _: on_scored())
 
             return on_group
 
@@ -294,7 +349,8 @@ class RolloutPhase:
             generation.append(self._generate_groups(requests, single, None, prompt_of, score_into(greedy)))
         await gather_or_cancel(generation)
         held = {rest.group.prompt_id for rest in self._partial}
-        self._prompts = {prompt_id: prompt for prompt_id, prompt in self._prompts.items() if prompt_id in held}
+        for prompt_id in prompt_of.keys() - held:
+            self._prompts.pop(prompt_id, None)
         for prompt_id, baseline in greedy.items():
             scoring[prompt_id] = asyncio.create_task(_with_baseline(scoring[prompt_id], baseline))
         return [scoring[prompt_id] for prompt_id in prompt_of if prompt_id in scoring]
@@ -324,14 +380,47 @@ class RolloutPhase:
     ) -> list[tuple[PromptLike, Request | PartialGroup]]:
         """The requests of a step: partial rollouts first, so that none of them waits indefinitely."""
         requests: list[tuple[PromptLike, Request | PartialGroup]] = [(item.prompt, item.group) for item in partial]
-        for place, prompt in enumerate(prompts, first_place):
-            request = Request(
-                prompt_id=f"{step}/{place}:{prompt.id}",
-                prompt_ids=list(prompt.token_ids),
-                seed=request_seed(self._seed, step, f"{place}:{prompt.id}"),
-            )
-            requests.append((prompt, request))
+        requests += [
+            (prompt, self.request(prompt, step=step, number=number))
+            for number, prompt in enumerate(prompts, first_place)
+        ]
         return requests
+
+    def request(self, prompt: PromptLike, *, step: int, number: int) -> Request:
+        """The request for group `number` of those that were drawn for `step`."""
+        return Request(
+            prompt_id=f"{step}/{number}:{prompt.id}",
+            prompt_ids=list(prompt.token_ids),
+            seed=request_seed(self._seed, step, f"{number}:{prompt.id}"),
+        )
+
+    async def play(self, prompt: PromptLike, start: Request | PartialGroup, sampling: SamplingConfig) -> ScoredGroup:
+        """Generates and scores one group, independently of steps; its samples have `group_id` 0."""
+
+        async def one(sampling: SamplingConfig) -> ScoredGroup:
+            ended: list[GroupResult | EpisodeGroup] = []
+            if self._play is None:
+                await self._client.generate([start], sampling, on_group=ended.append)
+            else:
+                self._prompts[start.prompt_id] = prompt
+                await self._training_episodes.first(
+                    [start if isinstance(start, Request) else start.request],
+                    sampling,
+                    num_groups=1,
+                    keep_rest=False,
+                    on_group=ended.append,
+                )
+            return await self._score(0, prompt, ended[0])
+
+        try:
+            if not self._greedy_baseline:
+                return await one(sampling)
+            single = replace(sampling, n=1, temperature=0.0)
+            async with asyncio.TaskGroup() as both:
+                scoring, greedy = both.create_task(one(sampling)), both.create_task(one(single))
+            return await _with_baseline(scoring, greedy)
+        finally:
+            self._prompts.pop(start.prompt_id, None)
 
     async def _run_episodes(
         self,
@@ -376,11 +465,13 @@ class RolloutPhase:
             max_concurrent=self._episode.max_environments if self._episode.environment is not None else None,
         )
 
-    async def _score(self, place: int, prompt: PromptLike, group: GroupResult | EpisodeGroup) -> _Scored:
+    async def _score(self, place: int, prompt: PromptLike, group: GroupResult | EpisodeGroup) -> ScoredGroup:
         samples = group.samples if isinstance(group, GroupResult) else group.results
         drafts = [self._draft(place, prompt, sample) for sample in samples]
         scores = await self._scorer.score(drafts)
-        return _Scored(
+        return ScoredGroup(
+            key=group.prompt_id,
+            num_samples=len(samples) + len(group.failures),
             items=[
                 replace(draft, score=found.score, reward_terms=found.terms)
                 for draft, found in zip(drafts, scores, strict=True)
@@ -388,6 +479,7 @@ class RolloutPhase:
             ],
             reasons=[failure.message for failure in group.failures]
             + [f"no reward: {found.message}" for found in scores if found.score is None],
+            by_episode=not all(math.isnan(draft.score) for draft in drafts),
         )
 
     def _draft(self, place: int, prompt: PromptLike, sample: Sample | EpisodeResult) -> Experience:
@@ -396,8 +488,9 @@ class RolloutPhase:
         mask = np.array(sample.response_mask) if isinstance(sample, EpisodeResult) else None
         log_probs = None if sample.log_probs is None else np.asarray(sample.log_probs, dtype=np.float32)
         return Experience(
-            prompt=prompt if episode is None else _with_token_ids(prompt, episode.prompt_ids),
+            prompt=prompt if episode is None else with_token_ids(prompt, episode.prompt_ids),
             group_id=place,
+            group_key=sample.prompt_id,
             sample_index=sample.sample_index,
             response_ids=tuple(sample.response_ids),
             response_text=self._tokenizer.decode(sample.response_ids, skip_special_tokens=True),
@@ -413,31 +506,25 @@ class RolloutPhase:
         )
 
 
-async def _with_baseline(scoring: asyncio.Task[_Scored], greedy: asyncio.Task[_Scored]) -> _Scored:
+def largest(groups: Sequence[ScoredGroup], min_samples: int, *, at_most: int) -> list[ScoredGroup]:
+    """The `at_most` groups with the most scored samples, in order, of those with at least `min_samples`."""
+    enough = [group for group in groups if len(group.items) >= min_samples]
+    fullest = sorted(sorted(range(len(enough)), key=lambda i: -len(enough[i].items))[:at_most])
+    return [enough[i] for i in fullest]
+
+
+async def _with_baseline(scoring: Awaitable[ScoredGroup], greedy: Awaitable[ScoredGroup]) -> ScoredGroup:
     """The samples of a group with the score of its greedy response; none if that failed."""
     scored, baseline = await scoring, await greedy
     if not baseline.items:
         reasons = [f"no greedy response: {reason}" for reason in baseline.reasons]
-        return _Scored(items=[], reasons=scored.reasons + reasons)
+        return replace(scored, items=[], reasons=scored.reasons + reasons)
     score = baseline.items[0].score
     return replace(scored, items=[replace(item, baseline_score=score) for item in scored.items])
 
 
-async def _finish(scoring: Sequence[asyncio.Task[_Scored]], *, min_samples: int, at_most: int) -> _Scored:
-    """The samples of the `at_most` largest groups with at least `min_samples` scored samples, and the failures."""
-    groups = await asyncio.gather(*scoring)
-    reasons = [reason for group in groups for reason in group.reasons]
-    enough = [group.items for group in groups if len(group.items) >= min_samples]
-    fullest = sorted(sorted(range(len(enough)), key=lambda i: -len(enough[i]))[:at_most])
-    return _Scored(items=[item for i in fullest for item in enough[i]], reasons=reasons)
-
-
-def _with_token_ids(prompt: PromptLike, token_ids: Sequence[int]) -> PromptLike:
-    """The prompt that an environment gave an episode in place of that of the data."""
-    if tuple(token_ids) == tuple(prompt.token_ids):
-        return prompt
-    replaced: PromptLike = replace(cast(Any, prompt), token_ids=tuple(token_ids))
-    return replaced
+async def _all(scoring: Sequence[Awaitable[ScoredGroup]]) -> list[ScoredGroup]:
+    return await asyncio.gather(*scoring)
 
 
 def _generated_spans(sample: Sample | EpisodeResult) -> tuple[tuple[int, int], ...]:

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_data import Reward, reward_for
+from rl_data import Reward, UnknownDataSourceError, reward_for
+from rl_data.rewards.base import AnswerReward, equal_answers
 from rollout_vllm import (
     AsyncRewardPool,
     Endpoint,
@@ -101,6 +102,7 @@ class Scorer:
         if not functions:
             self._sources[""] = self._data_source() if config.url is None else self._url(config.url)
         self._full_score = _full_score(config, functions)
+        self._answer = load_answer(config)
 
     def _function(self, function: RewardFunction) -> HangGuard:
         call = partial(_call_batch if function.batched else _call_one, self._pool(function.is_coroutine), function)
@@ -145,6 +147,39 @@ class Scorer:
         first = next(iter(self._config.terms), "")
         return item.reward_terms.get(first, item.score) >= self._full_score
 
+    async def votes(self, items: Sequence[Experience], *, by_episode: bool = False) -> list[int] | None:
+        """For each sample of one prompt a number that is equal for equal answers (`AnswerReward.votes`).
+
+        None: nothing extracts answers (`reward.answer`, or the reward), or it failed to.
+
+        Args:
+            by_episode: the episodes scored themselves, so that no reward knows their answers.
+        """
+        reward = self._answer_reward(items[0]) if items and not by_episode else None
+        vote = None if reward is None else reward.votes
+        if self._answer is not None:
+            vote = partial(_votes_by, self._answer)
+        if not items or vote is None:
+            return None
+        texts = [item.response_text for item in items]
+        call = self._pool(False).submit_batch(vote, texts, num_scores=len(texts))
+        found = [outcome.score for outcome in await asyncio.wrap_future(call)]
+        return None if None in found else [int(vote) for vote in found if vote is not None]
+
+    def _answer_reward(self, item: Experience) -> AnswerReward | None:
+        """The reward that `is_full` asks, if it extracts answers."""
+        first = next(iter(self._config.terms.values()), None)
+        if first is not None:
+            reward = first.registered() if first.is_registered else None
+        elif self._config.function is not None or self._config.url is not None:
+            reward = None
+        else:
+            try:
+                reward = reward_for(item.prompt.data_source, self._config)
+            except UnknownDataSourceError:  # its episode scored it
+                reward = None
+        return reward if isinstance(reward, AnswerReward) else None
+
     async def score(self, drafts: Sequence[Experience]) -> list[SampleScore]:
         """The scores of the samples of a group.
 
@@ -182,6 +217,11 @@ class Scorer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _votes_by(answer: Callable[[str], Any], response_texts: Sequence[str]) -> list[int]:
+    """Votes by the function `reward.answer`; called in a scoring process."""
+    return equal_answers([answer(text) for text in response_texts])
 
 
 async def _call_one(
@@ -281,6 +321,17 @@ def load_reward(
     return load_function(
         name, key=key, arguments=arguments, keywords=keywords, offered=_FACTS.keys(), is_coroutine=None
     )
+
+
+def load_answer(config: ScoringConfig) -> Callable[[str], Any] | None:
+    """The function `reward.answer`; None without one.
+
+    Raises:
+        InputError: it cannot be imported or called.
+    """
+    if config.answer is None:
+        return None
+    return load_function(config.answer, key="reward.answer", arguments=("response_text",))
 
 
 def prepare_rewards(functions: Collection[RewardFunction]) -> list[str]:

@@ -35,6 +35,7 @@ class RolloutServers:
     Args:
         report: called with one line of text for each event of a server.
         adapters_alone: push only the actor's LoRA adapters; the servers keep the base model.
+        holds_requests: a push interrupts requests, which go on with the new weights; False: there are none.
         turns: the servers sleep while the trainer works, and sleep now; None: they share the GPUs' memory.
     """
 
@@ -48,20 +49,23 @@ class RolloutServers:
         max_restarts: int,
         report: Callable[[str], None],
         adapters_alone: bool = False,
+        holds_requests: bool = False,
         turns: MemoryTurns | None = None,
     ) -> None:
         self._servers, self._client, self._actor, self._sync = servers, client, actor, sync
         self._adapter = _ADAPTER if adapters_alone else None
         client.set_model(self._adapter)
         self._report = report
+        self._holds_requests = holds_requests
         self._weights = threading.RLock()
+        self._waiting = 0  # restarted servers that wait for their weights
         self._connected: list[int] = []
         self._transports: dict[str, str] = {}
         self._failures_recovered = [0] * len(servers.endpoints)
         self._num_restarts = 0
         self._lost: RankLost | None = None
         self._num_reported = 0
-        self._reporting = threading.Lock()
+        self._reporting, self._counting = threading.Lock(), threading.Lock()
         self._closing = threading.Event()
         self._watch: ServerWatch | None = None
         if servers.servers and max_restarts:
@@ -93,6 +97,8 @@ class RolloutServers:
 
         With turns, the trainer has the GPUs' memory until `push`. `phase` times the change.
         """
+        while self._waiting:  # the lock is not fair, and a loop that never waits for samples would keep it
+            time.sleep(0.01)
         with self._weights:
             if self._turns is not None and self._turns.turn is Turn.GENERATION:
                 self._turns.start_training(self._endpoints(self._running()), phase)
@@ -107,12 +113,24 @@ class RolloutServers:
         with self._weights:
             if self._turns is not None:
                 self._turns.start_push(self._endpoints(self._serving()), phase)
-            with phase("sync"):
+            with phase("sync"), self._requests_held():
                 report = self._push_to_serving(version)
+                self._client.set_policy_version(version)
             if self._turns is not None:
                 self._turns.start_generation(self._endpoints(self._serving()), phase)
-            self._client.set_policy_version(version)
             return report
+
+    @contextmanager
+    def _requests_held(self) -> Iterator[None]:
+        """Requests in flight return what they have, and go on at the end of the context."""
+        if not self._holds_requests:
+            yield
+            return
+        self._client.run(self._client.pause(timeout_s=self._sync.pause_timeout_s))
+        try:
+            yield
+        finally:
+            self._client.resume()
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics since the last call: what was moved for turns."""
@@ -176,7 +194,7 @@ class RolloutServers:
 
     def _push_to_restarted(self, index: int, endpoint: Endpoint) -> int:
         """Pushes the current weights to a restarted server; called by the watch."""
-        with self._weights:
+        with self._its_turn():
             if self._closing.is_set():
                 raise RlRuntimeError("the run is over")
             version = self._client.policy_version
@@ -203,11 +221,26 @@ class RolloutServers:
     def _with_memory(self, index: int) -> Iterator[None]:
         """Waits until the servers have the GPUs' memory, and keeps it while server `index` starts."""
         del index
-        with self._weights:
+        with self._its_turn():
             assert self._turns is not None
             if self._closing.is_set() or self._turns.turn is not Turn.GENERATION:
                 raise RlRuntimeError("the run is over")
             yield
+
+    @contextmanager
+    def _its_turn(self) -> Iterator[None]:
+        """The lock for a restarted server, before the loop takes it again."""
+        with self._counting:
+            self._waiting += 1
+        try:
+            self._weights.acquire()
+        finally:
+            with self._counting:
+                self._waiting -= 1
+        try:
+            yield
+        finally:
+            self._weights.release()
 
     def _restart_failed(self, error: ControlError) -> None:
         """Stops servers that did not sleep or wake up, which frees their memory; the watch starts them again."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rl_data import PromptSampler
 from rollout_vllm import SamplingConfig
@@ -9,7 +10,8 @@ from rollout_vllm import SamplingConfig
 from ..config import DynamicSamplingConfig
 from ..experience import Phase, PromptLike
 from .dynamic_sampling import DrawPrompts, DynamicSampling
-from .phase import Collected, RolloutPhase, Validation
+from .phase import Collected, RolloutPhase
+from .validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,20 @@ class StepRollouts:
     validation: SamplingConfig
     """Sampling of the held-out prompts."""
 
+    def __enter__(self) -> "StepRollouts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is generated between two steps."""
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Name -> what a checkpoint saves."""
+        return {"sampler": self.sampler, "rollout": self.phase}
+
+    def published(self, version: int) -> None:
+        """Tells which weights the servers hold. Each step starts its own groups, with the weights of that time."""
+
     def collect(self, step: int, timed: Phase) -> Collected:
         """The scored samples of a step.
 
@@ -40,6 +56,10 @@ class StepRollouts:
         dynamic = DynamicSampling(self.dynamic_sampling, self.train_batch_size, draw)
         collected = self.phase.collect(prompts, self.sampling, step=step, phase=timed, more=dynamic.more)
         return dynamic.select(collected, step=step)
+
+    def draw(self, num_prompts: int) -> list[PromptLike]:
+        """The next prompts in the order of the run."""
+        return [self.train_prompts[index] for index in self.sampler.next(num_prompts)]
 
     def _prompts_of_step(self) -> DrawPrompts:
         """Draws the prompts of a step, one round of generation after the other.

@@ -2,7 +2,7 @@
 
 import math
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from ckpt import (
     restore_rng,
 )
 
-from ..config import TrainerConfig
+from ..config import TrainingConfig
 from ..errors import InputError
 from ..ranks.model_handle import ModelHandle
 from ..ranks.trainer_worker import ModelDescription, TrainerWorker
@@ -43,7 +43,7 @@ class RunCheckpoints:
     def __init__(
         self,
         folder: Path,
-        trainer: TrainerConfig,
+        trainer: TrainingConfig,
         rank_groups: Sequence[WorkerGroup],
         *,
         roles: Mapping[str, ModelHandle],
@@ -175,3 +175,21 @@ class RunCheckpoints:
         for group in self._groups:
             yield group, first
             first += group.world_size
+
+
+def save_or_say(
+    checkpoints: RunCheckpoints, step: int, metrics: Mapping[str, float], say: Callable[[str], None]
+) -> None:
+    """Saves the state after `step`, or says why there is nothing that can or should be saved."""
+    if why := checkpoints.why_not():
+        say(f"step {step}: no checkpoint, because {why}")
+    else:
+        checkpoints.save(step, metrics)
+
+
+def load_and_say(checkpoints: RunCheckpoints, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
+    """Restores the state of the run at `checkpoint`, and says so."""
+    checkpoints.load(checkpoint)
+    num_ranks = checkpoint.state["num_ranks"]
+    reshaped = f", saved with trainer.num_ranks={num_ranks}" if num_ranks != checkpoints.num_ranks else ""
+    say(f"resumed after step {checkpoint.step} from {checkpoint.path}{reshaped}")

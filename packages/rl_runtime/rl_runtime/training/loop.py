@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 from ckpt import Checkpoint
 from run_kit import StopRequest
@@ -14,14 +15,25 @@ from run_kit import StopRequest
 from ..config import TrainerConfig
 from ..errors import RankError, RolloutFailed
 from ..experience import ExperienceBatch, Phase
+from ..rollout.phase import Collected
 from ..rollout.servers import RolloutServers
-from ..rollout.step_rollouts import StepRollouts
-from .checkpoints import RunCheckpoints
+from ..rollout.validation import Validation
+from .checkpoints import RunCheckpoints, load_and_say, save_or_say
 from .metrics import rollout_metrics
 from .record import RunRecord
 
 Learn = Callable[[int, ExperienceBatch, Phase], dict[str, float]]
 """(step, scored samples, phase timer) -> metrics."""
+
+
+class Rollouts(Protocol):
+    """Where samples come from: `StepRollouts` or `RolloutsAhead`."""
+
+    def published(self, version: int) -> None:
+        """The servers hold the weights of `version`, and hold requests no longer."""
+
+    def collect(self, step: int, timed: Phase) -> Collected: ...
+    def validate(self, step: int) -> Validation | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +73,7 @@ class TrainingLoop:
         self,
         trainer: TrainerConfig,
         *,
-        rollouts: StepRollouts,
+        rollouts: Rollouts,
         servers: RolloutServers,
         checkpoints: RunCheckpoints,
         record: RunRecord,
@@ -100,7 +112,7 @@ class TrainingLoop:
         done = 0
         with self._servers.changing_weights():
             if resume_from is not None:
-                self._resume(resume_from)
+                load_and_say(self._checkpoints, resume_from, self._record.info)
                 done = resume_from.step
             self._sync(version=done)
         if restart is not None:
@@ -132,7 +144,7 @@ class TrainingLoop:
             if stop.signal and not last:
                 if not self._checkpoints.is_due(step):
                     with self._servers.changing_weights():
-                        self._save(step, metrics)
+                        save_or_say(self._checkpoints, step, metrics, self._record.info)
                 return step, after
         return trainer.total_training_steps, after
 
@@ -147,26 +159,21 @@ class TrainingLoop:
                 self._record.info(f"step {step}: {collected.note}")
             with self._servers.changing_weights(timer.phase):
                 metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
+                self._record.log_samples(step, collected)
                 # Before the sync, after which the engines' memory may belong to the servers.
                 if self._checkpoints.is_due(step):
                     with timer.phase("checkpoint"):
-                        self._save(step, metrics)
+                        save_or_say(self._checkpoints, step, metrics, self._record.info)
                 metrics |= self._sync(step, timer.phase)
         metrics |= self._servers.take_metrics() | self._checkpoints.take_metrics()
         metrics["rollout/num_restarts"] = float(self._servers.num_restarts)
         self._record.log_step(step, collected, metrics, timer)
         return metrics
 
-    def _save(self, step: int, metrics: dict[str, float]) -> None:
-        """Saves the state after `step`, or says why there is nothing that can or should be saved."""
-        if why := self._checkpoints.why_not():
-            self._record.info(f"step {step}: no checkpoint, because {why}")
-        else:
-            self._checkpoints.save(step, metrics)
-
     def _sync(self, version: int, phase: Phase = nullcontext) -> dict[str, float]:
         """Pushes the actor's weights to the servers as policy `version`."""
         report = self._servers.push(version, phase)
+        self._rollouts.published(version)
         if report is None:  # no server is up; a restarted one gets the weights before it serves
             return {"sync/total_s": 0.0, "sync/num_bytes": 0.0}
         return {"sync/total_s": report.total_s, "sync/num_bytes": float(report.num_bytes)}
@@ -178,9 +185,3 @@ class TrainingLoop:
             return None
         self._record.log_validation(step, result)
         return result.accuracy
-
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        self._checkpoints.load(checkpoint)
-        num_ranks = checkpoint.state["num_ranks"]
-        reshaped = f", saved with trainer.num_ranks={num_ranks}" if num_ranks != self._checkpoints.num_ranks else ""
-        self._record.info(f"resumed after step {checkpoint.step} from {checkpoint.path}{reshaped}")

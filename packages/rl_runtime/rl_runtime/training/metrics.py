@@ -64,15 +64,17 @@ def mismatch(batch: ExperienceBatch, log_probs: Sequence[Float32Array]) -> dict[
     )
     log_probs_K, rollout_log_probs_K = torch.from_numpy(np.concatenate(log_probs)), batch.rollout_log_probs_K
     assert rollout_log_probs_K is not None, "the servers' log-probs were not requested"
-    stale_K = versions_K < versions_K.max()
+    stale_K = versions_K < (int(versions_K.max()) if batch.policy_version is None else batch.policy_version)
 
     def of_tokens(chosen_K: torch.Tensor, suffix: str) -> dict[str, float]:
+        if not chosen_K.any():
+            return {}
         lens_N = segment_sum(chosen_K.double(), batch.response_lens_N).long()
         found = mismatch_metrics(log_probs_K[chosen_K], rollout_log_probs_K[chosen_K], response_lens_S=lens_N)
         del found["num_tokens"]  # `stale_token_share` and the response lengths say it
         return {f"rollout/{_MISMATCH.get(name, f'mismatch_{name}')}{suffix}": value for name, value in found.items()}
 
-    metrics = of_tokens(~stale_K, "") | (of_tokens(stale_K, "_stale") if stale_K.any() else {})
+    metrics = of_tokens(~stale_K, "") | of_tokens(stale_K, "_stale")
     return metrics | {"rollout/stale_token_share": float(stale_K.double().mean())}
 
 

@@ -25,10 +25,10 @@ class RolloutCorrection:
     The ratio of the probabilities of the generated tokens: before the update, to those when they were sampled.
     """
 
-    mode: Literal["none", "truncate", "mask"] = "none"
+    mode: Literal["none", "truncate", "mask"] | None = None
     """Treatment of ratios out of bounds. `truncate`: the nearest bound (truncated importance sampling, Yao et al. 2025,
     'Your efficient RL framework secretly brings you off-policy RL training'). `mask`: weight 0 (IcePop,
-    arXiv:2510.18855). `none`: no weights."""
+    arXiv:2510.18855). `none`: no weights. null: `truncate` with `trainer.max_staleness`, else `none`."""
     level: ImportanceLevel = "token"
     """`token`: each token's ratio, low variance but biased. `sequence`: the product over the response, unbiased within
     the bounds. `geometric`: the product to the power 1 / length, which leaves few ratios far from 1."""
@@ -47,7 +47,8 @@ class RolloutCorrection:
             raise ValueError(f"min_ratio is {self.min_ratio}; allowed: 0 to 1, the ratio of equal probabilities")
         if self.min_ratio == self.max_ratio:
             raise ValueError(f"min_ratio is {self.min_ratio}; allowed: below max_ratio ({self.max_ratio})")
-        if self.mode == "none" and any(getattr(self, key.name) != key.default for key in fields(self)):
+        others = [key for key in fields(self) if key.name != "mode"]
+        if self.mode == "none" and any(getattr(self, key.name) != key.default for key in others):
             raise ValueError(
                 f"mode is 'none', so level ({self.level}), max_ratio ({self.max_ratio}) and min_ratio "
                 f"({self.min_ratio}) have no effect; allowed: truncate or mask, or their defaults"
@@ -56,7 +57,7 @@ class RolloutCorrection:
     @property
     def enabled(self) -> bool:
         """Whether token losses are weighted."""
-        return self.mode != "none"
+        return self.mode not in ("none", None)
 
 
 def check_rollout_correction(correction: RolloutCorrection, sampling: "SamplingConfig") -> None:
@@ -101,7 +102,7 @@ def compare_with_rollout(
         assert not correction.enabled, "refused by the configuration"
         return {}, {}
     columns, metrics = {"rollout_log_probs": rollout_log_probs_K}, mismatch(batch, old_log_probs)
-    if correction.mode == "none":
+    if correction.mode is None or correction.mode == "none":
         return columns, metrics
     weights_K, inside_K = rollout_weights(
         torch.from_numpy(np.concatenate(old_log_probs)),

@@ -1,6 +1,6 @@
 """Writes down what a run does: metrics, phase times, memory, traces and sampled rollouts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,17 +10,28 @@ from run_kit.profiling import StepProfiler
 from run_kit.timing import PhaseTimer
 
 from ..experience import Experience
-from ..launch.session import Session
+from ..launch.session import RankSession
 from ..ranks.trainer_worker import TrainerWorker
-from ..rollout.phase import Collected, Validation
+from ..rollout.phase import Collected
+from ..rollout.validation import Validation
+from .ledger import SampleLedger
 from .metrics import throughput
 
 
 class RunRecord:
     """The tracker of a run with the measurements that go into it."""
 
-    def __init__(self, tracker: Tracker, memory: MemorySampler, profiler: StepProfiler, session: Session) -> None:
+    def __init__(
+        self,
+        tracker: Tracker,
+        memory: MemorySampler,
+        profiler: StepProfiler,
+        session: RankSession,
+        ledger: SampleLedger | None = None,
+    ) -> None:
+        """`ledger`: of a run that samples."""
         self._tracker, self._memory, self._profiler, self._session = tracker, memory, profiler, session
+        self._ledger = ledger
 
     def info(self, text: str) -> None:
         """Prints a line and writes it to the log."""
@@ -29,11 +40,17 @@ class RunRecord:
     def rewind(self, step: int, metrics: Mapping[str, float]) -> None:
         """Forgets what was logged after this step, and logs its `metrics` if the run was lost before it did."""
         self._tracker.rewind(step, metrics)
+        if self._ledger is not None:
+            self._ledger.rewind(step)
 
     @property
     def first_accuracy(self) -> float | None:
         """The run's first held-out accuracy."""
-        return next(iter(self._tracker.table.series("val/accuracy")[1]), None)
+        return self.first("val/accuracy")
+
+    def first(self, metric: str) -> float | None:
+        """The run's first value of a metric; None before there is one."""
+        return next(iter(self._tracker.table.series(metric)[1]), None)
 
     @contextmanager
     def step(self, step: int) -> Iterator[PhaseTimer]:
@@ -42,28 +59,34 @@ class RunRecord:
         with self._profiler.step(step, timer), timer.step():
             yield timer
 
+    def log_samples(self, step: int, collected: Collected) -> None:
+        """Writes down which samples the step has ended; before a checkpoint says so."""
+        assert self._ledger is not None
+        self._ledger.add(step, collected)
+
     def log_step(self, step: int, collected: Collected, metrics: dict[str, float], timer: PhaseTimer) -> None:
         """Writes the step's metrics, with times, throughput and memory, and some of its rollouts."""
-        times, num_tokens = timer.metrics(), collected.batch.num_tokens
+        self.log(step, metrics, timer, num_tokens=collected.batch.num_tokens)
+        self._tracker.log_rollouts(step, [rollout_record(item) for item in collected.batch.items])
+
+    def log(self, step: int, metrics: dict[str, float], timer: PhaseTimer, *, num_tokens: int) -> None:
+        """Writes a step's metrics, with times, throughput and memory."""
+        times = timer.metrics()
         num_gpus = self._session.placement.num_gpus
         speed = {
             "perf/total_num_tokens": float(num_tokens),
             "perf/throughput": throughput(num_tokens, times["timing_s/step"], num_gpus),
         }
         self._tracker.log(step, metrics | times | speed | self._memory.metrics() | self._device_memory())
-        self._tracker.log_rollouts(step, [rollout_record(item) for item in collected.batch.items])
+
+    def log_held_out(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the loss on held-out demonstrations, and responses to some of their prompts."""
+        self._tracker.log_validation(step, metrics)
+        self._tracker.log_rollouts(step, samples)
 
     def log_validation(self, step: int, result: Validation) -> None:
         """Writes the scores on the held-out prompts."""
-        self._tracker.log_validation(
-            step,
-            {
-                "val/accuracy": result.accuracy,
-                "val/score/mean": result.score_mean,
-                "val/num_samples": result.num_samples,
-                "val/num_failed": result.num_failed,
-            },
-        )
+        self._tracker.log_validation(step, result.metrics())
 
     def _device_memory(self) -> dict[str, float]:
         """The largest peak of all ranks."""

@@ -8,7 +8,6 @@ import torch
 
 from ds_engine import LossOutput, StepStats, TokenBatch, TokenOutputs
 from rl_core import SequenceData, token_weights
-from run_kit import StopRequest
 
 from ..config import SupervisedConfig
 from ..ranks.model_handle import ModelHandle
@@ -39,13 +38,9 @@ def train_supervised(
     *,
     seed: int,
     on_step: Callable[[int, StepStats], None],
-    stop: StopRequest | None = None,
-) -> int:
-    """Runs `config.steps` optimizer steps over shuffled epochs of the demonstrations; returns how many it took.
-
-    Args:
-        stop: once it has a signal, no further step is taken.
-    """
+) -> None:
+    """Runs `config.steps` optimizer steps over shuffled epochs of the demonstrations: a warm start."""
+    # Not PromptSampler's order: published results of the demos begin with this warm start.
     rng = np.random.default_rng(seed)
     order = np.empty(0, dtype=np.int64)
     for step in range(1, config.steps + 1):
@@ -53,18 +48,26 @@ def train_supervised(
             order = np.concatenate([order, rng.permutation(len(demonstrations))])
         chosen, order = order[: config.batch_size], order[config.batch_size :]
         on_step(step, supervised_step(model, [demonstrations[i] for i in chosen]))
-        if stop is not None and stop.signal:
-            return step
-    return config.steps
 
 
 def supervised_step(model: ModelHandle, batch: Sequence[DemonstrationLike]) -> StepStats:
-    """One optimizer step on the token mean over the response tokens of `batch` that are not masked out."""
-    response_lens_N = torch.tensor([sum(item.response_mask or [True] * len(item.response_ids)) for item in batch])
-    weights_K = token_weights("token_mean", response_lens_N).repeat_interleave(response_lens_N)
-    sequences = [
+    """One optimizer step on the token mean over the response tokens of `batch` that are not masked out.
+
+    The mean is over the whole batch, whatever its split into micro batches and ranks.
+    """
+    weights_K = token_weights("token_mean", response_lens(batch)).repeat_interleave(response_lens(batch))
+    with TrainBatch(sequences(batch), columns={"weights": weights_K}) as train_batch:
+        return model.update(train_batch.mini_batches[0], nll_loss)
+
+
+def response_lens(batch: Sequence[DemonstrationLike]) -> torch.Tensor:
+    """int64 [N], the tokens of each response that are trained on."""
+    return torch.tensor([sum(item.response_mask or [True] * len(item.response_ids)) for item in batch])
+
+
+def sequences(batch: Sequence[DemonstrationLike]) -> list[SequenceData]:
+    """The demonstrations as the engine's sequences."""
+    return [
         SequenceData(prompt_ids=item.prompt_ids, response_ids=item.response_ids, response_mask=item.response_mask)
         for item in batch
     ]
-    with TrainBatch(sequences, columns={"weights": weights_K}) as train_batch:
-        return model.update(train_batch.mini_batches[0], nll_loss)

@@ -6,20 +6,21 @@ from pathlib import Path
 
 from ckpt import AsyncUploader, CheckpointError, CheckpointUsageError, RemoteCheckpoints, Retention
 
-from ..config import TrainerConfig
+from ..config import TrainingConfig
 from ..errors import InputError
 
 WARM_START_MODEL = "warm_start_model"
 """Folder of a run with the model after the warm start, from which a resumed run builds its engines."""
 
 
-def retention(trainer: TrainerConfig) -> Retention:
+def retention(trainer: TrainingConfig) -> Retention:
     """Which checkpoints `trainer` keeps, in the run folder and below its URL."""
     return Retention(
         keep_last=trainer.keep_checkpoints,
         keep_every=trainer.keep_every or None,
         keep_best=trainer.keep_best or None,
         metric=trainer.best_metric if trainer.keep_best else None,
+        mode=trainer.best_mode,
     )
 
 
@@ -46,7 +47,7 @@ def naming_storage(url: str, *, key: str = "trainer.checkpoint_url") -> Iterator
         raise InputError(f"{key} is {url}: {type(error).__name__}: {error}") from error
 
 
-def check_checkpoint_url(trainer: TrainerConfig) -> None:
+def check_checkpoint_url(trainer: TrainingConfig) -> None:
     """Raises InputError unless checkpoints can be uploaded; writes and deletes a small object."""
     if trainer.checkpoint_url is not None:
         with naming_storage(trainer.checkpoint_url):
@@ -54,7 +55,7 @@ def check_checkpoint_url(trainer: TrainerConfig) -> None:
 
 
 @contextmanager
-def open_uploader(trainer: TrainerConfig, run: Path, report: Callable[[str], None]) -> Iterator[AsyncUploader | None]:
+def open_uploader(trainer: TrainingConfig, run: Path, report: Callable[[str], None]) -> Iterator[AsyncUploader | None]:
     """Uploads to `<checkpoint_url>/<name of the run folder>` within the context, whose end waits for them.
 
     Raises:

@@ -58,6 +58,7 @@ class RolloutClient(HttpClient):
         self._urls = [endpoint.url for endpoint in self.endpoints]
         self._rates = Rates()
         self._num_running, self._running_since = 0, 0.0
+        self._listed: dict[int, GroupRun] = {}
 
     # ---- generating ----------------------------------------------------------------------------------------------
     async def generate(
@@ -81,7 +82,9 @@ class RolloutClient(HttpClient):
         runs = [self._run_of(request, sampling) for request in requests]
 
         async def one(run: GroupRun) -> GroupResult:
-            return await self._deliver(await self._group(run, end), on_group)
+            with self._listing(run):
+                result = await self._group(run, end)
+            return await self._deliver(result, on_group)
 
         with self._counting_busy_time():
             return await gather_or_cancel(one(run) for run in runs)
@@ -151,6 +154,24 @@ class RolloutClient(HttpClient):
         """
         gate.is_open.clear()
         await self._interrupt(list(gate.runs))
+
+    def partial_groups(self) -> list[PartialGroup]:
+        """The groups that `generate` works on now, with the tokens that the servers have returned so far.
+
+        Those are the tokens up to the last `pause`, and whole responses of resumed samples. Callable from any thread.
+        """
+        with self._runner.lock:
+            return [run.partial() for run in self._listed.values()]
+
+    @contextmanager
+    def _listing(self, run: GroupRun) -> Iterator[None]:
+        with self._runner.lock:
+            self._listed[id(run)] = run
+        try:
+            yield
+        finally:
+            with self._runner.lock:
+                del self._listed[id(run)]
 
     def generate_blocking(
         self,
@@ -266,6 +287,13 @@ class RolloutClient(HttpClient):
     @property
     def counters(self) -> ClientCounters:
         return self._runner.counters
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds during which at least one call generated, so far."""
+        with self._runner.lock:
+            now = time.monotonic() - self._running_since if self._num_running else 0.0
+            return self.counters.busy_s + now
 
     @property
     def policy_version(self) -> int:

@@ -16,7 +16,7 @@ from ..errors import ConfigError
 ADDRESS = "trainer.ray_address"
 SAVE_FREQ = "trainer.save_freq"
 _RESUME = ("trainer.resume", "resume")
-_NAME = ("trainer.experiment", "run_tag")
+_NAME = ("trainer.experiment", "experiment", "run_tag")
 _OUTPUT = ("trainer.output_dir", "output_dir")
 
 

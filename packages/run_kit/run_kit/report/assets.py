@@ -136,7 +136,7 @@ if (records.length) {
   $("more").addEventListener("click", () => { shown += 50; draw(); });
   draw();
 }
-$("metric-query").addEventListener("input", (event) => {
+$("metric-query")?.addEventListener("input", (event) => {
   const words = event.target.value.toLowerCase().split(/\\s+/).filter(Boolean);
   for (const row of document.querySelectorAll("#metric-rows tr"))
     row.hidden = !words.every((w) => row.dataset.name.includes(w));

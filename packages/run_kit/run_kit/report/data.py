@@ -48,7 +48,7 @@ def read_run(folder: Path) -> RunData:
             name=run.name,
             table=MetricsTable(run.metrics_file),
             supervised=MetricsTable(run.supervised_file) if run.supervised_file.exists() else None,
-            rollouts=[_fitting(record) for record in spread(rollouts, MAX_ROLLOUTS)],
+            rollouts=[fitting(record) for record in spread(rollouts, MAX_ROLLOUTS)],
             num_rollouts=len(rollouts),
             summary=summary,
             config_text=_text(run.config_file),
@@ -69,12 +69,12 @@ def spread(records: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
     return [records[index * len(records) // limit] for index in range(limit)]
 
 
-def _fitting(value: Any) -> Any:
+def fitting(value: Any) -> Any:
     """A value for the page: a long text loses its middle (the answer is at its end), nan becomes null."""
     if isinstance(value, dict):
-        return {key: _fitting(inner) for key, inner in value.items()}
+        return {key: fitting(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_fitting(inner) for inner in value]
+        return [fitting(inner) for inner in value]
     half = MAX_TEXT // 2
     if isinstance(value, str) and len(value) > MAX_TEXT:
         return f"{value[:half]}\n[... {len(value) - 2 * half} characters left out ...]\n{value[-half:]}"

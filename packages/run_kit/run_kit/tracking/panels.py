@@ -25,7 +25,7 @@ _KNOWN = (
     Panel(title="Score", unit="", metrics=("critic/score/mean", "critic/rewards/mean")),
     Panel(title="Rewards", unit="", metrics=("reward/*/mean",)),
     Panel(title="Held-out", unit="", metrics=("val/*accuracy*", "val/*score*")),
-    Panel(title="Loss", unit="", metrics=("actor/loss", "sft/loss", "critic/vf_loss", "critic/loss")),
+    Panel(title="Loss", unit="", metrics=("actor/loss", "sft/loss", "val/loss", "critic/vf_loss", "critic/loss")),
     Panel(title="Gradient norm", unit="", metrics=("actor/grad_norm", "critic/grad_norm", "sft/grad_norm")),
     Panel(title="Critic", unit="", metrics=("critic/explained_variance", "critic/values/mean", "critic/returns/mean")),
     Panel(title="Throughput", unit="tokens/s per device", metrics=("perf/throughput",)),

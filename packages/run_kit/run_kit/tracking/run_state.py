@@ -78,6 +78,11 @@ class StateFile:
         self._thread = threading.Thread(target=self._beat, name="run state", daemon=True)
         self._thread.start()
 
+    def expect(self, num_steps: int) -> None:
+        """Writes another number of steps."""
+        self._facts["num_steps"] = num_steps
+        self._write(RunState(state="running", **self._facts))
+
     def close(self, error: BaseException | None) -> None:
         """Writes how the run ended: with `error`, or finished.
 

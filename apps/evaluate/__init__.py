@@ -1,0 +1,1 @@
+"""Evaluation of models, checkpoints and running servers: pass@k, majority votes, comparison."""

@@ -1,0 +1,90 @@
+"""Checks of an evaluation before any process starts, and its folder."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from apps.evaluate.config import EvaluateConfig
+from apps.evaluate.results import check_same_settings
+from rl_data import find_model_folder
+from rl_runtime import InputError, check_lengths, check_prompt_files
+from rl_runtime.app.inputs import BUILTIN_MODEL
+from rl_runtime.app.job_config import without_secrets
+from rl_runtime.app.preflight import check_environment, check_folder_name, check_functions
+from rl_runtime.rollout.scoring import rewards_of_rows
+from rollout_vllm import RequestTooLongError, check_launch, check_running
+from run_kit import RunFolder
+from run_kit.cli import INVOKED_AS
+from run_kit.tracking.run_state import StateFile
+
+
+def check_inputs(config: EvaluateConfig) -> None:
+    """Checks functions, prompts, lengths and servers.
+
+    Raises:
+        InputError: the configuration or a file cannot be used; names the key.
+        rollout_vllm.RolloutConfigError: vLLM cannot serve the model, or an existing server cannot be used.
+    """
+    if config.model.path == BUILTIN_MODEL and config.rollout.urls:
+        raise InputError(f"model.path is {BUILTIN_MODEL}; allowed with rollout.urls: the model folder of the servers")
+    if config.model.path != BUILTIN_MODEL and not config.data.val:
+        raise InputError("data.val is empty; give the files with the prompts to evaluate on")
+    check_functions(config.episode, config.reward)
+    scores_alone = config.episode.environment is not None and not config.reward.terms
+    check_prompt_files(config.model, config.data, rewards=() if scores_alone else rewards_of_rows(config.reward))
+    check_environment(config.episode, config.model, config.data, config.task, seed=config.seed)
+    check_lengths(config.rollout, config.data, [config.sampling])
+    config.rollout.read_api_key()
+    if config.rollout.urls:
+        check_running(config.rollout)
+        return
+    check_folder_name("output_dir", str(Path(config.output_dir).absolute()))  # exports are there
+    if config.model.path != BUILTIN_MODEL:
+        folder = str(find_model_folder(config.model.path))
+        check_folder_name("model.path", folder)
+        try:
+            check_launch(folder, replace(config.rollout, load_format="dummy"))  # a base model may be without weights
+        except RequestTooLongError as error:
+            lengths = f"data.max_prompt_length ({config.data.max_prompt_length}) and sampling.max_tokens"
+            raise InputError(f"{lengths} ({config.sampling.max_tokens}) do not fit the model: {error}") from error
+
+
+def find_folder(config: EvaluateConfig) -> Path | None:
+    """The folder that `resume=auto` continues; None to start a new one.
+
+    Raises:
+        InputError: there is no such folder, or its models were evaluated with other settings.
+    """
+    if config.resume == "never":
+        return None
+    if config.resume_from is not None:
+        folder = Path(config.resume_from)
+        if not (folder / "config.yaml").is_file():
+            raise InputError(f"resume_from is {folder}; allowed: the folder of an evaluation, with its config.yaml")
+    else:
+        earlier = sorted(Path(config.output_dir).glob(f"{config.experiment}_[0-9]*/config.yaml"))
+        if not earlier:
+            return None
+        folder = earlier[-1].parent
+    check_same_settings(config, folder)
+    return folder.resolve()
+
+
+@contextmanager
+def open_run(config: EvaluateConfig, folder: Path | None, *, num_models: int) -> Iterator[RunFolder]:
+    """The folder of the evaluation, with its log and its state for `plinth runs`. `folder`: the one to continue."""
+    run = (
+        RunFolder.create(config.output_dir, config.experiment, private=config.private_output)
+        if folder is None
+        else RunFolder.open(folder)
+    )
+    run.write_config(without_secrets(config))
+    state = StateFile(run.state_file, app=INVOKED_AS.get(), num_steps=num_models)
+    try:
+        with run:
+            yield run
+    except BaseException as error:
+        state.close(error)
+        raise
+    state.close(None)

@@ -1,0 +1,99 @@
+"""Configuration of `apps.evaluate.main`."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rl_data import DataConfig
+from rl_runtime import ModelConfig, TaskSize
+from rl_runtime.config import EpisodeConfig, ScoringConfig
+from rollout_vllm import RolloutConfig, SamplingConfig
+from run_kit import EXPERIMENT_PATTERN
+from weight_sync import SyncConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointsConfig:
+    """Checkpoints that one command evaluates, all on the same servers."""
+
+    folder: str | None = None
+    """A run folder of an app (`outputs/grpo_...`) with checkpoints, or a folder with model folders or PEFT adapters
+    named `checkpoint-100`. null: the model at `model.path`."""
+    steps: tuple[int, ...] = ()
+    """Steps to evaluate, as in `checkpoints.steps=[100,200]`; empty: all."""
+    newest: bool = False
+    """Evaluate the newest checkpoint only."""
+    role: str = "actor"
+    """The model to evaluate, of the several in a checkpoint of a run."""
+
+    def __post_init__(self) -> None:
+        if self.folder is None and (self.steps or self.newest):
+            raise ValueError("folder is null; allowed with steps or newest: the folder with the checkpoints")
+        if self.steps and self.newest:
+            raise ValueError(f"newest is true; allowed: false with steps={list(self.steps)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Evaluation on held-out prompts: pass@k, mean@n and maj@n with bootstrap intervals over the prompts."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    task: TaskSize = field(default_factory=TaskSize)
+    reward: ScoringConfig = field(default_factory=ScoringConfig)
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(n=1, max_tokens=1024))
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(log_probs=False))
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    pass_at: tuple[int, ...] = ()
+    """The k of pass@k, each at most `sampling.n`; empty: powers of two up to n, and n."""
+    confidence: float = 0.95
+    """Confidence of the bootstrap intervals."""
+    num_resamples: int = 10_000
+    """Bootstrap resamples of the prompts."""
+    compare: tuple[str, ...] = ()
+    """Folders of earlier evaluations for the report to compare with; the first model of the first is the baseline."""
+    only_compare: bool = False
+    """Evaluate nothing: only write the report about `compare`."""
+    seed: int = 1
+    """Seed of sampling and of the bootstrap; each model of a sweep samples with the same seeds."""
+    experiment: str = "evaluate"
+    """Name of the evaluation; its folder is `<output_dir>/<experiment>_<timestamp>`."""
+    output_dir: str = "outputs"
+    """Parent of the folders of evaluations."""
+    private_output: bool = True
+    """Only this user can enter the folder (mode 0700); false: as the umask allows."""
+    resume: Literal["never", "auto"] = "never"
+    """`auto` continues the newest evaluation of this experiment: models in its table are not evaluated again."""
+    resume_from: str | None = None
+    """The folder to continue with `resume=auto`; null: the newest of this experiment in `output_dir`."""
+
+    def __post_init__(self) -> None:
+        if bad := [k for k in self.pass_at if not 1 <= k <= self.sampling.n]:
+            raise ValueError(f"pass_at has {bad[0]}; allowed: 1 to sampling.n ({self.sampling.n})")
+        if not 0 < self.confidence < 1:
+            raise ValueError(f"confidence is {self.confidence}; allowed: above 0 and below 1")
+        for name, minimum in (("num_resamples", 1), ("seed", 0)):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {minimum} or more")
+        if not re.fullmatch(EXPERIMENT_PATTERN, self.experiment):
+            raise ValueError(
+                f"experiment is {self.experiment!r}; allowed: letters, digits and . _ + = -, a letter or digit first"
+            )
+        if not self.output_dir:
+            raise ValueError("output_dir is empty; allowed: a folder, created if missing")
+        self._check_modes()
+
+    def _check_modes(self) -> None:
+        if self.data.train:
+            raise ValueError(f"data.train is {list(self.data.train)}; allowed: empty, data.val has the prompts")
+        if self.rollout.urls and self.checkpoints.folder is not None:
+            raise ValueError(
+                f"checkpoints.folder is {self.checkpoints.folder}; allowed: null with rollout.urls, whose servers keep "
+                "their model"
+            )
+        if self.only_compare and not self.compare:
+            raise ValueError("only_compare is true; allowed: false without compare")
+        if self.resume_from is not None and self.resume == "never":
+            raise ValueError(f"resume_from is {self.resume_from}, but resume is never; allowed: resume=auto")

@@ -1,0 +1,250 @@
+"""The models that a command evaluates: a model folder, checkpoints of a run, a folder of checkpoints, or servers."""
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from apps.evaluate.config import EvaluateConfig
+from ckpt import describe_files, export_deepspeed, export_merged
+from ckpt.manifest import folder_name
+from ckpt.reader import CheckpointReader
+from ckpt.tools.lora_export import ADAPTER_CONFIG
+from rl_data import check_model_folder, find_model_folder
+from rl_runtime import InputError
+from rl_runtime.app.inputs import BUILTIN_MODEL, INITIAL_MODEL, TASK
+from rl_runtime.app.preflight import naming_key
+from rl_runtime.training.uploads import WARM_START_MODEL
+from run_kit.config.yaml import YamlError, parse_typed
+
+_HF_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_DIGESTED = ("*.safetensors", "*.bin", "*.pt", "config.json", "adapter_config.json", "tokenizer*", "chat_template*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A model to evaluate."""
+
+    name: str
+    """Name in the results; each of an evaluation has another."""
+    step: int | None = None
+    kind: Literal["folder", "adapter", "checkpoint", "servers", "builtin"]
+    """A Hugging Face folder; a PEFT adapter of `model.path`; a checkpoint of a run; the servers at `rollout.urls`; the
+    built-in model. The last two have no path."""
+    path: Path | None = None
+    lora: dict[str, Any] | None = None
+    """Settings of the adapters in a checkpoint of a run."""
+
+    def digest(self) -> str | None:
+        """SHA-256 over the checksums of the files that make the model; None without a path.
+
+        Raises:
+            ckpt.CheckpointDamagedError: the checkpoint has no manifest.
+        """
+        if self.path is None:
+            return None
+        if self.kind == "checkpoint":
+            assert self.step is not None
+            return CheckpointReader(self.path.parent).manifest(self.step).sha256
+        files = {path.name: path for pattern in _DIGESTED for path in sorted(self.path.glob(pattern)) if path.is_file()}
+        lines = [f"{name} {entry.checksum}" for name, entry in sorted(describe_files(files).items())]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    @contextmanager
+    def open(self, config: EvaluateConfig, folder: Path) -> Iterator[Path]:
+        """The model as a Hugging Face folder: its own, or one below `folder` that is deleted afterwards.
+
+        Raises:
+            ckpt.CheckpointError: the checkpoint is damaged, or cannot be exported.
+        """
+        assert self.path is not None
+        if self.kind == "folder":
+            yield self.path
+            return
+        base = find_model_folder(config.model.path)
+        with TemporaryDirectory(dir=folder, prefix="export_") as temporary:
+            out = Path(temporary) / self.name
+            if self.kind == "adapter":
+                export_merged(self.path, out, base=base)
+            else:
+                assert self.step is not None
+                checkpoint = CheckpointReader(self.path.parent).load(self.step)
+                export_deepspeed(
+                    checkpoint.path, out, model_files_from=base, tag=config.checkpoints.role, lora=self.lora
+                )
+            yield out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """The models to evaluate, and the configuration with what their folder says about base model and prompts."""
+
+    config: EvaluateConfig
+    targets: tuple[Target, ...]
+    notes: tuple[str, ...] = ()
+    """What was taken from the folder, one line each."""
+
+
+def find_targets(config: EvaluateConfig) -> Targets:
+    """The models that `config` names, in the order of their steps.
+
+    Raises:
+        InputError: a folder has no checkpoints, lacks a step, or its base model is not known.
+    """
+    if config.only_compare:
+        return Targets(config=config, targets=())
+    if config.checkpoints.folder is not None:
+        return _find_checkpoints(config, Path(config.checkpoints.folder))
+    if config.rollout.urls:
+        return Targets(config=config, targets=(Target(name="servers", kind="servers"),))
+    path = find_model_folder(config.model.path)
+    if _run_root(path) is not None:
+        raise InputError(f"model.path is {path}, a run folder; give checkpoints.folder={path}, or {path / 'model'}")
+    if config.model.path == BUILTIN_MODEL:
+        return Targets(config=config, targets=(Target(name="builtin_tiny", kind="builtin"),))
+    name = re.sub(r"[^\w.+=-]", "_", Path(config.model.path).name) or "model"
+    return Targets(config=config, targets=(Target(name=name, kind="folder", path=path),))
+
+
+def _find_checkpoints(config: EvaluateConfig, folder: Path) -> Targets:
+    if not folder.is_dir():
+        raise InputError(f"checkpoints.folder is {folder}; allowed: an existing folder")
+    root = _run_root(folder)
+    return _of_folders(config, folder) if root is None else _of_run(config, root)
+
+
+def _run_root(folder: Path) -> Path | None:
+    """The folder of checkpoints of a run, given the run folder or that folder; None for other folders."""
+    return next((root for root in (folder / "checkpoints", folder) if CheckpointReader(root).steps()), None)
+
+
+def _chosen(config: EvaluateConfig, found: list[int]) -> list[int]:
+    """The steps of those `found` (ascending) that the configuration asks for."""
+    wanted = config.checkpoints
+    if missing := [step for step in wanted.steps if step not in found]:
+        raise InputError(
+            f"checkpoints.steps has {missing[0]}; allowed: {', '.join(map(str, found))} (in {wanted.folder})"
+        )
+    return sorted(set(wanted.steps)) or (found[-1:] if wanted.newest else found)
+
+
+# ---------------------------------------------------------------- checkpoints of a run
+
+
+def _of_run(config: EvaluateConfig, root: Path) -> Targets:
+    run = root.parent
+    tree = _run_config(run)
+    lora = _lora(tree, run, config.checkpoints.role)
+    targets = [
+        Target(name=folder_name(step), step=step, kind="checkpoint", path=root / folder_name(step), lora=lora)
+        for step in _chosen(config, CheckpointReader(root).steps())
+    ]
+    notes = []
+    if config.model.path == BUILTIN_MODEL:
+        path = _base_model(run, tree)
+        notes.append(f"model.path={path}: config and tokenizer of the run")
+        config = replace(config, model=replace(config.model, path=path))
+    if not config.data.val:
+        files = _held_out(run, tree)
+        notes.append(f"data.val={', '.join(files)}: the held-out prompts of the run")
+        config = replace(config, data=replace(config.data, val=files))
+    return Targets(config=config, targets=tuple(targets), notes=tuple(notes))
+
+
+def _run_config(run: Path) -> dict[str, Any]:
+    """The run's config.yaml; empty if there is none."""
+    try:
+        tree = parse_typed((run / "config.yaml").read_text(encoding="utf-8"), None)
+    except FileNotFoundError:
+        return {}
+    except (OSError, YamlError) as error:
+        raise InputError(f"checkpoints.folder: {run / 'config.yaml'} cannot be read: {error}") from error
+    return tree if isinstance(tree, dict) else {}
+
+
+def _section(tree: Any, *path: str) -> Any:
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _base_model(run: Path, tree: dict[str, Any]) -> str:
+    """The model folder that the run started from."""
+    if (run / WARM_START_MODEL).is_dir():
+        return str(run / WARM_START_MODEL)
+    path = _section(tree, "model", "path")
+    if path == BUILTIN_MODEL:
+        return str(run / INITIAL_MODEL)
+    if not isinstance(path, str):
+        raise InputError(f"checkpoints.folder: {run} has no config.yaml with model.path; give model.path")
+    return path
+
+
+def _held_out(run: Path, tree: dict[str, Any]) -> tuple[str, ...]:
+    written, files = run / TASK / "val.parquet", _section(tree, "data", "val") or ()
+    if not files and written.is_file():
+        return (str(written),)
+    return (files,) if isinstance(files, str) else tuple(map(str, files))
+
+
+def _lora(tree: dict[str, Any], run: Path, role: str) -> dict[str, Any] | None:
+    """PEFT's settings of the run's adapters.
+
+    Raises InputError for a quantized base, whose weights the checkpoint holds in no form that a folder could.
+    """
+    lora = _section(tree, role, "lora") or _section(tree, "engine", "lora")  # engine: of the SFT app
+    if lora is None:
+        return None
+    if _section(lora, "base_format") == "nf4":
+        raise InputError(
+            f"checkpoints.folder is {run}, whose {role} has an NF4 base (lora.base_format); allowed: plain. Evaluate "
+            f"the merged model that the run exports at its end: model.path={run / 'model'}"
+        )
+    return {"lora_alpha": lora["alpha"], "use_rslora": bool(lora.get("rslora"))}
+
+
+# ---------------------------------------------------------------- folders checkpoint-100, checkpoint-200, ...
+
+
+def _of_folders(config: EvaluateConfig, folder: Path) -> Targets:
+    found = {int(match[1]): path for path in folder.iterdir() if (match := _HF_CHECKPOINT.fullmatch(path.name))}
+    if not found:
+        raise InputError(
+            f"checkpoints.folder is {folder}; allowed: a run folder with checkpoints, or a folder with folders "
+            "checkpoint-100, ...; one model folder is given as model.path"
+        )
+    targets = [
+        Target(
+            name=found[step].name, step=step, kind="adapter" if _is_adapter(found[step]) else "folder", path=found[step]
+        )
+        for step in _chosen(config, sorted(found))
+    ]
+    _check_folders([target.path for target in targets if target.kind == "folder" and target.path is not None])
+    if config.model.path != BUILTIN_MODEL:
+        return Targets(config=config, targets=tuple(targets))
+    if adapter := next((target for target in targets if target.kind == "adapter"), None):
+        raise InputError(f"model.path is {BUILTIN_MODEL}; allowed: the base model of the adapter {adapter.path}")
+    config = replace(config, model=replace(config.model, path=str(targets[-1].path)))
+    note = f"model.path={config.model.path}: the tokenizer of the newest checkpoint"
+    return Targets(config=config, targets=tuple(targets), notes=(note,))
+
+
+def _check_folders(folders: Sequence[Path]) -> None:
+    """Refuses folders that lack something, and other tokenizers: all models get the same token ids."""
+    for folder in folders:
+        with naming_key("checkpoints.folder"):
+            check_model_folder(folder)
+        first, own = folders[0] / "tokenizer.json", folder / "tokenizer.json"
+        if first.is_file() and own.is_file() and first.read_bytes() != own.read_bytes():
+            raise InputError(
+                f"checkpoints.folder: {folder.name} has another tokenizer than {folders[0].name}; evaluate them one at "
+                "a time (model.path), and compare the results"
+            )
+
+
+def _is_adapter(path: Path) -> bool:
+    return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()

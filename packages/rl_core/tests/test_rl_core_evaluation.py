@@ -1,0 +1,170 @@
+"""pass@k and majority votes against enumeration; bootstrap intervals against their definition and their coverage."""
+
+from itertools import combinations, pairwise
+from math import comb
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core import ShapeError, bootstrap_mean, majority_vote, pass_at_k
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
+FEW = 200
+
+
+@st.composite
+def counts(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(right samples, samples, k)."""
+    num_samples = draw(st.integers(1, 8))
+    return draw(st.integers(0, num_samples)), num_samples, draw(st.integers(1, num_samples))
+
+
+@given(counts())
+@PROPERTY
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples(drawn: tuple[int, int, int]) -> None:
+    right, num_samples, k = drawn
+    marks = [index < right for index in range(num_samples)]
+    expected = np.mean([any(chosen) for chosen in combinations(marks, k)])
+    assert pass_at_k([right], [num_samples], k) == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.integers(1, 500), st.data())
+@PROPERTY
+def test_pass_at_k_is_exact_for_many_samples(num_samples: int, data: st.DataObject) -> None:
+    right, k = data.draw(st.integers(0, num_samples)), data.draw(st.integers(1, num_samples))
+    expected = 1 - comb(num_samples - right, k) / comb(num_samples, k)
+    assert pass_at_k([right], [num_samples], k)[0] == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.lists(counts(), min_size=1, max_size=5))
+@PROPERTY
+def test_more_samples_never_pass_less_and_one_sample_passes_as_often_as_it_is_right(
+    drawn: list[tuple[int, int, int]],
+) -> None:
+    right, num_samples = [one[0] for one in drawn], [one[1] for one in drawn]
+    passed = [pass_at_k(right, num_samples, k) for k in range(1, min(num_samples) + 1)]
+    np.testing.assert_allclose(passed[0], np.divide(right, num_samples), atol=1e-12)
+    assert all((after >= before - 1e-12).all() for before, after in pairwise(passed))
+
+
+@pytest.mark.parametrize(
+    ("right", "num_samples", "k", "message"),
+    [
+        ([1], [2], 0, "k=0: must be at least 1"),
+        ([1], [2], 3, "num_samples_P has 2: must be at least k=3"),
+        ([3], [2], 1, "num_right_P: must be from 0"),
+        ([-1], [2], 1, "num_right_P: must be from 0"),
+    ],
+)
+def test_pass_at_k_refuses_bad_counts(right: list[int], num_samples: list[int], k: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pass_at_k(right, num_samples, k)
+
+
+def test_pass_at_k_refuses_bad_shapes() -> None:
+    with pytest.raises(ShapeError, match="must be equal"):
+        pass_at_k([1, 2], [3], 1)
+    with pytest.raises(ShapeError, match="must be equal"):
+        pass_at_k([[1]], [[3]], 1)
+
+
+@pytest.mark.parametrize(
+    ("votes", "is_right", "expected"),
+    [
+        ([0, 1, 0], [True, False, True], 1.0),
+        ([0, 1, 1], [True, False, False], 0.0),
+        ([0, 1], [True, False], 0.5),  # a tie, broken at random
+        ([0, 1, 2, 2, 1], [False, True, False, False, True], 0.5),
+        ([-1, -1, -1, 3], [False, False, False, True], 1.0),  # no answer, no vote
+        ([-1, -1], [False, False], 0.0),
+        ([], [], 0.0),
+        ([0, 0], [True, False], 0.5),  # the same answer, of which one response has a wrong form
+    ],
+)
+def test_the_majority_is_right_or_not(votes: list[int], is_right: list[bool], expected: float) -> None:
+    assert majority_vote(votes, is_right) == expected
+
+
+ANSWERS = st.lists(st.tuples(st.integers(-1, 3), st.booleans()), max_size=8)
+
+
+@given(ANSWERS, st.permutations(range(4)), st.randoms(use_true_random=False))
+@PROPERTY
+def test_names_of_answers_and_the_order_of_samples_do_not_matter(
+    samples: list[tuple[int, bool]], names: list[int], random: "np.random.Generator"
+) -> None:
+    expected = majority_vote([vote for vote, _ in samples], [right for _, right in samples])
+    assert 0 <= expected <= 1
+    renamed = [(vote if vote < 0 else names[vote], right) for vote, right in samples]
+    random.shuffle(renamed)
+    assert majority_vote([vote for vote, _ in renamed], [right for _, right in renamed]) == pytest.approx(expected)
+
+
+def test_votes_of_another_length_are_refused() -> None:
+    with pytest.raises(ShapeError, match="must be equal"):
+        majority_vote([0], [])
+
+
+VALUES = st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=12)
+
+
+@given(VALUES, st.floats(0.1, 3), st.floats(-2, 2), st.integers(0, 5))
+@PROPERTY
+def test_an_interval_repeats_lies_in_the_range_and_follows_scale_and_shift(
+    values: list[float], scale: float, shift: float, seed: int
+) -> None:
+    found = bootstrap_mean(values, num_resamples=FEW, seed=seed)
+    assert found == bootstrap_mean(values, num_resamples=FEW, seed=seed)
+    assert min(values) - 1e-9 <= found.low <= found.high <= max(values) + 1e-9
+    assert found.num_values == len(values)
+    moved = bootstrap_mean(np.array(values, np.float64) * scale + shift, num_resamples=FEW, seed=seed)
+    expected = [found.mean * scale + shift, found.low * scale + shift, found.high * scale + shift]
+    np.testing.assert_allclose([moved.mean, moved.low, moved.high], expected, atol=1e-6)
+
+
+def test_resamples_in_parts_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = bootstrap_mean(range(50), num_resamples=2000)
+    monkeypatch.setattr("rl_core.evaluation._VALUES_AT_ONCE", 50 * 64)
+    parts = bootstrap_mean(range(50), num_resamples=2000)
+    assert [parts.low, parts.high] == pytest.approx([whole.low, whole.high], abs=0.4)
+    assert parts.mean == whole.mean == 24.5
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_an_interval_covers_the_true_mean_as_often_as_it_says(confidence: float) -> None:
+    rng = np.random.default_rng(1)
+    found = [
+        bootstrap_mean(rng.random(80) < 0.3, num_resamples=FEW, confidence=confidence, seed=seed) for seed in range(400)
+    ]
+    covered = np.mean([one.low <= 0.3 <= one.high for one in found])
+    # 400 trials: three standard errors are 0.06 and 0.033.
+    assert covered == pytest.approx(confidence, abs=0.06 if confidence < 0.9 else 0.033)
+
+
+def test_a_paired_difference_is_narrower_than_two_runs_apart() -> None:
+    rng = np.random.default_rng(2)
+    before = rng.random(300) < rng.random(300)
+    after = before | (rng.random(300) < 0.2)
+    paired = bootstrap_mean(after.astype(float) - before, num_resamples=1000)
+    alone = bootstrap_mean(before, num_resamples=1000)
+    assert paired.low > 0
+    assert paired.high - paired.low < 0.7 * (alone.high - alone.low)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        ([], {}, "at least one value"),
+        ([[1.0]], {}, "must be"),
+        ([float("nan")], {}, "must be finite"),
+        ([1.0], {"num_resamples": 0}, "num_resamples=0"),
+        ([1.0], {"confidence": 1.0}, "confidence=1.0"),
+    ],
+)
+def test_bad_arguments_of_the_bootstrap_are_refused(
+    values: list[float], options: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        bootstrap_mean(values, **options)  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""The assistant turns of a conversation: which tokens of a rendered conversation a model is trained on.
+
+A template with `{% generation %}` markers says it itself (transformers' assistant mask). Without markers a turn is the
+difference between two renderings: the messages before it with the generation prompt, which is what the model sees when
+it generates, and the messages up to it. Where a template renders the same messages differently later in the
+conversation (it drops the reasoning of earlier turns, for example), the difference is ambiguous and is refused.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from .config import TurnsTrained
+from .files.table import Place, shorten
+from .prompts import Renderer
+from .rows import Message, Tool
+from .tokenizer import TokenizerLike
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TEXT_INSTEAD = (
+    "Give the response as text beside the messages before it (columns `prompt` and `completion`), which follows the "
+    "generation prompt as it is; or mark the turns in the template with {% generation %}."
+)
+_DROPS = "the chat template drops or changes a part of"
+_PROMPT_TAIL = 20
+"""Characters at the end of a generation prompt that may belong to the message."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a sequence's text, tokenized by itself as during generation."""
+
+    text: str
+    is_trained: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A sequence before tokenization: segments, or the token ids that a template with markers gives."""
+
+    segments: tuple[Segment, ...] = ()
+    with_special_tokens: bool = False
+    """The tokenizer adds its special tokens to the first segment: no template writes them."""
+    ends: bool = False
+    """The end-of-sequence token follows, and is trained on."""
+    ids: tuple[int, ...] = ()
+    mask: tuple[bool, ...] = ()
+
+
+class ChatTurns:
+    """Divides conversations into the text or tokens that the model writes, and the rest."""
+
+    def __init__(self, tokenizer: TokenizerLike, renderer: Renderer, turns: TurnsTrained) -> None:
+        self._tokenizer, self._renderer, self._turns = tokenizer, renderer, turns
+        template = tokenizer.chat_template
+        self.has_markers = renderer.with_template and isinstance(template, str) and bool(_MARKER.search(template))
+        self._stops = tuple({str(token) for token in _special_tokens(tokenizer)})
+
+    def scripts(
+        self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, *, first: int = 0
+    ) -> list[Script]:
+        """The sequences of a conversation that ends with an assistant's message.
+
+        Args:
+            first: index of the first message whose turn may be trained on.
+
+        Raises:
+            DataError: the template refuses the messages, or does not show where a turn begins and ends.
+        """
+        turns = [index for index, one in enumerate(messages) if one["role"] == "assistant" and index >= first]
+        if self._turns == "all":
+            wanted = [(messages, turns)]
+        else:
+            ends = turns if self._turns == "each" else turns[-1:]
+            wanted = [(messages[: end + 1], [end]) for end in ends]
+        make = self._by_markers if self.has_markers else self._by_difference
+        return [make(part, tools, place, indices) for part, indices in wanted]
+
+    def _by_markers(
+        self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, turns: Sequence[int]
+    ) -> Script:
+        """The last of the marked runs of tokens, as many as there are turns."""
+        ids, mask = self._renderer.encode_marked(messages, tools, place)
+        runs = [list(run) for marked, run in groupby(range(len(ids)), key=mask.__getitem__) if marked]
+        if len(runs) < len(turns):
+            what = f"the chat template marks {len(runs)} turns with {{% generation %}}, and {len(turns)} are trained on"
+            raise place.error(what, "Mend the template or drop the row.", column="messages")
+        whole = _squeezed(self._renderer(messages, tools, place, for_response=False))
+        for index in turns:
+            if _squeezed(messages[index]["content"]) not in whole:
+                raise place.error(f"{_DROPS} message {index} (counted from 0)", _TEXT_INSTEAD, column="messages")
+        trained = {index for run in runs[-len(turns) :] for index in run}
+        return Script(ids=tuple(ids), mask=tuple(index in trained for index in range(len(ids))))
+
+    def _by_difference(
+        self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, turns: Sequence[int]
+    ) -> Script:
+        whole = self._renderer(messages, tools, place, for_response=False)
+        segments: list[Segment] = []
+        done, ends = 0, False
+        for index in turns:
+            before, text = self._turn(messages, tools, place, index)
+            if not whole.startswith(before + text):
+                what = f"the chat template renders message {index} (counted from 0) differently in the conversation"
+                seen = f"{shorten(text)} follows its own prompt, and the whole has {shorten(whole[len(before) :])}"
+                remedy = (
+                    "Train on each turn with its own prompt (turns=each) or on the last one (turns=last), or mark the "
+                    "turns in the template with {% generation %}."
+                )
+                raise place.error(f"{what}: {seen}", remedy, column="messages")
+            written = text.rstrip()
+            ends = not written.endswith(self._stops)
+            if ends and index < len(messages) - 1:
+                written = text  # without a token that ends a turn, its line break does
+            segments += [Segment(whole[done : len(before)], False), Segment(written, True)]
+            done = len(before) + len(written)
+        return Script(segments=tuple(segments), with_special_tokens=not self._renderer.with_template, ends=ends)
+
+    def _turn(self, messages: Sequence[Message], tools: Sequence[Tool], place: Place, index: int) -> tuple[str, str]:
+        """What the model sees before the turn `index`, and what it writes."""
+        before = self._renderer(messages[:index], tools, place)
+        text = self._renderer(messages[: index + 1], tools, place, for_response=False)
+        what = f"the chat template does not show message {index} (counted from 0) after its generation prompt"
+        if not text.startswith(before):
+            raise place.error(f"{what}, which ends in {shorten(before[-20:])}", _TEXT_INSTEAD, column="messages")
+        turn = text[len(before) :]
+        # A generation prompt may have the beginning of the message already, such as <think>.
+        if _squeezed(messages[index]["content"]) not in _squeezed(before[-_PROMPT_TAIL:] + turn):
+            what = f"{_DROPS} message {index} (counted from 0): {shorten(turn)}"
+            raise place.error(what, _TEXT_INSTEAD, column="messages")
+        return before, turn
+
+
+def _squeezed(text: str) -> str:
+    """The text without white space, which templates trim and add."""
+    return "".join(text.split())
+
+
+def _special_tokens(tokenizer: TokenizerLike) -> set[str]:
+    """Texts of the tokens that end turns in templates: the end-of-sequence token and other special ones."""
+    added = tokenizer.added_tokens_decoder.values()
+    return {str(tokenizer.eos_token), *(str(token) for token in added if token.special)}

@@ -1,0 +1,276 @@
+"""Layouts of published data sets, and their rows as samples of the training schema.
+
+| layout | columns read | columns written |
+| --- | --- | --- |
+| question | `question`, `answer` ending in `#### n` (GSM8K), or `ground_truth` | `question`, `answer`, `ground_truth` |
+| math | `problem`, `solution` with `\\boxed{}`; `answer` if there is one | the same |
+| chat | `messages`; the assistant's last message is the response | `prompt`, `messages`, `ground_truth` |
+| prompt | `prompt`, `reward_model` or `ground_truth`, `completion` | the same |
+
+All write `data_source`, and `tools` if a row has any.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ..config import ColumnsConfig, DataConfig
+from ..errors import DataError, UnknownDataSourceError
+from ..files.table import Place, Table, while_opening
+from ..rewards.base import Reward
+from ..rewards.registry import reward_for
+from ..rows import Message, Row, Schema, conversation, find_schema, parse_row, raw_rows
+from .config import PrepareConfig
+
+MATH_DATA_SOURCE = "lighteval/MATH"
+_MEANINGFUL = (
+    "question",
+    "answer",
+    "prompt",
+    "completion",
+    "messages",
+    "ground_truth",
+    "reward_model",
+    "data_source",
+    "tools",
+)
+"""Columns that decide how the apps read a file; no other column may have such a name."""
+_FILL_IN = "Fill it in or drop the row."
+_ENCODER = json.JSONEncoder(ensure_ascii=False, sort_keys=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the rows of one table become samples."""
+
+    name: str
+    schema: Schema
+    response: str | None
+    """Column of the response; None if the conversation has it."""
+    data_source: str
+    """Of rows that have none."""
+
+    @property
+    def is_question(self) -> bool:
+        """Whether prompts are written as texts in `question`, which the apps' `data.question_template` applies to."""
+        return self.name in ("question", "math")
+
+    @cached_property
+    def read(self) -> set[str]:
+        """The columns that become part of the training schema."""
+        columns = self.schema.used | {self.response or self.schema.prompt}
+        return columns | {"prompt", "messages"} if self.name == "chat" else columns
+
+    @cached_property
+    def reserved(self) -> set[str]:
+        """Columns that are left out because of their names."""
+        return {*_MEANINGFUL} - self.read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A row, with the whole response if it has one."""
+
+    row: Row
+    response: Message | None
+    is_question: bool
+
+    @property
+    def prompt_text(self) -> str:
+        """The contents of the messages, one after another."""
+        return "\n".join(map(_content, self.row.messages))
+
+    @property
+    def compared_text(self) -> str:
+        """What duplicates and held-out prompts are found by: without system messages, which many rows share."""
+        return "\n".join(_content(message) for message in self.row.messages if message["role"] != "system")
+
+    @property
+    def context(self) -> str:
+        """System messages and tools; prompts of different contexts are no duplicates."""
+        contents = [_content(message) for message in self.row.messages if message["role"] == "system"]
+        return _ENCODER.encode([contents, list(self.row.tools)])
+
+    @property
+    def response_text(self) -> str:
+        """The content of the response; empty without one."""
+        return str(self.response["content"]) if self.response else ""
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """The columns of the training schema."""
+        row, response = self.row, self.response
+        found: dict[str, Any]
+        if self.is_question:
+            found = {"question": row.messages[0]["content"], "answer": response["content"] if response else None}
+        else:
+            found = {"prompt": list(row.messages), "messages": [*row.messages, response] if response else None}
+        found |= {"ground_truth": row.ground_truth or None, "data_source": row.data_source or None}
+        found["tools"] = json.dumps(row.tools, ensure_ascii=False) if row.tools else None
+        return {**found, **row.extra}
+
+    @cached_property
+    def content(self) -> str:
+        """The record as JSON text; equal for equal rows."""
+        return _ENCODER.encode(self.record)
+
+
+def _content(message: Message) -> str:
+    """The text of a message; of one with tool calls, its JSON text."""
+    return str(message["content"]) or _ENCODER.encode(message)
+
+
+def find_layout(table: Table, config: PrepareConfig) -> Layout:
+    """The layout of a table. Raises DataError for a column that is missing or whose name is reserved."""
+    name = _named(table, config) if config.layout == "auto" else config.layout
+    prompts = {"question": "question", "math": "problem", "chat": "messages", "prompt": "prompt"}
+    columns = ColumnsConfig(
+        prompt=config.prompt_column or prompts[name],
+        ground_truth=config.ground_truth_column or _math_truth(name, table, config),
+    )
+    schema = find_schema(table, DataConfig(columns=columns, extra_columns=config.extra_columns))
+    layout = Layout(
+        name=name,
+        schema=schema,
+        response=_response(name, table, config),
+        data_source=config.data_source or (MATH_DATA_SOURCE if name == "math" else ""),
+    )
+    if reserved := sorted(layout.reserved & {*(config.extra_columns or ())}):
+        what = f"{table.file}: the column {reserved[0]!r} would change how the apps read what is written"
+        raise DataError(f"{what}. Rename it, or take it out of --extra-columns.", file=table.file, column=reserved[0])
+    return layout
+
+
+def _named(table: Table, config: PrepareConfig) -> str:
+    """The layout that the names of the columns show; for a named prompt column, its first value."""
+    names = set(table.columns)
+    if config.prompt_column is not None:
+        table.require([config.prompt_column], "Name one of them: --prompt-column.")
+        table = replace(table, on_bad=while_opening(table.on_bad))
+        first = next((row.get(config.prompt_column) for _, row in table.rows([config.prompt_column])), None)
+        return "chat" if isinstance(first, list) else "question"
+    if "question" in names and not {"prompt", "reward_model"} <= names:
+        return "question"
+    if {"problem", "solution"} <= names:
+        return "math"
+    for name, column in (("chat", "messages"), ("prompt", "prompt")):
+        if column in names:
+            return name
+    what = f"{table.file}: no known layout; the columns found are {', '.join(table.columns)[:1000]}"
+    raise DataError(
+        f"{what}. Known are question (GSM8K), problem and solution (MATH), messages, and prompt; name other columns: "
+        "--prompt-column, --ground-truth-column, --response-column.",
+        file=table.file,
+    )
+
+
+def _math_truth(name: str, table: Table, config: PrepareConfig) -> str | None:
+    """MATH has the right answer in `answer` (MATH-500) or boxed in the solution."""
+    if name != "math":
+        return None
+    return "answer" if "answer" in table.columns else config.response_column or "solution"
+
+
+def _response(name: str, table: Table, config: PrepareConfig) -> str | None:
+    if config.response_column is not None:
+        table.require([config.response_column], "Name one of them: --response-column.")
+        return config.response_column
+    usual = {"question": ("answer",), "math": ("solution",), "prompt": ("completion", "response")}.get(name, ())
+    return next((column for column in usual if column in table.columns), None)
+
+
+def read_samples(table: Table, layout: Layout) -> Iterator[Sample]:
+    """The samples of a table in order; `table.on_bad` takes the errors of rows that cannot be used."""
+    rewards: dict[str, Reward | None] = {}
+    for place, raw in raw_rows(table, layout.schema, layout.read):
+        try:
+            sample = _sample(place, raw, layout)
+            _check_scorable(sample.row, layout, rewards)
+        except DataError as error:
+            table.on_bad(error)
+            continue
+        yield sample
+
+
+def _sample(place: Place, raw: dict[str, Any], layout: Layout) -> Sample:
+    schema, response = layout.schema, None
+    if layout.name == "chat":
+        raw, response = _split_chat(place, raw, layout)
+    elif layout.response is not None:
+        response = _text_response(place, raw.get(layout.response), layout.response)
+    if layout.name == "math" and schema.ground_truth == (layout.response,):
+        raw = {**raw, schema.ground_truth[0]: _boxed(place, response, schema.ground_truth[0])}
+    row = parse_row(place, raw, schema)
+    if layout.is_question and not row.is_question:
+        raise place.error("a list of messages, not a text", "Give --layout chat.", column=schema.prompt)
+    extra = {name: value for name, value in row.extra.items() if name not in layout.read | layout.reserved}
+    row = replace(row, data_source=row.data_source or layout.data_source, extra=extra)
+    return Sample(row=row, response=response, is_question=layout.is_question)
+
+
+def _split_chat(place: Place, raw: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Message | None]:
+    """The row with the conversation up to the response, and the response if there is one."""
+    column = layout.schema.prompt
+    messages = raw.get(column)
+    if messages is None and column == "messages":  # as written here for rows without a response
+        messages = raw.get("prompt")
+    response = None
+    if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+        *before, last = messages
+        if last.get("role") == "assistant":
+            messages, response = before, conversation(place, [last], column)[0]
+    if response is not None and (not response["content"].strip() or "tool_calls" in response):
+        what = "the conversation ends with an assistant's message that is no text"
+        raise place.error(what, "Drop that message, or drop the row.", column=column)
+    return {**raw, column: messages}, response
+
+
+def _text_response(place: Place, value: Any, column: str) -> Message | None:
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str) or not value.strip():
+        raise place.error("the response is no text", _FILL_IN, column=column)
+    return {"role": "assistant", "content": value}
+
+
+def _boxed(place: Place, response: Message | None, column: str) -> str:
+    answer = last_boxed(response["content"]) if response else None
+    if not answer:
+        remedy = "Put the answer into \\boxed{}, name its column (--ground-truth-column), or drop the row."
+        raise place.error("no answer in \\boxed{}", remedy, column=column)
+    return answer
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{...}` or `\\fbox{...}`, braces balanced; None if there is none."""
+    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if start < 0:
+        return None
+    first = text.index("{", start) + 1
+    depth, is_escaped = 1, False
+    for position in range(first, len(text)):
+        character = text[position]
+        depth += 0 if is_escaped else (character == "{") - (character == "}")
+        is_escaped = character == "\\" and not is_escaped
+        if depth == 0:
+            return text[first:position].strip()
+    return None
+
+
+def _check_scorable(row: Row, layout: Layout, rewards: dict[str, Reward | None]) -> None:
+    """Raises DataError if the reward of the row's data source, where one is registered, can never score it."""
+    if row.data_source not in rewards:
+        rewards[row.data_source] = _registered(row.data_source)
+    reward = rewards[row.data_source]
+    if reward is not None and (problem := reward.problem(row.ground_truth, row.extra)):
+        column = layout.schema.ground_truth[0]
+        raise row.place.error(problem, "Mend it, drop the row, or give another --data-source.", column=column)
+
+
+def _registered(data_source: str) -> Reward | None:
+    try:
+        return reward_for(data_source)
+    except UnknownDataSourceError:
+        return None  # the configuration of the run names the reward

@@ -1,0 +1,589 @@
+"""`python -m rl_data prepare`: published data sets in, files that the apps read out; refusals; the data card."""
+
+import csv
+import fcntl
+import gzip
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_data import (
+    DataConfig,
+    DataError,
+    PrepareConfig,
+    check_demonstrations,
+    check_files,
+    load_demonstrations,
+    load_prompts,
+    prepare_data,
+)
+from rl_data.prepare.command import main
+from rl_data.prepare.layouts import last_boxed
+
+Rows = list[dict[str, Any]]
+FILES = ("train.parquet", "val.parquet")
+NAMES = ("Tom", "Ann", "Ben", "Cleo", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida")
+GSM8K: Rows = [
+    {"question": f"{name} has {number} apples. How many?", "answer": f"There are\n#### {number}", "level": number % 3}
+    for name in NAMES
+    for number in (1200, 7)
+]
+MATH: Rows = [
+    {
+        "problem": f"What is ${number} + \\frac12$?",
+        "solution": f"So \\boxed{{\\frac{{{2 * number + 1}}}{{2}}}}.",
+        "type": "A",
+    }
+    for number in range(20)
+]
+CHAT: Rows = [
+    {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": f"Greet {name}."},
+            {"role": "assistant", "content": f"Hello {name}!"},
+        ]
+    }
+    for name in NAMES
+]
+VERL: Rows = [
+    {
+        "prompt": [{"role": "user", "content": f"Who is {name}?"}],
+        "reward_model": {"style": "rule", "ground_truth": str(number)},
+        "data_source": "openai/gsm8k",
+        "extra_info": {"index": number},
+    }
+    for number, name in enumerate(NAMES)
+]
+
+
+def write_lines(path: Path, rows: Rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(out: Path, *files: Path | str, **options: Any) -> Any:
+    options = {"validation": 0.3} | options
+    return prepare_data(PrepareConfig(files=tuple(map(str, files)), out=str(out), **options))
+
+
+def read(out: Path) -> Rows:
+    """The rows of both files."""
+    return [row for name in ("train", "val") for row in pq.read_table(out / f"{name}.parquet").to_pylist()]
+
+
+def sizes(report: Any) -> dict[str, int]:
+    return {reason: count for reason, count in report.removed.counts.items() if count}
+
+
+def write_gzip(path: Path, rows: Rows) -> Path:
+    with gzip.open(path.with_suffix(".jsonl.gz"), "wt") as stream:
+        stream.write("".join(json.dumps(row) + "\n" for row in rows))
+    return path.with_suffix(".jsonl.gz")
+
+
+def write_array(path: Path, rows: Rows) -> Path:
+    path.with_suffix(".json").write_text(json.dumps(rows))
+    return path.with_suffix(".json")
+
+
+def write_csv(path: Path, rows: Rows) -> Path:
+    with path.with_suffix(".csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path.with_suffix(".csv")
+
+
+def write_parquet(path: Path, rows: Rows) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"))
+    return path.with_suffix(".parquet")
+
+
+def write_saved(path: Path, rows: Rows) -> str:
+    datasets.disable_progress_bars()
+    datasets.DatasetDict(train=datasets.Dataset.from_list(rows)).save_to_disk(path.with_suffix(".saved"))
+    return f"{path.with_suffix('.saved')}:train"
+
+
+WRITERS = [write_lines, write_gzip, write_array, write_csv, write_parquet, write_saved]
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_every_kind_of_file_gives_the_same_rows(write: Any, tmp_path: Path) -> None:
+    report = run(tmp_path / "out", write(tmp_path / "gsm8k.jsonl", GSM8K))
+    expected = [
+        {
+            "question": row["question"],
+            "answer": row["answer"],
+            "ground_truth": row["answer"].split()[-1],
+            "data_source": "openai/gsm8k",
+            "level": row["level"],
+        }
+        for row in GSM8K
+    ]
+    key = lambda row: row["question"]  # noqa: E731
+    assert sorted(read(tmp_path / "out"), key=key) == sorted(expected, key=key)
+    assert report.num_read == report.num_kept == len(GSM8K)
+    assert sizes(report) == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "source", "truths"),
+    [
+        (GSM8K, "question", "openai/gsm8k", {"1200", "7"}),
+        (MATH, "math", "lighteval/MATH", {f"\\frac{{{2 * number + 1}}}{{2}}" for number in range(20)}),
+        (CHAT, "chat", "", {""}),
+        (VERL, "prompt", "openai/gsm8k", set("0123456789")),
+    ],
+    ids=["gsm8k", "math", "chat", "verl"],
+)
+def test_the_apps_read_what_is_written(
+    rows: Rows, name: str, source: str, truths: set[str], tokenizer: Any, tmp_path: Path
+) -> None:
+    report = run(tmp_path / "out", write_lines(tmp_path / "a.jsonl", rows))
+    assert [given.layout for given in report.inputs] == [name]
+    files = [tmp_path / "out" / "train.parquet", tmp_path / "out" / "val.parquet"]
+    assert check_files(files, rewards=None if source else ()) == len(rows)
+    prompts = load_prompts(files, tokenizer, DataConfig(max_prompt_length=1000))
+    assert {prompt.ground_truth for prompt in prompts} == truths
+    assert {prompt.data_source for prompt in prompts} == {source}
+    if name != "prompt":
+        assert check_demonstrations(files) == len(rows)
+        demonstrations = load_demonstrations(files, tokenizer, DataConfig(max_prompt_length=1000))
+        assert sorted(one.prompt_ids for one in demonstrations) == sorted(prompt.token_ids for prompt in prompts)
+
+
+@pytest.mark.parametrize("rows", [GSM8K, MATH, CHAT, VERL], ids=["gsm8k", "math", "chat", "verl"])
+def test_preparing_again_changes_nothing(rows: Rows, tmp_path: Path) -> None:
+    run(tmp_path / "once", write_lines(tmp_path / "a.jsonl", rows + rows[:3]))
+    report = run(tmp_path / "twice", tmp_path / "once" / "train.parquet", tmp_path / "once" / "val.parquet")
+    assert sizes(report) == {}
+    for name in ("train.parquet", "val.parquet"):
+        assert pq.read_table(tmp_path / "once" / name).equals(pq.read_table(tmp_path / "twice" / name))
+
+
+_SENTENCE = st.lists(
+    st.sampled_from(["tom", "ann", "has", "3", "4", "pens", "and", "a", "cup"]), min_size=1, max_size=9
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sentences=st.lists(st.tuples(_SENTENCE, st.integers(0, 3)), min_size=3, max_size=25),
+    rng=st.randoms(use_true_random=False),
+)
+def test_the_rows_kept_depend_neither_on_order_nor_on_files(
+    sentences: list[tuple[list[str], int]], rng: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    rows = [{"question": " ".join(words), "answer": f"#### {truth}"} for words, truth in sentences]
+    shuffled = rng.sample(rows, len(rows))
+    options = {"similarity": 0.5, "validation": 0}
+    run(folder / "one", write_lines(folder / "a.jsonl", rows), **options)
+    first, second = write_lines(folder / "b.jsonl", shuffled[:1]), write_lines(folder / "c.jsonl", shuffled[1:])
+    run(folder / "two", second, first, **options)
+    tables = [pq.read_table(folder / name / "train.parquet").to_pylist() for name in ("one", "two")]
+    assert sorted(map(json.dumps, tables[0])) == sorted(map(json.dumps, tables[1]))
+    again = run(folder / "again", folder / "one" / "train.parquet", **options)
+    assert again.num_kept == len(tables[0])
+
+
+def test_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", GSM8K + GSM8K[:5])
+
+    def files() -> dict[str, str]:
+        run(tmp_path / "out", file, overwrite=True)
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "out").iterdir()}
+
+    assert files() == files()
+    assert sorted(files()) == ["card.html", "card.md", "train.parquet", "val.parquet"]
+
+
+def test_rows_added_later_leave_the_others_on_their_side(tmp_path: Path) -> None:
+    def val(out: str, rows: Rows) -> set[str]:
+        run(tmp_path / out, write_lines(tmp_path / f"{out}.jsonl", rows))
+        return set(pq.read_table(tmp_path / out / "val.parquet")["question"].to_pylist())
+
+    fewer, more = val("fewer", GSM8K[:12]), val("more", GSM8K)
+    assert fewer == more & {row["question"] for row in GSM8K[:12]}
+
+
+def test_duplicates_are_dropped_and_near_ones_only_with_the_same_numbers(tmp_path: Path) -> None:
+    text = "Ann reads {} pages every day for a whole week in her long holidays, most of them in the old garden under "
+    text += "the apple tree, and the rest in the kitchen when it rains. How many pages does Ann read {}?"
+    rows = [
+        {"question": text.format(12, "in total"), "answer": "#### 84"},
+        {"question": text.format(12, "in all"), "answer": "#### 84"},  # near
+        {"question": text.format(13, "in total"), "answer": "#### 91"},  # another problem
+        {"question": text.format(13, "IN  total"), "answer": "#### 92"},  # the same, with another answer
+        *GSM8K,
+    ]
+    report = run(tmp_path / "out", write_lines(tmp_path / "a.jsonl", rows))
+    assert sizes(report) == {
+        "duplicate of a prompt": 1,
+        "near duplicate of a prompt": 1,
+        "duplicate with another ground truth": 1,
+    }
+    example = report.removed.examples["near duplicate of a prompt"][0]
+    assert {example.place, example.other.split("\n")[0]} == {f"{tmp_path}/a.jsonl: line {line}" for line in (1, 2)}
+    exact = run(tmp_path / "exact", tmp_path / "a.jsonl", duplicates="exact")
+    assert sizes(exact).keys() == {"duplicate of a prompt", "duplicate with another ground truth"}
+    assert sizes(run(tmp_path / "all", tmp_path / "a.jsonl", duplicates="keep")) == {}
+
+
+def test_a_shared_system_message_makes_no_duplicates_and_no_contamination(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "You are a helpful assistant and answer in one short sentence. " * 20}
+    other = {"role": "system", "content": "You are a pirate."}
+
+    def row(first: dict[str, str], text: str) -> dict[str, Any]:
+        return {"messages": [first, {"role": "user", "content": text}, {"role": "assistant", "content": "Aye."}]}
+
+    rows = [row(system, f"Tell me all that you know about {name}.") for name in NAMES]
+    rows += [row(other, "Tell me all that you know about Tom.")]
+    test = write_lines(tmp_path / "test.jsonl", [row(system, "An entirely different question.")])
+    report = run(tmp_path / "out", write_lines(tmp_path / "a.jsonl", rows), held_out=(str(test),))
+    assert sizes(report) == {}
+    sides = [
+        {row["prompt"][1]["content"] for row in pq.read_table(tmp_path / "out" / name).to_pylist()} for name in FILES
+    ]
+    assert not sides[0] & sides[1], "one question is on one side whatever the system message"
+    leak = write_lines(tmp_path / "leak.jsonl", [row(other, rows[3]["messages"][1]["content"])])
+    assert sizes(run(tmp_path / "leak", tmp_path / "a.jsonl", held_out=(str(leak),))) == {
+        "contains a held-out prompt": 1
+    }
+
+
+def test_lengths_are_limited_in_characters_or_in_tokens(model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    rows = [*GSM8K, {"question": "one two three four", "answer": "five six\n#### 4"}]
+    file = write_lines(tmp_path / "a.jsonl", rows)
+    longest = len(GSM8K[0]["question"])
+    report = run(tmp_path / "characters", file, min_prompt_length=19, max_prompt_length=longest - 1)
+    counts = sizes(report)
+    assert counts["prompt too short"] == 1
+    assert counts["prompt too long"] == sum(len(row["question"]) > longest - 1 for row in GSM8K)
+    prompts = load_prompts([file], tokenizer, DataConfig(max_prompt_length=1000))
+    limit = max(len(prompt.token_ids) for prompt in prompts) - 1
+    report = run(tmp_path / "tokens", file, tokenizer=str(model_folder), max_prompt_length=limit)
+    assert report.unit == "tokens"
+    assert sizes(report)["prompt too long"] == sum(len(prompt.token_ids) > limit for prompt in prompts)
+    load_prompts(
+        [tmp_path / "tokens" / "train.parquet"], tokenizer, DataConfig(max_prompt_length=limit, overlong="refuse")
+    )
+    assert sizes(run(tmp_path / "response", file, max_response_length=16))["response too long"] > 0
+
+
+def test_rows_that_the_chat_template_refuses_are_unusable(model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    tokenizer.chat_template = "{% if 'Tom' in messages[0].content %}{{ raise_exception('no Tom') }}{% endif %}fine"
+    tokenizer.save_pretrained(folder)
+    file = write_lines(tmp_path / "a.jsonl", GSM8K)
+    with pytest.raises(DataError, match=r"line 2: the chat template refuses the messages \(TemplateError: no Tom\)"):
+        run(tmp_path / "out", file, tokenizer=str(folder))
+    report = run(tmp_path / "out", file, tokenizer=str(folder), skip_bad=True)
+    assert (report.num_read, report.num_kept, sizes(report)) == (20, 18, {"unusable": 2})
+
+
+def test_held_out_prompts_are_dropped_refused_or_reported(tmp_path: Path) -> None:
+    question = "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many in all?"
+    leak = {"question": f"Solve this: {question} Think well.", "answer": "#### 72"}
+    file = write_lines(tmp_path / "a.jsonl", [*GSM8K, leak])
+    test = write_lines(tmp_path / "test.jsonl", [{"question": question, "answer": "#### 72", "id": {}}])
+    report = run(tmp_path / "drop", file, held_out=(str(test),))
+    assert sizes(report) == {"contains a held-out prompt": 1}
+    assert leak["question"] not in {row["question"] for row in read(tmp_path / "drop")}
+    kept = run(tmp_path / "keep", file, held_out=(str(test),), contaminated="keep")
+    assert sizes(kept) == {"contains a held-out prompt and is kept": 1}
+    assert kept.num_kept == len(GSM8K) + 1
+    with pytest.raises(DataError, match=r"a.jsonl: line 21: contains a held-out prompt: 100% of .*test.jsonl: line 1"):
+        run(tmp_path / "refuse", file, held_out=(str(test),), contaminated="refuse")
+    assert not (tmp_path / "refuse").exists()
+
+
+BAD = 'oops\n{"question": "a", "answer": "b"}\n{"question": null, "answer": "#### 1"}\n["x"]\n'
+
+
+def test_bad_rows_are_listed_with_their_lines_or_counted(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", GSM8K)
+    file.write_text(file.read_text() + BAD)
+    with pytest.raises(DataError) as caught:
+        run(tmp_path / "out", file)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "4 rows cannot be used:"
+    assert [int(re.findall(r"line (\d+)", line)[0]) for line in lines[1:-1]] == [21, 22, 23, 24]
+    assert lines[-1] == "Or drop all such rows: --skip-bad."
+    assert not (tmp_path / "out").exists()
+    report = run(tmp_path / "out", file, skip_bad=True)
+    assert sizes(report) == {"unusable": 4}
+    assert report.num_read == len(GSM8K) + 4
+    assert "line 22, column 'answer': no answer" in (tmp_path / "out" / "card.md").read_text()
+
+
+def test_only_the_first_twenty_bad_rows_are_listed(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("oops\n" * 50 + json.dumps(GSM8K[0]))
+    with pytest.raises(DataError, match="the first 20 rows that cannot be used") as caught:
+        run(tmp_path / "out", file)
+    assert len(str(caught.value).splitlines()) == 22
+
+
+def test_bad_rows_of_parquet_and_csv_are_skipped_too(tmp_path: Path) -> None:
+    texts = pa.array([b"a good question", b"\xff\xfe", b"another one"], pa.binary()).cast(pa.string(), safe=False)
+    table = pa.table({"question": texts, "answer": ["#### 1"] * 3})
+    pq.write_table(table, tmp_path / "a.parquet")
+    report = run(tmp_path / "parquet", tmp_path / "a.parquet", skip_bad=True, validation=0)
+    assert sizes(report) == {"unusable": 1}
+    (tmp_path / "a.csv").write_text("question,answer\nq,#### 1\none,two,three\nother,#### 2\n")
+    report = run(tmp_path / "csv", tmp_path / "a.csv", skip_bad=True, validation=0)
+    assert (report.num_kept, sizes(report)) == (2, {"unusable": 1})
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        ([{"text": "a"}], {}, "no known layout; the columns found are text"),
+        (GSM8K, {"layout": "math"}, "column 'problem' is missing"),
+        (GSM8K, {"prompt_column": "prompt"}, "column 'prompt' is missing"),
+        (GSM8K, {"response_column": "solution"}, "column 'solution' is missing"),
+        (GSM8K, {"max_prompt_length": 3}, "no row is left (20 prompt too long)"),
+        (GSM8K[:1], {}, "would have none of the 1 rows"),
+        ([{"problem": "p", "solution": "no box"}], {}, "no answer in \\boxed{}"),
+        ([GSM8K[0] | {"x": 1}, GSM8K[1] | {"x": "1"}], {}, "line 2, column 'x': values of different types"),
+        ([{"problem": "p", "solution": "\\boxed{1}", "question": "?"}], {}, "no ground truth"),
+        ([CHAT[0] | {"question": "b"}], {"layout": "chat", "extra_columns": ("question",)}, "would change how"),
+        (CHAT, {"prompt_column": "messages", "response_column": "nope"}, "column 'nope' is missing"),
+        ([{"messages": [{"role": "assistant", "content": "a"}]}], {}, "no messages"),
+        ([{"messages": [*CHAT[0]["messages"][:2], {"role": "assistant", "content": " "}]}], {}, "that is no text"),
+        ([{"question": "q", "data_source": "openai/gsm8k", "ground_truth": "x"}], {}, "'x' is no number"),
+        ([{"problem": "p", "solution": "\\boxed{1}", "answer": "2", "tools": "x"}], {}, "no list of tools"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_prepared_is_refused(rows: Rows, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError) as caught:
+        run(tmp_path / "out", file, **options)
+    assert words in str(caught.value)
+    assert str(file) in str(caught.value) or "would have none" in words
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_questions_and_conversations_are_not_mixed(tmp_path: Path) -> None:
+    files = write_lines(tmp_path / "a.jsonl", GSM8K), write_lines(tmp_path / "b.jsonl", CHAT)
+    with pytest.raises(DataError, match=r"b.jsonl: .*Prepare them apart"):
+        run(tmp_path / "out", *files)
+
+
+def test_named_columns_and_extra_columns(tmp_path: Path) -> None:
+    rows = [
+        {"q": f"How far is {name}?", "r": f"It is far: {i}", "t": i, "keep": [i], "lose": {}}
+        for i, name in enumerate(NAMES)
+    ]
+    file = write_lines(tmp_path / "a.jsonl", rows)
+    names = {"prompt_column": "q", "response_column": "r", "ground_truth_column": "t", "data_source": "mine"}
+    run(tmp_path / "out", file, extra_columns=("keep",), **names)
+    written = sorted(read(tmp_path / "out"), key=lambda row: int(row["ground_truth"]))
+    assert written[3] == {
+        "question": "How far is Cleo?",
+        "answer": "It is far: 3",
+        "ground_truth": "3",
+        "data_source": "mine",
+        "keep": [3],
+    }
+    report = run(tmp_path / "all", file, **names)
+    assert any("'lose' is empty in every row and is left out" in note for note in report.notes)
+    assert "lose" not in read(tmp_path / "all")[0]
+
+
+def test_columns_that_would_change_the_schema_are_left_out_and_named(tmp_path: Path) -> None:
+    """OpenR1-Math has both the problem and its messages."""
+    rows = [row | {"messages": CHAT[0]["messages"], "answer": "1", "source": "x"} for row in MATH]
+    report = run(tmp_path / "out", write_lines(tmp_path / "a.jsonl", rows))
+    assert [note for note in report.notes if "left out" in note and "'messages'" in note]
+    assert set(read(tmp_path / "out")[0]) == {"question", "answer", "ground_truth", "data_source", "type", "source"}
+
+
+def test_conversations_keep_tools_tool_calls_and_rows_without_a_response(tmp_path: Path, tokenizer: Any) -> None:
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    turns = [{"role": "user", "content": "Add."}, call, {"role": "tool", "content": "2"}]
+    rows = [
+        {"messages": [*turns, {"role": "assistant", "content": "It is 2."}], "tools": tools},
+        {"messages": [{"role": "user", "content": "No response yet."}], "tools": None},
+    ]
+    report = run(tmp_path / "out", write_lines(tmp_path / "a.jsonl", rows), validation=0)
+    assert (report.num_kept, report.num_responses) == (2, 1)
+    assert "Supervised fine-tuning needs a response in every row." in (tmp_path / "out" / "card.md").read_text()
+    assert check_files([tmp_path / "out" / "train.parquet"], rewards=()) == 2
+    again = run(tmp_path / "again", tmp_path / "out" / "train.parquet", validation=0)
+    assert (again.num_kept, again.num_responses) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("so \\boxed{1} and \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\fbox{ 3 }", "3"),
+        ("\\boxed{\\{1\\}}", "\\{1\\}"),
+        ("\\boxed{1", None),
+        ("no box", None),
+    ],
+)
+def test_the_last_box(text: str, expected: str | None) -> None:
+    assert last_boxed(text) == expected
+
+
+def test_an_existing_folder_is_kept_unless_it_is_ours_and_may_be_replaced(tmp_path: Path) -> None:
+    file, out = write_lines(tmp_path / "a.jsonl", GSM8K), tmp_path / "out"
+    out.mkdir()
+    run(out, file)
+    before = (out / "train.parquet").read_bytes()
+    with pytest.raises(DataError, match="--overwrite"):
+        run(out, file)
+    with pytest.raises(DataError, match="no row is left"):
+        run(out, file, overwrite=True, max_prompt_length=2)
+    assert (out / "train.parquet").read_bytes() == before, "a failure leaves the old files"
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match=r"files that prepare did not write \(notes.txt\)"):
+        run(out, file, overwrite=True)
+    with pytest.raises(DataError, match="is a file"):
+        run(file, file, overwrite=True)
+
+
+def test_what_a_killed_process_left_is_cleared_and_a_running_one_is_respected(tmp_path: Path) -> None:
+    file, partial = write_lines(tmp_path / "a.jsonl", GSM8K), tmp_path / ".out.partial"
+    (partial / "spool").mkdir(parents=True)
+    (partial / "train.parquet").write_text("half")
+    lock = os.open(partial, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match="another process is writing it"):
+        run(tmp_path / "out", file)
+    assert (partial / "train.parquet").exists()
+    os.close(lock)
+    run(tmp_path / "out", file)
+    assert not partial.exists()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir())[-1] == "val.parquet"
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        assert not {"src", "href"} & {name for name, _ in attrs}, "no external resource"
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_card_shows_the_same_in_both_forms_and_escapes(tmp_path: Path) -> None:
+    rows = [*GSM8K, {"question": "<script>alert(1)</script> | ``` & 3", "answer": "#### 3"}]
+    file = write_lines(tmp_path / "a.jsonl", rows[::-1] + GSM8K[:2])
+    assert main([str(file), "--out", str(tmp_path / "out"), "--validation", "0", "--max-prompt-length", "1000"]) == 0
+    page, text = (tmp_path / "out" / "card.html").read_text(), (tmp_path / "out" / "card.md").read_text()
+    tags = _Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert "<script>" not in page
+    for shown in (tags.text, text):
+        for words in ("--max-prompt-length 1000", "21 of 23 rows are kept", "duplicate of a prompt", "alert(1)"):
+            assert words in shown
+        assert hashlib.sha256(file.read_bytes()).hexdigest() in shown
+        assert hashlib.sha256((tmp_path / "out" / "train.parquet").read_bytes()).hexdigest() in shown
+
+
+def test_the_command_reports_and_fails_as_commands_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_lines(tmp_path / "a.jsonl", GSM8K)
+    assert main([str(file), "--out", str(tmp_path / "out"), "--held-out", str(file), "--contaminated", "keep"]) == 0
+    shown = capsys.readouterr().out
+    assert "20 rows read" in shown
+    assert re.search(r"train\.parquet: \d+ rows", shown)
+    assert main([str(file), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert main([str(file), "--out", "x", "--validation", "1.5"]) == 2
+    assert capsys.readouterr().err == "error: --validation=1.5: must be at least 0 and below 1\n"
+    plain = write_lines(tmp_path / "b.jsonl", [{"question": "q", "answer": "a"}])
+    assert main([str(plain), "--out", str(tmp_path / "b")]) == 2
+    assert "--ground-truth-column answer" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(file), "--out", "x", "--layout", "nope"])
+    assert main([str(file), "--out", "/proc/nothing/out"]) == 1
+    assert "/proc/nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"files": ()}, "files="),
+        ({"out": ""}, "out="),
+        ({"validation": -0.1}, "validation=-0.1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"min_prompt_length": 0}, "min_prompt_length=0"),
+        ({"min_prompt_length": 5, "max_prompt_length": 4}, "max_prompt_length=4"),
+        ({"max_response_length": 0}, "max_response_length=0"),
+        ({"similarity": 0.0}, "similarity=0.0"),
+        ({"overlap": 1.5}, "overlap=1.5"),
+        ({"ngram": 0}, "ngram=0"),
+        ({"layout": "alpaca"}, "layout='alpaca': must be one of auto, question"),
+        ({"duplicates": "all"}, "duplicates='all'"),
+        ({"contaminated": "x"}, "contaminated='x'"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        PrepareConfig(**({"files": ("a",), "out": "b"} | options))
+
+
+def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", GSM8K)
+    command = [sys.executable, "-m", "rl_data", "prepare", "a.jsonl", "--out", "out", "--validation", "0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "out/train.parquet: 20 rows" in done.stdout
+    done = subprocess.run(command[:3], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "usage" in done.stderr
+
+
+@pytest.mark.thorough
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """1 GiB of rows of 10 KB in an address space of 900 MiB; `benchmarks/prepare` measures 4 GiB."""
+    line = json.dumps({"question": "How many apples has {} of the class?", "answer": f"{'word ' * 2000}\n#### 1"})
+    with (tmp_path / "a.jsonl").open("w") as stream:
+        for number in range((1 << 30) // len(line)):
+            stream.write(line.replace("{}", str(number)) + "\n")
+    command = [sys.executable, "-m", "rl_data", "prepare", "a.jsonl", "--out", "out"]
+    limit = 900 << 20
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # each thread of Arrow reserves address space of its own
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode == 0, done.stderr

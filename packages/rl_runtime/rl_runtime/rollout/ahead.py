@@ -1,0 +1,252 @@
+"""Rollout beside training: the servers generate the groups of later steps while the trainer learns.
+
+`Schedule` decides which groups may start and which ones a step trains on. Here each group is a task in the client's
+event loop, which generates and scores it, and which goes on when new weights arrive.
+"""
+
+import queue
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollout_vllm import PartialGroup, Request, RolloutClient
+from rollout_vllm.client.group_run import fresh_group
+
+from ..errors import InputError, RolloutFailed
+from ..experience import Experience, ExperienceBatch, Phase, PromptLike
+from .partial_rollouts import PartialRollout
+from .phase import Collected, RolloutMeter, ScoredGroup, largest
+from .schedule import Schedule, Ticket
+from .step_rollouts import StepRollouts
+from .validation import Validation
+
+_CHECK_S = 0.5
+"""Seconds between two looks at the servers while a step waits for its groups."""
+
+
+@dataclass(kw_only=True)
+class _Group:
+    """A group between drawing and training."""
+
+    prompt: PromptLike
+    start: Request | PartialGroup
+    """How its generation starts."""
+    task: Future[ScoredGroup] | None = None
+    """Generates and scores it; None before it starts."""
+    scored: ScoredGroup | None = None
+    """Its result."""
+
+
+class RolloutsAhead:
+    """The rollouts of a run with `trainer.max_staleness` above 0; has the methods of `StepRollouts`.
+
+    Of the thread of the training loop. A context manager: leaving it cancels what is being generated.
+
+    Args:
+        check: raises what ended the servers' work.
+    """
+
+    def __init__(
+        self, rollouts: StepRollouts, client: RolloutClient, schedule: Schedule, *, check: Callable[[], None]
+    ) -> None:
+        self._rollouts, self._client, self._schedule, self._check = rollouts, client, schedule, check
+        self._phase = rollouts.phase
+        self._groups: dict[int, _Group] = {}
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._meter, self._busy_s = RolloutMeter(client), client.busy_s
+
+    def __enter__(self) -> "RolloutsAhead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for group in self._groups.values():
+            _cancel(group)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Name -> what a checkpoint saves."""
+        return {"sampler": self._rollouts.sampler, "rollout": self}
+
+    def published(self, version: int) -> None:
+        """The servers hold the weights of `version`: starts the groups that this allows."""
+        self._schedule.publish(version)
+        for number, group in self._groups.items():  # of a checkpoint
+            if group.task is None and group.scored is None:
+                if not _has_tokens(group.start):
+                    self._schedule.renew(number)
+                self._start(number, group)
+        for step, num_groups in self._schedule.due():
+            self._draw(step, num_groups)
+
+    def collect(self, step: int, timed: Phase) -> Collected:
+        """The scored samples of a step; phase `gen` is the time for which the trainer waits for them.
+
+        Raises:
+            RolloutFailed: no sample is left to train on.
+        """
+        with timed("gen"):
+            given_up = self._give_up(step)
+            num_awaited = len([ticket for ticket in self._schedule.awaited(step) if not ticket.has_ended])
+            self._wait(step)
+            metrics = self._client.run(self._meter.read())
+        taken = self._schedule.take(step)
+        ended = [self._groups.pop(ticket.number).scored for ticket in taken]
+        collected = self._collected(step, [group for group in ended if group is not None])
+        metrics |= self._metrics(step, collected.batch, taken)
+        if self._schedule.extra_groups:
+            metrics["rollout/num_stale_awaited"] = float(num_awaited)
+            metrics["rollout/num_stale_dropped"] = float(len(given_up))
+        return replace(collected, metrics=metrics, ended=(*given_up, *collected.ended))
+
+    def _give_up(self, step: int) -> list[ScoredGroup]:
+        """Cancels the groups that are too old, and draws others in their place; returns them without samples."""
+        gone = []
+        for ticket in self._schedule.give_up(step):
+            group = self._groups.pop(ticket.number)
+            _cancel(group)
+            key, num_samples = group.start.prompt_id, self._rollouts.sampling.n
+            gone.append(ScoredGroup(key=key, num_samples=num_samples, items=[], is_stale=True))
+        if gone:
+            self._draw(step, len(gone))
+        return gone
+
+    def _draw(self, step: int, num_groups: int) -> None:
+        prompts = self._rollouts.draw(num_groups)
+        for ticket, prompt in zip(self._schedule.draw(step, num_groups), prompts, strict=True):
+            request = self._phase.request(prompt, step=step, number=ticket.number)
+            group = self._groups[ticket.number] = _Group(prompt=prompt, start=request)
+            self._start(ticket.number, group)
+
+    def _start(self, number: int, group: _Group) -> None:
+        group.task = self._client.start(self._phase.play(group.prompt, group.start, self._rollouts.sampling))
+        group.task.add_done_callback(lambda _: self._ended.put(number))
+
+    def _wait(self, step: int) -> None:
+        """Until the groups of `step` have ended.
+
+        Raises:
+            RolloutFailed: the reward hangs.
+        """
+        while not self._schedule.is_ready(step):
+            try:
+                self._end(self._ended.get(timeout=_CHECK_S))
+            except queue.Empty:
+                self._check()
+            self._phase.check_scorer(step)
+
+    def _end(self, number: int) -> None:
+        """Notes the result of a group; raises what ended its task."""
+        group = self._groups.get(number)
+        if group is None or group.task is None:
+            return  # given up
+        group.scored = group.task.result()
+        group.task = None
+        versions = [item.policy_version for item in group.scored.items]
+        self._schedule.end(number, min(versions, default=None))
+
+    def _collected(self, step: int, ended: Sequence[ScoredGroup]) -> Collected:
+        kept = largest(ended, self._phase.min_samples(self._rollouts.sampling), at_most=len(ended))
+        items = [replace(item, group_id=place) for place, group in enumerate(kept) for item in group.items]
+        num_failed = sum(group.num_samples for group in ended) - len(items)
+        reasons = [reason for group in ended for reason in group.reasons]
+        if not items:
+            why = reasons[0] if reasons else "no group has two samples to compare"
+            raise RolloutFailed(f"step {step}: none of {num_failed} samples was generated and scored: {why}")
+        return Collected(
+            batch=ExperienceBatch(items=tuple(items), policy_version=step - 1),
+            num_failed=num_failed,
+            reason=reasons[0] if reasons else "",
+            ended=tuple(ended),
+        )
+
+    def _metrics(self, step: int, batch: ExperienceBatch, taken: Sequence[Ticket]) -> dict[str, float]:
+        """Staleness of the samples, and how long the servers had something to do."""
+        staleness = [step - 1 - item.policy_version for item in batch.items]
+        before, self._busy_s = self._busy_s, self._client.busy_s
+        return {
+            "staleness/mean": sum(staleness) / len(staleness),
+            "staleness/max": float(max(staleness)),
+            "staleness/num_groups_ahead": float(len(self._schedule.tickets)),
+            "rollout/busy_s": self._busy_s - before,
+        }
+
+    def validate(self, step: int) -> Validation | None:
+        """Scores on the held-out prompts after `step`, while the groups of later steps are generated."""
+        return self._rollouts.validate(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every group between drawing and training, JSON-able: scored ones with their samples, others with tokens.
+
+        A response in flight has its tokens up to the last push of weights; an episode starts again.
+        """
+        while not self._ended.empty():
+            self._end(self._ended.get())
+        partial = {group.prompt_id: group for group in self._partial_groups()}
+        return {
+            "schedule": self._schedule.state_dict(),
+            "num_samples": self._rollouts.sampling.n,
+            "groups": {str(number): self._group_state(group, partial) for number, group in self._groups.items()},
+        }
+
+    def _partial_groups(self) -> Iterable[PartialGroup]:
+        """Of single-turn responses; the turns of an episode and a greedy baseline have their groups' names."""
+        return self._client.partial_groups() if self._phase.is_resumable else ()
+
+    def _group_state(self, group: _Group, partial: Mapping[str, PartialGroup]) -> dict[str, Any]:
+        start = partial.get(group.start.prompt_id, group.start)
+        if isinstance(start, Request):
+            start = fresh_group(start, self._rollouts.sampling.n)
+        scored = group.scored
+        return PartialRollout(prompt=group.prompt, group=start).to_state() | {
+            "scored": None
+            if scored is None
+            else {"items": [item.to_state() for item in scored.items], "reasons": scored.reasons}
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the result of `state_dict`; `published` starts the groups.
+
+        Raises:
+            InputError: the checkpoint has groups of another batch size or number of samples, or unfinished groups of a
+                run without staleness.
+        """
+        if "schedule" not in state:
+            if groups := state.get("partial_rollouts"):
+                raise InputError(
+                    f"the checkpoint has {len(groups)} unfinished groups of a run with trainer.max_staleness=0; resume "
+                    "it with that"
+                )
+            return
+        own = {"batch.train_batch_size": self._schedule.batch_size, "sampling.n": self._rollouts.sampling.n}
+        saved = {
+            "batch.train_batch_size": state["schedule"]["batch_size"],
+            "sampling.n": state["num_samples"],
+        }
+        for key, value in saved.items():
+            if own[key] != value:
+                raise InputError(
+                    f"{key} is {own[key]}, but the checkpoint has groups that were drawn ahead with {value}; allowed: "
+                    f"{value}"
+                )
+        self._groups = {int(number): self._group_of(saved) for number, saved in state["groups"].items()}
+        ended = [number for number, group in self._groups.items() if group.scored is not None]
+        self._schedule.load_state_dict(state["schedule"], has_ended=ended)
+
+    def _group_of(self, state: Mapping[str, Any]) -> _Group:
+        rollout = PartialRollout.from_state(state)
+        group = _Group(prompt=rollout.prompt, start=rollout.group)
+        if (scored := state["scored"]) is not None:
+            items = [Experience.from_state(item, prompt=rollout.prompt) for item in scored["items"]]
+            key, num_samples = rollout.group.prompt_id, self._rollouts.sampling.n
+            group.scored = ScoredGroup(key=key, num_samples=num_samples, items=items, reasons=list(scored["reasons"]))
+        return group
+
+
+def _has_tokens(start: Request | PartialGroup) -> bool:
+    return isinstance(start, PartialGroup) and any(sample.response_ids for sample in start.samples)
+
+
+def _cancel(group: _Group) -> None:
+    if group.task is not None:
+        group.task.cancel()

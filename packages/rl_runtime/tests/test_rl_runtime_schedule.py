@@ -1,0 +1,295 @@
+"""Bounded staleness: the schedule, and `RolloutsAhead` under thousands of interleavings of what can happen."""
+
+import json
+from collections import Counter
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rl_data import Prompt, PromptSampler
+from rl_runtime.errors import RolloutFailed
+from rl_runtime.experience import Experience
+from rl_runtime.rollout import ahead as ahead_module
+from rl_runtime.rollout.ahead import RolloutsAhead
+from rl_runtime.rollout.phase import ScoredGroup
+from rl_runtime.rollout.schedule import Schedule
+from rollout_vllm import PartialGroup, Request, SamplingConfig, VersionSpan
+from rollout_vllm.samples import PartialSample
+
+NUM_SAMPLES = 2
+LAST_STEP = 12
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 12))
+def test_without_over_sampling_each_step_trains_on_its_own_groups(
+    batch_size: int, max_staleness: int, last_step: int
+) -> None:
+    schedule = Schedule(batch_size=batch_size, max_staleness=max_staleness, last_step=last_step)
+    for step in range(1, last_step + 1):
+        schedule.publish(step - 1)
+        for due, num_groups in schedule.due():
+            assert due <= step + max_staleness
+            schedule.draw(due, num_groups)
+        for ticket in schedule.tickets:
+            if not ticket.has_ended and ticket.step <= step:
+                schedule.end(ticket.number, None)
+        taken = schedule.take(step)
+        assert {ticket.step for ticket in taken} == {step}
+        assert [ticket.number for ticket in taken] == list(range((step - 1) * batch_size, step * batch_size))
+        assert {step - 1 - ticket.version for ticket in taken} == {min(step - 1, max_staleness)}
+    assert schedule.tickets == ()
+
+
+def test_a_step_waits_for_groups_that_the_next_one_could_not_use() -> None:
+    schedule = Schedule(batch_size=1, max_staleness=1, extra_groups=1, last_step=9)
+    schedule.publish(0)
+    assert schedule.due() == [(1, 2)]
+    first, second = schedule.draw(1, 2)
+    schedule.end(second.number, 0)
+    assert schedule.is_ready(1)
+    assert [ticket.number for ticket in schedule.take(1)] == [second.number]
+    schedule.publish(1)
+    [(step, num_groups)] = schedule.due()
+    assert (step, num_groups) == (2, 1)
+    [third] = schedule.draw(step, num_groups)
+    schedule.end(third.number, 1)
+    assert not schedule.is_ready(2), "the first group would be too old in step 3"
+    schedule.end(first.number, 0)
+    assert [ticket.number for ticket in schedule.take(2)] == [first.number]
+
+
+@dataclass
+class Job:
+    """A group that the stand-in for servers generates: the policy version of each of its tokens."""
+
+    future: Future[ScoredGroup]
+    key: str
+    prompt: Any
+    versions: list[int] = field(default_factory=list)
+    num_returned: int = 0
+    """Tokens up to the last push, which the client has."""
+
+
+def spans(versions: list[int]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(version, count) for version, count in sorted(Counter(versions).items()))
+
+
+class Servers:
+    """Stands in for the client, the servers and the rollout phase; groups advance when a test says so."""
+
+    busy_s = 0.0
+    is_resumable = True
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.jobs: dict[str, Job] = {}
+
+    # the rollout phase
+    def request(self, prompt: Any, *, step: int, number: int) -> Request:
+        return Request(prompt_id=f"{step}/{number}:{prompt.id}", prompt_ids=[1], seed=number)
+
+    def play(self, prompt: Any, start: Request | PartialGroup, sampling: SamplingConfig) -> Any:
+        return prompt, start
+
+    def min_samples(self, sampling: SamplingConfig) -> int:
+        return 2
+
+    def check_scorer(self, step: int) -> None: ...
+
+    # the client
+    def start(self, work: Any) -> Future[ScoredGroup]:
+        prompt, start = work
+        job = Job(Future(), start.prompt_id, prompt)
+        if isinstance(start, PartialGroup):
+            job.versions = [v for span in start.samples[0].version_spans for v in [span[0]] * span[1]]
+            job.num_returned = len(job.versions)
+        self.jobs[job.key] = job
+        return job.future
+
+    def run(self, coroutine: Any) -> dict[str, float]:
+        coroutine.close()
+        return {}
+
+    def partial_groups(self) -> list[PartialGroup]:
+        return [
+            PartialGroup(
+                request=Request(prompt_id=job.key, prompt_ids=[1], seed=0),
+                samples=tuple(
+                    PartialSample(
+                        sample_index=index,
+                        response_ids=[5] * job.num_returned,
+                        log_probs=[0.0] * job.num_returned,
+                        version_spans=spans(job.versions[: job.num_returned]),
+                    )
+                    for index in range(NUM_SAMPLES)
+                ),
+            )
+            for job in self.running
+        ]
+
+    @property
+    def running(self) -> list[Job]:
+        return [job for job in self.jobs.values() if not job.future.done()]
+
+    def push(self, version: int) -> None:
+        """Cuts what runs; it goes on with the new weights."""
+        for job in self.running:
+            job.num_returned = len(job.versions)
+        self.version = version
+
+    def finish(self, job: Job, num_failed: int) -> None:
+        job.versions.append(self.version)
+        items = [
+            Experience(
+                prompt=job.prompt,
+                group_id=0,
+                group_key=job.key,
+                sample_index=index,
+                response_ids=(5,) * len(job.versions),
+                response_text="",
+                rollout_log_probs=None,
+                finish_reason="stop",
+                version_spans=tuple(map(tuple, spans(job.versions))),
+                score=float(index),
+            )
+            for index in range(NUM_SAMPLES - num_failed)
+        ]
+        reasons = ["it failed"] * num_failed
+        job.future.set_result(ScoredGroup(key=job.key, num_samples=NUM_SAMPLES, items=items, reasons=reasons))
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [
+        Prompt(id=f"p{i}", text="", token_ids=(1,), ground_truth="", data_source="", extra={}, messages=(), tools=())
+        for i in range(count)
+    ]
+
+
+class AheadMachine(RuleBasedStateMachine):
+    """A training loop whose servers, pushes, checkpoints and deaths come in any order."""
+
+    @initialize(batch_size=st.integers(1, 3), staleness=st.integers(1, 3), extra=st.integers(0, 2), drop=st.booleans())
+    def begin(self, batch_size: int, staleness: int, extra: int, drop: bool) -> None:
+        self.settings: dict[str, Any] = {
+            "batch_size": batch_size,
+            "max_staleness": staleness,
+            "last_step": LAST_STEP,
+            "extra_groups": min(extra, batch_size),
+            "stale": "drop" if drop and extra else "finish",
+        }
+        ahead_module._CHECK_S = 0.0  # nothing else happens while the loop waits
+        self.step, self.ledger, self.saved = 0, {}, None
+        self.start(None)
+
+    def teardown(self) -> None:
+        ahead_module._CHECK_S = 0.5
+
+    def start(self, saved: tuple[int, str, dict[tuple[str, int], int]] | None) -> None:
+        """A new process, from a checkpoint (step, state, ledger) or from the beginning."""
+        self.servers = Servers()
+        self.sampler = PromptSampler(1000, seed=1)
+        data = prompts(1000)
+        rollouts: Any = SimpleNamespace(
+            phase=self.servers,
+            sampler=self.sampler,
+            sampling=SamplingConfig(n=NUM_SAMPLES),
+            draw=lambda count: [data[i] for i in self.sampler.next(count)],
+        )
+        client: Any = self.servers
+        self.ahead = RolloutsAhead(rollouts, client, Schedule(**self.settings), check=lambda: None)
+        self.step, self.ledger = 0, {}
+        if saved is not None:
+            self.step, text, ledger = saved
+            self.ledger = dict(ledger)
+            state = json.loads(text)
+            self.sampler.load_state_dict(state["sampler"])
+            self.ahead.load_state_dict(state["rollout"])
+        self.publish()
+        for ticket in self.ahead._schedule.tickets:
+            group = self.ahead._groups[ticket.number]
+            if group.scored is None and not self.servers.jobs[group.start.prompt_id].versions:
+                assert ticket.version == self.step, "it has no tokens, so it is as young as the weights"
+
+    def publish(self) -> None:
+        self.servers.push(self.step)
+        self.ahead.published(self.step)
+
+    @precondition(lambda self: self.servers.running)
+    @rule(data=st.data(), tokens=st.integers(1, 3))
+    def generate(self, data: st.DataObject, tokens: int) -> None:
+        job = data.draw(st.sampled_from(self.servers.running))
+        job.versions += [self.servers.version] * tokens
+
+    @precondition(lambda self: self.servers.running)
+    @rule(data=st.data(), num_failed=st.sampled_from([0, 0, 0, 1, 2]))
+    def finish(self, data: st.DataObject, num_failed: int) -> None:
+        self.servers.finish(data.draw(st.sampled_from(self.servers.running)), num_failed)
+
+    @precondition(lambda self: self.step < LAST_STEP)
+    @rule(saves=st.booleans(), data=st.data())
+    def train(self, saves: bool, data: st.DataObject) -> None:
+        """A step, for which the servers finish what it waits for."""
+        step = self.step + 1
+        order = data.draw(st.permutations(self.servers.running))
+        self.ahead._check = lambda: self.servers.finish(next(j for j in order if not j.future.done()), 0)
+        try:
+            collected = self.ahead.collect(step, lambda _: nullcontext())
+        except RolloutFailed:  # ends the run
+            self.kill()
+            return
+        self.step = step
+        groups = {(item.group_id, item.group_key) for item in collected.batch.items}
+        assert len(groups) == len({key for _, key in groups}) == len({number for number, _ in groups})
+        for item in collected.batch.items:
+            assert step - 1 - item.policy_version <= self.settings["max_staleness"], "a sample is too old"
+            sample = (item.group_key, item.sample_index)
+            assert sample not in self.ledger, "a sample is trained on twice"
+            self.ledger[sample] = step
+        self.ended = {group.key for group in collected.ended}
+        for key in self.ended:
+            for index in range(NUM_SAMPLES):
+                self.ledger.setdefault((key, index), -step)
+        if saves:
+            state = {"sampler": self.sampler.state_dict(), "rollout": self.ahead.state_dict()}
+            self.saved = (step, json.dumps(state), dict(self.ledger))
+            saved = [group for group in state["rollout"]["groups"].values() if group["scored"] is None]
+            num_tokens = sorted(len(group["samples"][0]["response_ids"]) for group in saved)
+            assert num_tokens == sorted(job.num_returned for job in self.servers.running)
+        self.publish()
+
+    @rule()
+    def kill(self) -> None:
+        """Everything in memory is gone."""
+        self.start(self.saved)
+
+    @invariant()
+    def no_prompt_is_lost(self) -> None:
+        """Each drawn prompt is between drawing and training, or its samples are in the ledger; none is in both."""
+        if not hasattr(self, "ahead"):
+            return
+        waiting = {group.start.prompt_id for group in self.ahead._groups.values()}
+        ended = {key for key, _ in self.ledger}
+        assert not waiting & ended
+        assert len(waiting | ended) == self.sampler.position
+        names = [key.split(":")[1] for key in waiting | ended]
+        assert len(set(names)) == len(names)
+
+    @invariant()
+    def the_servers_have_work(self) -> None:
+        """Groups of as many steps as the staleness allows are drawn, and no more."""
+        if not hasattr(self, "ahead"):
+            return
+        ahead = self.settings["max_staleness"] - bool(self.settings["extra_groups"])
+        steps = min(LAST_STEP, self.step + 1 + ahead) - self.step
+        extra = self.settings["extra_groups"]
+        assert len(self.ahead._groups) == max(0, steps) * self.settings["batch_size"] + extra
+
+
+TestAhead = AheadMachine.TestCase
+TestAhead.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,262 @@
+"""Supervised training: what the loop draws, validates and saves, and its numbers on real ranks."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGTERM
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_engine import EngineConfig, OptimConfig, StepStats
+from plinth_testing import write_tiny_model
+from rl_data import DataConfig, Demonstration, PromptSampler
+from rl_runtime.app.supervised_config import SupervisedJobConfig
+from rl_runtime.app.supervised_run import check_lengths, hold_out
+from rl_runtime.config import FineTuningConfig, TrainingConfig
+from rl_runtime.errors import InputError
+from rl_runtime.training.held_out import greedy_responses
+from rl_runtime.training.supervised_loop import SupervisedLoop, SupervisedResult
+from run_kit import StopRequest
+from run_kit.timing import PhaseTimer
+
+STATS = StepStats(loss=1.0, metrics={}, grad_norm=1.0, lr=1.0, num_micro_batches=1, num_empty_micro_batches=0)
+
+
+def demonstrations(number: int) -> list[Demonstration]:
+    """The response of each is its number."""
+    return [Demonstration((1,), (index,)) for index in range(number)]
+
+
+class Journal:
+    """Model, held-out data, checkpoints and record of a run that write down what the loop does."""
+
+    num_ranks = 2
+
+    def __init__(self, trainer: TrainingConfig, config: FineTuningConfig, num: int, stop_in: int | None = None) -> None:
+        self.trainer, self.config, self.stop_in = trainer, config, stop_in
+        self.data, self.sampler = demonstrations(num), PromptSampler(num, seed=3)
+        self.stop = StopRequest()
+        self.drawn: list[list[int]] = []
+        self.done: list[tuple[str, int]] = []
+        self.states: dict[int, Mapping[str, Any]] = {}
+        self.logged: dict[int, dict[str, float]] = {}
+        self.said: list[str] = []
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def learn(self, _model: Any, batch: Any) -> StepStats:
+        self.drawn.append([one.response_ids[0] for one in batch])
+        if len(self.drawn) == self.stop_in:
+            self.stop.signal = SIGTERM
+        return STATS
+
+    # held-out demonstrations
+    def metrics(self, _model: Any) -> dict[str, float]:
+        return {"val/loss": 1.0 / (1 + len(self.drawn))}
+
+    def samples(self, _model: Any) -> list[dict[str, Any]]:
+        return []
+
+    # checkpoints
+    def is_due(self, step: int) -> bool:
+        return self.trainer.save_freq > 0 and step % self.trainer.save_freq == 0
+
+    def why_not(self) -> str:
+        return ""
+
+    def save(self, step: int, metrics: dict[str, float]) -> None:
+        self.done.append(("save", step))
+        self.states[step] = {"sampler": self.sampler.state_dict(), "metrics": metrics}
+
+    def load(self, checkpoint: Any) -> None:
+        self.sampler.load_state_dict(checkpoint.state["sampler"])
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+    # record
+    @contextmanager
+    def step(self, _step: int) -> Iterator[PhaseTimer]:
+        timer = PhaseTimer()
+        with timer.step():
+            yield timer
+
+    def log(self, step: int, metrics: dict[str, float], *_: Any, **__: Any) -> None:
+        self.done.append(("log", step))
+        self.logged[step] = metrics
+
+    def log_held_out(self, step: int, *_: Any) -> None:
+        self.done.append(("validate", step))
+
+    def rewind(self, step: int, _metrics: Any) -> None:
+        self.done.append(("rewind", step))
+
+    def first(self, _metric: str) -> float:
+        return 9.0
+
+    def info(self, text: str) -> None:
+        self.said.append(text)
+
+    def run(self, resumed: Any = None, *, held_out: bool = True, restart: Any = None) -> SupervisedResult:
+        this: Any = self
+        loop = SupervisedLoop(
+            self.trainer,
+            self.config,
+            model=this,
+            demonstrations=self.data,
+            sampler=self.sampler,
+            held_out=this if held_out else None,
+            checkpoints=this,
+            record=this,
+        )
+        return loop.run(self.learn, resumed, stop=self.stop, restart=restart)
+
+
+@given(num=st.integers(1, 40), size=st.integers(1, 12), epochs=st.sampled_from([0.5, 1.0, 2.0, 2.5]), data=st.data())
+def test_epochs_see_every_demonstration_alike_and_a_resumed_run_goes_on_where_it_was(
+    num: int, size: int, epochs: float, data: st.DataObject
+) -> None:
+    config = FineTuningConfig(epochs=epochs, batch_size=size)
+    whole = Journal(TrainingConfig(save_freq=1), config, num)
+    result = whole.run(held_out=False)
+    drawn = [one for batch in whole.drawn for one in batch]
+    assert len(drawn) == max(1, round(epochs * num))
+    assert all(len(batch) == size for batch in whole.drawn[:-1])
+    counts = [drawn.count(index) for index in range(num)]
+    assert max(counts) - min(counts) <= 1
+    assert (result.last_step, result.loss_before) == (len(whole.drawn), None)
+    assert whole.logged[result.last_step]["sft/epoch"] == len(drawn) / num
+    at = data.draw(st.integers(1, result.last_step))
+    again = Journal(TrainingConfig(save_freq=1), config, num)
+    again.run(SimpleNamespace(step=at, state={**whole.states[at], "num_ranks": 2}, path="here"), held_out=False)
+    assert again.drawn == whole.drawn[at:]
+
+
+def test_validation_and_checkpoints_come_when_they_are_due() -> None:
+    trainer = TrainingConfig(test_freq=2, save_freq=3)
+    journal = Journal(trainer, FineTuningConfig(steps=5, batch_size=2), 7)
+    result = journal.run()
+    assert (result.loss_before, result.loss_after) == (1.0, 1 / 6)
+    assert [step for what, step in journal.done if what == "validate"] == [0, 2, 4, 5]
+    assert [step for what, step in journal.done if what == "save"] == [3]
+    assert "held-out loss      1.0000 before, 0.1667 after" in result.describe()
+    # What a step measured is in its checkpoint, for `keep_best`.
+    both = Journal(TrainingConfig(test_freq=2, save_freq=2), FineTuningConfig(steps=4, batch_size=2), 7)
+    both.run()
+    assert both.states[4]["metrics"]["val/loss"] == 1 / 5
+
+
+@given(stop_in=st.integers(1, 6), save_freq=st.integers(0, 3))
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_of_it(stop_in: int, save_freq: int) -> None:
+    journal = Journal(TrainingConfig(save_freq=save_freq), FineTuningConfig(steps=6, batch_size=2), 7, stop_in)
+    result = journal.run()
+    assert (result.last_step, len(journal.drawn)) == (stop_in, stop_in)
+    saved = [step for what, step in journal.done if what == "save"]
+    expected = [step for step in range(1, stop_in + 1) if save_freq and step % save_freq == 0]
+    if stop_in < 6 and stop_in not in expected:
+        expected.append(stop_in)
+    assert saved == expected
+
+
+def test_a_run_that_lost_its_ranks_says_what_it_repeats_and_keeps_its_first_loss() -> None:
+    journal = Journal(TrainingConfig(), FineTuningConfig(steps=2, batch_size=2), 7)
+    result = journal.run(restart=SimpleNamespace(describe=lambda: "again"))
+    assert journal.done[0] == ("rewind", 0)
+    assert journal.said == ["again"]
+    assert result.loss_before == 9.0
+
+
+class CountingModel:
+    """The next token is the last one plus one; the batch of a call is kept."""
+
+    def __init__(self) -> None:
+        self.num_rows: list[int] = []
+
+    def next_tokens(self, batch: Any) -> list[int]:
+        self.num_rows.append(len(batch._sequences))
+        return [row.prompt_ids[-1] + 1 for row in batch._sequences]
+
+
+def test_greedy_responses_end_with_the_end_token_or_at_the_limit() -> None:
+    model: Any = CountingModel()
+    assert greedy_responses(model, [[5], [1, 8], [9]], max_tokens=3, end=10) == [[6, 7, 8], [9, 10], [10]]
+    assert model.num_rows == [3, 2, 1]
+
+
+def test_held_out_demonstrations_are_chosen_by_the_seed() -> None:
+    data = demonstrations(20)
+    train, held_out = hold_out(data, 5, seed=1)
+    assert (len(train), len(held_out)) == (15, 5)
+    assert sorted([*train, *held_out], key=data.index) == data
+    assert hold_out(data, 5, seed=1) == (train, held_out)
+    assert hold_out(data, 5, seed=2)[1] != held_out
+    with pytest.raises(InputError, match=r"supervised.val_size is 20, and there are 20 demonstrations; allowed: fewer"):
+        hold_out(data, 20, seed=1)
+
+
+def test_demonstrations_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 3}')
+    check_lengths(tmp_path, [Demonstration((1,), (2, 3))])
+    with pytest.raises(InputError, match=r"longest demonstration has 4 tokens.*supervised.max_length=3"):
+        check_lengths(tmp_path, [Demonstration((1,), (2, 3)), Demonstration((1, 1), (2, 3))])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"token_budget": 0}, "token_budget is 0; allowed: 1 or more"),
+        ({"token_budget": 9, "micro_batch_size": 2}, "token_budget is 9; allowed: null with micro_batch_size"),
+        ({"data": DataConfig(train=("a.jsonl",))}, "data.train is .*name them in supervised.files"),
+        ({"data": DataConfig(val=("a.jsonl",))}, "data.val is .*name them in supervised.val_files"),
+        ({"data": DataConfig(max_val_prompts=3)}, "data.max_val_prompts is given; allowed: its default"),
+        ({"engine": EngineConfig(optim=OptimConfig(lr=0.1))}, "engine.optim is given.*supervised.optim"),
+        (
+            {"trainer": TrainingConfig(keep_best=1, best_metric="val/loss", save_freq=2, test_freq=2)},
+            "trainer.keep_best is 1; allowed: 0 without held-out demonstrations",
+        ),
+        (
+            {
+                "trainer": TrainingConfig(keep_best=1, best_metric="val/loss", save_freq=3, test_freq=2),
+                "supervised": FineTuningConfig(val_size=2),
+            },
+            r"unless test_freq \(2\) divides save_freq \(3\)",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SupervisedJobConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epochs": 0.0}, "epochs is 0.0; allowed: above 0"),
+        ({"val_size": -1}, "val_size is -1; allowed: 0 or more"),
+        ({"val_size": 1, "val_files": ("a",)}, "val_size is 1; allowed: 0 with val_files"),
+        ({"sample_tokens": 0}, "sample_tokens is 0; allowed: 1 or more"),
+        ({"max_length": 1}, "max_length is 1; allowed: 2 or more"),
+        ({"optim": OptimConfig(total_steps=3)}, "optim.total_steps is 3; allowed: null"),
+    ],
+)
+def test_training_that_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FineTuningConfig(**settings)
+
+
+@pytest.mark.slow
+def test_losses_and_responses_are_those_of_transformers_on_the_exported_model(tmp_path: Path) -> None:
+    """ZeRO-1, 2 and 3, sequence parallelism, CPU offload, LoRA and NF4; training uses the fused log-prob operator."""
+    script = Path(__file__).with_name("rl_runtime_supervised_worker.py")
+    command = [sys.executable, str(script), str(write_tiny_model(tmp_path / "model")), str(tmp_path / "out")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]

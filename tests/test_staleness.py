@@ -1,0 +1,115 @@
+"""Rollout beside training: bounded staleness, and every sample trained on once, whatever dies."""
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_runtime.training.ledger import SampleRow, read_samples
+from tests.test_bit_exact_resume import only
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SMALL = (
+    "trainer.num_ranks=1",
+    "rollout.max_model_len=68",
+    "rollout.max_samples_in_flight=4",  # so that groups are in flight at every push
+    "batch.train_batch_size=4",
+    "batch.mini_batch_size=2",
+    "sampling.n=4",
+    "algorithm.entropy_coef=0.05",  # a gradient even where all answers are equally wrong
+    "warm_start.steps=5",
+    "warm_start.optim.warmup_steps=0",
+    "trainer.val_before_train=false",
+    "trainer.val_after_train=false",
+)
+
+
+def check_ledger(rows: list[SampleRow], *, steps: int, groups: int, samples: int, max_staleness: int) -> None:
+    """Every step has its samples, none is there twice, none is too old, and no prompt is missing."""
+    assert Counter((row.group, row.sample) for row in rows).most_common(1)[0][1] == 1, "a sample is there twice"
+    assert {row.outcome for row in rows} == {"trained"}
+    assert Counter(row.step for row in rows) == dict.fromkeys(range(1, steps + 1), groups * samples)
+    for row in rows:
+        assert 0 <= row.step - 1 - int(row.oldest_version) <= max_staleness, row
+    numbers = sorted({int(row.group.split("/")[1].split(":")[0]) for row in rows})
+    assert numbers == list(range(steps * groups)), "a group was lost"
+
+
+def test_servers_generate_ahead_and_a_resumed_run_loses_nothing(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+    ahead = ("trainer.max_staleness=1", "trainer.save_freq=2")
+    first = start_app(tmp_path, *SMALL, *ahead, "trainer.total_training_steps=6", "trainer.experiment=first")
+    first.wait_for("step 3/6")  # the checkpoint of step 2 exists, and has groups for steps 3 and 4
+    os.killpg(first.process.pid, signal.SIGKILL)
+    first.finish()
+    assert not first.survivors()
+    run = only(tmp_path.glob("first_*"))
+    found = start_app(
+        tmp_path,
+        f"config={run / 'config.yaml'}",
+        "trainer.resume=auto",
+        f"trainer.resume_from={run}",
+        "trainer.experiment=second",
+    )
+    assert found.finish() == 0, found.output
+    assert "algorithm.rollout_correction.mode=truncate" in first.output
+    rows = read_samples(only(tmp_path.glob("second_*")))
+    check_ledger(rows, steps=6, groups=4, samples=4, max_staleness=1)
+    assert {row.step - 1 - int(row.oldest_version) for row in rows} == {0, 1}
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(3600)
+def test_twenty_kills_of_driver_ranks_and_servers_lose_no_sample(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+    """A killed driver is started again with `resume=auto`; ranks and servers are replaced by the run itself."""
+    steps, chance = 40, random.Random(os.environ.get("PLINTH_STRIKES_SEED", "1"))
+    settings = (
+        *SMALL,
+        "trainer.num_ranks=2",
+        "rollout.num_servers=2",
+        "trainer.max_staleness=2",
+        "trainer.save_freq=1",
+        f"trainer.total_training_steps={steps}",
+        "trainer.max_restarts=40",
+        "trainer.max_server_restarts=40",
+        "trainer.resume=auto",
+    )
+    log: list[str] = []
+    while True:
+        app = start_app(tmp_path, *settings)
+        app.read_in_background()
+        while app.process.poll() is None and len(log) < 20:
+            time.sleep(chance.uniform(4.0, 14.0))
+            if app.process.poll() is None and (what := _kill(chance, app, tmp_path)):
+                log.append(what)
+        code = app.process.wait(timeout=1200)
+        if code != -signal.SIGKILL:
+            break
+        assert not app.survivors(60)
+    summary = "\n".join(log)
+    print(summary)
+    assert code == 0, f"{summary}\n{app.output[-6000:]}"
+    assert len(log) == 20, summary
+    rows = read_samples(max(tmp_path.glob("grpo_*"), key=lambda run: run.stat().st_mtime))
+    check_ledger(rows, steps=steps, groups=4, samples=4, max_staleness=2)
+
+
+def _kill(chance: random.Random, app: Any, folder: Path) -> str:
+    """Kills the driver, a rank or a server; says which. The driver only once it has a checkpoint of its own."""
+    ledgers = sorted(folder.glob("grpo_*/samples.tsv"))
+    step = max((row.step for row in read_samples(ledgers[-1].parent)), default=0) if ledgers else 0
+    kind = chance.choice(["driver", "rank", "server", "server", "rank"])
+    if kind == "driver":
+        os.kill(app.process.pid, signal.SIGKILL)
+        return f"step {step}: driver"
+    victims = app.children({"rank": "ray::TrainerWorker", "server": "_serve.py"}[kind])
+    if not victims:
+        return ""
+    chance.choice(victims).kill()
+    return f"step {step}: {kind}"
