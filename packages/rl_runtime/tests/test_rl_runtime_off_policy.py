@@ -51,8 +51,8 @@ def sample(rollout_log_probs: Any, *, group: int = 0, spans: Any = None, score: 
         ({"mode": "mask", "min_ratio": 1.1}, "min_ratio is 1.1; allowed: 0 to 1"),
         ({"mode": "mask", "min_ratio": -0.1}, "min_ratio is -0.1"),
         ({"mode": "truncate", "min_ratio": 1.0, "max_ratio": 1.0}, r"allowed: below max_ratio \(1.0\)"),
-        ({"level": "sequence"}, r"mode is 'none', so level \(sequence\).* have no effect"),
-        ({"max_ratio": 3.0}, r"mode is 'none', so .*max_ratio \(3.0\).* allowed: truncate or mask"),
+        ({"level": "sequence"}, r"mode is null, so level \(sequence\).* have no effect"),
+        ({"max_ratio": 3.0}, r"mode is null, so .*max_ratio \(3.0\).* allowed: truncate or mask"),
     ],
 )
 def test_bounds_without_a_meaning_are_refused(settings: dict[str, Any], message: str) -> None:

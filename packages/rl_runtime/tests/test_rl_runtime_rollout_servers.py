@@ -79,7 +79,7 @@ class Actor:
     transport: str = "shm"
     _urls: tuple[str, ...] = ()
 
-    def connect_servers(self, endpoints: list[Endpoint], config: SyncConfig, adapter: str | None = None) -> None:
+    def connect_servers(self, endpoints: list[Endpoint], config: SyncConfig, adapter: str | None, version: int) -> None:
         self.num_connects += 1
         self._urls = tuple(endpoint.url for endpoint in endpoints)
 

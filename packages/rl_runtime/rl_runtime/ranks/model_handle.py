@@ -187,9 +187,11 @@ class ModelHandle:
         """Loads this engine from a checkpoint written by any number of ranks, ZeRO stage and offload."""
         self.ranks.run(TrainerWorker.load, self.name, folder)
 
-    def connect_servers(self, endpoints: Sequence[Endpoint], config: SyncConfig, adapter: str | None = None) -> None:
+    def connect_servers(
+        self, endpoints: Sequence[Endpoint], config: SyncConfig, adapter: str | None = None, version: int = 0
+    ) -> None:
         """Prepares to push the weights to the servers; with `adapter`, the LoRA adapters alone under that name."""
-        self.ranks.run(TrainerWorker.connect_servers, self.name, tuple(endpoints), config, adapter)
+        self.ranks.run(TrainerWorker.connect_servers, self.name, tuple(endpoints), config, adapter, version)
 
     def push_weights(self, version: int) -> SyncReport:
         """Sends the weights to every server as policy `version`; returns the report of rank 0."""

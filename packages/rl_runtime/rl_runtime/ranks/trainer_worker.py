@@ -201,12 +201,13 @@ class TrainerWorker:
         ]
 
     def connect_servers(
-        self, role: str, endpoints: Sequence[Endpoint], config: SyncConfig, adapter: str | None = None
+        self, role: str, endpoints: Sequence[Endpoint], config: SyncConfig, adapter: str | None, version: int
     ) -> None:
         """Prepares to push the weights of `role` to the rollout servers.
 
         LoRA adapters are merged into the pushed weights. With `adapter`, the frozen base is pushed once, now, and
-        `push_weights` then pushes the adapters alone; the servers serve them under that name.
+        `push_weights` then pushes the adapters alone; the servers serve them under that name. `version`: that of the
+        adapters that they serve until then.
         """
         if self._pusher is not None:
             self._pusher.close()
@@ -218,7 +219,7 @@ class TrainerWorker:
             self._pusher = pusher(ZeroSource(engine.whole_tensors()))
             return
         with pusher(ZeroSource(engine.whole_tensors(merged=False))) as base:
-            base.push(0)
+            base.push(version)
         served_as = Adapter(name=adapter, settings=engine.adapter_config())
         self._pusher = pusher(ZeroSource(engine.adapter_tensors()), adapter=served_as)
 

@@ -129,7 +129,7 @@ class RolloutServers:
         wrong = {self._servers.endpoints[i].url: found[i] for i in self._serving() if found[i] != version}
         if wrong:
             raise RlRuntimeError(
-                f"the servers {wrong} do not label tokens with policy version {version}, so requests cannot run through "
+                f"the servers {wrong} do not label tokens with policy version {version}: requests cannot run through "
                 f"a push; sync.running_requests is {self._sync.running_requests}, allowed: wait"
             )
 
@@ -271,7 +271,7 @@ class RolloutServers:
         return [index for index, server in enumerate(self._servers.servers) if server.alive]
 
     def _connect(self, endpoints: list[Endpoint]) -> None:
-        self._actor.connect_servers(endpoints, self._sync, self._adapter)
+        self._actor.connect_servers(endpoints, self._sync, self._adapter, self._client.policy_version)
 
     def _serving(self) -> list[int]:
         """Indices of the running servers that hold the current weights."""

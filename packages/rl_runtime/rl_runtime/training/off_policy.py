@@ -48,9 +48,9 @@ class RolloutCorrection:
         if self.min_ratio == self.max_ratio:
             raise ValueError(f"min_ratio is {self.min_ratio}; allowed: below max_ratio ({self.max_ratio})")
         others = [key for key in fields(self) if key.name != "mode"]
-        if self.mode == "none" and any(getattr(self, key.name) != key.default for key in others):
+        if not self.enabled and any(getattr(self, key.name) != key.default for key in others):
             raise ValueError(
-                f"mode is 'none', so level ({self.level}), max_ratio ({self.max_ratio}) and min_ratio "
+                f"mode is {self.mode or 'null'}, so level ({self.level}), max_ratio ({self.max_ratio}) and min_ratio "
                 f"({self.min_ratio}) have no effect; allowed: truncate or mask, or their defaults"
             )
 
