@@ -16,6 +16,8 @@ unset PIP_CONSTRAINT
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
 venv=$root/.venv
+# Its packages would be installed again, from this checkout, for whoever uses the other one.
+[ ! -L "$venv" ] || { printf 'setup: error: .venv is a link to %s; remove it, or run the tools in it directly\n' "$(readlink "$venv")" >&2; exit 1; }
 stamp=$venv/.plinth-stamp
 log=.cache/setup.log
 # CUDA version of torch's wheel, and the oldest driver for it.

@@ -83,6 +83,13 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.split()[0].split("==") for line in lines)
 
 
+def test_the_environment_of_another_checkout_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / ".venv").symlink_to(tmp_path)
+    done = run_setup(tmp_path)
+    assert done.returncode == 1
+    assert f".venv is a link to {tmp_path}; remove it" in done.stderr
+
+
 def test_every_pin_of_the_cuda_stack_has_hashes_and_no_address() -> None:
     for line in (LISTS / "cuda.txt").read_text().splitlines():
         assert re.fullmatch(r"[a-z0-9-]+==[a-z0-9.]+( --hash=sha256:[0-9a-f]{64})+", line), line
