@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 from rl_data import PromptSampler
 from rollout_vllm import RolloutConfig
@@ -32,6 +33,7 @@ from .inputs import chat_format, load_inputs
 from .job import Algorithm, Job, JobPlan
 from .job_config import JobConfig, JobConfigT, without_secrets
 from .restarts import Restarts
+from .split import describe_split, measured_sides, propose_split
 from .training_run import noting_resume_command, resume_command, unsavable
 
 
@@ -92,6 +94,8 @@ def run_job(
                 )
                 attempt = partial(_run_attempt, compose=compose, memory=memory, stop=stop, start=start)
                 result = Restarts(job).attempts(attempt)
+                if line := _proposed_split(job):
+                    tracker.info(line)
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
         if stop.signal and result.stopped_after is not None:
             tracker.info(f"stopped by {stop.signal.name} after step {result.stopped_after}")
@@ -155,6 +159,25 @@ def _train(
             record=RunRecord(job.tracker, memory, profiler, session, _ledger(job)),
         )
         return loop.run(algorithm.learn, job.resumed, stop=stop, restart=restart)
+
+
+def _proposed_split(job: Job) -> str:
+    """How to divide the GPUs so that rollout and training run at the same time, in one line; empty if not faster."""
+    config, placement = job.config, job.session.placement
+    if not placement.on_gpu or config.rollout.urls or placement.num_gpus < 2 or placement.own_ranks:
+        return ""
+    per_server, staleness = config.rollout.tensor_parallel_size, config.trainer.max_staleness
+    sides = measured_sides(
+        job.tracker.table,
+        is_ahead=staleness > 0,
+        train_gpus=placement.num_ranks,
+        gen_gpus=len(placement.servers) * per_server,
+    )
+    if sides is None:
+        return ""
+    split = propose_split(sides, num_gpus=placement.num_gpus, gpus_per_server=per_server, fits=partial(divides, config))
+    step_s = median(job.tracker.table.series("timing_s/step")[1][1:])
+    return describe_split(split, step_s=step_s, max_staleness=staleness)
 
 
 def _ledger(job: Job) -> SampleLedger:
