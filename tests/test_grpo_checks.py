@@ -9,6 +9,7 @@ import pytest
 from apps.grpo.config import GrpoConfig
 from apps.grpo.main import check
 from benchmarks.random_model import write_random_model
+from rl_runtime import Choice, InputError, choose_settings
 from rl_runtime.ranks.environment import cache_variables
 from run_kit import load_config
 
@@ -123,6 +124,22 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
 def test_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
+
+
+def test_samples_of_older_policies_are_corrected_unless_that_means_nothing() -> None:
+    """`trainer.max_staleness` chooses truncated importance weights, not for log-probs of another distribution."""
+
+    def chosen(*overrides: str) -> Choice[GrpoConfig]:
+        return choose_settings(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
+
+    ahead = chosen("trainer.max_staleness=1")
+    assert ahead.config.algorithm.rollout_correction.mode == "truncate"
+    assert "algorithm.rollout_correction.mode=truncate" in ahead.lines()[0]
+    with pytest.raises(InputError, match=r"sampling.top_p is 0.9; allowed: 1.0 .*because trainer.max_staleness is 1"):
+        chosen("trainer.max_staleness=1", "sampling.top_p=0.9")
+    without = chosen("trainer.max_staleness=1", "sampling.top_p=0.9", "algorithm.rollout_correction.mode=none")
+    assert not without.config.algorithm.rollout_correction.enabled
+    assert chosen().config.algorithm.rollout_correction.mode is None
 
 
 def test_a_home_that_cannot_be_written_is_refused_with_what_to_set(

@@ -9,18 +9,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rl_data import Prompt, PromptSampler
-from rl_runtime.errors import RolloutFailed
+from rl_runtime.app.job_config import JobConfig
+from rl_runtime.config import DynamicSamplingConfig, OversamplingConfig, TrainerConfig
+from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.experience import Experience
 from rl_runtime.rollout import ahead as ahead_module
 from rl_runtime.rollout.ahead import RolloutsAhead
 from rl_runtime.rollout.phase import ScoredGroup
 from rl_runtime.rollout.schedule import Schedule
-from rollout_vllm import PartialGroup, Request, SamplingConfig, VersionSpan
+from rollout_vllm import PartialGroup, Request, RolloutConfig, SamplingConfig, VersionSpan
 from rollout_vllm.samples import PartialSample
+from weight_sync import SyncConfig
 
 NUM_SAMPLES = 2
 LAST_STEP = 12
@@ -293,3 +297,62 @@ class AheadMachine(RuleBasedStateMachine):
 
 TestAhead = AheadMachine.TestCase
 TestAhead.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+STALE = {"max_staleness": 1}
+SECTIONS: dict[str, Any] = {
+    "trainer": TrainerConfig,
+    "rollout": RolloutConfig,
+    "sync": SyncConfig,
+    "oversampling": OversamplingConfig,
+    "dynamic_sampling": DynamicSamplingConfig,
+}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"trainer": {"max_staleness": -1}}, "max_staleness is -1; allowed: 0"),
+        ({"trainer": STALE | {"take_turns": "both"}}, "take_turns is both; allowed: never, or null, with max_stale"),
+        ({"trainer": {"stale_groups": "drop"}}, "stale_groups is drop; allowed: finish with trainer.max_staleness=0"),
+        ({"trainer": STALE | {"stale_groups": "drop"}}, "allowed: finish without oversampling.extra_prompts"),
+        ({"trainer": STALE, "rollout": {"deterministic": True}}, "rollout.deterministic is True; allowed: false with"),
+        ({"trainer": STALE, "dynamic_sampling": {"max_rounds": 2}}, "max_rounds is 2; allowed: 0 with trainer.max_s"),
+        ({"trainer": STALE, "oversampling": {"extra_prompts": 99}}, "extra_prompts is 99; allowed: at most batch"),
+        (
+            {"trainer": STALE, "oversampling": {"extra_prompts": 1, "partial_rollouts": False}},
+            "partial_rollouts is False; allowed: true with trainer.max_staleness=1",
+        ),
+        (
+            {"trainer": STALE, "rollout": {"urls": ("http://h:1",)}, "sync": {"running_requests": "keep"}},
+            "running_requests is keep; allowed: wait with trainer.max_staleness=1 and rollout.urls",
+        ),
+    ],
+)
+def test_what_does_not_work_beside_training_is_refused(sections: dict[str, dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        JobConfig(**{name: SECTIONS[name](**keys) for name, keys in sections.items()})
+
+
+def test_groups_of_another_batch_are_not_resumed() -> None:
+    servers: Any = Servers()
+    rollouts: Any = SimpleNamespace(
+        phase=servers,
+        sampler=PromptSampler(9),
+        sampling=SamplingConfig(n=NUM_SAMPLES),
+        draw=lambda count: prompts(count),
+    )
+
+    def ahead(batch_size: int) -> RolloutsAhead:
+        schedule = Schedule(batch_size=batch_size, max_staleness=1, last_step=3)
+        return RolloutsAhead(rollouts, servers, schedule, check=lambda: None)
+
+    first = ahead(2)
+    first.published(0)
+    state = json.loads(json.dumps(first.state_dict()))
+    ahead(2).load_state_dict(state)
+    with pytest.raises(InputError, match=r"batch.train_batch_size is 3, but the checkpoint has .* allowed: 2"):
+        ahead(3).load_state_dict(state)
+    ahead(3).load_state_dict({"partial_rollouts": []})
+    with pytest.raises(InputError, match=r"1 unfinished groups of a run with trainer\.max_staleness=0"):
+        ahead(2).load_state_dict({"partial_rollouts": [{}]})

@@ -1,0 +1,74 @@
+"""The ledger of samples: outcomes, rewinding, resumed runs, and files cut by a kill."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_data import Prompt
+from rl_runtime.experience import Experience, ExperienceBatch
+from rl_runtime.rollout.phase import Collected, ScoredGroup
+from rl_runtime.training.ledger import FILE_NAME, SampleLedger, SampleRow, read_samples
+
+
+def experience(key: str, index: int, spans: tuple[tuple[int, int], ...] = ((3, 2),)) -> Experience:
+    return Experience(
+        prompt=Prompt(id="p", text="", token_ids=(1,), ground_truth="", data_source=""),
+        group_id=0,
+        group_key=key,
+        sample_index=index,
+        response_ids=(1, 2),
+        response_text="",
+        rollout_log_probs=None,
+        finish_reason="stop",
+        version_spans=spans,
+        score=0.0,
+    )
+
+
+def collected(*ended: ScoredGroup, trained: tuple[str, ...]) -> Collected:
+    items = tuple(item for group in ended for item in group.items if group.key in trained)
+    return Collected(batch=ExperienceBatch(items=items), num_failed=0, ended=ended)
+
+
+def whole(key: str, **changes: Any) -> ScoredGroup:
+    return ScoredGroup(**{"key": key, "num_samples": 2, "items": [experience(key, 0), experience(key, 1)]} | changes)
+
+
+def test_every_sample_of_a_group_that_ended_has_an_outcome(tmp_path: Path) -> None:
+    ledger = SampleLedger(tmp_path)
+    first = whole("1/0:a", items=[experience("1/0:a", 1, ((2, 1), (3, 1)))])
+    ledger.add(4, collected(first, whole("1/1:b"), whole("1/2:c", items=[], is_stale=True), trained=("1/0:a",)))
+    assert read_samples(tmp_path) == [
+        SampleRow(4, "1/0:a", 0, "failed", "", ""),
+        SampleRow(4, "1/0:a", 1, "trained", "2", "3"),
+        SampleRow(4, "1/1:b", 0, "left_out", "3", "3"),
+        SampleRow(4, "1/1:b", 1, "left_out", "3", "3"),
+        SampleRow(4, "1/2:c", 0, "stale", "", ""),
+        SampleRow(4, "1/2:c", 1, "stale", "", ""),
+    ]
+
+
+def test_a_run_that_continues_from_a_checkpoint_drops_later_steps(tmp_path: Path) -> None:
+    ledger = SampleLedger(tmp_path)
+    for step in (1, 2, 3):
+        ledger.add(step, collected(whole(f"{step}/0:a"), trained=(f"{step}/0:a",)))
+    with (tmp_path / FILE_NAME).open("a") as file:
+        file.write("4\t4/0:a\t0\ttrai")  # killed while it wrote
+    again = SampleLedger(tmp_path)  # new ranks in the same folder
+    again.rewind(2)
+    again.add(3, collected(whole("3/1:b"), trained=("3/1:b",)))
+    assert [(row.step, row.group) for row in read_samples(tmp_path)][::2] == [(1, "1/0:a"), (2, "2/0:a"), (3, "3/1:b")]
+
+
+@pytest.mark.parametrize("has_before", [True, False])
+def test_a_resumed_run_begins_with_the_lines_of_the_run_before(tmp_path: Path, has_before: bool) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    for folder in (before, after):
+        folder.mkdir()
+    if has_before:
+        ledger = SampleLedger(before)
+        for step in (1, 2):
+            ledger.add(step, collected(whole(f"{step}/0:a"), trained=()))
+    SampleLedger(after, before=before, step=1)
+    assert {row.step for row in read_samples(after)} == ({1} if has_before else set())
