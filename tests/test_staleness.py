@@ -1,4 +1,4 @@
-"""Rollout beside training: bounded staleness, and every sample trained on once, whatever dies."""
+"""Asynchronous rollout: bounded staleness, and every sample trained on once, whatever dies."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Workload W with rollout beside training: servers and ranks on GPUs of their own, or sharing them.
+"""Workload W with asynchronous rollout: servers and ranks on GPUs of their own, or sharing them.
 
 `python -m benchmarks.staleness.run FOLDER` runs each case on the first two GPUs and prints a table. `--long-tail` gives
 responses log-normal lengths; further `section.key=value` arguments go to every run.

@@ -142,7 +142,7 @@ class Servers:
         return [job for job in self.jobs.values() if not job.future.done()]
 
     def push(self, version: int) -> None:
-        """Cuts what runs; it goes on with the new weights."""
+        """Cuts what runs; it continues with the new weights."""
         for job in self.running:
             job.num_returned = len(job.versions)
         self.version = version
@@ -329,7 +329,7 @@ SECTIONS: dict[str, Any] = {
         ),
     ],
 )
-def test_what_does_not_work_beside_training_is_refused(sections: dict[str, dict[str, Any]], message: str) -> None:
+def test_what_does_not_work_during_generation_is_refused(sections: dict[str, dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         JobConfig(**{name: SECTIONS[name](**keys) for name, keys in sections.items()})
 

@@ -188,7 +188,7 @@ def _ledger(job: Job) -> SampleLedger:
 
 
 def _rollout_config(config: JobConfig, run: Path) -> RolloutConfig:
-    """The servers' settings: partial rollouts, and pushes beside generation, need servers that return unfinished
+    """The servers' settings: partial rollouts, and pushes during generation, need servers that return unfinished
     responses; turns those that can sleep; traced steps those that trace themselves."""
     rollout = replace(config.rollout, sleep_mode=config.rollout.sleep_mode or config.trainer.takes_turns)
     interrupts = config.oversampling.extra_prompts > 0 and config.oversampling.partial_rollouts

@@ -1,7 +1,7 @@
-"""Rollout beside training: the servers generate the groups of later steps while the trainer learns.
+"""Asynchronous rollout: the servers generate the groups of later steps while the trainer learns.
 
 `Schedule` decides which groups may start and which ones a step trains on. Here each group is a task in the client's
-event loop, which generates and scores it, and which goes on when new weights arrive.
+event loop, which generates and scores it, also while new weights arrive.
 """
 
 import queue

@@ -35,7 +35,7 @@ class RolloutServers:
     Args:
         report: called with one line of text for each event of a server.
         adapters_alone: push only the actor's LoRA adapters; the servers keep the base model.
-        holds_requests: a push interrupts requests, which go on with the new weights; False: there are none.
+        holds_requests: a push interrupts requests, which continue with the new weights; False: there are none.
         turns: the servers sleep while the trainer works, and sleep now; None: they share the GPUs' memory.
     """
 
@@ -135,7 +135,7 @@ class RolloutServers:
 
     @contextmanager
     def _requests_held(self) -> Iterator[None]:
-        """Requests in flight return what they have, and go on at the end of the context; or the push holds them."""
+        """Requests in flight return what they have, and continue at the end of the context; or the push holds them."""
         if not self._holds_requests or self._sync.running_requests != "wait":
             yield
             return
