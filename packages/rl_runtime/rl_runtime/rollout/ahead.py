@@ -5,6 +5,7 @@ event loop, which generates and scores it, also while new weights arrive.
 """
 
 import queue
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from ..errors import InputError, RolloutFailed
 from ..experience import Experience, ExperienceBatch, Phase, PromptLike
 from .partial_rollouts import PartialRollout
 from .phase import Collected, RolloutMeter, ScoredGroup, largest
-from .schedule import Schedule, Ticket
+from .schedule import Schedule
 from .step_rollouts import StepRollouts
 from .validation import Validation
 
@@ -55,6 +56,7 @@ class RolloutsAhead:
         self._groups: dict[int, _Group] = {}
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._meter, self._busy_s = RolloutMeter(client), client.busy_s
+        self._collected_at = time.perf_counter()
 
     def __enter__(self) -> "RolloutsAhead":
         return self
@@ -85,6 +87,7 @@ class RolloutsAhead:
         Raises:
             RolloutFailed: no sample is left to train on.
         """
+        started = time.perf_counter()
         with timed("gen"):
             given_up = self._give_up(step)
             num_awaited = len([ticket for ticket in self._schedule.awaited(step) if not ticket.has_ended])
@@ -93,7 +96,7 @@ class RolloutsAhead:
         taken = self._schedule.take(step)
         ended = [self._groups.pop(ticket.number).scored for ticket in taken]
         collected = self._collected(step, [group for group in ended if group is not None])
-        metrics |= self._metrics(step, collected.batch, taken)
+        metrics |= self._metrics(step, collected.batch) | self._waits(started)
         if self._schedule.extra_groups:
             metrics["rollout/num_stale_awaited"] = float(num_awaited)
             metrics["rollout/num_stale_dropped"] = float(len(given_up))
@@ -160,15 +163,24 @@ class RolloutsAhead:
             ended=tuple(ended),
         )
 
-    def _metrics(self, step: int, batch: ExperienceBatch, taken: Sequence[Ticket]) -> dict[str, float]:
-        """Staleness of the samples, and how long the servers had something to do."""
+    def _metrics(self, step: int, batch: ExperienceBatch) -> dict[str, float]:
+        """Staleness of the samples."""
         staleness = [step - 1 - item.policy_version for item in batch.items]
-        before, self._busy_s = self._busy_s, self._client.busy_s
         return {
             "staleness/mean": sum(staleness) / len(staleness),
             "staleness/max": float(max(staleness)),
             "staleness/num_groups_ahead": float(len(self._schedule.tickets)),
-            "rollout/busy_s": self._busy_s - before,
+        }
+
+    def _waits(self, started: float) -> dict[str, float]:
+        """How long each side waited for the other since the last call; the trainer since `started`."""
+        busy_before, self._busy_s = self._busy_s, self._client.busy_s
+        before, self._collected_at = self._collected_at, time.perf_counter()
+        busy_s = self._busy_s - busy_before
+        return {
+            "rollout/trainer_wait_s": self._collected_at - started,
+            "rollout/servers_wait_s": max(0.0, self._collected_at - before - busy_s),
+            "rollout/busy_s": busy_s,
         }
 
     def validate(self, step: int) -> Validation | None:

@@ -30,6 +30,8 @@ _KNOWN = (
     Panel(title="Critic", unit="", metrics=("critic/explained_variance", "critic/values/mean", "critic/returns/mean")),
     Panel(title="Throughput", unit="tokens/s per device", metrics=("perf/throughput",)),
     Panel(title="Step time", unit="s", metrics=("timing_s/*",), kind="stack", section="time"),
+    Panel(title="Waiting", unit="s", metrics=("rollout/trainer_wait_s", "rollout/servers_wait_s"), section="time"),
+    Panel(title="Staleness", unit="versions", metrics=("staleness/mean", "staleness/max"), section="mismatch"),
     Panel(
         title="Rollout to trainer log-prob gap",
         unit="nats",
