@@ -59,9 +59,14 @@ from .losses.policy import entropy_from_logits as entropy_from_logits
 from .losses.policy import gspo_loss as gspo_loss
 from .losses.policy import policy_metric_shares as policy_metric_shares
 from .losses.policy import ppo_clip_loss as ppo_clip_loss
+from .losses.preference import bradley_terry_loss as bradley_terry_loss
+from .losses.preference import dpo_loss as dpo_loss
+from .losses.preference import kto_kl as kto_kl
+from .losses.preference import kto_loss as kto_loss
 from .losses.value import value_loss as value_loss
 from .options import ImportanceLevel as ImportanceLevel
 from .options import ImportanceMode as ImportanceMode
 from .options import KLKind as KLKind
 from .options import LossAggregation as LossAggregation
+from .options import PairLoss as PairLoss
 from .options import check_clip as check_clip

@@ -18,6 +18,9 @@ ImportanceLevel = Literal["token", "sequence", "geometric"]
 ImportanceMode = Literal["truncate", "mask"]
 """Treatment of importance ratios out of bounds, see `rl_core.rollout_weights`."""
 
+PairLoss = Literal["dpo", "ipo"]
+"""Losses of direct preference optimization, see `rl_core.dpo_loss`."""
+
 
 def check_clip(clip_low: float, clip_high: float, dual_clip: float | None = None) -> None:
     """Check the clip bounds of a policy loss.

@@ -11,6 +11,11 @@ from .errors import ModelFolderError as ModelFolderError
 from .errors import RlDataError as RlDataError
 from .errors import SamplerStateError as SamplerStateError
 from .errors import UnknownDataSourceError as UnknownDataSourceError
+from .preferences import LabeledResponse as LabeledResponse
+from .preferences import PreferencePair as PreferencePair
+from .preferences import check_preferences as check_preferences
+from .preferences import load_labeled as load_labeled
+from .preferences import load_pairs as load_pairs
 from .prepare.config import PrepareConfig as PrepareConfig
 from .prepare.pipeline import prepare_data as prepare_data
 from .prompts import Prompt as Prompt
