@@ -92,7 +92,7 @@ from .training.supervised import train_supervised as train_supervised
 from .training.supervised_loop import SupervisedLoop as SupervisedLoop
 from .training.teacher import RankTeacher as RankTeacher
 from .training.teacher import ServerTeacher as ServerTeacher
-from .training.teacher import TeacherConfig as TeacherConfig
 from .training.teacher import distillation_loss as distillation_loss
 from .training.teacher import teacher_term as teacher_term
+from .training.teacher_config import TeacherConfig as TeacherConfig
 from .training.uploads import check_checkpoint_url as check_checkpoint_url

@@ -23,7 +23,7 @@ from ..config import (
     TaskSize,
     TrainerConfig,
 )
-from ..training.teacher import TeacherConfig
+from ..training.teacher_config import TeacherConfig
 
 
 @dataclass(frozen=True, kw_only=True)

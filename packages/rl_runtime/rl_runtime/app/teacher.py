@@ -21,7 +21,8 @@ from rollout_vllm import (
 from ..config import ModelConfig
 from ..errors import InputError
 from ..launch.placement import Placement
-from ..training.teacher import RankTeacher, ServerTeacher, TeacherConfig
+from ..training.teacher import RankTeacher, ServerTeacher
+from ..training.teacher_config import TeacherConfig
 from .inputs import BUILTIN_MODEL
 from .job import Job
 from .job_config import JobConfig
