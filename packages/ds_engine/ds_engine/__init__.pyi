@@ -1,4 +1,6 @@
 from .batch import Head as Head
+from .batch import HeadTerm as HeadTerm
+from .batch import LmHead as LmHead
 from .batch import LogProbFn as LogProbFn
 from .batch import LossFn as LossFn
 from .batch import LossOutput as LossOutput

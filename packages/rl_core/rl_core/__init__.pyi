@@ -1,3 +1,4 @@
+from .advantages.distillation import distillation_advantages as distillation_advantages
 from .advantages.gae import gae as gae
 from .advantages.gae import token_rewards as token_rewards
 from .advantages.group import dr_grpo_advantages as dr_grpo_advantages
@@ -47,8 +48,12 @@ from .importance.weights import rollout_weights as rollout_weights
 from .kl.control import AdaptiveKL as AdaptiveKL
 from .kl.control import FixedKL as FixedKL
 from .kl.control import KLController as KLController
+from .kl.divergence import divergence as divergence
 from .kl.estimators import kl_estimate as kl_estimate
 from .kl.estimators import kl_loss as kl_loss
+from .kl.linear_divergence import TeacherHead as TeacherHead
+from .kl.linear_divergence import TeacherTopK as TeacherTopK
+from .kl.linear_divergence import linear_divergence as linear_divergence
 from .losses.aggregate import aggregate_loss as aggregate_loss
 from .losses.aggregate import global_totals as global_totals
 from .losses.aggregate import token_weights as token_weights
@@ -64,6 +69,7 @@ from .losses.preference import dpo_loss as dpo_loss
 from .losses.preference import kto_kl as kto_kl
 from .losses.preference import kto_loss as kto_loss
 from .losses.value import value_loss as value_loss
+from .options import DivergenceKind as DivergenceKind
 from .options import ImportanceLevel as ImportanceLevel
 from .options import ImportanceMode as ImportanceMode
 from .options import KLKind as KLKind

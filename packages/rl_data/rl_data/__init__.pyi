@@ -33,3 +33,4 @@ from .tiny_model import build_tiny_model as build_tiny_model
 from .tokenizer import check_model_folder as check_model_folder
 from .tokenizer import find_model_folder as find_model_folder
 from .tokenizer import load_tokenizer as load_tokenizer
+from .vocabulary import check_same_vocabulary as check_same_vocabulary

@@ -23,6 +23,7 @@ from ..config import (
     TaskSize,
     TrainerConfig,
 )
+from ..training.teacher_config import TeacherConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +189,10 @@ def without_secrets(config: WithSecretsT) -> WithSecretsT:
     """The configuration without API keys and credentials in URLs, for files and logs."""
     urls = tuple(map(redact_urls, config.rollout.urls))
     url = None if config.reward.url is None else redact_urls(config.reward.url)
+    teacher = getattr(config, "teacher", None)
+    if isinstance(teacher, TeacherConfig):
+        server = replace(teacher.server, api_key=None, urls=tuple(map(redact_urls, teacher.server.urls)))
+        config = replace(config, teacher=replace(teacher, server=server))
     return replace(
         config,
         rollout=replace(config.rollout, api_key=None, urls=urls),
