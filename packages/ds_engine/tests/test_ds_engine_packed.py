@@ -186,7 +186,7 @@ def test_kernel_choice_by_what_is_installed(tmp_path: Path, monkeypatch: pytest.
     assert choose() == "flash"
     capability = (7, 5)
     assert choose() == choose("sdpa") == "sdpa"
-    with pytest.raises(EngineConfigError, match="compute capability 8.0 or newer"):
+    with pytest.raises(EngineConfigError, match=r"compute capability 8\.0 or newer"):
         choose("varlen")
     capability = (8, 0)
     with pytest.raises(EngineConfigError, match="needs flash-attn-4 and a Hopper"):
