@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from ds_engine import EngineConfig, MemoryEstimate, ModelShape, estimate_memory
+from ds_engine.dtypes import nf4_bytes
 from ds_engine.planning.model_shape import FAMILIES, read_shape
 from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rl_data import DataError, find_model_folder
-from rollout_vllm import ServerMemory, estimate_server_memory
+from rollout_vllm import RolloutConfig, ServerMemory, estimate_server_memory
 from rollout_vllm.servers.checks import kv_value_bytes
 
 from ..config import DEFAULT_NUM_RANKS, ModelConfig
@@ -647,7 +648,7 @@ def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total:
     if rollout.kv_cache_gib is not None:
         needed = int(rollout.kv_cache_gib * 2**30 / per_token)
     memory = estimate_server_memory(
-        weight_bytes=size * sum(weight.size for weight in shape.weights()),
+        weight_bytes=_server_weights(rollout, shape, size),
         kv_bytes_per_token=per_token,
         kv_tokens=needed,
         hidden=shape.hidden,
@@ -663,6 +664,16 @@ def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total:
         rest = int(rollout.gpu_memory_utilization * total) - memory.total + memory.kv_cache
         return replace(memory, kv_cache=max(0, rest))
     return memory
+
+
+def _server_weights(rollout: RolloutConfig, shape: ModelShape, size: int) -> int:
+    """Bytes of a server's weights with `size` bytes per element. In NF4, one dequantized matrix comes on top."""
+    total = sum(weight.size for weight in shape.weights())
+    if rollout.quantization == "none":
+        return size * total
+    matrices = [weight.size for weight in shape.linear_layers()]
+    rounded = shape.num_layers * sum(matrices)
+    return size * (total - rounded + max(matrices)) + shape.num_layers * sum(map(nf4_bytes, matrices))
 
 
 # ------------------------------------------------------------------ dotted keys
