@@ -26,7 +26,7 @@ from .simple import SimpleBatch
 from .state.checkpoint import load_state, save_state
 from .state.export import export_tensors
 from .state.reshape import StateSource, fill_state, has_layout
-from .zero.ds_config import deepspeed_config
+from .zero.ds_config import check_deepspeed, deepspeed_config
 from .zero.memory import EngineMemory, MemoryReport, memory_stats
 from .zero.optimizer import build_optimizer, start_deepspeed
 from .zero.optimizer_step import LossScale, check_fp16, global_grad_norm
@@ -74,7 +74,7 @@ class ZeroEngine:
         self._total_steps = total_steps if total_steps is not None else config.optim.total_steps
         check_schedule(config.optim, self._total_steps)
         kernel = row_kernel(module) or choose_kernel(
-            config.attention, device_type=device.type, dtype=torch_dtype(config.dtype)
+            config.attention, device_type=device.type, dtype=torch_dtype(config.model_dtype)
         )
         self._num_steps = 0
         prepare_model(
@@ -124,8 +124,9 @@ class ZeroEngine:
             EngineConfigError: a setting cannot work on this machine.
         """
         _require_process_group()
+        check_deepspeed(config)
         check_offload(config.zero.offload)
-        check_fp16(config.dtype, device.type)
+        check_fp16(config.model_dtype, device.type)
         settings = deepspeed_config(config, device_type=device.type, trainable=trainable)
         module = load_model(model_path, config, device=device, ds_config=settings, head=head)
         return cls(

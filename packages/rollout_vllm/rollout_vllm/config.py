@@ -44,6 +44,9 @@ class RolloutConfig:
     kv_cache_dtype: Literal["auto", "fp8"] = (
         "auto"  # auto: the model's dtype; fp8: half of the memory, less accurate, so compare log-probs; GPU only
     )
+    quantization: Literal["none", "bitsandbytes"] = (
+        "none"  # bitsandbytes: linear layers in NF4, rounded while the folder is loaded; GPU only, no pushed weights
+    )
     kv_cache_gib: float | None = None  # KV cache in GiB; None: 1 on the CPU, set by gpu_memory_utilization on GPUs
     enforce_eager: bool | None = (
         None  # False: torch.compile and CUDA graphs, starts later, decodes faster; None: False on GPUs, True on the CPU
@@ -84,6 +87,8 @@ class RolloutConfig:
         optional = ("num_servers", "max_num_seqs", "max_model_len", "kv_cache_gib", "cpu_threads")
         _require_positive(self, optional, or_none=True)
         _require(self.server_count <= 4096, "num_servers", self.num_servers, "at most 4096")
+        loads_folder = self.quantization == "none" or self.load_format in ("auto", "bitsandbytes")
+        _require(loads_folder, "load_format", self.load_format, f"auto with quantization={self.quantization}")
         rank_fits = self.max_lora_rank in (None, *_LORA_RANKS)
         _require(rank_fits, "max_lora_rank", self.max_lora_rank, f"one of {', '.join(map(str, _LORA_RANKS))}, or None")
         _require(self.stop_grace_s >= 0, "stop_grace_s", self.stop_grace_s, "0 or more seconds")
