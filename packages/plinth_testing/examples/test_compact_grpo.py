@@ -23,7 +23,7 @@ from plinth_testing.batches import PaddedBatch, pad
 from plinth_testing.strategies import ScoredGroups, TokenSequence, batches, groups, packings, seeds
 
 VOCABULARY = 7
-PROPERTY = settings(max_examples=25, deadline=None)
+PROPERTY = settings(max_examples=12, deadline=None)
 some_batches = batches(vocab_size=VOCABULARY)
 
 
