@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from apps.forecast.models import PUBLISHED
 from apps.grpo.config import GrpoConfig
 from ds_engine import EngineConfig, EngineConfigError, ModelShape, ZeroConfig, check_deepspeed
 from rl_runtime import InputError, PlacementError
@@ -17,17 +18,7 @@ from run_kit import load_config
 
 REPO = Path(__file__).resolve().parents[1]
 QUOTED = (REPO / "docs" / "troubleshooting.md").read_text()
-QWEN2_7B = ModelShape.read(
-    {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    }
-)
+QWEN2_7B = ModelShape.read(PUBLISHED["qwen2.5-7b"])
 
 
 def cards(number: int, gib: float, capability: tuple[int, int]) -> tuple[Gpu, ...]:

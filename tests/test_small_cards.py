@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from apps.forecast.models import PUBLISHED
 from apps.grpo.config import GrpoConfig
 from apps.sft.config import SftConfig
 from ds_engine import ModelShape, estimate_memory
@@ -19,17 +20,7 @@ from rollout_vllm.servers.command import server_arguments
 from run_kit import ConfigError, load_config
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
-QWEN2_7B = ModelShape.read(
-    {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    }
-)
+QWEN2_7B = ModelShape.read(PUBLISHED["qwen2.5-7b"])
 GIB = 2**30
 
 
