@@ -6,26 +6,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..config.differences import differing
-from ..config.yaml import YamlError, parse_typed
 from ..errors import ReportError
 from ..tracking.metrics_table import MetricsTable, atomic_write, columns_of
-from ..tracking.panels import Section, choose_panels, single_panels
+from ..tracking.panels import Section, choose_panels, measured_columns, single_panels
 from ..tracking.summary import tail_mean
 from .data import MAX_ROLLOUTS, read_run, spread
+from .overview import config_differences, overview
 from .page import METRIC_FILTER, assemble, figure, figure_grid, number_table, phase_order, rollouts_section
 from .svg import Series, line_chart, stack_chart
-
-_OVERVIEW = (
-    ("critic/score/mean", "score, last five", "{:.4f}"),
-    ("val/accuracy", "held-out accuracy, last", "{:.4f}"),
-    ("perf/throughput", "tokens/s per device, last five", "{:,.0f}"),
-    ("timing_s/step", "s a step, last five", "{:.3g}"),
-    ("perf/max_memory_reserved_gb", "peak reserved GB of a rank", "{:.2f}"),
-    ("memory/host_peak_gib", "peak host GiB", "{:.2f}"),
-    ("rollout/log_prob_mismatch", "log-prob gap, last five", "{:.2g}"),
-)
-_PEAKS = ("perf/max_memory_reserved_gb", "memory/host_peak_gib")
 
 
 def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title: str = "Comparison") -> Path:
@@ -64,7 +52,7 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
 
 def _figures(tables: Mapping[str, MetricsTable], section: Section) -> str:
     figures = []
-    for panel in single_panels(columns_of(tables.values())):
+    for panel in single_panels(measured_columns(list(tables.values()))):
         (name,) = panel.metrics
         if panel.section == section:
             found = {label: table.series(name, gaps=True) for label, table in tables.items()}
@@ -75,18 +63,9 @@ def _figures(tables: Mapping[str, MetricsTable], section: Section) -> str:
 
 
 def _overview(tables: Mapping[str, MetricsTable]) -> str:
-    # Memory of GPUs is 0 on the CPU; any other 0 is a result.
-    found = {entry: [v for table in tables.values() for v in table.series(entry[0])[1]] for entry in _OVERVIEW}
-    known = [entry for entry, values in found.items() if (any(values) if entry[0] in _PEAKS else values)]
-    rows = []
-    for label, table in tables.items():
-        cells = [str(max((step for step in table.steps if step > 0), default=0))]
-        for name, words, form in known:
-            values = table.series(name)[1]
-            last = 1 if words.endswith("last") else 5
-            cells.append("" if not values else form.format(max(values) if name in _PEAKS else tail_mean(values, last)))
-        rows.append((label, cells))
-    return number_table(("run", "steps", *(words for _, words, _ in known)), rows)
+    measures = overview(list(tables.values()))
+    rows = [(label, [measure.texts[index] for measure in measures]) for index, label in enumerate(tables)]
+    return number_table(("run", *(measure.title for measure in measures)), rows)
 
 
 def _time(tables: Mapping[str, MetricsTable]) -> str:
@@ -121,12 +100,5 @@ def _metrics(tables: Mapping[str, MetricsTable]) -> str:
 
 
 def _differences(config_texts: Mapping[str, str]) -> str:
-    rows = list(differing({label: _parsed(text, label) for label, text in config_texts.items()}).items())
+    rows = list(config_differences(config_texts).items())
     return number_table(("key", *config_texts), rows) if rows else '<p class="soft">Nothing but their names.</p>'
-
-
-def _parsed(text: str, label: str) -> Any:
-    try:
-        return parse_typed(text, None)
-    except YamlError as error:
-        raise ReportError(f"config.yaml of {label}: {error}") from None

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..tracking.curves import label_of
 from ..tracking.metrics_table import MetricsTable, atomic_write
-from ..tracking.panels import Panel, Section, choose_panels
+from ..tracking.panels import Panel, Section, choose_panels, measured_columns
 from ..tracking.progress import duration_text
 from ..tracking.summary import summarize
 from .assets import SCRIPT, STYLE
@@ -33,7 +33,7 @@ def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path
     folder = Path(run_folder)
     path = folder / "report.html" if path is None else Path(path)
     data = read_run(folder)
-    panels = choose_panels(data.table.columns, limit=24)
+    panels = choose_panels(measured_columns([data.table]), limit=24)
     sections = [
         ("curves", "Curves", _curves(data, panels)),
         ("time", "Where the time goes", _time(data.table, panels)),
