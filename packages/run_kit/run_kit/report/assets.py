@@ -18,13 +18,15 @@ nav { position:sticky; top:0; z-index:2; background:var(--paper); border-bottom:
 nav div { max-width:1180px; margin:0 auto; padding:9px 20px; display:flex; gap:18px; flex-wrap:wrap;
   align-items:baseline; }
 nav b { margin-right:auto; } nav a { color:var(--soft); text-decoration:none; } nav a:hover { color:var(--accent); }
-h1 { font-size:24px; margin:26px 0 4px; } h2 { font-size:18px; margin:38px 0 12px; scroll-margin-top:52px; }
+h1 { font-size:24px; margin:26px 0 4px; overflow-wrap:anywhere; }
+h2 { font-size:18px; margin:38px 0 12px; scroll-margin-top:52px; }
 .soft { color:var(--soft); } .num { font-variant-numeric:tabular-nums; text-align:right; white-space:nowrap; }
 .tiles { display:grid; grid-template-columns:repeat(auto-fill,minmax(215px,1fr)); gap:12px; margin-top:16px; }
 .tile { background:var(--card); border:1px solid var(--edge); border-radius:8px; padding:10px 14px; }
-.tile b { display:block; font-size:18px; white-space:nowrap; font-variant-numeric:tabular-nums; }
+.tile b { display:block; font-size:18px; font-variant-numeric:tabular-nums; } .tile small { white-space:nowrap; }
 .tile span { color:var(--soft); font-size:13px; } .up { color:var(--good); } .down { color:var(--bad); }
-.grid3 { display:grid; grid-template-columns:repeat(auto-fill,minmax(320px,1fr)); gap:14px; }
+.grid3 { display:grid; grid-template-columns:repeat(auto-fill,minmax(min(100%,320px),1fr)); gap:14px; }
+.sides { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr)); }
 figure { margin:0; background:var(--card); border:1px solid var(--edge); border-radius:8px; padding:10px 12px 4px; }
 figcaption { font-weight:600; font-size:14px; } figcaption .soft { font-weight:400; font-size:12px; margin-left:6px; }
 .legend { font-size:12px; color:var(--soft); min-height:18px; }
@@ -47,7 +49,7 @@ input, select { font:inherit; color:inherit; background:var(--paper); border:1px
 button { font:inherit; color:var(--accent); background:none; border:1px solid var(--edge); border-radius:6px;
   padding:5px 14px; cursor:pointer; }
 .sample { border:1px solid var(--edge); border-radius:8px; margin:10px 0; background:var(--card); }
-.sample header { display:flex; gap:14px; flex-wrap:wrap; padding:7px 14px; border-bottom:1px solid var(--edge);
+.sample header { display:flex; gap:2px 14px; flex-wrap:wrap; padding:7px 14px; border-bottom:1px solid var(--edge);
   font-size:13px; color:var(--soft); } .sample header b { color:var(--ink); }
 .sample .text { padding:8px 14px; white-space:pre-wrap; overflow-wrap:anywhere;
   font:13.5px/1.5 ui-monospace, monospace; }
@@ -56,6 +58,13 @@ mark { background:#ffd84d; color:#1c2430; }
 details { margin-top:12px; } summary { cursor:pointer; font-weight:600; }
 pre { background:var(--card); border:1px solid var(--edge); border-radius:8px; padding:12px 14px; overflow:auto;
   font:13px/1.5 ui-monospace, monospace; max-height:520px; }
+.chart { overflow-x:auto; }
+@media (max-width:640px) { main { padding:0 14px 40px; } h1 { font-size:20px; }
+  nav div { flex-wrap:nowrap; overflow-x:auto; scrollbar-width:none; white-space:nowrap; padding:9px 14px; }
+  .tiles { grid-template-columns:repeat(auto-fill,minmax(150px,1fr)); gap:8px; } .tile b { font-size:16px; }
+  .stack svg { width:760px; max-width:none; } .share { display:none; }
+  table { font-size:13px; } th, td { padding:4px 6px; } .wide th { overflow-wrap:anywhere; min-width:70px; }
+  .wide td:first-child { white-space:normal; overflow-wrap:anywhere; min-width:160px; } }
 @media print { nav, .bar-row, button { display:none; } }
 """
 STYLE += "".join(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ReportError
 from ..tracking.metrics_table import MetricsTable, atomic_write, columns_of
@@ -13,7 +13,16 @@ from ..tracking.summary import tail_mean
 from .data import MAX_ROLLOUTS, read_run, spread
 from .overview import config_differences, overview
 from .page import METRIC_FILTER, assemble, figure, figure_grid, number_table, phase_order, rollouts_section
+from .shared_prompts import Record, SharedPrompt, shared_prompts
+from .sides import Response, Side, side_by_side
 from .svg import Series, line_chart, stack_chart
+
+_MOST_PROMPTS = 50
+"""Shared prompts on the page."""
+_OPEN_PROMPTS = 6
+"""Those that are visible before the user opens the others."""
+_MOST_RESPONSES = 3
+"""Responses of a run to a shared prompt."""
 
 
 def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title: str = "Comparison") -> Path:
@@ -41,6 +50,7 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
         ("time", "Where the time goes", _time(tables)),
         ("memory", "Memory", _figures(tables, "memory")),
         ("mismatch", "Rollout and trainer", _figures(tables, "mismatch")),
+        ("sides", "Same prompts", _sides({label: run.rollouts for label, run in data.items()})),
         ("rollouts", "Rollouts", rollouts_section(records, sum(run.num_rollouts for run in data.values()))),
         ("metrics", "All metrics", _metrics(tables)),
     ]
@@ -89,6 +99,39 @@ def _time(tables: Mapping[str, MetricsTable]) -> str:
         _, *above, phase = name.split("/")
         rows.append(("\u2003" * len(above) + phase, ["" if math.isnan(mean) else f"{mean:.3f}" for mean in values]))
     return f"{chart}<p></p>" + number_table(("mean s a step", *tables), rows)
+
+
+def _sides(rollouts: Mapping[str, list[dict[str, Any]]]) -> str:
+    """Responses of the runs to the same prompts, side by side; empty if they share none."""
+    found = shared_prompts(rollouts)
+    if not found:
+        return ""
+    bodies = [_side_by_side(one) for one in found[:_MOST_PROMPTS]]
+    first, rest = "".join(bodies[:_OPEN_PROMPTS]), "".join(bodies[_OPEN_PROMPTS:])
+    more = f"<details><summary>{len(bodies) - _OPEN_PROMPTS} more</summary>{rest}</details>" if rest else ""
+    shown = "" if len(bodies) == len(found) else f", {len(bodies)} of them shown"
+    note = "the largest difference in reward first. The responses are of the newest step that the runs share, if any."
+    return f'<p class="soft">{len(found)} prompts that two runs or more sampled{shown}; {note}</p>{first}{more}'
+
+
+def _side_by_side(shared: SharedPrompt) -> str:
+    mean = fmean(shared.mean_rewards or [0.0])
+    sides = [
+        Side(
+            title=f"{label}, step {records[0]['step']}",
+            responses=[_response(record, mean) for record in records[:_MOST_RESPONSES]],
+        )
+        for label, records in shared.records.items()
+    ]
+    truths = [record.get("ground_truth") for records in shared.records.values() for record in records]
+    truth = next((f"ground truth {truth}" for truth in truths if truth), "")
+    return side_by_side(f"step {shared.step}", truth, shared.prompt, sides)
+
+
+def _response(record: Record, mean: float) -> Response:
+    reward = math.nan if record["reward"] is None else record["reward"]
+    color: Literal["up", "down", "soft"] = "up" if reward > mean else "down" if reward < mean else "soft"
+    return Response(verdict=f"reward {reward:.4g}", color=color, text=record["response"])
 
 
 def _metrics(tables: Mapping[str, MetricsTable]) -> str:
