@@ -1,4 +1,4 @@
-"""Lists runs with their states, compares runs, opens a report: `plinth runs [compare RUN RUN... | open RUN]`.
+"""Lists runs with their states, compares runs, opens a report: `plinth runs [compare|open] [RUN ...]`.
 
 A run is running, finished, stopped (by a signal), failed (with an error) or died (its process is gone and wrote no
 end). A process of this host is looked up; one of another host is judged by its signs of life.
