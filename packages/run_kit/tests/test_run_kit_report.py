@@ -174,7 +174,7 @@ def test_pages_are_strict_html(page: str, comparison: Path) -> None:
 
 def test_a_comparison_shows_the_runs_side_by_side(comparison: Path) -> None:
     page = comparison.read_text(encoding="utf-8")
-    for words in ("Overview", "What the runs do not share", "Curves", "Where the time goes", "Memory", "Rollouts"):
+    for words in ("Overview", "Keys that differ", "Curves", "Where the time goes", "Memory", "Rollouts"):
         assert f">{words}</h2>" in page
     assert "first &lt;run&gt;" in page
     assert "first <run>" not in page

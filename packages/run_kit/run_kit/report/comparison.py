@@ -45,7 +45,7 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
     records.sort(key=lambda record: record["step"])
     sections = [
         ("overview", "Overview", _overview(tables)),
-        ("config", "What the runs do not share", _differences({label: run.config_text for label, run in data.items()})),
+        ("config", "Keys that differ", _differences({label: run.config_text for label, run in data.items()})),
         ("curves", "Curves", _figures(tables, "curves")),
         ("time", "Where the time goes", _time(tables)),
         ("memory", "Memory", _figures(tables, "memory")),
