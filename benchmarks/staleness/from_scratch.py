@@ -40,7 +40,7 @@ def start(folder: Path, staleness: int, steps: int, extra: Sequence[str]) -> Run
         f"model.path={folder}/model",
         f"data.train={folder}/task/train.parquet",
         f"data.val={folder}/task/val.parquet",
-        f"supervised.files={folder}/task/demonstrations.parquet",
+        f"warm_start.files={folder}/task/demonstrations.parquet",
         "warm_start.optim.lr=5e-4",
         "warm_start.batch_size=128",
         "actor.optim.lr=2e-5",
@@ -70,7 +70,7 @@ def main() -> None:
     """Runs the cases and prints their curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--staleness", type=int, action="append", help="may be repeated; default: 0 and 1")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=12)
@@ -81,8 +81,9 @@ def main() -> None:
     folder = args.folder.absolute()
     write(folder, hidden=args.hidden, layers=args.layers, seed=args.seed)
     extra = [f"trainer.seed={args.seed}", *(BFLOAT16 if args.hidden > 256 else ()), *extra]
-    runs = [start(folder, staleness, args.steps, extra) for staleness in args.staleness] if args.at_once else []
-    for staleness in args.staleness:
+    cases = args.staleness or [0, 1]
+    runs = [start(folder, staleness, args.steps, extra) for staleness in cases] if args.at_once else []
+    for staleness in cases:
         run = runs.pop(0) if runs else start(folder, staleness, args.steps, extra)
         code = run.end(args.timeout)
         text = run.log.read_text(errors="replace")
