@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import webbrowser
 from collections.abc import Mapping, Sequence
@@ -59,13 +60,13 @@ def find_run(run: str, output_dir: str) -> Path:
         TrackingError: there is no such folder; names the nearest run.
     """
     for path in (Path(output_dir) / run, Path(run)):
-        if run and path.is_dir():
+        if run and os.path.isdir(path):  # Path.is_dir raises for a name that is too long
             return path
     parent = Path(output_dir)
-    names = sorted(path.name for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+    names = sorted(path.name for path in parent.iterdir() if path.is_dir()) if os.path.isdir(parent) else []
     near = get_close_matches(run, names, n=1, cutoff=0.4)
     hint = f"; nearest: {near[0]}" if near else "; `plinth runs` lists them"
-    raise TrackingError(f"run is {run!r}, which is neither a folder nor a run in output_dir={output_dir}{hint}")
+    raise TrackingError(f"run is {run[:200]!r}, which is neither a folder nor a run in output_dir={output_dir}{hint}")
 
 
 def compare(config: CompareConfig) -> None:

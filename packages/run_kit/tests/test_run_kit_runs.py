@@ -178,11 +178,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.fixture
 def two_runs(tmp_path: Path) -> Path:
-    for name, score, seed in (("a=1", 0.25, 1), ("b", 0.5, 2)):
+    for name, score, seed, data in (("a=1", 0.25, 1, "null"), ("b", 0.5, 2, "[1, 2]")):
         further = score if name == "b" else ""
         run = write_run(tmp_path, name, state(state="finished"))
         (run / "metrics.tsv").write_text(f"step\tcritic/score/mean\tactor/x\n1\t{score}\t{further}\n")
-        (run / "config.yaml").write_text(f"trainer: {{seed: {seed}, resume: auto}}\n")
+        (run / "config.yaml").write_text(f"trainer: {{seed: {seed}, resume: auto}}\ndata: {data}\n")
     return tmp_path
 
 
@@ -202,14 +202,25 @@ def test_compare_shows_last_metrics_and_the_keys_that_differ(
     rows = [re.split(r"\s{2,}", line) for line in text.splitlines()]
     assert code == 0
     assert rows[:3] == [["", "a=1", "b"], ["steps", "1", "1"], ["score, last five", "0.2500", "0.5000"]]
-    assert rows[3:] == [["actor/x", "0.5"], [""], ["keys that differ", "a=1", "b"], ["trainer.seed", "1", "2"]]
+    assert rows[3:] == [
+        ["actor/x", "0.5"],
+        [""],
+        ["keys that differ", "a=1", "b"],
+        ["trainer.seed", "1", "2"],
+        ["data", "null", "[1, 2]"],
+    ]
     code, text = ending(["compare", "a=1", "b", folder, "--json"], capsys)
     found = json.loads(text)
-    assert (code, found["runs"], found["config"]) == (0, ["a=1", "b"], {"trainer.seed": ["1", "2"]})
+    assert (code, found["runs"], found["config"]) == (
+        0,
+        ["a=1", "b"],
+        {"trainer.seed": ["1", "2"], "data": ["null", "[1, 2]"]},
+    )
     assert {"metric": "critic/score/mean", "title": "score, last five", "values": [0.25, 0.5]} in found["metrics"]
     for arguments, words in (
         (["a=1", "bb"], "run is 'bb', which is neither a folder nor a run in"),
         (["a=1", "bb"], "nearest: b"),
+        (["b", "c" * 5000], "ccc', which is neither a folder"),
         (["b"], "runs: has 1 runs; allowed: two or more"),
         (["b", "b"], "names a run twice"),
         (["a=1", "b", "metrics=actor/y"], "matches no metric of these runs; nearest: actor/x"),

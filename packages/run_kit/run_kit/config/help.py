@@ -154,7 +154,7 @@ def default_text(value: Any) -> str:
         value = plain_tree(value)
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return "[" + ", ".join(default_text(item) for item in value) + "]"
     return '""' if value == "" else str(value)
 
