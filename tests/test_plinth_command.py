@@ -1,5 +1,6 @@
 """The `plinth` command over the installed packages and apps."""
 
+import subprocess
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -10,7 +11,7 @@ from run_kit.commands import GROUP, main
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
 COMMANDS = {"grpo", "ppo", "sft", "evaluate", "bench", "forecast", "ckpt", "report", "plan", "prepare", "runs", "slurm"}
-COMMANDS |= {"rayjob"}
+COMMANDS |= {"rayjob", "completion"}
 
 
 def test_every_command_is_registered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,6 +29,26 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         code = exit_.code
     assert code in (0, None)
     assert len(capsys.readouterr().out) > 50
+
+
+def test_bash_completes_the_apps_in_a_third_of_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    timed = """
+    lines=('grpo ' 'ppo critic.' 'grpo actor.zero.stage=' 'grpo preset=gsm8' 'slurm grpo no' 'bench six_case see')
+    for line in "${lines[@]}"; do
+        COMP_WORDBREAKS=$' ="' COMP_LINE="plinth $line" COMP_POINT=99 begun=${EPOCHREALTIME/[.,]/}
+        _plinth
+        echo "$((${EPOCHREALTIME/[.,]/} - begun)) ${COMPREPLY[*]}"
+    done
+    """
+    program = capsys.readouterr().out + timed
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    times, replies = zip(*(line.split(" ", 1) for line in done.stdout.splitlines()), strict=True)
+    assert {"actor.", "trainer.", "preset=", "overlay=", "config="} <= set(replies[0].split())
+    assert {"critic.zero.", "critic.optim."} <= set(replies[1].split())
+    assert replies[2:] == ("1 2 3", replies[3], "nodes=", "seed=")
+    assert "gsm8k" in replies[3].split()
+    assert max(map(int, times)) < 300_000, "microseconds"
 
 
 def test_the_apps_distribution_lists_every_app() -> None:

@@ -27,6 +27,7 @@ from run_kit.config.loader import plain_tree
 from run_kit.config.redaction import redact_urls
 from run_kit.report.data import MAX_ROLLOUTS, fitting
 from run_kit.report.page import assemble, figure, figure_grid, number_table, rollouts_section
+from run_kit.report.sides import Response, Side, side_by_side
 from run_kit.report.svg import Series, line_chart
 from run_kit.tracking.metrics_table import atomic_write
 from run_kit.tracking.panels import Panel
@@ -250,23 +251,22 @@ def _flip_sections(comparison: Comparison, most: int) -> Iterator[str]:
 
 def _pair(pair: Pair, comparison: Comparison) -> str:
     one = pair.baseline
-    head = f"<b>{escape(one.prompt_id)}</b><span>ground truth {escape(fitting(one.ground_truth))}</span>"
-    columns = _side(comparison.baseline, pair.baseline) + _side(comparison.other, pair.other)
-    style = "display:grid;grid-template-columns:1fr 1fr"
-    return (
-        f'<article class="sample"><header>{head}</header><div class="text prompt">{escape(fitting(one.prompt))}</div>'
-        f'<div style="{style}">{columns}</div></article>'
-    )
+    sides = [_side(comparison.baseline, pair.baseline), _side(comparison.other, pair.other)]
+    return side_by_side(one.prompt_id, f"ground truth {fitting(one.ground_truth)}", fitting(one.prompt), sides)
 
 
-def _side(label: str, result: PromptResult) -> str:
-    head = f"{escape(label)}: {result.num_right} of {len(result.samples)} right ({share_right(result):.0%})"
-    texts = "".join(
-        f'<div class="text response"><b class="{"up" if sample.is_right else "down"}">'
-        f"{'right' if sample.is_right else 'wrong'}, {sample.score:g}</b>\n{escape(fitting(sample.response))}</div>"
-        for sample in result.samples[:_MOST_RESPONSES]
+def _side(label: str, result: PromptResult) -> Side:
+    return Side(
+        title=f"{label}: {result.num_right} of {len(result.samples)} right ({share_right(result):.0%})",
+        responses=[
+            Response(
+                verdict=f"{'right' if sample.is_right else 'wrong'}, {sample.score:g}",
+                color="up" if sample.is_right else "down",
+                text=fitting(sample.response),
+            )
+            for sample in result.samples[:_MOST_RESPONSES]
+        ],
     )
-    return f'<div><div class="text soft">{head}</div>{texts}</div>'
 
 
 def _records(label: str, evaluation: Evaluation) -> Iterator[dict[str, Any]]:

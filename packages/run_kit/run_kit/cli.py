@@ -8,6 +8,7 @@ configuration is validated.
 """
 
 import difflib
+import json
 import os
 import sys
 import warnings
@@ -16,7 +17,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from .config.help import PresetFile, help_text, list_presets
+from .config.help import PresetFile, help_text, help_tree, list_presets
 from .config.loader import given_keys, load_config, to_yaml
 from .config.redaction import redact_urls, secrets_in
 from .config.schema import all_paths, nearest_paths
@@ -27,6 +28,7 @@ from .tracking.metrics_table import is_disk_full
 ConfigT = TypeVar("ConfigT")
 
 _HELP = ("--help", "-h", "help")
+_HELP_JSON = "--help-json"
 _SOURCES = ("preset", "overlay", "config")
 
 INVOKED_AS: ContextVar[str] = ContextVar("INVOKED_AS", default="")
@@ -73,9 +75,11 @@ def run_cli(
     args = list(sys.argv[1:] if argv is None else argv)
     app_name = INVOKED_AS.get() or (app_name if " " in app_name else f"python -m {app_name}")
     try:
+        files = {"presets": list_presets(preset_dir), "overlays": list_presets(_overlay_dir(preset_dir))}
+        if _HELP_JSON in args:
+            _print_and_exit(json.dumps(help_tree(config_cls, doc=doc, **files), indent=1) + "\n")
         if any(arg in _HELP for arg in args):
             under = next((arg for arg in args if arg not in _HELP and "=" not in arg), "")
-            files = {"presets": list_presets(preset_dir), "overlays": list_presets(_overlay_dir(preset_dir))}
             _print_and_exit(help_text(config_cls, app_name=app_name, doc=doc, examples=examples, under=under, **files))
         settings = [arg for arg in args if arg != "--print-config"]
         paths, overrides = _parse(settings, config_cls, preset_dir, default_preset, default_preset_unless)

@@ -17,10 +17,15 @@ from .cli import INVOKED_AS
 GROUP = "plinth.commands"
 
 
+def registered() -> dict[str, EntryPoint]:
+    """The commands of all installed packages, by name."""
+    return {command.name: command for command in sorted(entry_points(group=GROUP), key=lambda found: found.name)}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command, or lists them all; returns 2 for an unknown one."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {command.name: command for command in sorted(entry_points(group=GROUP), key=lambda found: found.name)}
+    commands = registered()
     name = arguments[0] if arguments else "--help"
     if name in ("--help", "-h", "help"):
         print(_overview(commands))
@@ -44,11 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _overview(commands: dict[str, EntryPoint]) -> str:
     width = max(map(len, commands), default=0)
     lines = ["usage: plinth COMMAND [argument ...]; plinth COMMAND --help describes one", ""]
-    lines += [f"  {name:<{width}}  {_summary(command)}" for name, command in commands.items()]
+    lines += [f"  {name:<{width}}  {summary(command)}" for name, command in commands.items()]
     return "\n".join(lines)
 
 
-def _summary(command: EntryPoint) -> str:
+def summary(command: EntryPoint) -> str:
     """First line of the docstring of the command's module, read without importing the module."""
     try:
         spec = importlib.util.find_spec(command.module)

@@ -1,4 +1,4 @@
-"""Lists the runs of a folder with their states: `plinth runs [output_dir=outputs] [--json]`.
+"""Lists runs with their states, compares runs, opens a report: `plinth runs [compare|open] [RUN ...]`.
 
 A run is running, finished, stopped (by a signal), failed (with an error) or died (its process is gone and wrote no
 end). A process of this host is looked up; one of another host is judged by its signs of life.
@@ -12,13 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from .cli import run_cli
+from .cli import INVOKED_AS, run_cli
 from .errors import TrackingError
+from .run_actions import compare_main, open_main
+from .text_table import aligned
 from .tracking.progress import duration_text
 from .tracking.run_folder import RunFolder
 from .tracking.run_state import STALE_S, RunState, lives, read_state
 
 _TAIL_BYTES = 64 * 1024
+_ACTIONS = {"compare": compare_main, "open": open_main}
 _COLUMNS = ("run", "state", "step", "checkpoint", "age", "host", "pid", "app")
 
 
@@ -120,8 +123,7 @@ def _last_line(path: Path) -> str:
 def to_text(runs: Sequence[Run]) -> str:
     """A table, with what is known about a run's end below its line."""
     rows = [_COLUMNS, *map(_cells, runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = aligned(rows)
     for number, run in reversed(list(enumerate(runs, start=1))):
         if run.detail:
             lines.insert(number + 1, f"  {run.detail}")
@@ -144,6 +146,20 @@ def show(config: RunsConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Lists the runs; exits with 2 if there is no such folder."""
+    """Lists the runs, or what `compare` and `open` do; exits with 2 if there is no such folder or run."""
     arguments = ["json=true" if a == "--json" else a for a in (sys.argv[1:] if argv is None else argv)]
-    run_cli(RunsConfig, show, app_name="plinth runs", argv=arguments, examples=("output_dir=outputs --json",))
+    name = arguments[0] if arguments else ""
+    if name in _ACTIONS:
+        token = INVOKED_AS.set(f"plinth runs {name}")
+        try:
+            _ACTIONS[name](arguments[1:])
+        finally:
+            INVOKED_AS.reset(token)
+    run_cli(
+        RunsConfig,
+        show,
+        app_name="plinth runs",
+        argv=arguments,
+        doc=(__doc__ or "").partition("\n")[0],
+        examples=("output_dir=outputs --json", "compare RUN RUN", "open RUN"),
+    )

@@ -19,6 +19,7 @@ from run_kit import RunFolder, Tracker, TrackingConfig, write_comparison, write_
 from run_kit.errors import ReportError
 from run_kit.report.__main__ import main as report_command
 from run_kit.report.data import MAX_ROLLOUTS, MAX_TEXT, read_run
+from run_kit.report.shared_prompts import shared_prompts
 from run_kit.report.svg import Series, line_chart, nice_ticks, stack_chart, thin, tick_text, tick_texts
 
 BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
@@ -173,13 +174,80 @@ def test_pages_are_strict_html(page: str, comparison: Path) -> None:
 
 def test_a_comparison_shows_the_runs_side_by_side(comparison: Path) -> None:
     page = comparison.read_text(encoding="utf-8")
-    for words in ("Overview", "What the runs do not share", "Curves", "Where the time goes", "Memory", "Rollouts"):
+    for words in ("Overview", "Keys that differ", "Curves", "Where the time goes", "Memory", "Rollouts"):
         assert f">{words}</h2>" in page
     assert "first &lt;run&gt;" in page
     assert "first <run>" not in page
     for words in ("actor.zero.stage", "2.500", "3.500", "critic/score/mean"):
         assert words in page
     assert {record["run"] for record in records_of(page)} == {"first <run>", "second & last"}
+
+
+def test_a_comparison_shows_the_responses_to_the_same_prompts_side_by_side(run: RunFolder, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run.path, other)
+    path = other / "rollouts" / "step_000007.jsonl"
+    records = [json.loads(line) for line in path.read_text().split("\n") if line]
+    shown = next(record for record in records if record["prompt"] != NASTY)
+    shown |= {"response": "<b>wrong</b>", "reward": 5.0}
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    page = write_comparison({"a": run.path, "b": other}, tmp_path / "c.html").read_text()
+    first = page.split('id="sides"')[1].split("</article>")[0]
+    assert f"{shown['prompt']}</div>" in first, "the largest difference in reward comes first"
+    assert re.findall(r">([ab], step 7)<", first) == ["a, step 7", "b, step 7"]
+    assert '<b class="up">reward 5</b>\n&lt;b&gt;wrong&lt;/b&gt;' in first
+    assert page.count("<article") == 50
+    assert "44 more</summary>" in page
+    alone = write_comparison({"a": run.path, "b": without_rollouts(tmp_path)}, tmp_path / "d.html").read_text()
+    assert 'id="sides"' not in alone
+
+
+def without_rollouts(folder: Path) -> Path:
+    run = folder / "without"
+    run.mkdir()
+    (run / "metrics.tsv").write_text("step\ta\n1\t1\n")
+    return run
+
+
+ROLLOUTS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "prompt": st.sampled_from("pqr"),
+            "step": st.integers(1, 4),
+            "reward": st.none() | st.floats(0, 1),
+            "response": st.text(max_size=2),
+        }
+    ),
+    max_size=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from("abc"), ROLLOUTS, min_size=1))
+def test_shared_prompts_are_those_of_two_runs_at_their_newest_common_step(rollouts: dict[str, Any]) -> None:
+    found = shared_prompts(rollouts)
+    prompts = {run: {record["prompt"] for record in records} for run, records in rollouts.items()}
+    both = [prompt for prompt in "pqr" if sum(prompt in known for known in prompts.values()) > 1]
+    assert sorted(one.prompt for one in found) == both
+    assert [one.difference for one in found] == sorted((one.difference for one in found), reverse=True)
+    for one in found:
+        steps = {run: {r["step"] for r in rollouts[run] if r["prompt"] == one.prompt} for run in one.records}
+        common = set.intersection(*steps.values())
+        for run, records in one.records.items():
+            step = max(common or steps[run])
+            assert records == [r for r in rollouts[run] if r["prompt"] == one.prompt and r["step"] == step]
+
+
+def test_memory_of_gpus_is_shown_where_there_are_gpus(tmp_path: Path) -> None:
+    head = "step\tmemory/host_gib\tperf/max_memory_reserved_gb\tperf/max_memory_allocated_gb\trollout/num_failed\n"
+    for name, reserved in (("cpu", 0.0), ("gpu", 70.5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.tsv").write_text(f"{head}1\t2.5\t{reserved}\t{reserved}\t0\n")
+    cpu, gpu = (write_report(tmp_path / name).read_text().split('id="rollouts"')[0] for name in ("cpu", "gpu"))
+    legends = [re.findall(r"</i>([\w/]+)</span>", page.split('id="memory"')[1]) for page in (cpu, gpu)]
+    gpu_names = ["perf/max_memory_reserved_gb", "memory/host_gib", "perf/max_memory_allocated_gb"]
+    assert legends == [["memory/host_gib"], gpu_names]
+    both = write_comparison({"c": tmp_path / "cpu", "g": tmp_path / "gpu"}, tmp_path / "c.html").read_text()
+    assert "max_memory_reserved_gb" in both.split('id="memory"')[1].split("</section>")[0]
 
 
 def test_reports_from_the_command_line(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,6 +336,13 @@ def test_lines_stay_within_their_picture(values: list[float]) -> None:
     for element in ElementTree.fromstring(chart).iter("circle"):
         assert -1 <= float(element.attrib["cx"]) <= 301
         assert -1 <= float(element.attrib["cy"]) <= 201
+
+
+def test_labels_of_ticks_have_room() -> None:
+    chart = line_chart([Series(label="a", steps=[1, 2], values=[1.000001, 1.000002])], title="t")
+    labels = [e for e in ElementTree.fromstring(chart).iter("text") if e.attrib["text-anchor"] == "end"]
+    assert max(len(str(label.text)) for label in labels) >= 8
+    assert all(float(label.attrib["x"]) > 6 * len(str(label.text)) for label in labels)
 
 
 def test_thinning_keeps_the_mean_and_the_last_step() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from plinth_testing import wait_until
-from run_kit import RunFolder, Tracker, TrackingConfig
+from run_kit import RunFolder, Tracker, TrackingConfig, run_actions
 from run_kit.runs import list_runs, main, to_text
 from run_kit.tracking import run_state
 from run_kit.tracking.run_state import RunState, lives, process_namespace, process_start, read_state, state_after
@@ -174,3 +174,82 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             main(arguments)
         captured = capsys.readouterr()
         assert (ended.value.code, words in captured.out + captured.err) == (code, True), captured
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> Path:
+    for name, score, seed, data in (("a=1", 0.25, 1, "null"), ("b", 0.5, 2, "[1, 2]")):
+        further = score if name == "b" else ""
+        run = write_run(tmp_path, name, state(state="finished"))
+        (run / "metrics.tsv").write_text(f"step\tcritic/score/mean\tactor/x\n1\t{score}\t{further}\n")
+        (run / "config.yaml").write_text(f"trainer: {{seed: {seed}, resume: auto}}\ndata: {data}\n")
+    return tmp_path
+
+
+def ending(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
+    """Exit code and output of `plinth runs`."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    captured = capsys.readouterr()
+    return ended.value.code, captured.out + captured.err
+
+
+def test_compare_shows_last_metrics_and_the_keys_that_differ(
+    two_runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = f"output_dir={two_runs}"
+    code, text = ending(["compare", "a=1", str(two_runs / "b"), folder, "metrics=actor/*"], capsys)
+    rows = [re.split(r"\s{2,}", line) for line in text.splitlines()]
+    assert code == 0
+    assert rows[:3] == [["", "a=1", "b"], ["steps", "1", "1"], ["score, last five", "0.2500", "0.5000"]]
+    assert rows[3:] == [
+        ["actor/x", "0.5"],
+        [""],
+        ["keys that differ", "a=1", "b"],
+        ["trainer.seed", "1", "2"],
+        ["data", "null", "[1, 2]"],
+    ]
+    code, text = ending(["compare", "a=1", "b", folder, "--json"], capsys)
+    found = json.loads(text)
+    assert (code, found["runs"], found["config"]) == (
+        0,
+        ["a=1", "b"],
+        {"trainer.seed": ["1", "2"], "data": ["null", "[1, 2]"]},
+    )
+    assert {"metric": "critic/score/mean", "title": "score, last five", "values": [0.25, 0.5]} in found["metrics"]
+    for arguments, words in (
+        (["a=1", "bb"], "run is 'bb', which is neither a folder nor a run in"),
+        (["a=1", "bb"], "nearest: b"),
+        (["b", "c" * 5000], "ccc', which is neither a folder"),
+        (["b"], "runs: has 1 runs; allowed: two or more"),
+        (["b", "b"], "names a run twice"),
+        (["a=1", "b", "metrics=actor/y"], "matches no metric of these runs; nearest: actor/x"),
+        (["a=1", "b", "metric=x"], "run is 'metric=x'"),
+    ):
+        code, text = ending(["compare", *arguments, folder], capsys)
+        assert (code, words in text) == (2, True), text
+
+
+def test_open_writes_a_missing_or_old_report_and_opens_it(
+    two_runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(run_actions.webbrowser, "open", lambda address: bool(opened.append(address)))
+    page, metrics = two_runs / "b" / "report.html", two_runs / "b" / "metrics.tsv"
+    arguments = ["open", "b", f"output_dir={two_runs}"]
+    code, text = ending(arguments, capsys)
+    assert (code, text.splitlines()[0], opened) == (0, str(page), [page.as_uri()])
+    assert "no browser was found here" in text
+    written = page.stat().st_mtime_ns
+    assert ending([*arguments, "browser=false"], capsys) == (0, f"{page}\n")
+    assert (page.stat().st_mtime_ns, len(opened)) == (written, 1)
+    metrics.write_text(metrics.read_text() + "2\t0.7\t0.7\n")
+    os.utime(metrics, ns=(0, written + 1))
+    assert ending(arguments, capsys)[0] == 0
+    assert "step 2: 0.7" in page.read_text()
+    for wrong, words in ((["a", "b"], "open takes one run, got a, b"), ([], "run: missing"), (["c"], "run is 'c'")):
+        code, text = ending(["open", *wrong], capsys)
+        assert (code, words in text) == (2, True), text
+    metrics.unlink()
+    page.unlink()
+    assert "no metrics.tsv" in ending(arguments, capsys)[1]

@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ..errors import ReportError
 from .comparison import write_comparison
+from .overview import run_labels
 from .page import write_report
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(folders) == 1:
             path = write_report(folders[0], *outputs[-1:])
         else:
-            path = write_comparison(_labels(folders), outputs[-1] if outputs else "comparison.html")
+            path = write_comparison(run_labels(folders), outputs[-1] if outputs else "comparison.html")
     except ReportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -31,12 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(path)
     return 0
-
-
-def _labels(folders: Sequence[str]) -> dict[str, Path | str]:
-    """Folder names, or whole paths where names are the same."""
-    names = [Path(folder).resolve().name for folder in folders]
-    return {name if names.count(name) == 1 else folder: folder for name, folder in zip(names, folders, strict=True)}
 
 
 if __name__ == "__main__":

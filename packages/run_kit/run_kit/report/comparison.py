@@ -4,28 +4,25 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
-from ..config.differences import differing
-from ..config.yaml import YamlError, parse_typed
 from ..errors import ReportError
 from ..tracking.metrics_table import MetricsTable, atomic_write, columns_of
-from ..tracking.panels import Section, choose_panels, single_panels
+from ..tracking.panels import Section, choose_panels, measured_columns, single_panels
 from ..tracking.summary import tail_mean
 from .data import MAX_ROLLOUTS, read_run, spread
+from .overview import config_differences, overview
 from .page import METRIC_FILTER, assemble, figure, figure_grid, number_table, phase_order, rollouts_section
+from .shared_prompts import Record, SharedPrompt, shared_prompts
+from .sides import Response, Side, side_by_side
 from .svg import Series, line_chart, stack_chart
 
-_OVERVIEW = (
-    ("critic/score/mean", "score, last five", "{:.4f}"),
-    ("val/accuracy", "held-out accuracy, last", "{:.4f}"),
-    ("perf/throughput", "tokens/s per device, last five", "{:,.0f}"),
-    ("timing_s/step", "s a step, last five", "{:.3g}"),
-    ("perf/max_memory_reserved_gb", "peak reserved GB of a rank", "{:.2f}"),
-    ("memory/host_peak_gib", "peak host GiB", "{:.2f}"),
-    ("rollout/log_prob_mismatch", "log-prob gap, last five", "{:.2g}"),
-)
-_PEAKS = ("perf/max_memory_reserved_gb", "memory/host_peak_gib")
+_MOST_PROMPTS = 50
+"""Shared prompts on the page."""
+_OPEN_PROMPTS = 6
+"""Those that are visible before the user opens the others."""
+_MOST_RESPONSES = 3
+"""Responses of a run to a shared prompt."""
 
 
 def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title: str = "Comparison") -> Path:
@@ -48,11 +45,12 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
     records.sort(key=lambda record: record["step"])
     sections = [
         ("overview", "Overview", _overview(tables)),
-        ("config", "What the runs do not share", _differences({label: run.config_text for label, run in data.items()})),
+        ("config", "Keys that differ", _differences({label: run.config_text for label, run in data.items()})),
         ("curves", "Curves", _figures(tables, "curves")),
         ("time", "Where the time goes", _time(tables)),
         ("memory", "Memory", _figures(tables, "memory")),
         ("mismatch", "Rollout and trainer", _figures(tables, "mismatch")),
+        ("sides", "Same prompts", _sides({label: run.rollouts for label, run in data.items()})),
         ("rollouts", "Rollouts", rollouts_section(records, sum(run.num_rollouts for run in data.values()))),
         ("metrics", "All metrics", _metrics(tables)),
     ]
@@ -64,7 +62,7 @@ def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title:
 
 def _figures(tables: Mapping[str, MetricsTable], section: Section) -> str:
     figures = []
-    for panel in single_panels(columns_of(tables.values())):
+    for panel in single_panels(measured_columns(list(tables.values()))):
         (name,) = panel.metrics
         if panel.section == section:
             found = {label: table.series(name, gaps=True) for label, table in tables.items()}
@@ -75,18 +73,9 @@ def _figures(tables: Mapping[str, MetricsTable], section: Section) -> str:
 
 
 def _overview(tables: Mapping[str, MetricsTable]) -> str:
-    # Memory of GPUs is 0 on the CPU; any other 0 is a result.
-    found = {entry: [v for table in tables.values() for v in table.series(entry[0])[1]] for entry in _OVERVIEW}
-    known = [entry for entry, values in found.items() if (any(values) if entry[0] in _PEAKS else values)]
-    rows = []
-    for label, table in tables.items():
-        cells = [str(max((step for step in table.steps if step > 0), default=0))]
-        for name, words, form in known:
-            values = table.series(name)[1]
-            last = 1 if words.endswith("last") else 5
-            cells.append("" if not values else form.format(max(values) if name in _PEAKS else tail_mean(values, last)))
-        rows.append((label, cells))
-    return number_table(("run", "steps", *(words for _, words, _ in known)), rows)
+    measures = overview(list(tables.values()))
+    rows = [(label, [measure.texts[index] for measure in measures]) for index, label in enumerate(tables)]
+    return number_table(("run", *(measure.title for measure in measures)), rows)
 
 
 def _time(tables: Mapping[str, MetricsTable]) -> str:
@@ -112,6 +101,39 @@ def _time(tables: Mapping[str, MetricsTable]) -> str:
     return f"{chart}<p></p>" + number_table(("mean s a step", *tables), rows)
 
 
+def _sides(rollouts: Mapping[str, list[dict[str, Any]]]) -> str:
+    """Responses of the runs to the same prompts, side by side; empty if they share none."""
+    found = shared_prompts(rollouts)
+    if not found:
+        return ""
+    bodies = [_side_by_side(one) for one in found[:_MOST_PROMPTS]]
+    first, rest = "".join(bodies[:_OPEN_PROMPTS]), "".join(bodies[_OPEN_PROMPTS:])
+    more = f"<details><summary>{len(bodies) - _OPEN_PROMPTS} more</summary>{rest}</details>" if rest else ""
+    shown = "" if len(bodies) == len(found) else f", {len(bodies)} of them shown"
+    note = "the largest difference in reward first. The responses are of the newest step that the runs share, if any."
+    return f'<p class="soft">{len(found)} prompts that two runs or more sampled{shown}; {note}</p>{first}{more}'
+
+
+def _side_by_side(shared: SharedPrompt) -> str:
+    mean = fmean(shared.mean_rewards or [0.0])
+    sides = [
+        Side(
+            title=f"{label}, step {records[0]['step']}",
+            responses=[_response(record, mean) for record in records[:_MOST_RESPONSES]],
+        )
+        for label, records in shared.records.items()
+    ]
+    truths = [record.get("ground_truth") for records in shared.records.values() for record in records]
+    truth = next((f"ground truth {truth}" for truth in truths if truth), "")
+    return side_by_side(f"step {shared.step}", truth, shared.prompt, sides)
+
+
+def _response(record: Record, mean: float) -> Response:
+    reward = math.nan if record["reward"] is None else record["reward"]
+    color: Literal["up", "down", "soft"] = "up" if reward > mean else "down" if reward < mean else "soft"
+    return Response(verdict=f"reward {reward:.4g}", color=color, text=record["response"])
+
+
 def _metrics(tables: Mapping[str, MetricsTable]) -> str:
     rows = []
     for name in columns_of(tables.values()):
@@ -121,12 +143,5 @@ def _metrics(tables: Mapping[str, MetricsTable]) -> str:
 
 
 def _differences(config_texts: Mapping[str, str]) -> str:
-    rows = list(differing({label: _parsed(text, label) for label, text in config_texts.items()}).items())
+    rows = list(config_differences(config_texts).items())
     return number_table(("key", *config_texts), rows) if rows else '<p class="soft">Nothing but their names.</p>'
-
-
-def _parsed(text: str, label: str) -> Any:
-    try:
-        return parse_typed(text, None)
-    except YamlError as error:
-        raise ReportError(f"config.yaml of {label}: {error}") from None

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..tracking.curves import label_of
 from ..tracking.metrics_table import MetricsTable, atomic_write
-from ..tracking.panels import Panel, Section, choose_panels
+from ..tracking.panels import Panel, Section, choose_panels, measured_columns
 from ..tracking.progress import duration_text
 from ..tracking.summary import summarize
 from .assets import SCRIPT, STYLE
@@ -33,7 +33,7 @@ def write_report(run_folder: Path | str, path: Path | str | None = None) -> Path
     folder = Path(run_folder)
     path = folder / "report.html" if path is None else Path(path)
     data = read_run(folder)
-    panels = choose_panels(data.table.columns, limit=24)
+    panels = choose_panels(measured_columns([data.table]), limit=24)
     sections = [
         ("curves", "Curves", _curves(data, panels)),
         ("time", "Where the time goes", _time(data.table, panels)),
@@ -142,7 +142,8 @@ def figure(panel: Panel, series: Sequence[Series], chart: str) -> str:
     legend = "".join(f'<span><i class="{color(i)}"></i>{escape(one.label)}</span> ' for i, one in enumerate(series))
     unit = f'<span class="soft">{escape(panel.unit)}</span>' if panel.unit else ""
     caption = f"<figcaption>{escape(panel.title)}{unit}</figcaption>"
-    return f'<figure>{caption}<div class="legend">{legend}</div>{chart}</figure>'
+    kind = " class=stack" if panel.kind == "stack" else ""
+    return f'<figure{kind}>{caption}<div class="legend">{legend}</div><div class="chart">{chart}</div></figure>'
 
 
 def _time(table: MetricsTable, panels: Sequence[Panel]) -> str:
@@ -176,7 +177,8 @@ def _time_table(table: MetricsTable, num_steps: int) -> str:
             f'<div class="fill" style="width:{min(100.0, 100 * share):.1f}%"></div></div></td></tr>'
         )
     head = '<th>phase</th><th class="num">total s</th><th class="num">s a step</th><th class="num">of all steps</th>'
-    return f"<p></p><table><thead><tr>{head}<th></th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    body = f'<thead><tr>{head}<th class="share"></th></tr></thead><tbody>{"".join(rows)}</tbody>'
+    return f'<p></p><div class="wide"><table>{body}</table></div>'
 
 
 def phase_order(names: Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ from ..tracking.summary import smooth, tail_mean
 MAX_POINTS = 300
 NUM_COLORS = 12
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 8.0, 24.0
+_DIGIT = 6.6  # width of a digit of a tick's label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +31,13 @@ class _Scale:
         self.width, self.height = width, height
         self.first, self.last = min(one.steps[0] for one in shown), max(one.steps[-1] for one in shown)
         self.low, self.high = ticks[0], ticks[-1]
+        self.left = max(_LEFT, 10 + _DIGIT * max(map(len, tick_texts(ticks))))
 
     def x(self, step: float) -> float:
         span = (self.last - self.first) or 1.0
-        inner = self.width - _LEFT - _RIGHT
+        inner = self.width - self.left - _RIGHT
         middle = inner / 2 if self.last == self.first else 0.0
-        return _LEFT + middle + inner * (step - self.first) / span
+        return self.left + middle + inner * (step - self.first) / span
 
     def y(self, value: float) -> float:
         inner = self.height - _TOP - _BOTTOM
@@ -137,8 +139,8 @@ def stack_chart(
     totals = [sum(one.values[i] for one in shown) for i in range(len(steps))]
     ticks = nice_ticks(0.0, max(totals))
     scale = _Scale(shown, ticks, width, height)
-    slot = (width - _LEFT - _RIGHT) / len(steps)
-    middles = [_LEFT + (i + 0.5) * slot for i in range(len(steps))]
+    slot = (width - scale.left - _RIGHT) / len(steps)
+    middles = [scale.left + (i + 0.5) * slot for i in range(len(steps))]
     bar = min(40.0, 0.86 * slot)
     labelled = set(_step_ticks(steps[0], steps[-1]))
     under = list(names) or [str(step) if step in labelled else "" for step in steps]
@@ -170,8 +172,8 @@ def _frame(scale: _Scale, ticks: Sequence[float], below: Sequence[tuple[float, s
     parts = []
     for tick, text in zip(ticks, tick_texts(ticks), strict=True):
         y = scale.y(tick)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
+        parts.append(f'<line class="grid" x1="{scale.left:.1f}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{scale.left - 5:.1f}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
     for x, text in below:
         parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle">{escape(text)}</text>')
     return "".join(parts)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .metrics_table import MetricsTable, columns_of, naming_full_disk
-from .panels import Panel, choose_panels, single_panels
+from .metrics_table import MetricsTable, naming_full_disk
+from .panels import Panel, choose_panels, measured_columns, single_panels
 from .summary import smooth
 
 # Okabe and Ito's palette, which color-blind readers can tell apart, and four of Tol's colors for runs with many phases.
@@ -16,7 +16,6 @@ COLORS = (
     *("#332288", "#882255", "#44aa99", "#999933"),
 )
 _NUM_COLUMNS = 3
-_SCORE = "critic/score/mean"
 
 
 def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | None:
@@ -25,20 +24,16 @@ def write_curves(table: MetricsTable, path: Path, *, title: str = "") -> Path | 
     Returns None, and writes nothing, for a table without finite values. Uses matplotlib without its global state, so
     it can run in any thread.
     """
-    panels = [p for p in choose_panels(table.columns) if any(table.series(name)[0] for name in p.metrics)]
+    panels = choose_panels(measured_columns([table]))
     draw = {"line": _draw_lines, "stack": _draw_stack}
     return _write_grid(panels, path, title, lambda axes, panel: draw[panel.kind](axes, table, panel))
 
 
 def write_compared_curves(tables: Mapping[str, MetricsTable], path: Path, *, title: str = "") -> Path | None:
     """Draw the main metrics of several runs, given by name: one plot per metric, one line per run."""
-    columns = columns_of(tables.values())
-
-    def measured(panel: Panel) -> bool:  # memory of GPUs is 0 on the CPU
-        return any(value != 0 for table in tables.values() for value in table.series(panel.metrics[0])[1])
-
+    columns = measured_columns(list(tables.values()))
     main = {panel.title for panel in single_panels(columns, each=1)} | {"perf/max_memory_reserved_gb"}
-    panels = [p for p in single_panels(columns) if p.title in main and (measured(p) or p.title == _SCORE)]
+    panels = [panel for panel in single_panels(columns) if panel.title in main]
     return _write_grid(
         panels, path, title, lambda axes, panel: _draw_runs(axes, tables, panel, legend=panel is panels[0])
     )

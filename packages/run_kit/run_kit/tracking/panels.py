@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from .metrics_table import MetricsTable, columns_of
+
 Section = Literal["curves", "time", "memory", "mismatch"]
 """Sections of the report that have curves."""
 
@@ -76,8 +78,23 @@ _KNOWN = (
         section="mismatch",
     ),
 )
+_GPU_MEMORY = "perf/max_memory_*_gb"
 _MAX_METRICS = {"Step time": 12, "Memory": 5, "Entropy": 1, "KL": 3, "Clipped share": 3}
 """Number of metrics that a panel shows at most; 4 in the others."""
+
+
+def is_measured(name: str, values: Sequence[float]) -> bool:
+    """Whether a metric with these values is shown: it has some, and they are not the 0 of GPU memory on a CPU."""
+    return any(values) if fnmatch.fnmatchcase(name, _GPU_MEMORY) else len(values) > 0
+
+
+def measured_columns(tables: Sequence[MetricsTable]) -> list[str]:
+    """Names of the metrics that any of these runs measured, in the order of their first appearance."""
+    return [
+        name
+        for name in columns_of(tables)
+        if is_measured(name, [value for table in tables for value in table.series(name)[1]])
+    ]
 
 
 def choose_panels(columns: Sequence[str], *, limit: int = 12) -> list[Panel]:

@@ -1,0 +1,47 @@
+"""Prints a script that completes commands, presets, keys and choices: `plinth completion bash|zsh|fish`."""
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from .words import Words, collect_words
+
+_PLACES = {
+    "bash": "plinth completion bash > ~/.local/share/bash-completion/completions/plinth",
+    "zsh": "plinth completion zsh > FOLDER/_plinth, for a FOLDER of $fpath",
+    "fish": "plinth completion fish > ~/.config/fish/completions/plinth.fish",
+}
+
+
+def script(shell: str, words: Words) -> str:
+    """The script of a shell: bash (3.2 or newer), zsh or fish."""
+    template = (Path(__file__).parent / f"plinth.{shell}").read_text(encoding="utf-8")
+    case = _fish_case if shell == "fish" else _posix_case
+    cases = "\n".join(case(command, found) for command, found in words.items())
+    return template.replace("@place@", _PLACES[shell]).replace("@cases@", cases)
+
+
+def _posix_case(command: str, words: Sequence[str]) -> str:
+    return f"    '{command}') found='{_lines(words)}' ;;"
+
+
+def _fish_case(command: str, words: Sequence[str]) -> str:
+    lines = _lines(words).replace("\n", " \\\n")
+    return f"        case '{command}'\n            printf '%s\\n' {lines}"
+
+
+def _lines(words: Sequence[str]) -> str:
+    return "\n".join(textwrap.wrap(" ".join(words), 118, break_long_words=False, break_on_hyphens=False))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the script; returns 0."""
+    parser = argparse.ArgumentParser(
+        prog="plinth completion",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="Write it where the shell finds it, and again after an upgrade: " + "; ".join(_PLACES.values()),
+    )
+    parser.add_argument("shell", choices=sorted(_PLACES))
+    print(script(parser.parse_args(argv).shell, collect_words()), end="")
+    return 0
