@@ -6,6 +6,8 @@ from types import ModuleType
 
 import pytest
 
+from plinth_testing import run_script
+
 REPO = Path(__file__).resolve().parents[1]
 EXAMPLES = REPO / "examples"
 
@@ -37,3 +39,17 @@ def test_the_loss_in_trls_trainer_equals_trls_own(tmp_path: Path) -> None:
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-6)
         assert example.relative_difference(ours.gradient, theirs.gradient) < 1e-5
     assert abs(rows[1][0].loss) > 1e-3  # the second update clips; the first one's loss is zero by construction
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.thorough)])
+def test_the_guard_names_both_calls_where_ranks_hang_or_die_without_it(kind: str) -> None:
+    text = run_script(EXAMPLES / "collective_guard.py", "--kinds", kind, "--steps", 5, "--limit-s", 4)
+    for rank in (0, 1):
+        (guarded,) = [line for line in text.splitlines() if line.startswith(f"{kind}, guard, rank {rank}:")]
+        assert "CollectiveMismatchError" in guarded
+        assert "rank 1 called all_reduce of 1 float32 at" in guarded
+        assert "rank 0 called all_" in guarded
+        (plain,) = [line for line in text.splitlines() if line.startswith(f"{kind}, no guard, rank {rank}:")]
+        assert "hangs" in plain or "ended with code" in plain or "RuntimeError" in plain
+        assert "all_reduce of 1" not in plain
