@@ -20,6 +20,7 @@ On GPUs the guard compares twice per second instead ("watch"); docs/ds_engine.md
 
 import argparse
 import contextlib
+import queue
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -109,10 +110,14 @@ def plant_mistake(kind: str, guarded: bool, limit_s: float) -> dict[int, str]:
     start = time.perf_counter()
     outcomes: dict[int, str] = {}
     with two_ranks(kind=kind, guarded=guarded, mistake_at=2, num_steps=5) as (results, ranks):
-        while len(outcomes) < 2 and time.perf_counter() - start < limit_s:
-            with contextlib.suppress(Exception):
+        while True:
+            try:
                 rank, seconds, error = results.get(timeout=0.2)
                 outcomes[rank] = f"after {seconds:.1f} s {error or 'ended training without an error'}"
+            except queue.Empty:
+                running = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
+                if not set(running) - outcomes.keys() or time.perf_counter() - start > limit_s:
+                    break
         for rank, process in enumerate(ranks):
             ended = f"the process ended with code {process.exitcode}"
             outcomes.setdefault(rank, ended if process.exitcode is not None else f"still hangs after {limit_s:.0f} s")
