@@ -17,6 +17,7 @@ from plinth_testing import (
     covering_table,
     launch_ranks,
     list_properties,
+    peak_memory,
     random_model,
     run_script,
     start_process,
@@ -166,3 +167,16 @@ def test_a_rank_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     with pytest.raises(RuntimeError, match=r"(?s)rank server ended.*nothing_of_this_name"):
         RankServer(tmp_path / "broken.py", tmp_path)
+
+
+def test_peak_memory_sees_what_is_freed_again() -> None:
+    size = 96 << 20
+
+    def allocate() -> int:
+        bytearray(b"x") * size
+        return 7
+
+    result, peak = peak_memory(allocate)
+    assert result == 7
+    assert 0.95 * size < peak < 1.3 * size
+    assert peak_memory(lambda: None)[1] < size // 4
