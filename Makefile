@@ -9,7 +9,7 @@ WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants clean distclean
+.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants dist clean distclean
 
 help: ## Show this list
 	@echo "Plinth. Targets:"
@@ -48,6 +48,9 @@ format: setup ## Format and sort imports
 
 pants: setup ## Install Pants 2.17.1 into .cache/pants, for ./pants
 	@scripts/pants-setup.sh
+
+dist: setup ## Build the wheel and the sdist of every package into dist/, reproducibly
+	$(PYTHON) scripts/build.py $(ARGS)
 
 clean: ## Remove caches and build products; keep .venv and outputs
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .pants.d .pids dist build

@@ -58,7 +58,9 @@ def difference(first: list[float], second: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(("running_requests", "base"), [("keep", 10), ("recompute", 20)])
+@pytest.mark.parametrize(
+    ("running_requests", "base"), [("keep", 10), pytest.param("recompute", 20, marks=pytest.mark.thorough)]
+)
 def test_spans_are_exact_and_the_kv_cache_is_the_stated_one(
     client: Any, models: list[Any], running_requests: Any, base: int
 ) -> None:

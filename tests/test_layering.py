@@ -21,11 +21,11 @@ PACKAGES = (*LEAVES, "rl_runtime", "plinth_testing")
 # Package -> folder -> rooms (files and folders at the top of the package) that it imports; errors.py is always allowed.
 NEIGHBORS: dict[str, dict[str, str]] = {
     "rl_core": {
-        "advantages": "_tensors.py batching",
+        "advantages": "_tensors.py batching kl",
         "batching": "_tensors.py",
         "fused_log_prob": "",
         "importance": "_tensors.py batching options.py",
-        "kl": "_tensors.py options.py",
+        "kl": "_tensors.py fused_log_prob options.py",
         "losses": "_tensors.py batching kl options.py",
     },
     "ds_engine": {

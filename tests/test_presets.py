@@ -96,6 +96,22 @@ DOCUMENTED: dict[tuple[str, str], dict[str, Any]] = {
         "trainer.num_ranks": 2,
         "trainer.total_training_steps": 60,
     },
+    ("grpo", "deepseek_r1_distill_qwen_7b_grpo"): {
+        "model.path": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+        "data.max_prompt_length": 2048,
+        "sampling.max_tokens": 1024,
+        "sampling.n": 4,
+        "actor.zero.stage": 3,
+        "actor.zero.offload.optimizer": "cpu",
+        "actor.zero.offload.param": "cpu",
+        "actor.lora.base_format": "nf4",
+        "actor.optim.grad_clip": 1.0,
+        "rollout.tensor_parallel_size": 2,
+        "rollout.quantization": "bitsandbytes",
+        "rollout.max_lora_rank": 16,
+        "algorithm.rollout_correction.mode": "truncate",
+        "trainer.num_ranks": 2,
+    },
     **{
         ("ppo", name): {
             **GSM8K,
@@ -126,6 +142,11 @@ def at(config: object, path: str) -> Any:
     for word in path.split("."):
         config = getattr(config, word)
     return config
+
+
+def test_document_4_accumulates_32_micro_batches() -> None:
+    layout = job_layout(load("grpo", "deepseek_r1_distill_qwen_7b_grpo"))
+    assert (layout.gradient_accumulation_steps, layout.sequences_per_forward) == (32, 1)
 
 
 def test_every_documented_run_has_its_preset() -> None:
@@ -175,4 +196,4 @@ def test_with_the_tiny_overlay_the_same_case_starts_on_two_cores(app: str, prese
     layout = job_layout(tiny)
     assert layout.num_mini_batches >= 2
     assert layout.gradient_accumulation_steps >= (1 if preset == "dp2_sp2" else 2)
-    assert tiny.trainer == replace(config.trainer, device="cpu", cpu_threads_per_rank=1)
+    assert tiny.trainer == replace(config.trainer, device="cpu", cpu_threads_per_rank=1, take_turns=None)

@@ -55,6 +55,7 @@ def test_the_loss_falls_and_the_model_loads(tmp_path: Path, start_app: Callable[
     assert tokenizer.decode(tokenizer("3 + 1 = 4")["input_ids"]) == "3 + 1 = 4"
 
 
+@pytest.mark.thorough
 def test_a_run_that_diverges_exports_nothing_and_fails(tmp_path: Path, start_app: Callable[..., Any]) -> None:
     app = start_app(
         tmp_path,

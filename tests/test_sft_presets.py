@@ -19,6 +19,15 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
     "small": {"engine.zero.stage": 2, "engine.lora": None, "supervised.optim.lr": None},
     "full_7b": {"engine.zero.stage": 3, "trainer.num_ranks": 8, "engine.gradient_checkpointing": True},
     "lora_7b": {"engine.lora.rank": 16, "engine.lora.base_format": "plain", "supervised.optim.lr": None},
+    "deepseek_r1_distill_qwen_7b_sft": {
+        "model.path": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+        "engine.zero.stage": 2,
+        "engine.zero.offload.optimizer": "cpu",
+        "engine.lora.base_format": "nf4",
+        "supervised.batch_size": 32,
+        "micro_batch_size": 1,
+        "trainer.num_ranks": 2,
+    },
     "qlora_7b": {"engine.lora.rank": 16, "engine.lora.base_format": "nf4"},
 }
 

@@ -1,6 +1,7 @@
-"""The GRPO app in batch files of `plinth slurm`, run as SLURM runs them: requeues, jobs side by side, two nodes."""
+"""Apps in batch files of `plinth slurm`, run as SLURM runs them: requeues, jobs side by side, two nodes, a recipe."""
 
 import csv
+import json
 import os
 import re
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from plinth_testing import FinishedJob, Slurm, network_hosts
 from plinth_testing.network_hosts import is_available
+from rl_data import build_tiny_model
 from run_kit.cluster.slurm import main
 from run_kit.runs import list_runs
 
@@ -29,9 +31,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough, pytest.ma
 
 
 def write(folder: Path, *arguments: str) -> Path:
+    return write_app(folder, "grpo", *TINY, f"trainer.output_dir={folder / 'runs'}", *arguments)
+
+
+def write_app(folder: Path, *arguments: str) -> Path:
     file = folder / "job.sbatch"
     with pytest.raises(SystemExit) as ended:
-        main(["grpo", *TINY, f"trainer.output_dir={folder / 'runs'}", *arguments, "time=10:00:00", f"file={file}"])
+        main([*arguments, "time=10:00:00", f"file={file}"])
     assert ended.value.code == 0
     return file
 
@@ -78,3 +84,36 @@ def test_a_job_of_two_nodes_trains_on_one_and_samples_on_the_other(tmp_path: Pat
         (run,) = list_runs(tmp_path / "runs")
         assert (run.state, run.step) == ("finished", 2)
         assert hosts[1].address in done.output
+
+
+def test_a_recipe_is_one_job_after_the_other(tmp_path: Path) -> None:
+    """prepare, sft and evaluate, each on what the job before it wrote."""
+    rows, data, runs = tmp_path / "rows.jsonl", tmp_path / "data", tmp_path / "runs"
+    sums = [(one, other) for one in range(20) for other in range(20)]
+    rows.write_text(
+        "".join(
+            json.dumps({"question": f"{one}+{other}=", "answer": f"{one + other} #### {one + other}"}) + "\n"
+            for one, other in sums
+        )
+    )
+    model = build_tiny_model(tmp_path / "tiny")
+    small = ("data.max_prompt_length=48", "supervised.max_length=96", "supervised.batch_size=8", "supervised.steps=12")
+    slurm = Slurm(tmp_path / "slurm")
+
+    def run(*arguments: str) -> None:
+        done = slurm.run(write_app(tmp_path, *arguments), env=environment())
+        assert (done.exit_code, done.num_starts, done.survivors) == (0, 1, []), done.output
+
+    run("prepare", str(rows), "--out", str(data), "--validation", "0.1", "--duplicates", "exact")
+    run(
+        *("sft", "preset=demo", f"model.path={model}", f"supervised.files={data / 'train.parquet'}", *small),
+        *("supervised.val_size=8", "supervised.sample_tokens=4", f"trainer.output_dir={runs}"),
+    )
+    (trained,) = list_runs(runs)
+    run(
+        *("evaluate", "preset=demo", f"model.path={runs / trained.name / 'model'}", f"data.val={data / 'val.parquet'}"),
+        *("sampling.n=2", f"output_dir={tmp_path / 'evaluations'}"),
+    )
+    (evaluated,) = (tmp_path / "evaluations").iterdir()
+    (summary,) = json.loads((evaluated / "summary.json").read_text())["models"]
+    assert set(summary["metrics"]) >= {"pass@1", "mean@2"}

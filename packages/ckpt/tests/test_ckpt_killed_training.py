@@ -21,7 +21,7 @@ def kill(folder: Path, *, stage: int, num_kills: int) -> dict[str, Any]:
 
 
 def test_killed_a_few_times(tmp_path: Path) -> None:
-    kill(tmp_path, stage=2, num_kills=8)
+    kill(tmp_path, stage=2, num_kills=3)
 
 
 @pytest.mark.thorough

@@ -1,4 +1,6 @@
 from .batch import Head as Head
+from .batch import HeadTerm as HeadTerm
+from .batch import LmHead as LmHead
 from .batch import LogProbFn as LogProbFn
 from .batch import LossFn as LossFn
 from .batch import LossOutput as LossOutput
@@ -37,6 +39,7 @@ from .simple import SimpleBatch as SimpleBatch
 from .simple import dense_log_prob as dense_log_prob
 from .state.reshape import StateLayout as StateLayout
 from .state.reshape import StateSource as StateSource
+from .zero.ds_config import check_deepspeed as check_deepspeed
 from .zero.ds_config import deepspeed_config as deepspeed_config
 from .zero.memory import MemoryReport as MemoryReport
 from .zero.memory import memory_stats as memory_stats

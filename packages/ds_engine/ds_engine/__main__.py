@@ -13,7 +13,7 @@ import ast
 import dataclasses
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .config import EngineConfig
@@ -118,6 +118,10 @@ def _fits(value: Any, annotation: Any) -> bool:
     if origin is tuple:
         items = arguments[:1] * len(value) if isinstance(value, tuple) and ... in arguments else arguments
         return isinstance(value, tuple) and len(value) == len(items) and all(map(_fits, value, items))
+    if origin is Mapping:
+        return isinstance(value, dict) and all(
+            _fits(part, hint) for pair in value.items() for part, hint in zip(pair, arguments, strict=True)
+        )
     if arguments:  # a union
         return any(_fits(value, member) for member in arguments)
     if annotation is float:

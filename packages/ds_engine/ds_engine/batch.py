@@ -51,7 +51,7 @@ class TokenBatch(Protocol):
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
-        """Additional [K] columns for the loss; the engine only moves them to the device."""
+        """Additional columns for the loss, [K] or [K, ...]; the engine only moves them to the device."""
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch on `device`."""
@@ -63,6 +63,8 @@ class TokenOutputs:
 
     log_probs_K: Tensor
     entropy_K: Tensor
+    term_K: Tensor | None = None
+    """What the `HeadTerm` of the mini batch returned; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,15 @@ class ValueOutputs:
 
     values_K: Tensor
     """[K] fp32, differentiable inside a loss function."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmHead:
+    """Where an engine's logits come from: `soft_cap(hidden @ weight.T + bias)`."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    soft_cap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +103,13 @@ LogProbFn = Callable[..., "tuple[Tensor, Tensor]"]
 Computes log-probs and entropies of the targets from hidden states and the LM head's weight. The four arguments are
 positional. If the model's head has a bias or caps its logits, `bias=` ([V]) and `soft_cap=` (float) are passed as well;
 a function without these parameters works for all other models."""
+
+HeadTerm = Callable[..., "Tensor"]
+"""(hidden_KH, weight_VH, columns, temperature) -> [K] fp32, differentiable in hidden states and weight.
+
+A term of the loss that needs more of each distribution than the target's log-prob, such as a divergence to a teacher.
+It runs where the LM head's weight is whole; `columns` are those of the batch. The keywords are those of `LogProbFn`.
+The loss function finds its result in `TokenOutputs.term_K`."""
 
 LossFn = Callable[[Any, Any], LossOutput]
 """(TokenOutputs or, with a value head, ValueOutputs; the micro batch on the device) -> LossOutput.

@@ -5,9 +5,11 @@ Imports no torch. Combinations that DeepSpeed does not support, or would silentl
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
+from .deepspeed_keys import DEFAULTS, LIVE_PARAMETERS, OWNED, PREFETCH_BUCKET, REUSE_DISTANCE, SUB_GROUP, needs_stage_3
 from .dtypes import DeprecatedDtype, Dtype, current_dtype, dtype_bytes
 from .errors import EngineConfigError
 
@@ -76,9 +78,14 @@ class ZeroConfig:
     """DeepSpeed's overlap of gradient reduction with the backward pass. null: on at stage 3 on CUDA, otherwise off.
     Stage 2 overlaps in any case where the engine accumulates gradients itself (low-precision weights, fp32
     accumulation, no optimizer offload)."""
+    deepspeed: Mapping[str, bool | int] = field(default_factory=dict)
+    """Further keys of DeepSpeed's zero_optimization section, under DeepSpeed's names: stage3_max_live_parameters,
+    stage3_max_reuse_distance, stage3_prefetch_bucket_size, sub_group_size (all in elements), ... Keys that the engine
+    sets itself or cannot support are refused with the reason."""
 
     def __post_init__(self) -> None:
         _require_one_of(Stage, "stage", self.stage)
+        self._check_deepspeed()
         _require(self.reduce_bucket_bytes >= 1024, "reduce_bucket_bytes", self.reduce_bucket_bytes, "at least 1024")
         _require(
             self.param_persistence_elements >= 0,
@@ -104,6 +111,16 @@ class ZeroConfig:
             self.offload.optimizer,
             "DeepSpeed steps offloaded parameters on the CPU: with offload.param set, use cpu or nvme here too",
         )
+
+    def _check_deepspeed(self) -> None:
+        for key, value in self.deepspeed.items():
+            _require(key not in OWNED, f"deepspeed.{key}", value, OWNED.get(key, ""))
+            _require(
+                self.stage == 3 or not needs_stage_3(key),
+                f"deepspeed.{key}",
+                value,
+                f"DeepSpeed reads it at stage 3 only, and the stage is {self.stage}: remove it",
+            )
 
     @property
     def gathers_layers(self) -> bool:
@@ -268,9 +285,10 @@ class EngineConfig:
     lora: LoraConfig | None = None
     """Train adapters instead of the whole model. Engines built with trainable=False use the base model in base_format,
     without adapters."""
-    dtype: Dtype | DeprecatedDtype = "bfloat16"
+    dtype: Dtype | DeprecatedDtype | None = None
     """Dtype of weights and activations: bfloat16, float16 (with dynamic loss scaling) or float32. The optimizer always
-    keeps fp32 master weights. bf16, fp16 and fp32 are deprecated names of the same."""
+    keeps fp32 master weights. bf16, fp16 and fp32 are deprecated names of the same. null: bfloat16, unless an app
+    chooses float16 for GPUs without it."""
     gradient_checkpointing: bool | None = None
     """Recompute activations of layers in the backward pass instead of keeping them. null: false, unless an app chooses
     it."""
@@ -300,11 +318,8 @@ class EngineConfig:
     error."""
 
     def __post_init__(self) -> None:
-        dtype = current_dtype(self.dtype)
-        if dtype != self.dtype:
-            warnings.warn(f"dtype={self.dtype!r} is deprecated: use {dtype!r}", DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "dtype", dtype)
-        _require_one_of(Dtype, "dtype", dtype)
+        if self.dtype is not None:
+            self._replace_deprecated_dtype(self.dtype)
         _require_one_of(Attention, "attention", self.attention)
         _require(
             not self.compile or self.zero.offload.param != "nvme",
@@ -329,12 +344,19 @@ class EngineConfig:
         _require_one_of(Guard, "collective_guard", self.collective_guard)
         _require(self.collective_stall_s > 0, "collective_stall_s", self.collective_stall_s, "a positive number")
 
+    def _replace_deprecated_dtype(self, given: str) -> None:
+        dtype = current_dtype(given)
+        if dtype != given:
+            warnings.warn(f"dtype={given!r} is deprecated: use {dtype!r}", DeprecationWarning, stacklevel=4)
+            object.__setattr__(self, "dtype", dtype)
+        _require_one_of(Dtype, "dtype", dtype)
+
     # Rules derived from the settings. The engine, DeepSpeed's configuration and the plans all read them from here.
 
     @property
     def model_dtype(self) -> Dtype:
-        """`dtype` under its current name."""
-        return cast("Dtype", self.dtype)
+        """`dtype` under its current name; bfloat16 if it is null."""
+        return cast("Dtype", self.dtype or "bfloat16")
 
     @property
     def grad_accum_dtype(self) -> Dtype:
@@ -352,18 +374,34 @@ class EngineConfig:
         return self.zero.reduce_bucket_bytes // dtype_bytes(self.reduce_dtype)
 
     @property
+    def reuse_elements(self) -> int:
+        """Stage 3: parameters reused within this number of elements are not released in between."""
+        return int(self.zero.deepspeed.get(REUSE_DISTANCE, DEFAULTS[REUSE_DISTANCE]))
+
+    @property
+    def prefetch_elements(self) -> int:
+        """Stage 3: elements that are gathered ahead of their use."""
+        live = int(self.zero.deepspeed.get(LIVE_PARAMETERS, DEFAULTS[LIVE_PARAMETERS]))
+        return min(live, int(self.zero.deepspeed.get(PREFETCH_BUCKET, self.reduce_bucket_elements)))
+
+    @property
+    def sub_group_elements(self) -> int:
+        """Elements that the optimizer of stage 3 steps at a time."""
+        return int(self.zero.deepspeed.get(SUB_GROUP, DEFAULTS[SUB_GROUP]))
+
+    @property
     def uses_bf16_optimizer(self) -> bool:
         """Whether DeepSpeed uses its `BF16_Optimizer`: at stage 1 in bf16 with fp32 accumulation, unless optimizer
         states are offloaded. Otherwise stages 1 and 2 use `DeepSpeedZeroOptimizer`."""
         zero = self.zero
         on_device = zero.offload.optimizer == "none"
-        return zero.stage == 1 and self.dtype == "bfloat16" and zero.fp32_grad_accum and on_device
+        return zero.stage == 1 and self.model_dtype == "bfloat16" and zero.fp32_grad_accum and on_device
 
     @property
     def fuses_grad_accumulation(self) -> bool:
         """Whether the engine replaces DeepSpeed's gradient accumulation of stage 2 (zero/grad_accumulation.py)."""
         zero = self.zero
-        casts = self.dtype != self.grad_accum_dtype == "float32"
+        casts = self.model_dtype != self.grad_accum_dtype == "float32"
         return zero.stage == 2 and casts and zero.offload.optimizer == "none" and not zero.overlap_comm
 
     @property

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .agreement import agree_on_plan, sum_over_ranks
-from .batch import Head, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
+from .batch import Head, HeadTerm, LmHead, LogProbFn, LossFn, StepStats, TokenBatch, TokenOutputs
 from .config import EngineConfig, check_schedule, learning_rate
 from .errors import EngineError
 from .guard.collective_guard import num_guarded, start_guard
@@ -20,13 +20,13 @@ from .micro_batch import MicroBatches
 from .model.attention import choose_kernel
 from .model.loading import check_offload, load_model, prepare_model, torch_dtype
 from .model.lora import NamedTensor, adapter_settings, adapter_tensors, adapters_off, has_adapters, whole_tensors
-from .model.packed_model import row_kernel
+from .model.packed_model import HIDDEN, lm_head_of, row_kernel
 from .model.sequence_parallel import join_sequence_group
 from .simple import SimpleBatch
 from .state.checkpoint import load_state, save_state
 from .state.export import export_tensors
 from .state.reshape import StateSource, fill_state, has_layout
-from .zero.ds_config import deepspeed_config
+from .zero.ds_config import check_deepspeed, deepspeed_config
 from .zero.memory import EngineMemory, MemoryReport, memory_stats
 from .zero.optimizer import build_optimizer, start_deepspeed
 from .zero.optimizer_step import LossScale, check_fp16, global_grad_norm
@@ -74,7 +74,7 @@ class ZeroEngine:
         self._total_steps = total_steps if total_steps is not None else config.optim.total_steps
         check_schedule(config.optim, self._total_steps)
         kernel = row_kernel(module) or choose_kernel(
-            config.attention, device_type=device.type, dtype=torch_dtype(config.dtype)
+            config.attention, device_type=device.type, dtype=torch_dtype(config.model_dtype)
         )
         self._num_steps = 0
         prepare_model(
@@ -124,8 +124,9 @@ class ZeroEngine:
             EngineConfigError: a setting cannot work on this machine.
         """
         _require_process_group()
+        check_deepspeed(config)
         check_offload(config.zero.offload)
-        check_fp16(config.dtype, device.type)
+        check_fp16(config.model_dtype, device.type)
         settings = deepspeed_config(config, device_type=device.type, trainable=trainable)
         module = load_model(model_path, config, device=device, ds_config=settings, head=head)
         return cls(
@@ -203,8 +204,49 @@ class ZeroEngine:
         self._set_mode(training=False)
         return [rows_1K[0].long() for rows_1K in self._micro_batches.infer(micro_batches, temperature=0.0)]
 
+    @torch.no_grad()
+    def hidden_states(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """The hidden states that predict the targets, without gradients: with `lm_head` a teacher's distributions.
+
+        Returns:
+            One [K, H] tensor per micro batch, on the CPU, in the model's dtype; K = 0 where a batch has no targets.
+
+        Raises:
+            EngineError: the engine has a value head.
+            PlanMismatchError: ranks have different numbers of micro batches.
+        """
+        self._require_on_device("hidden_states")
+        self._require_head("lm", "hidden_states")
+        agree_on_plan("hidden_states", micro_batches, self.device, sp=self._sp)
+        self._set_mode(training=False)
+        return [rows_HK.T for rows_HK in self._micro_batches.infer(micro_batches, head_term=HIDDEN)]
+
+    def lm_head(self) -> LmHead:
+        """The whole LM head on every rank: a copy at stage 3, the model's own tensors at stages 1 and 2. Collective.
+
+        Raises:
+            EngineError: the engine has a value head.
+        """
+        self._require_on_device("lm_head")
+        self._require_head("lm", "lm_head")
+        head, soft_cap = lm_head_of(self.module)
+        if self.zero_stage < 3:
+            bias = None if head.bias is None else head.bias.detach()
+            return LmHead(weight_VH=head.weight.detach(), bias_V=bias, soft_cap=soft_cap)
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([p for p in (head.weight, head.bias) if p is not None]):
+            # Views are invalid after the context, so copies are made inside it.
+            bias = None if head.bias is None else head.bias.detach().clone()
+            return LmHead(weight_VH=head.weight.detach().clone(), bias_V=bias, soft_cap=soft_cap)
+
     def train_mini_batch(
-        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, *, temperature: float = 1.0
+        self,
+        micro_batches: Sequence[TokenBatch],
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        head_term: HeadTerm | None = None,
     ) -> StepStats:
         """Take one optimizer step on the sum of the losses of all micro batches of all ranks.
 
@@ -213,6 +255,7 @@ class ZeroEngine:
         Args:
             loss_fn: called with the outputs and the batch, both on the device, of each micro batch with targets.
             temperature: divisor of the logits.
+            head_term: a term of the loss that needs the LM head's weight (see `HeadTerm`).
 
         Raises:
             PlanMismatchError: ranks have different numbers of micro batches.
@@ -229,7 +272,9 @@ class ZeroEngine:
             group["lr"] = lr
         loss_scale = self._loss_scale.value
         label = f"step {self._num_steps}"
-        losses, metrics = self._micro_batches.train(micro_batches, loss_fn, temperature, label=label)
+        losses, metrics = self._micro_batches.train(
+            micro_batches, loss_fn, temperature, label=label, head_term=head_term
+        )
         self._num_steps += 1
         self._loss_scale.after_step()
         loss, totals = sum_over_ranks(losses, metrics, sp=self._sp)

@@ -12,11 +12,11 @@ from torch import Tensor
 from .batch import TokenOutputs, ValueOutputs
 from .errors import BatchError, EngineError
 from .guard.collective_guard import mark
-from .model.packed_model import PackedInputs, packed_inputs
+from .model.packed_model import HIDDEN, PackedInputs, packed_inputs
 from .zero.grad_accumulation import set_num_micro_batches
 
 if TYPE_CHECKING:
-    from .batch import Head, LossFn, TokenBatch
+    from .batch import Head, HeadTerm, LossFn, TokenBatch
     from .model.sequence_parallel import SequenceGroup
 
 
@@ -46,7 +46,13 @@ class MicroBatches:
         self._has_partial_gradient = False
 
     def train(
-        self, micro_batches: Sequence[TokenBatch], loss_fn: LossFn, temperature: float, *, label: str
+        self,
+        micro_batches: Sequence[TokenBatch],
+        loss_fn: LossFn,
+        temperature: float,
+        *,
+        label: str,
+        head_term: HeadTerm | None = None,
     ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         """Run forward, backward and the optimizer's step; returns detached (losses, metrics) of this rank.
 
@@ -66,20 +72,23 @@ class MicroBatches:
         if self._step_each_micro:
             set_num_micro_batches(self._deepspeed, len(micro_batches))
         # Copied before the first forward pass: a copy in between would synchronize host and device.
-        for index, batch in enumerate([self.to_device(batch) for batch in micro_batches]):
+        on_device = [self.to_device(batch, with_columns=head_term is not None) for batch in micro_batches]
+        for index, batch in enumerate(on_device):
             mark(f"{label}, micro batch {index} of {len(micro_batches)}")
             is_last = index == len(micro_batches) - 1
             self.mark_boundary(is_last)
-            losses.append(self.backward(batch, loss_fn, temperature, metrics))
+            losses.append(self.backward(batch, loss_fn, temperature, metrics, head_term))
             if self._step_each_micro or is_last:
                 self._deepspeed.step()
         self._has_partial_gradient = False
         mark(f"after {label}")
         return losses, metrics
 
-    def infer(self, micro_batches: Sequence[TokenBatch], temperature: float = 1.0) -> list[Tensor]:
+    def infer(
+        self, micro_batches: Sequence[TokenBatch], temperature: float = 1.0, head_term: str | None = None
+    ) -> list[Tensor]:
         """The head's output [R, K] for the targets of each micro batch, without loss, on the CPU."""
-        rows = [self._forward(self._inputs(batch), temperature)[0] for batch in micro_batches]
+        rows = [self._forward(self._inputs(batch), temperature, head_term)[0] for batch in micro_batches]
         return [rows_RK.cpu() for rows_RK in rows]
 
     def rehearse(self, batch: TokenBatch, weight: torch.nn.Parameter) -> None:
@@ -90,25 +99,35 @@ class MicroBatches:
         # Gradients are captured, not accumulated, so that none of DeepSpeed's hooks run.
         torch.autograd.grad(rows_RK.sum(), [weight])
 
-    def to_device(self, batch: TokenBatch) -> DeviceBatch:
-        """The model's inputs and `batch` itself on the device."""
-        return self._inputs(batch), batch.to(self._device)
+    def to_device(self, batch: TokenBatch, *, with_columns: bool = False) -> DeviceBatch:
+        """The model's inputs, with columns for a head term, and `batch` itself on the device."""
+        return self._inputs(batch, with_columns=with_columns), batch.to(self._device)
 
-    def _inputs(self, batch: TokenBatch) -> tuple[PackedInputs, int]:
-        return packed_inputs(batch, device=self._device, kernel=self._kernel, sp_group=self._sp_group)
+    def _inputs(self, batch: TokenBatch, *, with_columns: bool = False) -> tuple[PackedInputs, int]:
+        return packed_inputs(
+            batch, device=self._device, kernel=self._kernel, sp_group=self._sp_group, with_columns=with_columns
+        )
 
-    def _forward(self, inputs: tuple[PackedInputs, int], temperature: float) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, inputs: tuple[PackedInputs, int], temperature: float, head_term: HeadTerm | str | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The head's output [R, K] for the targets, and a zero whose gradient reaches every parameter of the pass."""
         packed, num_targets = inputs
-        rows_RK = self._deepspeed(packed=packed, temperature=temperature)
+        term = {} if head_term is None or (num_targets == 0 and head_term != HIDDEN) else {"head_term": head_term}
+        rows_RK = self._deepspeed(packed=packed, temperature=temperature, **term)
         return rows_RK[:, :num_targets], rows_RK.sum() * 0.0
 
     def backward(
-        self, device_batch: DeviceBatch, loss_fn: LossFn, temperature: float, metrics: dict[str, list[Tensor]]
+        self,
+        device_batch: DeviceBatch,
+        loss_fn: LossFn,
+        temperature: float,
+        metrics: dict[str, list[Tensor]],
+        head_term: HeadTerm | None = None,
     ) -> Tensor:
         """Run forward and backward of one micro batch; returns its detached loss and appends its metrics."""
         inputs, batch = device_batch
-        rows_RK, anchor = self._forward(inputs, temperature)
+        rows_RK, anchor = self._forward(inputs, temperature, head_term)
         loss = anchor
         if rows_RK.numel() > 0:
             result = loss_fn(self._outputs(rows_RK), batch)
@@ -136,4 +155,5 @@ class MicroBatches:
     def _outputs(self, rows_RK: Tensor) -> TokenOutputs | ValueOutputs:
         if self._head == "value":
             return ValueOutputs(values_K=rows_RK[0])
-        return TokenOutputs(log_probs_K=rows_RK[0], entropy_K=rows_RK[1])
+        term_K = rows_RK[2] if len(rows_RK) > 2 else None
+        return TokenOutputs(log_probs_K=rows_RK[0], entropy_K=rows_RK[1], term_K=term_K)

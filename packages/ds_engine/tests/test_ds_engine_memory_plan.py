@@ -267,3 +267,11 @@ def test_a_folder_without_sizes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(ValueError, match="cannot be counted"):
         count_shape(tmp_path)
+
+
+def test_adapters_that_match_no_layer_are_refused() -> None:
+    shape = ModelShape.read(QWEN3_06B)
+    with pytest.raises(ValueError, match=r"lora\.target_modules is \('nowhere',\), but the model has no such linear"):
+        shape.adapters(LoraConfig(target_modules=("nowhere",)))
+    whole = shape.adapters(LoraConfig(target_modules=("q_proj",)))
+    assert shape.adapters(LoraConfig(target_modules=("self_attn.q_proj",))) == whole != []

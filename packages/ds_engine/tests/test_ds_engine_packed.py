@@ -182,6 +182,13 @@ def test_kernel_choice_by_what_is_installed(tmp_path: Path, monkeypatch: pytest.
     assert choose("flash4") == "flash4"
     capability = (8, 0)
     assert choose() == "flash"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose() == "flash"
+    capability = (7, 5)
+    assert choose() == choose("sdpa") == "sdpa"
+    with pytest.raises(EngineConfigError, match=r"compute capability 8\.0 or newer"):
+        choose("varlen")
+    capability = (8, 0)
     with pytest.raises(EngineConfigError, match="needs flash-attn-4 and a Hopper"):
         choose("flash4")
     sys.modules.pop("flash_attn", None)

@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_engine import EngineConfig, OffloadConfig, OptimConfig, ZeroConfig, deepspeed_config, learning_rate
+from ds_engine import (
+    EngineConfig,
+    OffloadConfig,
+    OptimConfig,
+    ZeroConfig,
+    check_deepspeed,
+    deepspeed_config,
+    learning_rate,
+)
 from ds_engine.config import check_schedule
+from ds_engine.deepspeed_keys import LIVE_PARAMETERS, OWNED, PREFETCH_BUCKET, REUSE_DISTANCE, SUB_GROUP
 from ds_engine.errors import EngineConfigError
 
 
@@ -150,3 +159,49 @@ def test_errors_pickle() -> None:
     error = pickle.loads(pickle.dumps(EngineConfigError("why")))
     assert isinstance(error, ValueError)
     assert str(error) == "why"
+
+
+@pytest.mark.parametrize("key", sorted(OWNED))
+def test_deepspeed_keys_of_the_engine_are_refused_with_the_reason(key: str) -> None:
+    with pytest.raises(ValueError, match=f"^deepspeed.{key}=1 is not allowed: ") as caught:
+        ZeroConfig(stage=3, deepspeed={key: 1})
+    assert OWNED[key] in str(caught.value)
+
+
+def test_every_key_of_deepspeeds_section_is_owned_or_passed_on() -> None:
+    """A key that a new DeepSpeed adds has to be judged first."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    known = {field.alias or name for name, field in fields.items()}
+    assert known - set(OWNED) == {
+        *(REUSE_DISTANCE, LIVE_PARAMETERS, PREFETCH_BUCKET, SUB_GROUP, "stage3_model_persistence_threshold"),
+        *("ignore_unused_parameters", "log_trace_cache_warnings", "enable_sanity_checks"),
+    }
+
+
+@given(number=st.integers(0, 10**10), key=st.sampled_from([REUSE_DISTANCE, LIVE_PARAMETERS, PREFETCH_BUCKET]))
+@settings(deadline=None, derandomize=True)
+def test_other_keys_reach_deepspeed(number: int, key: str) -> None:
+    config = EngineConfig(zero=ZeroConfig(stage=3, deepspeed={key: number}))
+    check_deepspeed(config)
+    assert deepspeed_config(config, device_type="cuda")["zero_optimization"][key] == number
+    with pytest.raises(ValueError, match="at stage 3 only, and the stage is 2"):
+        ZeroConfig(stage=2, deepspeed={key: number})
+
+
+def test_unknown_keys_and_bad_values_are_refused_by_deepspeed() -> None:
+    for given_key, message in (
+        (
+            {"stage3_max_live_parameter": 1},
+            "stage3_max_live_parameter is unknown .*nearest: stage3_max_live_parameters",
+        ),
+        ({"stage3_max_live_parameters": -1}, "stage3_max_live_parameters is -1, which DeepSpeed refuses"),
+    ):
+        with pytest.raises(EngineConfigError, match=message):
+            check_deepspeed(EngineConfig(zero=ZeroConfig(stage=3, deepspeed=given_key)))
+
+
+def test_a_null_dtype_is_bfloat16() -> None:
+    assert EngineConfig().model_dtype == "bfloat16"
+    assert deepspeed_config(EngineConfig(), device_type="cuda")["bf16"] == {"enabled": True}

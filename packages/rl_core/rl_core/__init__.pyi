@@ -1,3 +1,4 @@
+from .advantages.distillation import distillation_advantages as distillation_advantages
 from .advantages.gae import gae as gae
 from .advantages.gae import token_rewards as token_rewards
 from .advantages.group import dr_grpo_advantages as dr_grpo_advantages
@@ -47,8 +48,12 @@ from .importance.weights import rollout_weights as rollout_weights
 from .kl.control import AdaptiveKL as AdaptiveKL
 from .kl.control import FixedKL as FixedKL
 from .kl.control import KLController as KLController
+from .kl.divergence import divergence as divergence
 from .kl.estimators import kl_estimate as kl_estimate
 from .kl.estimators import kl_loss as kl_loss
+from .kl.linear_divergence import TeacherHead as TeacherHead
+from .kl.linear_divergence import TeacherTopK as TeacherTopK
+from .kl.linear_divergence import linear_divergence as linear_divergence
 from .losses.aggregate import aggregate_loss as aggregate_loss
 from .losses.aggregate import global_totals as global_totals
 from .losses.aggregate import token_weights as token_weights
@@ -59,9 +64,15 @@ from .losses.policy import entropy_from_logits as entropy_from_logits
 from .losses.policy import gspo_loss as gspo_loss
 from .losses.policy import policy_metric_shares as policy_metric_shares
 from .losses.policy import ppo_clip_loss as ppo_clip_loss
+from .losses.preference import bradley_terry_loss as bradley_terry_loss
+from .losses.preference import dpo_loss as dpo_loss
+from .losses.preference import kto_kl as kto_kl
+from .losses.preference import kto_loss as kto_loss
 from .losses.value import value_loss as value_loss
+from .options import DivergenceKind as DivergenceKind
 from .options import ImportanceLevel as ImportanceLevel
 from .options import ImportanceMode as ImportanceMode
 from .options import KLKind as KLKind
 from .options import LossAggregation as LossAggregation
+from .options import PairLoss as PairLoss
 from .options import check_clip as check_clip

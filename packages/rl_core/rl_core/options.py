@@ -12,11 +12,17 @@ LossAggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_me
 KLKind = Literal["k1", "k2", "k3", "abs"]
 """KL estimators, see `rl_core.kl_estimate`."""
 
+DivergenceKind = Literal["forward", "reverse", "jsd"]
+"""Divergences between a teacher and a student, see `rl_core.divergence`."""
+
 ImportanceLevel = Literal["token", "sequence", "geometric"]
 """Scope of an importance ratio, see `rl_core.rollout_weights`."""
 
 ImportanceMode = Literal["truncate", "mask"]
 """Treatment of importance ratios out of bounds, see `rl_core.rollout_weights`."""
+
+PairLoss = Literal["dpo", "ipo"]
+"""Losses of direct preference optimization, see `rl_core.dpo_loss`."""
 
 
 def check_clip(clip_low: float, clip_high: float, dual_clip: float | None = None) -> None:

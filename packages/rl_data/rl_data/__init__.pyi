@@ -11,6 +11,11 @@ from .errors import ModelFolderError as ModelFolderError
 from .errors import RlDataError as RlDataError
 from .errors import SamplerStateError as SamplerStateError
 from .errors import UnknownDataSourceError as UnknownDataSourceError
+from .preferences import LabeledResponse as LabeledResponse
+from .preferences import PreferencePair as PreferencePair
+from .preferences import check_preferences as check_preferences
+from .preferences import load_labeled as load_labeled
+from .preferences import load_pairs as load_pairs
 from .prepare.config import PrepareConfig as PrepareConfig
 from .prepare.pipeline import prepare_data as prepare_data
 from .prompts import Prompt as Prompt
@@ -28,3 +33,4 @@ from .tiny_model import build_tiny_model as build_tiny_model
 from .tokenizer import check_model_folder as check_model_folder
 from .tokenizer import find_model_folder as find_model_folder
 from .tokenizer import load_tokenizer as load_tokenizer
+from .vocabulary import check_same_vocabulary as check_same_vocabulary

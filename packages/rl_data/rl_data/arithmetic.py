@@ -108,11 +108,7 @@ def rows(
     kind: ArithmeticKind, rng: random.Random, *, num_train: int, num_val: int, num_demonstrations: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows (`question`, `answer`) of training problems, validation problems, and demonstrations."""
-    top = MAX_OPERAND[kind]
-    pairs = [(x, y) for x in range(1, top + 1) for y in range(x, top + 1)]
-    rng.shuffle(pairs)
-    num_held_out = int(len(pairs) * HELD_OUT_SHARE)
-    held_out, known = pairs[:num_held_out], pairs[num_held_out:]
+    held_out, known = _operands(kind, rng)
     return (
         [{"question": question, "answer": _answer(kind, x, y)} for question, x, y in _problems(rng, known, num_train)],
         [{"question": question, "answer": _answer(kind, x, y)} for question, x, y in _problems(rng, held_out, num_val)],
@@ -121,6 +117,33 @@ def rows(
             for question, x, y in _problems(rng, known, num_demonstrations)
         ],
     )
+
+
+def preferences(rng: random.Random, num: int) -> list[dict[str, Any]]:
+    """Rows (`question`, `chosen`, `rejected`) for preference training, with operands of the training problems.
+
+    The chosen response shows the right calculation. The rejected one is a wrong bare answer, or the calculation of
+    another sum, each half of the time: neither its length nor its style alone gives it away.
+    """
+    _, known = _operands("arithmetic", rng)
+    return [
+        {"question": question, "chosen": working(x, y), "rejected": _rejected(rng, known, x, y)}
+        for question, x, y in _problems(rng, known, num)
+    ]
+
+
+def _rejected(rng: random.Random, pairs: Sequence[tuple[int, int]], x: int, y: int) -> str:
+    other = rng.choice([pair for pair in rng.sample(pairs, 8) if sum(pair) != x + y])
+    return working(*other) if rng.random() < 0.5 else f"#### {sum(other)}"
+
+
+def _operands(kind: ArithmeticKind, rng: random.Random) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The operand pairs of validation problems, and all others; the first draw of a generator."""
+    top = MAX_OPERAND[kind]
+    pairs = [(x, y) for x in range(1, top + 1) for y in range(x, top + 1)]
+    rng.shuffle(pairs)
+    num_held_out = int(len(pairs) * HELD_OUT_SHARE)
+    return pairs[:num_held_out], pairs[num_held_out:]
 
 
 def _demonstration(kind: ArithmeticKind, rng: random.Random, x: int, y: int) -> str | list[str]:

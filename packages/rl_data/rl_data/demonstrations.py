@@ -36,7 +36,9 @@ _FILL_IN = "Fill it in or drop the row."
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row:
+class AnsweredRow:
+    """A row with a response, before it is rendered and tokenized."""
+
     place: Place
     messages: tuple[Message, ...] = ()
     """What a template renders; empty for plain text."""
@@ -68,7 +70,7 @@ class Demonstration:
 # ------------------------------------------------------------------------ rows
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
@@ -80,22 +82,22 @@ def _parts(answer: Any) -> tuple[str, ...] | None:
     return tuple(parts)
 
 
-def _format(table: Table) -> tuple[list[str], Callable[[Place, dict[str, Any]], _Row]]:
+def _format(table: Table) -> tuple[list[str], Callable[[Place, dict[str, Any]], AnsweredRow]]:
     """The columns of the table's format, and the function that reads a row."""
     names = table.columns
     with_tools = ["tools"] if "tools" in names else []
     if "question" in names:
-        return ["question", "answer"], _of_question
+        return ["question", "answer"], of_question
     if "messages" in names:
-        return ["messages", *with_tools], _of_messages
+        return ["messages", *with_tools], of_messages
     if "completion" in names:
-        return ["prompt", "completion", *with_tools], _of_completion
+        return ["prompt", "completion", *with_tools], of_completion
     if "text" in names:
         return ["text"], _of_text
-    return ["question", "answer"], _of_question
+    return ["question", "answer"], of_question
 
 
-def _rows(file: str | Path) -> Iterator[_Row]:
+def _rows(file: str | Path) -> Iterator[AnsweredRow]:
     table = open_table(file)
     columns, parse = _format(table)
     table.require(columns, _HELP)
@@ -103,37 +105,40 @@ def _rows(file: str | Path) -> Iterator[_Row]:
         yield parse(place, row)
 
 
-def _of_question(place: Place, row: dict[str, Any]) -> _Row:
-    question, parts = row.get("question"), _parts(row.get("answer"))
-    if not _is_text(question) or parts is None:
-        raise place.error("no text", _FILL_IN, column="answer" if _is_text(question) else "question")
-    return _Row(place=place, messages=({"role": "user", "content": question},), is_question=True, parts=parts)
+def of_question(place: Place, row: dict[str, Any], answer: str = "answer") -> AnsweredRow:
+    """A question and its answer in the column `answer`."""
+    question, parts = row.get("question"), _parts(row.get(answer))
+    if not is_text(question) or parts is None:
+        raise place.error("no text", _FILL_IN, column=answer if is_text(question) else "question")
+    return AnsweredRow(place=place, messages=({"role": "user", "content": question},), is_question=True, parts=parts)
 
 
-def _of_messages(place: Place, row: dict[str, Any]) -> _Row:
-    messages = conversation(place, row.get("messages"), "messages")
-    _require_response(place, messages, "messages")
-    return _Row(place=place, messages=messages, tools=tools_of(place, row.get("tools"), "tools"))
+def of_messages(place: Place, row: dict[str, Any], column: str = "messages") -> AnsweredRow:
+    """A conversation in `column`."""
+    messages = conversation(place, row.get(column), column)
+    _require_response(place, messages, column)
+    return AnsweredRow(place=place, messages=messages, tools=tools_of(place, row.get("tools"), "tools"))
 
 
-def _of_completion(place: Place, row: dict[str, Any]) -> _Row:
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if _is_text(prompt):
-        if not _is_text(completion):
-            raise place.error("no text after a prompt that is text", _FILL_IN, column="completion")
-        return _Row(place=place, prompt=str(prompt), parts=(str(completion),))
+def of_completion(place: Place, row: dict[str, Any], column: str = "completion") -> AnsweredRow:
+    """A prompt and what follows it in `column`."""
+    prompt, completion = row.get("prompt"), row.get(column)
+    if is_text(prompt):
+        if not is_text(completion):
+            raise place.error("no text after a prompt that is text", _FILL_IN, column=column)
+        return AnsweredRow(place=place, prompt=str(prompt), parts=(str(completion),))
     before, tools = conversation(place, prompt, "prompt"), tools_of(place, row.get("tools"), "tools")
-    if _is_text(completion):
-        return _Row(place=place, messages=before, tools=tools, parts=(str(completion),))
-    messages = (*before, *conversation(place, completion, "completion"))
-    _require_response(place, messages, "completion")
-    return _Row(place=place, messages=messages, tools=tools, num_before=len(before))
+    if is_text(completion):
+        return AnsweredRow(place=place, messages=before, tools=tools, parts=(str(completion),))
+    messages = (*before, *conversation(place, completion, column))
+    _require_response(place, messages, column)
+    return AnsweredRow(place=place, messages=messages, tools=tools, num_before=len(before))
 
 
-def _of_text(place: Place, row: dict[str, Any]) -> _Row:
-    if not _is_text(row.get("text")):
+def _of_text(place: Place, row: dict[str, Any]) -> AnsweredRow:
+    if not is_text(row.get("text")):
         raise place.error("no text", _FILL_IN, column="text")
-    return _Row(place=place, parts=(row["text"],))
+    return AnsweredRow(place=place, parts=(row["text"],))
 
 
 def _require_response(place: Place, messages: Sequence[Message], column: str) -> None:
@@ -176,19 +181,12 @@ def load_demonstrations(
     """
     if not files:
         raise DataError("no files were given. Name at least one.")
-    renderer = Renderer(tokenizer, config)
-    script = partial(_scripts, renderer=renderer, chat=ChatTurns(tokenizer, renderer, turns), config=config)
+    encoded = RowEncoder(tokenizer, config, turns)
     demonstrations: list[Demonstration] = []
-    known: dict[int, int] = {}
     num_filtered = 0
     for rows in batches(row for file in files for row in _rows(file)):
-        made = [(row, one) for row in rows for one in script(row)]
-        sequences = _encode([one for _, one in made], tokenizer, known)
-        for (row, _), (ids, mask) in zip(made, sequences, strict=True):
-            found = _demonstration(ids, mask)
-            if found is None:
-                raise row.place.error("it has no token to train on", _FILL_IN)
-            if too_long(row.place, len(found.prompt_ids), config) or _exceeds(row.place, found, config, max_length):
+        for row, found in encoded(rows):
+            if exceeds(row.place, found, config, max_length):
                 num_filtered += 1
                 continue
             demonstrations.append(found)
@@ -196,7 +194,28 @@ def load_demonstrations(
     return demonstrations
 
 
-def _scripts(row: _Row, *, renderer: Renderer, chat: ChatTurns, config: DataConfig) -> list[Script]:
+class RowEncoder:
+    """Renders and tokenizes rows."""
+
+    def __init__(self, tokenizer: TokenizerLike, config: DataConfig, turns: TurnsTrained) -> None:
+        renderer = Renderer(tokenizer, config)
+        chat = ChatTurns(tokenizer, renderer, turns)
+        self._scripts = partial(_scripts, renderer=renderer, chat=chat, config=config)
+        self._tokenizer = tokenizer
+        self._known: dict[int, int] = {}
+
+    def __call__(self, rows: Sequence[AnsweredRow]) -> Iterator[tuple[AnsweredRow, Demonstration]]:
+        """The sequences of each row, in order: several if each turn is one. Raises DataError."""
+        made = [(row, one) for row in rows for one in self._scripts(row)]
+        sequences = _encode([one for _, one in made], self._tokenizer, self._known)
+        for (row, _), (ids, mask) in zip(made, sequences, strict=True):
+            found = _demonstration(ids, mask)
+            if found is None:
+                raise row.place.error("it has no token to train on", _FILL_IN)
+            yield row, found
+
+
+def _scripts(row: AnsweredRow, *, renderer: Renderer, chat: ChatTurns, config: DataConfig) -> list[Script]:
     """The sequences of a row."""
     messages = with_configured(row.messages, config, is_question=row.is_question) if row.messages else ()
     if row.parts is None:
@@ -250,8 +269,10 @@ def _demonstration(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration | 
     )
 
 
-def _exceeds(place: Place, found: Demonstration, config: DataConfig, max_length: int | None) -> bool:
-    """Whether to drop a demonstration as overlong. Raises DataError instead for `overlong="refuse"`."""
+def exceeds(place: Place, found: Demonstration, config: DataConfig, max_length: int | None) -> bool:
+    """Whether to drop a sequence as overlong. Raises DataError instead for `overlong="refuse"`."""
+    if too_long(place, len(found.prompt_ids), config):
+        return True
     if max_length is None or found.num_tokens <= max_length:
         return False
     if config.overlong == "refuse":

@@ -13,7 +13,7 @@ TaskKind = Literal["arithmetic", "calculator", "stones"]
 
 @dataclass(frozen=True)
 class TaskFiles:
-    """The three parquet files of a task.
+    """The parquet files of a task.
 
     Problems have the column `question`, and `answer` or what the environment of the task reads. Demonstrations have
     `question` and `answer`: text, or a list of texts that alternate between the model and a tool or environment.
@@ -22,6 +22,8 @@ class TaskFiles:
     train: Path
     val: Path
     demonstrations: Path
+    pairs: Path | None = None
+    """Pairs of responses for preference training (`question`, `chosen`, `rejected`), if there are any."""
 
 
 def write_task(
@@ -31,23 +33,29 @@ def write_task(
     num_train: int = 4096,
     num_val: int = 256,
     num_demonstrations: int = 4096,
+    num_pairs: int = 0,
     seed: int = 0,
 ) -> TaskFiles:
     """Write train.parquet, val.parquet and demonstrations.parquet to `folder`, which is created if necessary.
 
-    The same arguments give the same rows. The seed also selects what only the validation data has.
-    Raises ValueError for a count below 1.
+    With `num_pairs`, pairs.parquet too. The same arguments give the same rows. The seed also selects what only the
+    validation data has. Raises ValueError for a count below 1, and for pairs of another task than arithmetic.
     """
     counts = {"num_train": num_train, "num_val": num_val, "num_demonstrations": num_demonstrations}
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name}={count!r}: must be at least 1")
+    if num_pairs < 0 or (num_pairs and kind != "arithmetic"):
+        raise ValueError(f"num_pairs={num_pairs!r}: must be at least 0, and 0 unless kind is 'arithmetic'")
     rng = random.Random(seed)
     made = stones.rows(rng, **counts) if kind == "stones" else arithmetic.rows(kind, rng, **counts)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     names = ("train", "val", "demonstrations")
-    return TaskFiles(*(_write(folder / f"{name}.parquet", rows) for name, rows in zip(names, made, strict=True)))
+    files = [_write(folder / f"{name}.parquet", rows) for name, rows in zip(names, made, strict=True)]
+    if num_pairs:
+        files.append(_write(folder / "pairs.parquet", arithmetic.preferences(random.Random(seed), num_pairs)))
+    return TaskFiles(*files)
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

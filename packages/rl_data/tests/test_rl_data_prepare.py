@@ -556,6 +556,16 @@ def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
         PrepareConfig(**({"files": ("a",), "out": "b"} | options))
 
 
+def test_the_options_are_printed_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Batch files check a command by its configuration."""
+    arguments = ["a.jsonl", "--out", str(tmp_path / "out"), "--validation", "0.2", "--print-config"]
+    assert main(arguments) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["files"], printed["validation"], printed["duplicates"]) == (["a.jsonl"], 0.2, "near")
+    assert list(tmp_path.iterdir()) == []
+    assert main([*arguments, "--validation", "2"]) == 2
+
+
 def test_the_module_runs_as_a_command(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", GSM8K)
     command = [sys.executable, "-m", "rl_data", "prepare", "a.jsonl", "--out", "out", "--validation", "0"]

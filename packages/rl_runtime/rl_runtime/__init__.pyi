@@ -25,6 +25,8 @@ from .app.run import run_job as run_job
 from .app.supervised_config import SupervisedJobConfig as SupervisedJobConfig
 from .app.supervised_run import SupervisedPlan as SupervisedPlan
 from .app.supervised_run import run_supervised as run_supervised
+from .app.teacher import check_teacher as check_teacher
+from .app.teacher import open_teacher as open_teacher
 from .app.training_run import TrainingRun as TrainingRun
 from .config import FineTuningConfig as FineTuningConfig
 from .config import ModelConfig as ModelConfig
@@ -88,4 +90,9 @@ from .training.record import RunRecord as RunRecord
 from .training.supervised import supervised_step as supervised_step
 from .training.supervised import train_supervised as train_supervised
 from .training.supervised_loop import SupervisedLoop as SupervisedLoop
+from .training.teacher import RankTeacher as RankTeacher
+from .training.teacher import ServerTeacher as ServerTeacher
+from .training.teacher import distillation_loss as distillation_loss
+from .training.teacher import teacher_term as teacher_term
+from .training.teacher_config import TeacherConfig as TeacherConfig
 from .training.uploads import check_checkpoint_url as check_checkpoint_url

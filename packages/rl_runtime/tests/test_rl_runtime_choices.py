@@ -393,3 +393,24 @@ def test_gpus_whose_memory_is_unknown_are_left_to_torch() -> None:
     text = "0, GPU-a, 9.0, 143771, 4, 580.65, NVIDIA H200\n1, GPU-b, 9.0, [N/A], 17, 580.65, NVIDIA GB10\n"
     found = known_gpus(machine_gpus.parse_gpus(text))
     assert {index: (gpu.name, gpu.free_bytes // 2**20) for index, gpu in found.items()} == {0: ("NVIDIA H200", 143767)}
+
+
+@pytest.mark.parametrize("kind", [config, supervised])
+def test_gpus_before_ampere_get_float16_and_sdpa(kind: Any) -> None:
+    """Turing has neither bfloat16 nor FlashAttention; newer and unknown GPUs keep the defaults."""
+    for capability in ((7, 5), (7, 0), (8, 0), (9, 0), None):
+        cards = tuple(replace(gpu, capability=capability) for gpu in gpus(2))
+        job = kind()
+        choose: Any = choose_for if isinstance(job, JobConfig) else choose_supervised_for
+        choice = choose(job, gpus=cards, shape=QWEN3_06B)
+        engine = choice.config.actor if isinstance(job, JobConfig) else choice.config.engine
+        is_old = capability is not None and capability < (8, 0)
+        assert (engine.model_dtype, engine.attention) == (("float16", "sdpa") if is_old else ("bfloat16", "auto"))
+        assert ("dtype=float16" in choice.lines()[0] and "attention=sdpa" in choice.lines()[0]) == is_old
+        section = "actor" if isinstance(job, JobConfig) else "engine"
+        given = replace(job, **{section: EngineConfig(dtype="bfloat16")})
+        if is_old:
+            with pytest.raises(InputError, match=f"{section}.dtype is bfloat16; allowed: float16 or float32"):
+                choose(given, gpus=cards, shape=QWEN3_06B)
+        else:
+            choose(given, gpus=cards, shape=QWEN3_06B)

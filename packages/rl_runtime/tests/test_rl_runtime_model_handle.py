@@ -51,7 +51,9 @@ class EchoEngine:
     def values(self, micro_batches: list[Any]) -> list[torch.Tensor]:
         return [batch.target_ids_K.float() / 2 for batch in micro_batches]
 
-    def train_mini_batch(self, micro_batches: list[Any], loss_fn: Any, *, temperature: float) -> StepStats:
+    def train_mini_batch(
+        self, micro_batches: list[Any], loss_fn: Any, *, temperature: float, head_term: object = None
+    ) -> StepStats:
         self.trained.append(micro_batches)
         self.temperatures.append(temperature)
         return StepStats(

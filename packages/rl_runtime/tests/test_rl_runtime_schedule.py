@@ -11,7 +11,14 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from rl_data import Prompt, PromptSampler
 from rl_runtime.app.job_config import JobConfig
@@ -297,6 +304,11 @@ class AheadMachine(RuleBasedStateMachine):
 
 TestAhead = AheadMachine.TestCase
 TestAhead.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.thorough
+def test_thousands_of_interleavings() -> None:
+    run_state_machine_as_test(AheadMachine, settings=settings(max_examples=5000, stateful_step_count=60, deadline=None))
 
 
 STALE = {"max_staleness": 1}

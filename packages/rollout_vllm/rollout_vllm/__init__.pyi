@@ -1,4 +1,6 @@
 from .client.client import RolloutClient as RolloutClient
+from .client.scoring import TokenScorer as TokenScorer
+from .client.scoring import TokenScores as TokenScores
 from .config import RolloutConfig as RolloutConfig
 from .config import SamplingConfig as SamplingConfig
 from .episodes.async_rewards import AsyncRewardPool as AsyncRewardPool
@@ -31,6 +33,7 @@ from .errors import PortInUseError as PortInUseError
 from .errors import RequestTooLongError as RequestTooLongError
 from .errors import RolloutConfigError as RolloutConfigError
 from .errors import RolloutError as RolloutError
+from .errors import ScoringError as ScoringError
 from .errors import ServerDiedError as ServerDiedError
 from .errors import ServerLostError as ServerLostError
 from .errors import ServerStartError as ServerStartError

@@ -33,22 +33,21 @@ class RolloutConfig:
     num_servers: int | None = None  # servers to start (data-parallel replicas); None: 1; ignored when urls is set
     tensor_parallel_size: int = 1  # GPUs per server
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: decided by the installed vLLM distribution
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = (
-        "auto"  # auto: vLLM's choice (bfloat16 for float32 weights)
-    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """auto: vLLM's choice (bfloat16 for float32 weights)."""
     max_model_len: int | None = None  # context length in tokens, prompt plus response; None: the model's maximum
     max_num_seqs: int | None = None  # maximum number of sequences that a server decodes at the same time; None: 256
-    gpu_memory_utilization: float | None = (
-        None  # fraction of GPU memory that a server may use, 0..1; None: 0.5; ignored on the CPU
-    )
-    kv_cache_dtype: Literal["auto", "fp8"] = (
-        "auto"  # auto: the model's dtype; fp8: half of the memory, less accurate, so compare log-probs; GPU only
-    )
+    gpu_memory_utilization: float | None = None
+    """Fraction of GPU memory that a server may use, 0..1; None: 0.5; ignored on the CPU."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """auto: the model's dtype; fp8: half of the memory, less accurate, so compare log-probs; GPU only."""
+    quantization: Literal["none", "bitsandbytes"] = "none"
+    """bitsandbytes: linear layers in NF4, rounded while the folder is loaded; GPU only, no pushed weights."""
     kv_cache_gib: float | None = None  # KV cache in GiB; None: 1 on the CPU, set by gpu_memory_utilization on GPUs
-    enforce_eager: bool | None = (
-        None  # False: torch.compile and CUDA graphs, starts later, decodes faster; None: False on GPUs, True on the CPU
-    )
+    enforce_eager: bool | None = None
+    """False: torch.compile and CUDA graphs, starts later, decodes faster; None: False on GPUs, True on the CPU."""
     prefix_caching: bool = True
+    """vLLM keeps the KV cache of shared prefixes, such as the prompt of a group."""
     chunked_prefill: bool | None = None  # None: off on the CPU (per-request seeds crash that engine), on elsewhere
     sleep_mode: bool = False  # allow control.sleep, which frees GPU memory between rollouts; GPU only
     control_routes: bool = False  # enable the routes that abort requests, pause and update weights (API key required)
@@ -56,13 +55,13 @@ class RolloutConfig:
     profile_dir: str | None = None  # folder on the servers' host for traces (control.start_profile); None: no tracing
     load_format: str = "auto"  # vLLM's --load-format; "dummy": random weights, when weights are pushed anyway
     deterministic: bool = False  # same seeds give the same tokens, independently of batching; slower
-    cpu_threads: int | None = (
-        None  # OpenMP threads per CPU server; None: half of the cores divided by num_servers, at least 1
-    )
+    cpu_threads: int | None = None
+    """OpenMP threads per CPU server; None: half of the cores divided by num_servers, at least 1."""
     port: int | None = None  # port of the first server, the next servers use the next ports; None: free ports
     host: str = "127.0.0.1"  # network interface that the servers bind to
     extra_args: tuple[str, ...] = ()  # additional vLLM arguments; they come last and override the others
     startup_timeout_s: float = 600.0
+    """Time limit in seconds until a started server answers."""
     stop_grace_s: float = 5.0  # time between SIGTERM and SIGKILL when a server is stopped
     # ---- existing servers ----------------------------------------------------------------------------------------
     urls: tuple[str, ...] = ()  # existing servers, e.g. ("http://10.0.0.1:8000",); no server is started
@@ -72,9 +71,11 @@ class RolloutConfig:
     log_probs: bool = True  # request the log-prob of every token; False: faster, samples have None
     request_timeout_s: float = 600.0  # time limit of one HTTP attempt
     connect_timeout_s: float = 10.0
+    """Time limit in seconds to connect to a server."""
     max_retries: int = 5  # retries per group after the first attempt
     retry_base_s: float = 0.2  # delay before the first retry; doubles with each retry, with full jitter
     retry_max_s: float = 10.0
+    """Longest delay between two attempts, in seconds."""
     max_samples_in_flight: int = 1024  # per server; further samples wait in the client (back-pressure)
 
     def __post_init__(self) -> None:
@@ -84,6 +85,8 @@ class RolloutConfig:
         optional = ("num_servers", "max_num_seqs", "max_model_len", "kv_cache_gib", "cpu_threads")
         _require_positive(self, optional, or_none=True)
         _require(self.server_count <= 4096, "num_servers", self.num_servers, "at most 4096")
+        loads_folder = self.quantization == "none" or self.load_format in ("auto", "bitsandbytes")
+        _require(loads_folder, "load_format", self.load_format, f"auto with quantization={self.quantization}")
         rank_fits = self.max_lora_rank in (None, *_LORA_RANKS)
         _require(rank_fits, "max_lora_rank", self.max_lora_rank, f"one of {', '.join(map(str, _LORA_RANKS))}, or None")
         _require(self.stop_grace_s >= 0, "stop_grace_s", self.stop_grace_s, "0 or more seconds")
@@ -142,13 +145,18 @@ class SamplingConfig:
     n: int = 8  # samples per prompt (the group size)
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
+    """Samples from the most likely tokens whose probabilities add up to this; 1: all tokens."""
     top_k: int = -1  # -1: all tokens
     min_p: float = 0.0
+    """Drops tokens less likely than this fraction of the most likely one; 0: none."""
     max_tokens: int = 256  # maximum number of response tokens
     min_tokens: int = 0
+    """Minimum number of response tokens before an end-of-sequence or stop token."""
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence token
     ignore_eos: bool = False
+    """Generation continues after the end-of-sequence token, up to `max_tokens`."""
     repetition_penalty: float = 1.0
+    """vLLM's penalty of tokens that the prompt or the response contains; 1: none."""
 
     def __post_init__(self) -> None:
         _require_positive(self, ("n", "max_tokens", "repetition_penalty"))

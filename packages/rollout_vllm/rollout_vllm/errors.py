@@ -10,6 +10,7 @@ RolloutError
 ├── ServerStartError                       a server did not start; holds the reason and the path of the log
 │   └── ServerLostError                    it cannot start again, because its host is gone
 ├── ServerDiedError                        a running server exited
+├── ScoringError                           a server did not score given tokens
 ├── ControlError                           a control route (abort, sleep, wake, LoRA) failed
 └── NoServerError                          the client was created without endpoints
 
@@ -89,6 +90,10 @@ class ControlError(RolloutError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class ScoringError(RolloutError):
+    """A server did not return log-probs of given tokens, after all retries."""
 
 
 class NoServerError(RolloutError):

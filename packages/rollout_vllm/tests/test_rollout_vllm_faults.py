@@ -215,6 +215,7 @@ def test_other_server_continues_when_one_is_killed(pair: ServerGroup) -> None:
     pair.check()
 
 
+@pytest.mark.thorough
 def test_only_server_hangs_or_is_killed(pair: ServerGroup) -> None:
     """Two jobs with one server each, concurrently: one hangs; the other is killed, and again during its restart."""
 

@@ -3,19 +3,23 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from .cli import INVOKED_AS
 from .config.loader import plain_tree
+from .config.redaction import redact_urls
+from .signals import stopping_signal
 from .tracking.config import TrackingConfig
 from .tracking.metrics_table import MetricsTable, atomic_write
 from .tracking.progress import Progress, duration_text
 from .tracking.rollouts import write_rollouts
 from .tracking.run_folder import RunFolder
 from .tracking.run_state import StateFile
+from .tracking.services import check_services, open_services
 from .tracking.summary import summarize
-from .tracking.writers import MetricWriter, TensorBoardWriter, WandbWriter, import_wandb
+from .tracking.writers import MetricWriter, TensorBoardWriter
 
 SCORE = "critic/score/mean"
 
@@ -46,8 +50,7 @@ def check_tracking(config: TrackingConfig) -> None:
     Raises:
         TrackingError: a package that the config needs is not installed.
     """
-    if config.wandb_project is not None:
-        import_wandb(config)
+    check_services(config)
 
 
 class Tracker:
@@ -69,10 +72,11 @@ class Tracker:
         num_steps: number of the last step.
         first_step: number of the first step (a resumed run starts later).
         comment: text for the top of config.yaml.
+        resumes: folder of the run that this one resumes, whose runs at experiment services it continues.
         clock: monotonic seconds; for tests.
 
     Raises:
-        TrackingError: a package that the config needs is not installed.
+        TrackingError: a package that the config needs is not installed, or a service cannot start its run.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Tracker:
         num_steps: int,
         first_step: int = 1,
         comment: str = "",
+        resumes: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config: TrackingConfig = config if isinstance(config, TrackingConfig) else config.tracking
@@ -100,8 +105,9 @@ class Tracker:
         self._writers: list[MetricWriter] = []
         if self._config.tensorboard:
             self._writers.append(TensorBoardWriter(run.tensorboard_dir))
-        if self._config.wandb_project is not None:
-            self._writers.append(WandbWriter(self._config, run.path, plain_tree(config)))
+        settings = json.loads(redact_urls(json.dumps(plain_tree(config))))
+        self._services = open_services(self._config, run.path, settings, before=resumes)
+        self._writers += self._services
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record the metrics of a finished step and print its line; a second call for a step adds to its row.
@@ -186,15 +192,17 @@ class Tracker:
     def rewind(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Forget what was logged after this step, because the run continues from there.
 
-        Weights & Biases keeps what it has of these steps: it accepts a step only once.
+        Experiment services keep what they have of these steps.
 
         Args:
             metrics: those of `step`, for a run that was interrupted before it logged them.
         """
+        last_step = max(self.table.steps, default=0)
         self.table.truncate_from(step + 1)
         self.progress.restart_clock()
         for writer in self._writers:
-            writer.rewind(step)
+            if line := writer.rewind(step, last_step=last_step):
+                self.info(line)
         if step not in self.table.steps and metrics:
             self._record(self.table, step, metrics)
 
@@ -209,8 +217,12 @@ class Tracker:
         write_curves(self.table, self.run.curves_file, title=self.run.name)
         self._curves_time = self._clock()
 
-    def close(self) -> None:
-        """Draw the curves, write the report, close the writers. May be called again."""
+    def close(self, *, failed: bool = False) -> None:
+        """Draw the curves, write the report, close the writers. May be called again.
+
+        Args:
+            failed: tell the experiment services that an error ended the run.
+        """
         if self._closed:
             return
         self._closed = True
@@ -224,7 +236,7 @@ class Tracker:
                 write_report(self.run.path)
         finally:
             for writer in self._writers:
-                writer.close()
+                writer.close(failed=failed)
 
     def _record(self, table: MetricsTable, step: int, metrics: Mapping[str, Any]) -> None:
         table.log(step, metrics)
@@ -235,6 +247,8 @@ class Tracker:
     def __enter__(self) -> "Tracker":
         self._state = StateFile(self.run.state_file, app=INVOKED_AS.get(), num_steps=self.progress.total_steps)
         self.run.__enter__()
+        for service in self._services:
+            self.info(service.describe())
         return self
 
     def __exit__(
@@ -254,7 +268,7 @@ class Tracker:
     def _finish(self, error: BaseException | None) -> None:
         """Closes, and writes how the run ended: with `error`, with one of closing, or finished."""
         try:
-            self.close()
+            self.close(failed=error is not None and stopping_signal(error) is None)
         except Exception as failed:
             error = error or failed
             raise

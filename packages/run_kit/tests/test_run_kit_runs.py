@@ -94,7 +94,7 @@ def test_how_a_run_ended_is_written(tmp_path: Path) -> None:
 def test_an_error_while_closing_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = Tracker(RunFolder.create(tmp_path, "x"), TRACKING, num_steps=3)
 
-    def fail() -> None:
+    def fail(*, failed: bool) -> None:
         raise OSError("no room")
 
     monkeypatch.setattr(tracker, "close", fail)

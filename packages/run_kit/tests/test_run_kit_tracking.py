@@ -21,7 +21,6 @@ from run_kit import (
     RunFolder,
     Tracker,
     TrackingConfig,
-    check_tracking,
     first_mean,
     read_rollouts,
     summarize,
@@ -448,31 +447,19 @@ def test_curves_are_redrawn_after_the_interval(run: RunFolder) -> None:
     assert run.curves_file.exists()
 
 
-def test_a_missing_wandb_is_reported(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    config = TrackingConfig(wandb_project="p")
-    with pytest.raises(TrackingError, match=r"tracking.wandb_project=p needs the wandb package.*pip install wandb"):
-        check_tracking(config)
-    with pytest.raises(TrackingError, match="pip install wandb"):
-        Tracker(run, config, num_steps=1)
-
-
 def test_a_missing_tensorboard_is_reported(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     with pytest.raises(TrackingError, match=r"set tracking.tensorboard=false"):
         Tracker(run, TrackingConfig(), num_steps=1)
 
 
-def test_wandb_offline_keeps_its_files_in_the_run_folder(run: RunFolder) -> None:
-    pytest.importorskip("wandb")
-    with Tracker(run, replace(QUIET, wandb_project="p", wandb_mode="offline"), num_steps=1) as tracker:
-        tracker.log(1, {"a": 1})
-    assert (run.path / "wandb").is_dir()
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
-    [("rollouts_per_step=-1", "rollouts_per_step: is -1"), ("curves_interval_s=-1", "curves_interval_s: is -1")],
+    [
+        ("rollouts_per_step=-1", "rollouts_per_step: is -1"),
+        ("curves_interval_s=-1", "curves_interval_s: is -1"),
+        ("mlflow_uri=http://host:5000", "mlflow_uri: is set, but mlflow_experiment is null"),
+    ],
 )
 def test_tracking_config_checks(override: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -63,8 +63,13 @@ def choose_kernel(wanted: Attention, *, device_type: str, dtype: torch.dtype) ->
         EngineConfigError: the requested kernel cannot run here.
     """
     on_gpu = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if wanted == "sdpa" or (wanted == "auto" and not on_gpu):
+    is_old = on_gpu and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    if wanted == "sdpa" or (wanted == "auto" and (is_old or not on_gpu)):
         return "sdpa"
+    if is_old:
+        raise EngineConfigError(
+            f"attention={wanted!r} needs a GPU of compute capability 8.0 or newer (Ampere): use auto or sdpa"
+        )
     if not on_gpu:
         raise EngineConfigError(
             f"attention={wanted!r} needs CUDA and bf16 or fp16, not {device_type} and {dtype}: use auto or sdpa"

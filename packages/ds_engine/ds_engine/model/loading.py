@@ -95,7 +95,7 @@ def load_model(
     torch.manual_seed(config.seed)
     sharded = config.zero.stage == 3
     with _zero3_loading(ds_config) if sharded else nullcontext():
-        model = _read_folder(model_path, torch_dtype(config.dtype), head, options, seed=config.seed)
+        model = _read_folder(model_path, torch_dtype(config.model_dtype), head, options, seed=config.seed)
     if config.lora is not None and config.lora.base_format == "nf4":
         quantize_base(model, device=device)
     mark_rows(model, trial.way == "rows")

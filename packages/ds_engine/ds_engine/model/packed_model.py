@@ -3,8 +3,9 @@
 The module and its parameter names stay the same. `install_packed_forward` adds a second way to call it,
 `model(packed=PackedInputs(...), temperature=...)`: run the backbone, select the hidden states that predict a target and
 call the head. The LM head runs the injected log-prob function and returns [2, K], log-probs and entropies, or at
-temperature 0 the most likely tokens as [1, K]; the value head returns [1, K]. The computation runs inside the
-head's own forward because ZeRO-3 gathers its weight there, also when it is tied to the embedding.
+temperature 0 the most likely tokens as [1, K]; with a `HeadTerm` it returns [3, K]. The value head returns [1, K]. The
+computation runs inside the head's own forward because ZeRO-3 gathers its weight there, also when it is tied to the
+embedding. `head_term=HIDDEN` leaves the head out and returns the selected hidden states, [H, K].
 
 An architecture that is not exact on a packed row (see trial.py) computes `PaddedRows` instead, with upstream's own
 attention and recurrence: one call of the backbone per micro batch, so that ranks issue the same collectives at stage 3.
@@ -12,9 +13,9 @@ attention and recurrence: one call of the backbone per micro batch, so that rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,8 +29,11 @@ from .rotary import rotary_per_sequence
 from .sequence_parallel import SequenceGroup, TargetShare, gather_outputs, share_targets
 
 if TYPE_CHECKING:
-    from ..batch import LogProbFn, TokenBatch
+    from ..batch import HeadTerm, LogProbFn, TokenBatch
 
+
+HIDDEN = "hidden"
+"""In place of a head term: the hidden states that predict the targets, without the head."""
 
 ROWS = "rows"
 """In place of an attention kernel: upstream's own forward of one padded row per sequence."""
@@ -53,6 +57,8 @@ class PackedInputs:
     packing: PackedLayout
     target_index_K: Tensor
     target_ids_K: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Columns of the batch for a head term; of this rank's targets with sequence parallelism."""
     rows: PaddedRows | None = None
     """Set with kernel `ROWS`: `target_index_K` then counts the S * L tokens of the rows."""
     share: TargetShare | None = None
@@ -70,12 +76,17 @@ def row_kernel(model: nn.Module) -> str | None:
 
 
 def packed_inputs(
-    batch: TokenBatch, *, device: torch.device, kernel: str, sp_group: SequenceGroup | None = None
+    batch: TokenBatch,
+    *,
+    device: torch.device,
+    kernel: str,
+    sp_group: SequenceGroup | None = None,
+    with_columns: bool = False,
 ) -> tuple[PackedInputs, int]:
     """Build the model's inputs for `batch` and count its targets; with `sp_group`, inputs are this rank's slice.
 
     A batch without targets becomes one token that predicts one token: the cheapest forward that runs every module and
-    so takes part in every collective. The caller must multiply its output by zero.
+    so takes part in every collective. The caller must multiply its output by zero. `with_columns` is for a head term.
 
     Raises:
         BatchError: `cu_seqlens_S1` does not describe the tokens of `input_ids_T`, or, with kernel `ROWS`, the positions
@@ -93,6 +104,7 @@ def packed_inputs(
                 f"cu_seqlens_S1 describes sequences of {lengths[:8]} tokens, "
                 f"but input_ids_T has {ids.numel()}; lengths must be positive and add up"
             )
+    columns = dict(batch.columns) if with_columns else {}
     share = rows = None
     if kernel == ROWS:
         rows, index = _padded_rows(ids, positions, lengths, index, device)
@@ -105,6 +117,7 @@ def packed_inputs(
         # A rank without targets computes one dummy target, so that it runs the head and its collectives too.
         own = share.own_k if len(share.own_k) else share.own_k.new_zeros(1)
         index, targets = (index[own] - start).clamp(0, part - 1), targets[own]
+        columns = {name: column[own] for name, column in columns.items()} if num_targets else columns
         share = share.to(device)
     packing = PackedLayout(
         cu_seqlens_S1=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device),
@@ -119,6 +132,7 @@ def packed_inputs(
         packing=packing,
         target_index_K=index.to(device),
         target_ids_K=targets.to(device),
+        columns={name: column.to(device) for name, column in columns.items()},
         rows=rows,
         share=share,
     ), num_targets
@@ -191,13 +205,23 @@ def install_packed_forward(model: Any, log_prob_fn: LogProbFn | None, *, count_c
         uncounted = False
         return cast("Tensor", out[0][0])
 
-    def forward(*args: Any, packed: PackedInputs | None = None, temperature: float = 1.0, **kwargs: Any) -> Any:
+    def forward(
+        *args: Any,
+        packed: PackedInputs | None = None,
+        temperature: float = 1.0,
+        head_term: HeadTerm | str | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if packed is None:
             return original(*args, **kwargs)
         hidden_KH = hidden_states(packed).index_select(0, packed.target_index_K)
         if hidden_scale != 1.0:
             hidden_KH = hidden_KH * hidden_scale
-        rows_RK = head(hidden_KH, targets_K=packed.target_ids_K, temperature=temperature)
+        if head_term == HIDDEN:
+            rows_RK = hidden_KH.T
+        else:
+            term = {} if head_term is None else {"head_term": head_term, "columns": packed.columns}
+            rows_RK = head(hidden_KH, targets_K=packed.target_ids_K, temperature=temperature, **term)
         if packed.share is not None and packed.packing.sp_group is not None:
             rows_RK = gather_outputs(rows_RK, packed.share, packed.packing.sp_group)
         return rows_RK
@@ -231,7 +255,14 @@ def _install_lm_forward(head: Any, log_prob_fn: LogProbFn, options: dict[str, An
     original: Callable[..., Any] = head.forward
     has_bias = getattr(head, "bias", None) is not None
 
-    def forward(hidden: Tensor, *, targets_K: Tensor | None = None, temperature: float = 1.0) -> Any:
+    def forward(
+        hidden: Tensor,
+        *,
+        targets_K: Tensor | None = None,
+        temperature: float = 1.0,
+        head_term: HeadTerm | None = None,
+        columns: Mapping[str, Tensor] | None = None,
+    ) -> Any:
         if targets_K is None:
             return original(hidden)
         if temperature == 0.0:
@@ -240,9 +271,17 @@ def _install_lm_forward(head: Any, log_prob_fn: LogProbFn, options: dict[str, An
         log_probs_K, entropy_K = log_prob_fn(hidden, head.weight, targets_K, temperature, **extra)
         # One tensor, not two: ZeRO-3 hooks each output tensor of a module. A loss that uses the entropy on only one
         # rank would make the backward passes differ, and ranks would gather parameters in different orders.
-        return torch.stack((log_probs_K, entropy_K))
+        if head_term is None:
+            return torch.stack((log_probs_K, entropy_K))
+        return torch.stack((log_probs_K, entropy_K, head_term(hidden, head.weight, columns, temperature, **extra)))
 
     head.forward = forward
+
+
+def lm_head_of(model: Any) -> tuple[Any, float | None]:
+    """The LM head's module and the cap of its logits."""
+    head = model.get_output_embeddings()
+    return head, _head_options(model, head).get("soft_cap")
 
 
 def _most_likely(head: Any, hidden_KH: Tensor) -> Tensor:

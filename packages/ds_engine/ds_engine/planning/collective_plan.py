@@ -66,7 +66,7 @@ def planned_step(
     if not config.uses_bf16_optimizer:
         plan += _gradient_norm(config, len(groups))
     shards = [shard_elements(sum(parameter_sizes[index] for index in group), world_size) for group in groups]
-    plan += [_call("all_gather_into_tensor", config.dtype, shard) for shard in shards]
+    plan += [_call("all_gather_into_tensor", config.model_dtype, shard) for shard in shards]
     return plan + _shared_metrics(world_size)
 
 
@@ -97,6 +97,8 @@ def planned_zero3_steps(
         parameter_sizes,
         persistent=frozenset(persistent),
         bucket=config.reduce_bucket_elements,
+        prefetched=config.prefetch_elements,
+        max_reuse_distance=config.reuse_elements,
         num_micro_batches=num_micro_batches,
     )
 
@@ -112,12 +114,12 @@ def planned_zero3_steps(
             for transfer in transfers:
                 num_elements = shards(transfer.parameters)
                 if transfer.kind == "gather":
-                    plan.append(_call("all_gather_into_tensor", config.dtype, num_elements))
+                    plan.append(_call("all_gather_into_tensor", config.model_dtype, num_elements))
                 else:
                     plan.append(_call("reduce_scatter_tensor", config.reduce_dtype, num_elements * world_size))
         plan += _gradient_norm(config, len(groups or [()]))
         if persistent:
-            plan.append(_call("all_gather_into_tensor", config.dtype, shards(persistent)))
+            plan.append(_call("all_gather_into_tensor", config.model_dtype, shards(persistent)))
         plan += _shared_metrics(world_size)
         plans.append(plan)
     return plans
@@ -143,7 +145,7 @@ def _gradient_norm(config: EngineConfig, num_groups: int) -> list[PlannedCollect
     DeepSpeed first checks for inf and nan on any rank, at stage 3 in fp16 only, and then reduces the norm per group."""
     if config.fuses_grad_norm:
         return [_call("all_reduce", "float64", 1)]
-    checks_overflow = config.dtype == "float16" or (config.dtype == "bfloat16" and config.zero.stage < 3)
+    checks_overflow = config.model_dtype == "float16" or (config.model_dtype == "bfloat16" and config.zero.stage < 3)
     return [_call("all_reduce", "uint8", 1)] * checks_overflow + [_call("all_reduce", "float32", 1)] * num_groups
 
 

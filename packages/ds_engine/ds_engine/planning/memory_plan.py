@@ -47,10 +47,6 @@ from ..dtypes import NF4_CHUNK, dtype_bytes, nf4_bytes
 from .collective_plan import FALLBACK_BUCKET_ELEMENTS, shard_elements
 from .model_shape import ModelShape, Weight, read_shape
 
-_LIVE_ELEMENTS = 1_000_000_000
-"""DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance."""
-_SUB_GROUP = 1_000_000_000
-"""DeepSpeed's sub_group_size: elements that stage 3 steps at a time."""
 _DEQUANTIZE_BYTES = 6
 """Temporary bytes per weight of a dequantized chunk: an fp32 value and half of a 4-byte index."""
 LOG_PROB_BYTES = 2**29
@@ -291,7 +287,10 @@ def _stage_3(case: _Case) -> _States:
         # A weight stays gathered between forward and backward if fewer elements than the reuse distance lie in between.
         not_persistent = sum(w.size for w in everything if w.size > threshold)
         largest = max(w.size for w in everything)
-        gathered = min(not_persistent, _LIVE_ELEMENTS // 2 + largest + case.bucket) * e + persistent * e
+        gathered = (
+            min(not_persistent, case.config.reuse_elements // 2 + largest + case.config.prefetch_elements) * e
+            + persistent * e
+        )
     shards = (shard + frozen_shard) * e
     weights = _place(zero.offload.param, shards)
     optimizer = _place(zero.offload.optimizer, 12 * shard)
@@ -306,7 +305,7 @@ def _stage_3(case: _Case) -> _States:
         buffers=Place(device=gathered + bucket * (1 if ranks == 1 else 2)),
         late_gradients=gradients.device,
         # The optimizer steps with the fp32 accumulator itself (zero3_gradients.py).
-        step_only=0 if offloaded or case.accum_bytes == 4 else 4 * min(shard, _SUB_GROUP),
+        step_only=0 if offloaded or case.accum_bytes == 4 else 4 * min(shard, case.config.sub_group_elements),
         grad_cast=0,
     )
 

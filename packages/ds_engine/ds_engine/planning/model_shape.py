@@ -130,9 +130,19 @@ class ModelShape:
         return weights
 
     def adapters(self, lora: LoraConfig) -> list[Weight]:
-        """LoRA parameters: A [rank, in] and B [out, rank] for each adapted matrix of every layer."""
-        wanted = lora.target_modules
-        adapted = [w for w in self.linear_layers() if wanted == "all-linear" or w.name in wanted]
+        """LoRA parameters: A [rank, in] and B [out, rank] for each adapted matrix of every layer.
+
+        Raises:
+            ValueError: `target_modules` names none of the matrices.
+        """
+        wanted, layers = lora.target_modules, self.linear_layers()
+        names = {last for name in wanted for last in (name, name.rpartition(".")[2])}
+        adapted = [w for w in layers if wanted == "all-linear" or w.name in names]
+        if not adapted:
+            known = ", ".join(sorted({w.name for w in layers}))
+            raise ValueError(
+                f"lora.target_modules is {wanted}, but the model has no such linear layer; allowed: {known}"
+            )
         a = [Weight(name="A", shape=(lora.rank, w.shape[1])) for w in adapted]
         b = [Weight(name="B", shape=(w.shape[0], lora.rank)) for w in adapted]
         return (a + b) * self.num_layers

@@ -44,11 +44,12 @@ class _Coordinator:
         *,
         persistent: frozenset[int],
         bucket: int,
+        prefetched: int,
         max_reuse_distance: int,
     ) -> None:
         self._fetches = [call for call in hook_calls if call.kind == "fetch"]
         self._hook_calls, self._sizes, self._persistent = hook_calls, sizes, persistent
-        self._bucket, self._max_reuse_distance = bucket, max_reuse_distance
+        self._bucket, self._prefetched, self._max_reuse_distance = bucket, prefetched, max_reuse_distance
         self._active: dict[int, set[int]] = {index: set() for index in range(len(sizes))}
         self._available: set[int] = set()
         self._is_tracing = True  # in the first micro batch, which has no prefetching
@@ -112,7 +113,7 @@ class _Coordinator:
             dequeued.add(index)
         assert dequeued == expected, "the fetches of these hook calls are not in the order of the trace"
         prefetched: set[int] = set()
-        while self._queue and self._num_elements(prefetched) < self._bucket:
+        while self._queue and self._num_elements(prefetched) < self._prefetched:
             index, step = self._queue.popleft()
             self._last_fetch[index] = max(self._last_fetch[index], step)
             if index not in self._available:
@@ -159,6 +160,7 @@ def planned_transfers(
     persistent: frozenset[int],
     bucket: int,
     num_micro_batches: Sequence[int],
+    prefetched: int | None = None,
     max_reuse_distance: int = 10**9,
 ) -> list[list[list[Transfer]]]:
     """Plan the transfers of each optimizer step and micro batch, in order.
@@ -167,11 +169,17 @@ def planned_transfers(
         hook_calls: the hook calls of one micro batch, in order.
         sizes: number of elements of each parameter.
         persistent: parameters small enough to stay gathered.
-        bucket: minimum number of elements to prefetch, and maximum number to reduce together.
+        bucket: maximum number of elements to reduce together.
         num_micro_batches: number of micro batches of each step, starting with the first step of the run.
+        prefetched: minimum number of elements to prefetch; None: a bucket.
         max_reuse_distance: parameters reused within this number of elements are not released.
     """
     coordinator = _Coordinator(
-        hook_calls, sizes, persistent=persistent, bucket=bucket, max_reuse_distance=max_reuse_distance
+        hook_calls,
+        sizes,
+        persistent=persistent,
+        bucket=bucket,
+        prefetched=bucket if prefetched is None else prefetched,
+        max_reuse_distance=max_reuse_distance,
     )
     return [list(coordinator.step(number)) for number in num_micro_batches]

@@ -1,9 +1,12 @@
 """Translates EngineConfig into DeepSpeed's configuration dictionary. Does not import torch."""
 
+import difflib
+from collections.abc import Mapping
 from typing import Any
 
 from ..config import EngineConfig, OffloadDevice
 from ..dtypes import Dtype
+from ..errors import EngineConfigError
 
 _NAMES: dict[Dtype, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """DeepSpeed's names. Checkpoints record them."""
@@ -37,9 +40,9 @@ def deepspeed_config(config: EngineConfig, *, device_type: str, trainable: bool 
     }
     if config.zero.fp32_reduce:
         settings["communication_data_type"] = _NAMES[config.reduce_dtype]
-    if config.dtype == "bfloat16":
+    if config.model_dtype == "bfloat16":
         settings["bf16"] = {"enabled": True}
-    elif config.dtype == "float16":
+    elif config.model_dtype == "float16":
         # With hysteresis 1 the first overflow already halves the scale.
         settings["fp16"] = {
             "enabled": True,
@@ -76,7 +79,36 @@ def _zero_section(config: EngineConfig, device_type: str, trainable: bool) -> di
         section["stage3_gather_16bit_weights_on_model_save"] = False
         if offload.param != "none":
             section["offload_param"] = _offload_section(offload.param, offload.nvme_path, pin_memory)
-    return section
+    return section | dict(zero.deepspeed)
+
+
+def check_deepspeed(config: EngineConfig) -> None:
+    """Lets DeepSpeed's own model check `zero.deepspeed`. Imports DeepSpeed if there is anything to check.
+
+    Raises:
+        EngineConfigError: a key is unknown to DeepSpeed, or it refuses a value.
+    """
+    if not config.zero.deepspeed:
+        return
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedZeroConfig(**_zero_section(config, device_type="cpu", trainable=True))
+    except ValidationError as error:
+        raise EngineConfigError("; ".join(map(_problem, error.errors(include_url=False)))) from None
+
+
+def _problem(detail: Mapping[str, Any]) -> str:
+    key = ".".join(map(str, detail["loc"]))
+    if detail["type"] != "extra_forbidden":
+        return f"zero.deepspeed.{key} is {detail['input']!r}, which DeepSpeed refuses: {detail['msg']}"
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"; nearest: {near[0]}" if near else ""
+    return f"zero.deepspeed.{key} is unknown to DeepSpeed's zero_optimization section{hint}"
 
 
 def _offload_section(device: OffloadDevice, nvme_path: str | None, pin_memory: bool) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class PackedBatch:
     response_lens_S: Tensor
     """int64 [S], number of targets of each sequence, in order; may be 0."""
     columns: Mapping[str, Tensor]
-    """Per-target values by name, each [K]."""
+    """Per-target values by name, each [K], or [K, ...] if added by `with_columns`."""
 
     @property
     def num_sequences(self) -> int:
@@ -73,9 +73,9 @@ class PackedBatch:
         return replace(self, **moved, columns={name: column.to(device) for name, column in self.columns.items()})
 
     def with_columns(self, **columns: Tensor) -> "PackedBatch":
-        """A copy with these [K] columns added or replaced. Raises `ShapeError` for another shape."""
+        """A copy with these [K] or [K, ...] columns added or replaced. Raises `ShapeError` for another shape."""
         for name, column in columns.items():
-            if column.shape != (self.num_targets,):
+            if column.shape[:1] != (self.num_targets,):
                 raise ShapeError(f"column {name!r} has shape {tuple(column.shape)}; must be ({self.num_targets},)")
         return replace(self, columns={**self.columns, **columns})
 

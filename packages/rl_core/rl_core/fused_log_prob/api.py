@@ -151,6 +151,8 @@ def _choose_backend(name: BackendName, hidden: Tensor, deterministic: bool | Non
             "TRITON_INTERPRET=1 to interpret the kernels"
         )
     fits = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and hidden.shape[1] % 16 == 0
+    # Triton's tiles do not fit into the shared memory of GPUs before Ampere.
+    fits = fits and torch.cuda.get_device_capability(hidden.device) >= (8, 0)
     if name == "triton" or (name == "auto" and has_triton and fits):
         from .triton_backend import TritonBackend  # imported here: importing the package must not import Triton
 

@@ -8,6 +8,7 @@ row. `plinth prepare` is the same command.
 """
 
 import argparse
+import json
 import logging
 import shlex
 import sys
@@ -15,7 +16,7 @@ import time
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, asdict, fields
 from typing import Any
 
 from ..errors import RlDataError
@@ -34,11 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
     options: dict[str, Any] = vars(parser.parse_args(arguments))
+    prints_config = options.pop("print_config")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     started = time.perf_counter()
     try:
         lists = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
         config = PrepareConfig(**(options | lists))
+        if prints_config:
+            print(json.dumps(asdict(config), indent=2))
+            return 0
         report = prepare_data(config, command=shlex.join(["python", "-m", "rl_data", "prepare", *arguments]))
     except (RlDataError, ValueError) as error:
         print(f"error: {with_options(str(error))}", file=sys.stderr)
@@ -67,6 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     types_ = typing.get_type_hints(PrepareConfig)
     for field in fields(PrepareConfig):
         _add_option(parser, field, types_[field.name])
+    parser.add_argument("--print-config", action="store_true", help="print all options as JSON, and do nothing else")
     return parser
 
 

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from ds_engine import EngineConfig, MemoryEstimate, ModelShape, estimate_memory
+from ds_engine.dtypes import nf4_bytes
 from ds_engine.planning.model_shape import FAMILIES, read_shape
 from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rl_data import DataError, find_model_folder
-from rollout_vllm import ServerMemory, estimate_server_memory
+from rollout_vllm import RolloutConfig, ServerMemory, estimate_server_memory
 from rollout_vllm.servers.checks import kv_value_bytes
 
 from ..config import DEFAULT_NUM_RANKS, ModelConfig
@@ -53,6 +54,8 @@ _HOST_USABLE = 0.9
 """Share of the host's free memory that is planned."""
 _MOVED_PER_S = 20e9
 """Bytes that a rank is expected to move between GPU and pinned host memory in a second."""
+_AMPERE = (8, 0)
+"""Compute capability of the first GPUs with bfloat16 and FlashAttention."""
 _ALONE = 0.9
 """Share of a GPU that a server without a rank beside it uses."""
 
@@ -131,6 +134,7 @@ def choose_supervised_for(
     ranks = max(sp, len(gpus) // sp * sp) if gpus else max(sp, DEFAULT_NUM_RANKS)
     choice = choice.with_default("trainer.num_ranks", ranks, "one per GPU" if gpus else "two on the CPU")
     choice = _choose_learning_rate(choice, "supervised", config.model, config.engine)
+    choice = _choose_kernels(choice, ("engine",), gpus)
     works, why = _compiles(config.engine, shape) if gpus else (False, "off on the CPU")
     choice = choice.with_default("engine.compile", works, why)
     if shape is not None:
@@ -209,6 +213,7 @@ def choose_for(
     choice = Choice(config=config, devices=_devices(gpus))
     choice = _choose_processes(choice, len(gpus))
     choice = _choose_correction(choice)
+    choice = _choose_kernels(choice, [model.section for model in config.models], gpus)
     choice = _choose_speed(choice, bool(gpus), shape)
     if config.warm_start.steps:
         choice = _choose_learning_rate(choice, "warm_start", config.model, config.actor)
@@ -296,6 +301,22 @@ def divides(config: JobConfig, num_ranks: int) -> bool:
 
 
 # ---------------------------------------------------------------------- speed
+
+
+def _choose_kernels(choice: Choice[ConfigT], sections: Iterable[str], gpus: Sequence[Gpu]) -> Choice[ConfigT]:
+    """float16 and SDPA on GPUs without bfloat16 and FlashAttention (before Ampere, such as Turing)."""
+    oldest = min((gpu.capability for gpu in gpus if gpu.capability is not None), default=_AMPERE)
+    if oldest >= _AMPERE:
+        return choice
+    of_gpu = f"on GPUs of compute capability {oldest[0]}.{oldest[1]}"
+    for section in sections:
+        choice = choice.with_default(f"{section}.dtype", "float16", f"no bfloat16 {of_gpu}")
+        if _value(choice.config, key := f"{section}.attention") == "auto":
+            reasons = {**choice.reasons, key: f"no FlashAttention {of_gpu}"}
+            choice = replace(choice, config=_with_value(choice.config, key, "sdpa"), reasons=reasons)
+        if _value(choice.config, f"{section}.dtype") == "bfloat16":
+            raise InputError(f"{section}.dtype is bfloat16; allowed: float16 or float32 {of_gpu}, or null")
+    return choice
 
 
 def _choose_speed(choice: Choice[JobConfigT], on_gpu: bool, shape: ModelShape | None) -> Choice[JobConfigT]:
@@ -627,7 +648,7 @@ def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total:
     if rollout.kv_cache_gib is not None:
         needed = int(rollout.kv_cache_gib * 2**30 / per_token)
     memory = estimate_server_memory(
-        weight_bytes=size * sum(weight.size for weight in shape.weights()),
+        weight_bytes=_server_weights(rollout, shape, size),
         kv_bytes_per_token=per_token,
         kv_tokens=needed,
         hidden=shape.hidden,
@@ -643,6 +664,16 @@ def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total:
         rest = int(rollout.gpu_memory_utilization * total) - memory.total + memory.kv_cache
         return replace(memory, kv_cache=max(0, rest))
     return memory
+
+
+def _server_weights(rollout: RolloutConfig, shape: ModelShape, size: int) -> int:
+    """Bytes of a server's weights with `size` bytes per element. In NF4, one dequantized matrix comes on top."""
+    total = sum(weight.size for weight in shape.weights())
+    if rollout.quantization == "none":
+        return size * total
+    matrices = [weight.size for weight in shape.linear_layers()]
+    rounded = shape.num_layers * sum(matrices)
+    return size * (total - rounded + max(matrices)) + shape.num_layers * sum(map(nf4_bytes, matrices))
 
 
 # ------------------------------------------------------------------ dotted keys

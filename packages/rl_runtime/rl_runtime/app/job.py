@@ -96,10 +96,10 @@ class Job(TrainingRun):
         model.build(self.model_path, engine, total_steps=num_updates, head=head)
         return model
 
-    def frozen(self, role: str, engine: EngineConfig) -> ModelHandle:
-        """Builds the engine of `role` without an optimizer: a reference model."""
+    def frozen(self, role: str, engine: EngineConfig, *, model_path: str | None = None) -> ModelHandle:
+        """Builds the engine of `role` without an optimizer: a reference model, or a teacher with its own folder."""
         model = self._handle(role)
-        model.build_frozen(self.model_path, engine)
+        model.build_frozen(model_path or self.model_path, engine)
         return model
 
     def reference(self, actor: ModelHandle) -> Reference:

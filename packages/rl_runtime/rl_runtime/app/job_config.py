@@ -23,6 +23,7 @@ from ..config import (
     TaskSize,
     TrainerConfig,
 )
+from ..training.teacher_config import TeacherConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class JobConfig:
         if self.sampling.temperature <= 0:
             raise ValueError(f"sampling.temperature is {self.sampling.temperature}; allowed: above 0")
         self._check_log_probs()
+        self._check_quantization()
         self._check_staleness()
         if self.greedy_baseline and self.oversampling.extra_prompts:
             raise ValueError(
@@ -114,6 +116,22 @@ class JobConfig:
             raise ValueError(
                 f"trainer.stale_groups is {self.trainer.stale_groups}; allowed: finish without "
                 "oversampling.extra_prompts, where each step waits for all of its groups"
+            )
+
+    def _check_quantization(self) -> None:
+        """Servers that round their own base can neither receive whole weights nor equal the trainer's."""
+        quantization = self.rollout.quantization
+        if quantization == "none":
+            return
+        if self.rollout.max_lora_rank is None:
+            raise ValueError(
+                f"rollout.quantization is {quantization}; allowed: none without rollout.max_lora_rank: whole weights "
+                "cannot be pushed into quantized layers, adapters alone can"
+            )
+        if not self.rollout.log_probs:
+            raise ValueError(
+                f"rollout.log_probs is False; allowed: true with rollout.quantization={quantization}, whose error they "
+                "show"
             )
 
     def _check_log_probs(self) -> None:
@@ -188,6 +206,10 @@ def without_secrets(config: WithSecretsT) -> WithSecretsT:
     """The configuration without API keys and credentials in URLs, for files and logs."""
     urls = tuple(map(redact_urls, config.rollout.urls))
     url = None if config.reward.url is None else redact_urls(config.reward.url)
+    teacher = getattr(config, "teacher", None)
+    if isinstance(teacher, TeacherConfig):
+        server = replace(teacher.server, api_key=None, urls=tuple(map(redact_urls, teacher.server.urls)))
+        config = replace(config, teacher=replace(teacher, server=server))
     return replace(
         config,
         rollout=replace(config.rollout, api_key=None, urls=urls),

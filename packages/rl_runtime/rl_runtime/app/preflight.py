@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
-from ds_engine import EngineConfig, EngineConfigError, ModelError, UntriedModelError, check_model
+from ds_engine import EngineConfig, EngineConfigError, ModelError, UntriedModelError, check_deepspeed, check_model
 from ds_engine.config import check_schedule
 from rl_data import (
     DataConfig,
@@ -194,7 +194,12 @@ def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_sav
 
 
 def check_states(engine: EngineConfig, *, section: str, is_saved: bool) -> None:
-    """Raises InputError unless the engine's states have their place, and can be saved if needed."""
+    """Raises InputError unless the engine's states have their place and can be saved if needed, or for unknown keys of
+    DeepSpeed."""
+    try:
+        check_deepspeed(engine)
+    except EngineConfigError as error:
+        raise InputError(f"{section}.{error}") from error
     if is_saved and engine.zero.offload.optimizer == "nvme":
         raise InputError(
             f"{section}.zero.offload.optimizer is nvme, whose files no checkpoint holds; "

@@ -34,7 +34,7 @@ from .job import Algorithm, Job, JobPlan
 from .job_config import JobConfig, JobConfigT, without_secrets
 from .restarts import Restarts
 from .split import describe_split, measured_sides, propose_split
-from .training_run import noting_resume_command, resume_command, unsavable
+from .training_run import noting_resume_command, resume_command, resumed_folder, unsavable
 
 
 def run_job(
@@ -61,7 +61,11 @@ def run_job(
     with (
         MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
         Tracker(
-            run, without_secrets(config), num_steps=trainer.total_training_steps, comment=chosen.comment()
+            run,
+            without_secrets(config),
+            num_steps=trainer.total_training_steps,
+            comment=chosen.comment(),
+            resumes=resumed_folder(plan.resume_from),
         ) as tracker,
         noting_resume_command(run),
     ):

@@ -32,7 +32,7 @@ from .inputs import Inputs, load_inputs
 from .restarts import Restarts
 from .resume import check_steps_left
 from .supervised_config import SupervisedJobConfig, SupervisedJobConfigT
-from .training_run import TrainingRun, noting_resume_command, resume_command, unsavable
+from .training_run import TrainingRun, noting_resume_command, resume_command, resumed_folder, unsavable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,13 @@ def run_supervised(
     run = RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
     with (
         MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
-        Tracker(run, config, num_steps=config.supervised.steps, comment=choice.comment()) as tracker,
+        Tracker(
+            run,
+            config,
+            num_steps=config.supervised.steps,
+            comment=choice.comment(),
+            resumes=resumed_folder(plan.resume_from),
+        ) as tracker,
         noting_resume_command(run),
     ):
         tracker.info(f"run folder {run.path}; starting {trainer.rank_count} ranks")

@@ -57,6 +57,11 @@ def unsavable(engines: dict[str, EngineConfig]) -> str:
     return f"{sections[0]}.zero.offload.optimizer is nvme, whose files no checkpoint holds" if sections else ""
 
 
+def resumed_folder(checkpoint: Checkpoint | None) -> Path | None:
+    """The folder of the run that saved the checkpoint; None without one."""
+    return None if checkpoint is None else checkpoint.path.parents[1]
+
+
 @contextmanager
 def noting_resume_command(run: RunFolder) -> Iterator[None]:
     """Adds the command that resumes the run to an error that ends it, if there is a checkpoint."""

@@ -16,6 +16,8 @@ class Gpu:
     total_bytes: int
     used_bytes: int
     """Bytes that other processes hold now."""
+    capability: tuple[int, int] | None = None
+    """Compute capability; None: unknown."""
 
     @property
     def free_bytes(self) -> int:
@@ -37,13 +39,20 @@ def read_gpus(gpu_ids: Sequence[GpuId]) -> tuple[Gpu, ...]:
 
     last = torch.cuda.device_count() - 1
     properties = [torch.cuda.get_device_properties(min(number, last)) for number in range(len(gpu_ids))]
-    return tuple(Gpu(name=p.name, total_bytes=p.total_memory, used_bytes=0) for p in properties)
+    return tuple(
+        Gpu(name=p.name, total_bytes=p.total_memory, used_bytes=0, capability=(p.major, p.minor)) for p in properties
+    )
 
 
 def known_gpus(listed: Sequence[gpus.Gpu]) -> dict[int, Gpu]:
     """Index -> GPU, of those whose memory nvidia-smi reports."""
     return {
-        gpu.index: Gpu(name=gpu.name, total_bytes=gpu.total_mib * 2**20, used_bytes=gpu.used_mib * 2**20)
+        gpu.index: Gpu(
+            name=gpu.name,
+            total_bytes=gpu.total_mib * 2**20,
+            used_bytes=gpu.used_mib * 2**20,
+            capability=gpu.capability,
+        )
         for gpu in listed
         if gpu.total_mib is not None and gpu.used_mib is not None
     }

@@ -4,10 +4,10 @@ They end on success, on errors and on Ctrl-C; no process is left.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import psutil
 import ray
@@ -25,6 +25,8 @@ from .cluster import NodeReport, Reservation, cluster_nodes, join_cluster, read_
 from .gpus import Gpu, read_gpus
 from .local_ray import LocalRay
 from .placement import Node, Placement, Slot, plan_placement
+
+T = TypeVar("T")
 
 
 class RankSession:
@@ -106,6 +108,10 @@ class Session(RankSession):
         """Folder to which the servers write traces; None: they are not traced."""
         self._rollout = rollout
         self._is_ready = False
+
+    def enter(self, context: AbstractContextManager[T]) -> T:
+        """Enters a context that ends with the ranks, such as further servers."""
+        return self._stack.enter_context(context)
 
     def wait_ready(self) -> None:
         """Waits until the servers serve, once: later, each that dies is waited for by itself.

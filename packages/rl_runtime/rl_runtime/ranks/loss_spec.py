@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from ds_engine import LossFn
+    from ds_engine import HeadTerm, LossFn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class LossSpec:
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, loss_fn: "LossFn") -> "LossSpec":
+    def of(cls, loss_fn: "LossFn | HeadTerm") -> "LossSpec":
         """The import path of a function, or of a `functools.partial` with keyword arguments.
 
         For a function of `__main__` (`python -m apps.ppo.main`), the module is the name given to `python -m`.

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from ds_engine import EngineConfig, Head, LossFn, OptimConfig, StepStats
+from ds_engine import EngineConfig, Head, HeadTerm, LossFn, OptimConfig, StepStats
 from rl_core import BatchConfig
 from weight_sync import Endpoint, SyncConfig, SyncReport
 
@@ -144,12 +144,26 @@ class ModelHandle:
         # float32 holds every token id exactly.
         return [int(token) for token in batch.collect(*self._layout, [output.float() for output in outputs])]
 
-    def update(self, mini_batch: MiniBatch | ExperienceBatch, loss_fn: LossFn) -> StepStats:
+    def keep_hidden_states(self, batch: TrainBatch, *, column: str) -> None:
+        """Leaves the hidden states that predict the targets on the ranks, as `column` [K_r, H] of the train batch."""
+        deliveries = batch.deliveries(*self._layout, with_columns=False)
+        self.ranks.run_each(TrainerWorker.keep_hidden_states, deliveries, self.name, column)
+
+    def update(
+        self,
+        mini_batch: MiniBatch | ExperienceBatch,
+        loss_fn: LossFn,
+        *,
+        head_term: HeadTerm | None = None,
+        teacher: "ModelHandle | None" = None,
+    ) -> StepStats:
         """One optimizer step; `loss_fn` returns each micro batch's share of the loss.
 
         Args:
             mini_batch: a mini batch of a `TrainBatch`, or an `ExperienceBatch` that the ranks keep for this call only.
             loss_fn: a function of a module, or a `functools.partial` of one; the ranks import it.
+            head_term: the same for a term that needs the LM head's weight; see `ds_engine.HeadTerm`.
+            teacher: a frozen model of the same ranks, whose LM head the term gets as `teacher_head`.
 
         Raises:
             InputError: the ranks cannot import `loss_fn`.
@@ -157,11 +171,14 @@ class ModelHandle:
         """
         if isinstance(mini_batch, ExperienceBatch):
             with TrainBatch.of(mini_batch) as only:
-                return self.update(only.mini_batches[0], loss_fn)
-        loss = LossSpec.of(loss_fn)
+                return self.update(only.mini_batches[0], loss_fn, head_term=head_term, teacher=teacher)
+        loss, term = LossSpec.of(loss_fn), None if head_term is None else LossSpec.of(head_term)
         deliveries = mini_batch.batch.deliveries(*self._layout, with_columns=True)
         index = mini_batch.index
-        stats = self.ranks.run_each(TrainerWorker.train, deliveries, self.name, index, loss, self._temperature)[0]
+        of_teacher = None if teacher is None else teacher.name
+        stats = self.ranks.run_each(
+            TrainerWorker.train, deliveries, self.name, index, loss, self._temperature, term, of_teacher
+        )[0]
         self.skipped.count(stats)
         return stats
 

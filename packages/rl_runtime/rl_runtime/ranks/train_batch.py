@@ -75,7 +75,8 @@ class TrainBatch:
         return tuple(MiniBatch(batch=self, index=index) for index in range(len(self._minis)))
 
     def add_columns(self, columns: Mapping[str, Tensor]) -> None:
-        """Adds per-token columns, [K] each; the next update sends them to its ranks.
+        """Adds per-token columns, [K] or [K, ...]; the next update sends them to its ranks, int64 as it is and other
+        values as float32.
 
         Raises:
             ValueError: a column exists already or has another length.
@@ -83,12 +84,12 @@ class TrainBatch:
         for name, column_K in columns.items():
             if name in self._columns:
                 raise ValueError(f"column {name!r} exists already")
-            if column_K.shape != (sum(self._lens),):
+            if column_K.shape[:1] != (sum(self._lens),):
                 raise ValueError(
                     f"column {name!r} has shape {tuple(column_K.shape)}; allowed: ({sum(self._lens)},), one value "
                     "per generated token"
                 )
-            self._columns[name] = column_K.to(torch.float32)
+            self._columns[name] = column_K if column_K.dtype == torch.int64 else column_K.to(torch.float32)
 
     def deliveries(self, ranks: WorkerGroup, sp: int, config: BatchConfig, *, with_columns: bool) -> list[Delivery]:
         """One delivery per rank of `ranks`: the batch in the first call, missing columns in later calls."""

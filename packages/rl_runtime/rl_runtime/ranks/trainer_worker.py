@@ -169,13 +169,38 @@ class TrainerWorker:
         with record_function(f"{role}: next_tokens"):
             return torch.cat(self._engines[role].next_tokens(micro_batches))
 
-    def train(self, delivery: Delivery, role: str, mini_batch: int, loss: LossSpec, temperature: float) -> StepStats:
-        """One optimizer step on this rank's part of a mini batch."""
+    def keep_hidden_states(self, delivery: Delivery, role: str, column: str) -> None:
+        """Keeps the hidden states that predict this rank's targets with the train batch, as `column` [K_r, H]."""
+        micro_batches = list(chain.from_iterable(self._receive(delivery)))
+        with record_function(f"{role}: hidden_states"):
+            self._add_columns(delivery.batch, {column: torch.cat(self._engines[role].hidden_states(micro_batches))})
+
+    def train(
+        self,
+        delivery: Delivery,
+        role: str,
+        mini_batch: int,
+        loss: LossSpec,
+        temperature: float,
+        head_term: LossSpec | None = None,
+        teacher: str | None = None,
+    ) -> StepStats:
+        """One optimizer step on this rank's part of a mini batch.
+
+        Args:
+            head_term: a term of the loss that needs the LM head's weight (`ds_engine.HeadTerm`).
+            teacher: role of a frozen engine whose LM head the term gets as `teacher_head`.
+        """
         micro_batches = self._receive(delivery)[mini_batch]
+        term: Any = None if head_term is None else head_term.load()
+        if teacher is not None:
+            term = partial(term, teacher_head=self._engines[teacher].lm_head())
         if self._saver is not None:
             self._saver.wait_copied()
         with record_function(f"{role}: train"):
-            return self._engines[role].train_mini_batch(micro_batches, loss.load(), temperature=temperature)
+            return self._engines[role].train_mini_batch(
+                micro_batches, loss.load(), temperature=temperature, head_term=term
+            )
 
     def drop_batch(self, batch: int) -> None:
         """Frees a train batch."""

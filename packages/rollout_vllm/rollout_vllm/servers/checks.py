@@ -1,6 +1,7 @@
 """Checks before a server starts: model folder, context length, KV cache, memory, ports."""
 
 import errno
+import importlib.util
 import json
 import os
 import socket
@@ -90,6 +91,14 @@ def check_device_features(config: RolloutConfig, device: Device) -> None:
             f"kv_cache_dtype={config.kv_cache_dtype!r}: must be 'auto' on the CPU, where vLLM has fp8 attention for "
             "some processors only (AVX-512) and this package has not tried it"
         )
+    if config.quantization != "none":
+        if device == "cpu":
+            raise RolloutConfigError(f"quantization={config.quantization!r}: must be 'none' on the CPU: a GPU kernel")
+        if importlib.util.find_spec(config.quantization) is None:
+            raise RolloutConfigError(
+                f"quantization={config.quantization!r}: needs the package bitsandbytes (and vllm-bnb-plugin from vLLM "
+                "0.28 on), which is not installed; install it, or set it to 'none'"
+            )
     if device == "cpu" and config.tensor_parallel_size > 1:
         raise RolloutConfigError(
             f"tensor_parallel_size={config.tensor_parallel_size}: must be 1 on the CPU; increase num_servers instead"

@@ -81,6 +81,8 @@ def server_arguments(
         args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)]
     if config.kv_cache_dtype != "auto":
         args += ["--kv-cache-dtype", config.kv_cache_dtype]
+    if config.quantization != "none":  # the loader rounds while it reads the folder
+        args += ["--quantization", config.quantization, "--load-format", config.quantization]
     if config.sleep_mode:
         args += ["--enable-sleep-mode"]
     if config.profile_dir is not None:

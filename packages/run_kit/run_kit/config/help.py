@@ -104,20 +104,21 @@ def _key_lines(cls: type, under: str) -> list[str]:
 
 
 def _entry_lines(key: Key) -> list[str]:
-    default = " (required)" if key.default is MISSING else f" = {_default_text(key.default)}"
+    default = " (required)" if key.default is MISSING else f" = {default_text(key.default)}"
     head = f"  {key.path}: {type_text(key.hint)}{default}"
     lines = textwrap.wrap(head, _WIDTH, subsequent_indent=" " * 8, break_long_words=False)
     doc = field_doc(key.owner, key.name)
     return lines + textwrap.wrap(doc, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
-def _default_text(value: Any) -> str:
+def default_text(value: Any) -> str:
+    """A default as it is written in a YAML file or an override."""
     if dataclasses.is_dataclass(value):
         value = plain_tree(value)
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple):
-        return "[" + ", ".join(_default_text(item) for item in value) + "]"
+        return "[" + ", ".join(default_text(item) for item in value) + "]"
     return '""' if value == "" else str(value)
 
 

@@ -146,7 +146,7 @@ def check_gpu(gpu: Gpu, holders: Sequence[Holder], torch: Torch) -> Check:
         remedy = "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
         return Check(subject=subject, found=found, state="warning", remedy=remedy)
     if gpu.capability and gpu.capability < (8, 0):
-        remedy = "set actor.dtype and rollout.dtype to float16 or float32"
+        remedy = "nothing to do: runs choose float16 and SDPA; a dtype of bfloat16 is refused"
         return Check(subject=subject, found=f"{found}: no bfloat16", state="warning", remedy=remedy)
     return Check(subject=subject, found=found)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ..config.differences import differing
 from ..config.yaml import YamlError, parse_typed
 from ..errors import ReportError
 from ..tracking.metrics_table import MetricsTable, atomic_write, columns_of
@@ -25,7 +26,6 @@ _OVERVIEW = (
     ("rollout/log_prob_mismatch", "log-prob gap, last five", "{:.2g}"),
 )
 _PEAKS = ("perf/max_memory_reserved_gb", "memory/host_peak_gib")
-_FIXED_KEYS = ("trainer.experiment", "trainer.output_dir")
 
 
 def write_comparison(runs: Mapping[str, Path | str], path: Path | str, *, title: str = "Comparison") -> Path:
@@ -121,13 +121,7 @@ def _metrics(tables: Mapping[str, MetricsTable]) -> str:
 
 
 def _differences(config_texts: Mapping[str, str]) -> str:
-    flat = {label: _flat(_parsed(text, label) or {}) for label, text in config_texts.items()}
-    keys = [key for key in dict.fromkeys(key for one in flat.values() for key in one) if key not in _FIXED_KEYS]
-    rows = []
-    for key in keys:
-        values = [one.get(key, "") for one in flat.values()]
-        if len(set(values)) > 1:
-            rows.append((key, values))
+    rows = list(differing({label: _parsed(text, label) for label, text in config_texts.items()}).items())
     return number_table(("key", *config_texts), rows) if rows else '<p class="soft">Nothing but their names.</p>'
 
 
@@ -136,14 +130,3 @@ def _parsed(text: str, label: str) -> Any:
         return parse_typed(text, None)
     except YamlError as error:
         raise ReportError(f"config.yaml of {label}: {error}") from None
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted key -> value as text."""
-    if not isinstance(tree, dict):
-        return {prefix: str(tree)}
-    return {
-        path: value
-        for key, inner in tree.items()
-        for path, value in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
-    }

@@ -27,7 +27,18 @@ class TrackingConfig:
     wandb_mode: Literal["online", "offline"] = "online"
     """`offline` keeps the Weights & Biases files in the run folder until `wandb sync`."""
 
+    mlflow_experiment: str | None = None
+    """MLflow experiment, which is created if it is new; null does not use MLflow. Needs the mlflow package."""
+    mlflow_uri: str | None = None
+    """MLflow's tracking server or database, such as http://host:5000 or sqlite:////data/mlflow.db; null takes
+    MLFLOW_TRACKING_URI, else MLflow's default."""
+    trackio_project: str | None = None
+    """trackio project; null does not use it. Needs the trackio package. TRACKIO_DIR, TRACKIO_SPACE_ID and
+    TRACKIO_SERVER_URL say where it is kept."""
+
     def __post_init__(self) -> None:
+        if self.mlflow_uri is not None and self.mlflow_experiment is None:
+            raise ValueError("mlflow_uri is set, but mlflow_experiment is null; allowed: both, or null for both")
         if self.rollouts_per_step < 0:
             raise ValueError(f"rollouts_per_step is {self.rollouts_per_step}; allowed: 0 or more")
         if not 0 <= self.curves_interval_s < float("inf"):

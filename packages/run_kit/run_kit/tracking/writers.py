@@ -1,4 +1,4 @@
-"""Metric writers: TensorBoard event files and Weights & Biases."""
+"""Metric writers: TensorBoard event files."""
 
 import math
 import os
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import TrackingError
-from .config import TrackingConfig
 from .metrics_table import naming_full_disk
 
 
@@ -18,9 +17,9 @@ class MetricWriter(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None: ...
 
-    def rewind(self, step: int) -> None: ...
+    def rewind(self, step: int, *, last_step: int) -> str: ...
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool = False) -> None: ...
 
 
 class TensorBoardWriter:
@@ -54,66 +53,21 @@ class TensorBoardWriter:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, *, last_step: int) -> str:
         """Drop later steps from the charts, as TensorBoard does where a new session starts."""
+        del last_step
         self._add(
             self._event(wall_time=time.time(), step=step + 1, session_log=self._session(status=self._session.START))
         )
+        return ""
 
     def _add(self, event: Any) -> None:
         with naming_full_disk(self._path):
             self._writer.write(event.SerializeToString())
             self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close the file."""
+        del failed
         with naming_full_disk(self._path):
             self._writer.close()
-
-
-class WandbWriter:
-    """Sends metrics to Weights & Biases.
-
-    Raises:
-        TrackingError: the wandb package is not installed, or the run cannot be started.
-    """
-
-    def __init__(self, config: TrackingConfig, folder: Path, run_config: Mapping[str, Any] | None) -> None:
-        wandb = import_wandb(config)
-        try:
-            self._run: Any = wandb.init(
-                project=config.wandb_project,
-                entity=config.wandb_entity,
-                mode=config.wandb_mode,
-                name=folder.name,
-                dir=str(folder),
-                config=dict(run_config or {}),
-            )
-        except Exception as error:
-            raise TrackingError(
-                f"Weights & Biases could not start for tracking.wandb_project={config.wandb_project}: {error}; "
-                "log in with `wandb login`, or set tracking.wandb_mode=offline"
-            ) from error
-
-    def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Log the metrics of the step; wandb sends them in the background."""
-        self._run.log(dict(metrics), step=step)
-
-    def rewind(self, step: int) -> None:
-        """Does nothing: wandb accepts a step only once, and skips the repeated ones."""
-
-    def close(self) -> None:
-        """Finish the run; waits for pending uploads."""
-        self._run.finish()
-
-
-def import_wandb(config: TrackingConfig) -> Any:
-    """The wandb module, for a config that asks for it."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise TrackingError(
-            f"tracking.wandb_project={config.wandb_project} needs the wandb package, which does not import ({error}); "
-            "pip install wandb, or leave tracking.wandb_project unset"
-        ) from None
-    return wandb

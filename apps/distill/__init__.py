@@ -1,0 +1,1 @@
+"""On-policy distillation on DeepSpeed, vLLM and Ray."""

@@ -1,0 +1,40 @@
+"""Configuration of the distillation app."""
+
+from dataclasses import dataclass, field, replace
+
+from rl_runtime import JobConfig, PolicyConfig, TeacherConfig, TrainerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig(PolicyConfig):
+    """The policy update, and the reward beside the teacher."""
+
+    reward_weight: float = 0.0
+    """Weight of the reward's advantages (`advantage`) beside the teacher's; 0: the teacher alone. Scores are measured
+    in any case."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.reward_weight < float("inf"):
+            raise ValueError(f"reward_weight is {self.reward_weight}; allowed: 0 or more")
+        if self.kl_coef:
+            raise ValueError(f"kl_coef is {self.kl_coef}; allowed: 0, because the teacher is the reference")
+        if self.advantage in ("gae", "remax"):
+            raise ValueError(f"advantage is {self.advantage}; allowed: one without a critic and a greedy baseline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(JobConfig):
+    """The distillation app."""
+
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(experiment="distill"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        algorithm = self.algorithm
+        if not algorithm.reward_weight:  # then nothing compares the samples of a prompt
+            algorithm = replace(algorithm, advantage="reinforce_pp")
+        algorithm.check_sampling(self.sampling, self.dynamic_sampling)
+        algorithm.check_rollout(log_probs=self.rollout.log_probs)

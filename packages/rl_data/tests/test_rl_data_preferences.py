@@ -1,0 +1,156 @@
+"""Pairs and labeled responses: formats, tokens, and errors that name the row."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_data import (
+    DataConfig,
+    DataError,
+    Demonstration,
+    check_preferences,
+    load_demonstrations,
+    load_labeled,
+    load_pairs,
+    write_task,
+)
+from rl_data.preferences import _unrelated
+
+CONFIG = DataConfig()
+USER = {"role": "user", "content": "2 + 3"}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_pairs_of_the_built_in_task_share_the_prompt_and_end(tmp_path: Path, tokenizer: Any) -> None:
+    files = write_task(tmp_path, num_train=2, num_val=2, num_demonstrations=2, num_pairs=50)
+    assert files.pairs is not None
+    assert check_preferences([files.pairs], "pairs") == 50
+    pairs = load_pairs([files.pairs], tokenizer, CONFIG)
+    for pair in pairs:
+        assert pair.chosen.prompt_ids == pair.rejected.prompt_ids
+        assert pair.chosen.response_ids[-1] == pair.rejected.response_ids[-1] == tokenizer.eos_token_id
+        assert pair.num_tokens == pair.chosen.num_tokens + pair.rejected.num_tokens
+        right, wrong = (tokenizer.decode(one.response_ids[:-1]).split()[-1] for one in (pair.chosen, pair.rejected))
+        assert right != wrong
+    # About half of the rejected responses show a calculation.
+    lines = [tokenizer.decode(pair.rejected.response_ids).count("\n") for pair in pairs]
+    assert 10 < sum(count == 2 for count in lines) < 40
+    # The files without pairs are the same.
+    alone = write_task(tmp_path / "alone", num_train=2, num_val=2, num_demonstrations=2)
+    assert alone.pairs is None
+    assert alone.demonstrations.read_bytes() == files.demonstrations.read_bytes()
+
+
+def test_every_format_gives_the_tokens_of_demonstrations(tmp_path: Path, tokenizer: Any) -> None:
+    wanted = load_demonstrations(
+        [write(tmp_path / "d.jsonl", {"question": "2 + 3", "answer": "#### 5"})], tokenizer, CONFIG
+    )
+    rows: list[dict[str, Any]] = [
+        {"question": "2 + 3", "chosen": "#### 5", "rejected": "#### 6"},
+        {"prompt": "2 + 3\n", "chosen": "#### 5", "rejected": "#### 6"},
+        {"prompt": [USER], "chosen": "#### 5", "rejected": "#### 6"},
+        {"prompt": [USER], "chosen": [said("#### 5")], "rejected": [said("#### 6")]},
+        {"chosen": [USER, said("#### 5")], "rejected": [USER, said("#### 6")]},
+        {"prompt": "2 + 3", "chosen": [USER, said("#### 5")], "rejected": [USER, said("#### 6")]},
+    ]
+    for index, row in enumerate(rows):
+        (pair,) = load_pairs([write(tmp_path / f"{index}.jsonl", row)], tokenizer, CONFIG)
+        if index in (3, 4, 5):  # without a chat template, a turn of messages ends with its line break
+            assert tokenizer.decode(pair.chosen.response_ids).startswith("#### 5")
+        else:
+            assert [pair.chosen] == wanted
+        assert pair.chosen != pair.rejected
+        assert pair.margin == 0.0
+
+
+def test_margins_and_overlong_pairs(tmp_path: Path, tokenizer: Any) -> None:
+    row = {"question": "2 + 3", "chosen": "#### 5", "rejected": "#### 6", "margin": 2}
+    file = write(tmp_path / "p.jsonl", row, row | {"rejected": "2 + 3 = 6 " * 9, "margin": 0.5})
+    assert [pair.margin for pair in load_pairs([file], tokenizer, CONFIG)] == [2.0, 0.5]
+    assert [pair.margin for pair in load_pairs([file], tokenizer, CONFIG, max_length=10)] == [2.0]
+    with pytest.raises(DataError, match=r"line 2: the demonstration has \d+ tokens, max_length=10"):
+        load_pairs([file], tokenizer, DataConfig(overlong="refuse"), max_length=10)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rejected": "#### 5"}, "line 2, column 'rejected': the chosen response equals the rejected one"),
+        ({"chosen": ""}, "line 2, column 'chosen': no text"),
+        ({"question": None}, "line 2, column 'question': no text"),
+        ({"margin": -1}, "line 2, column 'margin': no number from 0 on: -1"),
+        ({"margin": "much"}, "line 2, column 'margin'"),
+        ({"margin": None}, "line 2, column 'margin': no number from 0 on: None"),
+    ],
+)
+def test_bad_pairs_are_refused_by_row(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    good = {"question": "2 + 3", "chosen": "#### 5", "rejected": "#### 6", "margin": 0}
+    file = write(tmp_path / "p.jsonl", good, good | change)
+    with pytest.raises(DataError, match=message) as caught:
+        check_preferences([file], "pairs")
+    assert caught.value.row == 2
+
+
+def test_conversations_must_share_their_prompt_and_files_their_columns(tmp_path: Path) -> None:
+    other = {"role": "user", "content": "2 + 4"}
+    file = write(tmp_path / "c.jsonl", {"chosen": [USER, said("5")], "rejected": [other, said("6")]})
+    with pytest.raises(DataError, match="differ before their last message"):
+        check_preferences([file], "pairs")
+    with pytest.raises(DataError, match="column 'rejected' is missing"):
+        check_preferences([write(tmp_path / "m.jsonl", {"prompt": "a", "chosen": "b"})], "pairs")
+    with pytest.raises(DataError, match="column 'label' is missing"):
+        check_preferences([write(tmp_path / "l.jsonl", {"prompt": "a", "completion": "b"})], "labeled")
+    bad = write(tmp_path / "b.jsonl", {"prompt": "a", "completion": "b", "label": "good"})
+    with pytest.raises(DataError, match="line 1, column 'label': no label: 'good'"):
+        check_preferences([bad], "labeled")
+
+
+def test_labeled_responses_and_pairs_as_such(tmp_path: Path, tokenizer: Any) -> None:
+    labeled = write(
+        tmp_path / "l.jsonl",
+        *(
+            {"question": f"2 + {n}", "answer": f"#### {n}", "label": label}
+            for n, label in ((1, True), (2, 0), (3, "1"))
+        ),
+    )
+    found = load_labeled([labeled], tokenizer, CONFIG)
+    assert [one.is_desirable for one in found] == [True, False, True]
+    for one in found:
+        assert one.unrelated.prompt_ids == one.response.prompt_ids
+        assert one.unrelated.response_ids != one.response.response_ids
+    pair = {"chosen": "#### 5", "rejected": "#### 6"}
+    pairs = write(tmp_path / "p.jsonl", {"question": "2 + 3"} | pair, {"question": "2 + 4"} | pair)
+    assert check_preferences([pairs], "labeled") == 4
+    found = load_labeled([pairs], tokenizer, CONFIG)
+    assert [one.is_desirable for one in found] == [True, False, True, False]
+    with pytest.raises(DataError, match="all responses belong to one prompt"):
+        load_labeled([write(tmp_path / "one.jsonl", {"question": "2 + 3"} | pair)], tokenizer, CONFIG)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.lists(st.integers(0, 4), min_size=2, max_size=20).filter(lambda found: len(set(found)) > 1), st.integers(0, 9)
+)
+def test_unrelated_responses_belong_to_other_prompts(prompts: list[int], seed: int) -> None:
+    responses = [Demonstration((prompt,), (prompt, index)) for index, prompt in enumerate(prompts)]
+    others = _unrelated(responses, ["f"], seed)
+    assert [one.prompt_ids for one in others] == [one.prompt_ids for one in responses]
+    assert all(other.response_ids[0] != one.prompt_ids[0] for one, other in zip(responses, others, strict=True))
+    assert others == _unrelated(responses, ["f"], seed)
+
+
+def test_a_task_without_pairs_refuses_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_pairs=3: must be at least 0, and 0 unless kind is 'arithmetic'"):
+        write_task(tmp_path, kind="stones", num_pairs=3)

@@ -1,0 +1,157 @@
+"""Checks a teacher before any process starts, and starts it: its servers, or a frozen engine on the ranks."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rl_data import DataError, check_model_folder, check_same_vocabulary, find_model_folder, load_tokenizer
+from rl_data.tiny_model import VOCABULARY_SIZE, build_tiny_tokenizer
+from rollout_vllm import (
+    Endpoint,
+    RolloutConfig,
+    RolloutConfigError,
+    ScoringError,
+    ServerGroup,
+    TokenScorer,
+    check_launch,
+    check_running,
+)
+
+from ..config import ModelConfig
+from ..errors import InputError
+from ..launch.placement import Placement
+from ..training.teacher import RankTeacher, ServerTeacher
+from ..training.teacher_config import TeacherConfig
+from .inputs import BUILTIN_MODEL
+from .job import Job
+from .job_config import JobConfig
+from .preflight import check_architectures, naming_key
+
+
+def check_teacher(config: JobConfig, teacher: TeacherConfig, placement: Placement) -> None:
+    """Refuses a teacher that cannot teach the student of `config`.
+
+    Raises:
+        InputError: there is no teacher, its vocabulary is another one, or its servers cannot be started or used.
+    """
+    if teacher.model is None or teacher.model == BUILTIN_MODEL:
+        given = "null" if teacher.model is None else f"{BUILTIN_MODEL}, whose weights are random"
+        raise InputError(f"teacher.model is {given}; allowed: a Hugging Face folder, or OWNER/NAME after `hf download`")
+    folder = find_model_folder(teacher.model)
+    with naming_key("teacher.model"):
+        check_model_folder(folder, need_weights=not teacher.server.urls)
+        theirs = load_tokenizer(folder)
+    try:
+        check_same_vocabulary(_student_tokenizer(config.model), theirs)
+    except DataError as error:
+        raise InputError(
+            f"teacher.model is {teacher.model}, which cannot score the token ids of model.path ({config.model.path}): "
+            f"{error} (student and teacher)"
+        ) from error
+    if teacher.on == "ranks":
+        _check_on_ranks(config, teacher, folder, placement)
+    else:
+        _check_servers(config, teacher, folder, placement)
+
+
+def open_teacher(job: Job, teacher: TeacherConfig) -> ServerTeacher | RankTeacher:
+    """Starts the teacher of a checked configuration; its servers may still be loading, and end with the ranks."""
+    folder = find_model_folder(str(teacher.model))
+    if teacher.on == "ranks":
+        job.tracker.info(f"teacher: {folder}, frozen on the actor's ranks")
+        engine = replace(job.config.actor, lora=None)
+        return RankTeacher(job.frozen("teacher", engine, model_path=str(folder)), full=teacher.signal == "full")
+    top_k = teacher.top_k if teacher.signal == "top_k" else 0
+    server = server_config(job.config, teacher, on_gpu=job.session.placement.on_gpu)
+    per_server = server.tensor_parallel_size
+    gpus = [teacher.gpus[i : i + per_server] for i in range(0, len(teacher.gpus), per_server)]
+    group = ServerGroup.launch(
+        folder,
+        server,
+        log_dir=job.folder / "teacher_servers",
+        extra_args=("--max-logprobs", str(max(top_k, 1))),
+        gpu_ids_per_server=gpus or None,
+    )
+    group, scorer = job.session.enter(group), job.session.enter(TokenScorer(group.endpoints, server))
+    job.tracker.info(f"teacher: {folder}, on {', '.join(endpoint.url for endpoint in group.endpoints)}")
+    return ServerTeacher(group, scorer, top_k=top_k, vocab_size=_vocab_size(job.inputs.model_path))
+
+
+def server_config(config: JobConfig, teacher: TeacherConfig, *, on_gpu: bool) -> RolloutConfig:
+    """The servers' settings: a context that holds every sample of the student and one token more."""
+    longest = config.data.max_prompt_length + config.sampling.max_tokens + 1
+    server = teacher.server
+    return replace(
+        server, device="cuda" if on_gpu else "cpu", max_model_len=server.max_model_len or longest, log_probs=False
+    )
+
+
+def _check_on_ranks(config: JobConfig, teacher: TeacherConfig, folder: Path, placement: Placement) -> None:
+    engine = replace(config.actor, lora=None)
+    try:
+        check_architectures(ModelConfig(path=str(folder)), {"actor": engine}, on_gpu=placement.on_gpu)
+    except InputError as error:
+        raise InputError(str(error).replace("model.path", "teacher.model", 1)) from error
+    student = (
+        VOCABULARY_SIZE if config.model.path == BUILTIN_MODEL else _vocab_size(find_model_folder(config.model.path))
+    )
+    if teacher.signal == "full" and _vocab_size(folder) < student:
+        raise InputError(
+            f"teacher.model has {_vocab_size(folder)} rows in its head, and the student {student}; allowed with "
+            "teacher.signal=full: as many or more"
+        )
+
+
+def _check_servers(config: JobConfig, teacher: TeacherConfig, folder: Path, placement: Placement) -> None:
+    if config.sampling.temperature != 1:
+        raise InputError(
+            f"sampling.temperature is {config.sampling.temperature:g}; allowed: 1 with teacher.on=server, whose "
+            "log-probs are those of temperature 1 (teacher.on=ranks has the student's)"
+        )
+    server = server_config(config, teacher, on_gpu=placement.on_gpu)
+    if server.urls:
+        _try_servers(server, teacher)
+        return
+    needed = server.server_count * server.tensor_parallel_size
+    if len(teacher.gpus) != (needed if placement.on_gpu else 0):
+        allowed = f"{needed} numbers of GPUs" if placement.on_gpu else "none on the CPU"
+        raise InputError(
+            f"teacher.gpus is {list(teacher.gpus)}; allowed: {allowed} (teacher.server.num_servers x "
+            "teacher.server.tensor_parallel_size)"
+        )
+    if config.trainer.ray_address is not None:
+        raise InputError(
+            "teacher.server.urls is empty; allowed with trainer.ray_address: servers that you have started, because "
+            "this run starts teachers on its own host only"
+        )
+    try:
+        check_launch(folder, server)
+    except RolloutConfigError as error:
+        raise InputError(f"teacher.server.{error}") from error
+
+
+def _try_servers(server: RolloutConfig, teacher: TeacherConfig) -> None:
+    """Scores two tokens on each existing server."""
+    top_k = teacher.top_k if teacher.signal == "top_k" else 0
+    try:
+        check_running(server)
+        for url in server.urls:
+            with TokenScorer([Endpoint(url, server.read_api_key())], replace(server, max_retries=0)) as scorer:
+                scorer.run(scorer.score([([0], [0, 0])], top_k=top_k))
+    except RolloutConfigError as error:
+        raise InputError(f"teacher.server.{error}") from error
+    except ScoringError as error:
+        raise InputError(f"teacher.server.urls: {error}") from error
+
+
+def _student_tokenizer(model: ModelConfig) -> Any:
+    if model.path == BUILTIN_MODEL:
+        return build_tiny_tokenizer()
+    with naming_key("model.path"):
+        return load_tokenizer(find_model_folder(model.path))
+
+
+def _vocab_size(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])

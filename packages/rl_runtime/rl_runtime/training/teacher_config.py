@@ -1,0 +1,60 @@
+"""Configuration of a teacher for on-policy distillation."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rl_core import DivergenceKind
+from rollout_vllm import RolloutConfig
+
+Signal = Literal["sampled", "top_k", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """The teacher, and what the student learns from it."""
+
+    model: str | None = None
+    """Hugging Face folder or downloaded OWNER/NAME of the teacher; with `server.urls` only its tokenizer is read."""
+    on: Literal["server", "ranks"] = "server"
+    """Where the teacher runs: on vLLM servers, which this run starts unless `server.urls` names some, or on the
+    trainer's ranks as a frozen model, sharded at ZeRO stage 3."""
+    signal: Signal = "sampled"
+    """What the student learns from. `sampled`: the teacher's log-prob of each sampled token, as advantage of a policy
+    gradient. `top_k`: a divergence over the teacher's `top_k` most likely tokens and the rest as one outcome (servers).
+    `full`: a divergence over the whole vocabulary (ranks). The last two learn more from each sample."""
+    top_k: int = 16
+    """Tokens of each position, for `signal=top_k`."""
+    divergence: DivergenceKind = "reverse"
+    """`reverse` (student || teacher) keeps to what the teacher does, `forward` (teacher || student) covers all of it,
+    `jsd` is between the two (GKD, arXiv:2306.13649). `signal=sampled` is always reverse."""
+    beta: float = 0.5
+    """Weight of the teacher in the mixture of `jsd`; above 0, below 1."""
+    discount: float = 0.0
+    """For `signal=sampled`: share of the next token's advantage that is added to each token's. 0: each token is judged
+    by itself; 1: by all that follow it (MiniLLM, arXiv:2306.08543)."""
+    weight: float = 1.0
+    """Weight of the teacher beside the reward (`algorithm.reward_weight`)."""
+    gpus: tuple[int, ...] = ()
+    """GPUs of this host for the teacher's servers, `server.tensor_parallel_size` for each of `server.num_servers`."""
+    server: RolloutConfig = field(default_factory=RolloutConfig)
+    """The teacher's vLLM servers; see `rollout`."""
+
+    def __post_init__(self) -> None:
+        places = {"sampled": ("server", "ranks"), "top_k": ("server",), "full": ("ranks",)}
+        if self.on not in places[self.signal]:
+            raise ValueError(f"on is {self.on}; allowed: {' or '.join(places[self.signal])} with signal={self.signal}")
+        if self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; allowed: 1 or more")
+        if self.signal == "sampled" and self.divergence != "reverse":
+            raise ValueError(f"divergence is {self.divergence}; allowed: reverse with signal=sampled")
+        if not 0 < self.beta < 1:
+            raise ValueError(f"beta is {self.beta}; allowed: above 0 and below 1")
+        if not 0 <= self.discount <= 1:
+            raise ValueError(f"discount is {self.discount}; allowed: 0 to 1")
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"weight is {self.weight}; allowed: above 0")
+        if self.server.max_lora_rank is not None:
+            raise ValueError(
+                f"server.max_lora_rank is {self.server.max_lora_rank}; allowed: null, because servers of vLLM 0.32 "
+                "with LoRA enabled fail on log-probs of given tokens"
+            )

@@ -1,0 +1,188 @@
+"""`plinth import-accelerate`: configs as `accelerate config` and its users write them become presets that load."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_runtime import JobConfig, SupervisedJobConfig
+from rl_runtime.app.import_accelerate import convert, main, preset_text
+from run_kit import load_config
+
+COMMON = """
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: DEEPSPEED
+downcast_bf16: 'no'
+machine_rank: 0
+main_training_function: main
+mixed_precision: MIXED
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+deepspeed_config:
+"""
+ZERO_3 = (
+    COMMON.replace("MIXED", "fp16")
+    + """
+  zero_stage: 3
+  offload_optimizer_device: cpu
+  offload_param_device: cpu
+  gradient_accumulation_steps: 32
+  gradient_clipping: 1.0
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  stage3_max_live_parameters: 5e8
+  stage3_max_reuse_distance: 1e9
+  overlap_comm: true
+  reduce_bucket_size: 5e8
+  deepspeed_multinode_launcher: pdsh
+"""
+)
+ZERO_2 = (
+    COMMON.replace("MIXED", "bf16")
+    + """
+  zero_stage: 2
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: false
+  gradient_accumulation_steps: 16
+"""
+)
+JSON_FILE = {
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0},
+    "optimizer": {"type": "AdamW", "params": {"lr": 5e-6, "betas": [0.9, 0.95], "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "none"},
+        "contiguous_gradients": True,
+        "reduce_bucket_size": "auto",
+        "sub_group_size": 1e9,
+        "stage3_param_persistence_threshold": 1e5,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "train_micro_batch_size_per_gpu": 4,
+    "train_batch_size": 64,
+    "steps_per_print": 2000,
+    "flops_profiler": {"enabled": True},
+}
+
+
+def imported(folder: Path, text: str, app: Any = "grpo") -> Any:
+    """The preset of a file, loaded; every key of the file is in it."""
+    file = folder / "accelerate.yaml"
+    file.write_text(text)
+    entries = convert(file, app=app)
+    preset = folder / "preset.yaml"
+    preset.write_text(preset_text(entries, source=file.name))
+    for entry in entries:
+        assert f"{entry.theirs}: " in preset.read_text()
+    return load_config(SupervisedJobConfig if app == "sft" else JobConfig, presets=[preset])
+
+
+def test_document_4s_zero_3_becomes_a_preset(tmp_path: Path) -> None:
+    config = imported(tmp_path, ZERO_3)
+    zero = config.actor.zero
+    assert (zero.stage, zero.offload.optimizer, zero.offload.param) == (3, "cpu", "cpu")
+    assert (zero.overlap_comm, zero.reduce_bucket_bytes) == (True, 10**9)
+    assert zero.deepspeed == {"stage3_max_live_parameters": 5 * 10**8, "stage3_max_reuse_distance": 10**9}
+    assert (config.actor.dtype, config.actor.optim.grad_clip) == ("float16", 1.0)
+    assert (config.trainer.num_ranks, config.trainer.export_model) == (2, True)
+    text = (tmp_path / "preset.yaml").read_text()
+    assert "# not needed: deepspeed_config.zero3_init_flag: true: stage 3 always loads sharded weights" in text
+    assert "# not needed: deepspeed_config.gradient_accumulation_steps: 32: computed from" in text
+    assert "# refused" not in text
+
+
+def test_zero_2_for_sft_has_the_keys_of_that_app(tmp_path: Path) -> None:
+    config = imported(tmp_path, ZERO_2, "sft")
+    assert (config.engine.zero.stage, config.engine.dtype, config.trainer.num_ranks) == (2, "bfloat16", 2)
+    assert config.supervised.optim.grad_clip == 1.0, "the default"
+
+
+def test_a_deepspeed_json_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(JSON_FILE))
+    text = (
+        COMMON.replace("mixed_precision: MIXED\n", "") + "  deepspeed_config_file: ds.json\n  zero3_init_flag: true\n"
+    )
+    config = imported(tmp_path, text, "sft")
+    zero = config.engine.zero
+    assert (zero.stage, zero.offload.optimizer, zero.offload.param) == (3, "cpu", "none")
+    assert zero.deepspeed == {"sub_group_size": 10**9}
+    assert (config.micro_batch_size, config.supervised.batch_size) == (4, 64)
+    assert (config.supervised.optim.lr, config.supervised.optim.betas) == (5e-6, (0.9, 0.95))
+    refused = re.findall(r"^# refused: (\S+):", (tmp_path / "preset.yaml").read_text(), re.MULTILINE)
+    assert refused == ["ds.json:scheduler", "ds.json:flops_profiler"]
+
+
+def test_several_machines_join_a_cluster(tmp_path: Path) -> None:
+    config = imported(tmp_path, ZERO_2.replace("num_machines: 1", "num_machines: 2"))
+    assert config.trainer.ray_address == "auto"
+
+
+@given(
+    stage=st.sampled_from([1, 2, 3]),
+    optimizer=st.sampled_from(["none", "cpu"]),
+    param=st.sampled_from(["none", "cpu"]),
+    precision=st.sampled_from(["no", "fp16", "bf16"]),
+    app=st.sampled_from(["grpo", "sft"]),
+)
+@settings(deadline=None, derandomize=True, max_examples=25)
+def test_all_answers_of_accelerate_config_load(
+    tmp_path_factory: pytest.TempPathFactory, stage: int, optimizer: str, param: str, precision: str, app: str
+) -> None:
+    if stage == 3 and optimizer == "none":
+        param = "none"  # our config refuses parameters that DeepSpeed steps on the CPU
+    keys = {"zero_stage": stage, "offload_optimizer_device": optimizer, "offload_param_device": param}
+    tree = {**yaml.safe_load(COMMON), "mixed_precision": precision, "deepspeed_config": keys}
+    config = imported(tmp_path_factory.mktemp("accelerate"), yaml.safe_dump(tree), app)
+    engine = config.engine if app == "sft" else config.actor
+    assert engine.zero.stage == stage
+    assert engine.zero.offload.optimizer == optimizer
+    assert engine.zero.offload.param == (param if stage == 3 else "none")
+    assert engine.dtype == {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}[precision]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("distributed_type: FSDP\n", "distributed_type is FSDP; allowed: DEEPSPEED"),
+        ("a: 1\n", "is no accelerate config"),
+        (": :", "cannot be read"),
+        (COMMON + "  deepspeed_config_file: missing.json\n", "missing.json, which does not exist"),
+        (ZERO_3.replace("offload_optimizer_device: cpu", "offload_optimizer_device: none"), "offload.optimizer"),
+        (ZERO_2.replace("zero_stage: 2", "zero_stage: {}"), "a value has another type"),
+    ],
+)
+def test_files_that_cannot_be_converted_are_refused(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file.yaml").write_text(text)
+    assert main([str(tmp_path / "file.yaml")]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert not printed.out
+
+
+def test_the_command_prints_the_preset_and_names_what_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file.yaml").write_text(ZERO_3 + "  enable_msamp: true\n")
+    assert main([str(tmp_path / "file.yaml")]) == 0
+    printed = capsys.readouterr()
+    assert "stage: 3  # deepspeed_config.zero_stage: 3" in printed.out
+    assert printed.err == "refused: deepspeed_config.enable_msamp; the comments say why\n"

@@ -1,0 +1,157 @@
+"""Log-probs of given tokens from a server: a teacher scores what another model sampled.
+
+    with TokenScorer([Endpoint("http://10.0.0.7:8000", key)]) as scorer:
+        [scores] = scorer.run(scorer.score([(prompt_ids, response_ids)], top_k=8))
+
+vLLM computes them in its prefill (`prompt_logprobs` of /v1/completions), from the logits at temperature 1. It does not
+read the prefix cache for such a request. A server of vLLM 0.32 with LoRA enabled dies of it on the CPU.
+
+Shapes: R response tokens, k of the teacher's most likely tokens.
+"""
+
+import asyncio
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+import numpy.typing as npt
+
+from ..config import RolloutConfig
+from ..errors import NoServerError, ScoringError
+from ..samples import Endpoint
+from .dispatch import Dispatcher
+from .protocol import MalformedAnswerError, error_message
+from .retry import CONNECTION_LOST, MALFORMED, TIMED_OUT, RetryDecision, backoff_s, classify_status
+from .transport import HttpClient, gather_or_cancel
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenScores:
+    """A model's log-probs (natural logarithm) of one response, at temperature 1."""
+
+    log_probs: npt.NDArray[np.float32]
+    """[R], of the response's own tokens."""
+    top_ids: npt.NDArray[np.int64]
+    """[R, k], the most likely tokens in the place of each, the most likely first."""
+    top_log_probs: npt.NDArray[np.float32]
+    """[R, k], theirs."""
+
+
+class TokenScorer(HttpClient):
+    """Scores sequences on servers, in parallel; `config` has retries, timeouts and the number of requests in flight.
+
+    Thread-safe. In blocking code use `run` and `start` with the coroutine that `score` returns.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig | None = None) -> None:
+        if not endpoints:
+            raise NoServerError("no endpoints: launch a ServerGroup or give urls")
+        self._config = config or RolloutConfig()
+        self._urls = [endpoint.url for endpoint in endpoints]
+        self._dispatcher = Dispatcher(len(endpoints), max_in_flight=self._config.max_samples_in_flight)
+        super().__init__(endpoints, self._config, thread_name="token-scorer")
+        self.run, self.start = self._background.run, self._background.submit
+
+    async def score(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], *, top_k: int = 0
+    ) -> list[TokenScores]:
+        """Score the response of each (prompt ids, response ids), in order.
+
+        Args:
+            sequences: prompts have at least one token; the servers' context holds one more token than each sequence.
+            top_k: number of most likely tokens to return in each place; a server allows 20 unless it was started with
+                --max-logprobs.
+
+        Raises:
+            ScoringError: a server refused a sequence, or none answered after all retries.
+        """
+        return await gather_or_cancel(self._score(prompt, response, top_k) for prompt, response in sequences)
+
+    async def _score(self, prompt: Sequence[int], response: Sequence[int], top_k: int) -> TokenScores:
+        avoid = set[int]()
+        for attempt in range(1, self._config.max_retries + 2):
+            server = await self._dispatcher.acquire("", 1, avoid)
+            assert server is not None, "no server is ever retired"
+            url = self._urls[server]
+            try:
+                decision, outcome = await self._attempt(server, prompt, response, top_k)
+            finally:
+                self._dispatcher.release(server, 1)
+            if isinstance(outcome, TokenScores):
+                self._dispatcher.succeeded(server)
+                return outcome
+            if not decision.retry or attempt > self._config.max_retries:
+                break
+            avoid = {server} if decision.blame_server else set()
+            if decision.blame_server:
+                self._dispatcher.failed(server)
+            await asyncio.sleep(self._delay_s(attempt))
+        raise ScoringError(f"{url} did not score {len(prompt) + len(response)} tokens: {outcome}")
+
+    async def _attempt(
+        self, server: int, prompt: Sequence[int], response: Sequence[int], top_k: int
+    ) -> tuple[RetryDecision, TokenScores | str]:
+        """One request: the scores, or why there are none."""
+        try:
+            body = scoring_body([*prompt, *response], top_k, model=await self._transport.model_of(server))
+            status, _, raw = await self._transport.exchange(server, "POST", "/v1/completions", body)
+            if status != 200:
+                message = error_message(status, raw.decode("utf-8", "replace"))
+                return classify_status(status, message), message
+            return MALFORMED, parse_scores(json.loads(raw), response, top_k)
+        except TimeoutError:
+            return TIMED_OUT, f"no answer within {self._config.request_timeout_s:g} s"
+        except ValueError as error:  # MalformedAnswerError, or not JSON at all
+            return MALFORMED, f"malformed answer: {error}"
+        except aiohttp.ClientError as error:
+            return CONNECTION_LOST, f"{type(error).__name__}: {error}"
+
+    def _delay_s(self, attempt: int) -> float:
+        config = self._config
+        return backoff_s(attempt, base_s=config.retry_base_s, max_s=config.retry_max_s, jitter=random.random())
+
+
+def scoring_body(token_ids: Sequence[int], top_k: int, *, model: str) -> dict[str, Any]:
+    """The JSON of a request. vLLM generates at least one token, which nobody reads."""
+    return {
+        "model": model,
+        "prompt": list(token_ids),
+        "prompt_logprobs": top_k,
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "stream": False,
+    }
+
+
+def parse_scores(answer: Any, response: Sequence[int], top_k: int) -> TokenScores:
+    """The scores of the last tokens of the prompt that was sent, which are `response`.
+
+    Raises MalformedAnswerError unless each has a finite log-prob and, with `top_k`, that many ranked tokens.
+    """
+    try:
+        places = answer["choices"][0]["prompt_logprobs"][-len(response) :] if response else []
+        log_probs = [place[str(token)]["logprob"] for place, token in zip(places, response, strict=True)]
+        ranked = [_ranked(place, top_k) for place in places]
+    except (LookupError, TypeError, ValueError) as error:
+        raise MalformedAnswerError(f"no log-probs of the given tokens ({type(error).__name__}: {error})") from None
+    if not all(map(math.isfinite, log_probs)):
+        raise MalformedAnswerError("a log-prob is not finite")
+    shape = (len(response), top_k)
+    return TokenScores(
+        log_probs=np.asarray(log_probs, np.float32),
+        top_ids=np.asarray([[token for token, _ in row] for row in ranked], np.int64).reshape(shape),
+        top_log_probs=np.asarray([[value for _, value in row] for row in ranked], np.float32).reshape(shape),
+    )
+
+
+def _ranked(place: Mapping[str, Mapping[str, Any]], top_k: int) -> list[tuple[int, float]]:
+    """(token, log-prob) of the `top_k` most likely tokens; vLLM adds the given token, whatever its rank."""
+    best = sorted(place.items(), key=lambda item: -item[1]["logprob"])[:top_k]
+    if len(best) < top_k:
+        raise ValueError(f"{len(best)} tokens for top_k={top_k}")
+    return [(int(token), float(value["logprob"])) for token, value in best]

@@ -1,0 +1,125 @@
+"""The distillation app: configuration, the check of the vocabulary, and short runs on the real stack."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import apps.distill.main as distill
+from apps.distill.config import DistillConfig
+from rl_data import DataError, build_tiny_model, check_same_vocabulary, load_tokenizer
+from rl_runtime import InputError
+from run_kit import ConfigError, load_config
+
+PRESETS = Path(__file__).resolve().parents[1] / "apps" / "distill" / "presets"
+SHORT = (
+    "trainer.total_training_steps=2",
+    "warm_start.steps=20",
+    "task.num_val=16",
+    "batch.train_batch_size=8",
+    "batch.mini_batch_size=4",
+    "sampling.n=2",
+)
+
+
+def demo(*overrides: str) -> DistillConfig:
+    given = ("trainer.num_ranks=2", "rollout.num_servers=1", "trainer.device=cpu", *overrides)
+    return load_config(DistillConfig, presets=[PRESETS / "demo.yaml"], overrides=given)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("teacher"), seed=5, hidden_size=64, num_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("teacher.signal=full", "teacher.on: is server; allowed: ranks with signal=full"),
+        ("teacher.top_k=0", "teacher.top_k: is 0; allowed: 1 or more"),
+        ("teacher.divergence=forward", "teacher.divergence: is forward; allowed: reverse with signal=sampled"),
+        ("teacher.beta=1", "teacher.beta: is 1.0; allowed: above 0 and below 1"),
+        ("teacher.discount=2", "teacher.discount: is 2.0; allowed: 0 to 1"),
+        ("teacher.weight=0", "teacher.weight: is 0.0; allowed: above 0"),
+        ("teacher.server.max_lora_rank=8", "teacher.server.max_lora_rank: is 8; allowed: null"),
+        ("algorithm.kl_coef=0.1", "algorithm.kl_coef: is 0.1; allowed: 0, because the teacher is the reference"),
+        ("algorithm.reward_weight=-1", "algorithm.reward_weight: is -1.0; allowed: 0 or more"),
+    ],
+)
+def test_bad_settings_are_named(override: str, message: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message):
+        demo(override)
+
+
+def test_one_sample_of_a_prompt_is_enough_without_a_reward() -> None:
+    assert demo("sampling.n=1").sampling.n == 1
+    with pytest.raises((ConfigError, ValueError), match=r"sampling\.n: is 1; allowed: 2 or more"):
+        demo("sampling.n=1", "algorithm.reward_weight=1")
+
+
+def test_a_teacher_that_cannot_teach_is_refused_before_any_process_starts(tmp_path: Path, teacher: Path) -> None:
+    other = build_tiny_model(tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    ids = json.loads(text)["model"]["vocab"]
+    (other / "tokenizer.json").write_text(text.replace('"apples"', '"planets"') if "apples" in ids else text)
+    for override, message in (
+        ("trainer.seed=1", "teacher.model is null"),
+        (f"teacher.model={tmp_path}", "has no config.json"),
+        (
+            f"teacher.model={other}",
+            "cannot score the token ids of model.path.*differ in 1 of 64 ids: id .*planets",
+        ),
+    ):
+        with pytest.raises(InputError, match=message):
+            distill.check(demo(override))
+    with pytest.raises(InputError, match=r"sampling\.temperature is 0\.7; allowed: 1 with teacher\.on=server"):
+        distill.check(demo(f"teacher.model={teacher}", "sampling.temperature=0.7"))
+    with pytest.raises(InputError, match=r"teacher\.gpus is \[0\]; allowed: none on the CPU"):
+        distill.check(demo(f"teacher.model={teacher}", "teacher.gpus=[0]"))
+    distill.check(demo(f"teacher.model={teacher}", "teacher.on=ranks", "sampling.temperature=0.7"))
+
+
+def test_the_same_ids_with_another_end_of_sequence_are_another_vocabulary(teacher: Path) -> None:
+    ours, theirs = load_tokenizer(teacher), load_tokenizer(teacher)
+    check_same_vocabulary(ours, theirs)
+    theirs.eos_token = theirs.pad_token
+    with pytest.raises(DataError, match=r"responses end with id 1 \(<eos>\) and with id 0 \(<pad>\)"):
+        check_same_vocabulary(ours, theirs)
+
+
+def finished(app: Any) -> list[dict[str, str]]:
+    """The rows of metrics.tsv of a run that ended well and left no process."""
+    assert app.finish() == 0, app.output
+    assert not app.survivors()
+    [found] = app.output_dir.glob("*/metrics.tsv")
+    with found.open() as file:
+        return list(csv.DictReader(file, delimiter="\t"))
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("options", "metrics"),
+    [
+        (
+            ("teacher.signal=top_k", "teacher.top_k=8", "algorithm.reward_weight=0.5"),
+            {"teacher/kl", "teacher/divergence"},
+        ),
+        (("teacher.on=ranks", "teacher.signal=full", "actor.zero.stage=3"), {"teacher/divergence"}),
+        (("teacher.on=ranks", "teacher.discount=1"), {"teacher/kl"}),
+    ],
+)
+def test_a_student_trains(
+    tmp_path: Path, teacher: Path, start_app: Callable[..., Any], options: tuple[str, ...], metrics: set[str]
+) -> None:
+    rows = finished(start_app(tmp_path, *SHORT, f"teacher.model={teacher}", *options, app="distill"))
+    steps = [row for row in rows if row.get("actor/loss")]
+    assert len(steps) == 2
+    for row in steps:
+        assert {name for name in row if name.startswith("teacher/")} == metrics
+        assert all(float(row[name]) > 0 for name in metrics)
+        assert float(row["actor/grad_norm"]) > 0

@@ -1,0 +1,78 @@
+"""docs/recipes begin with commands that load and fit; docs/troubleshooting.md quotes messages that are printed."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from apps.forecast.models import PUBLISHED
+from apps.grpo.config import GrpoConfig
+from ds_engine import EngineConfig, EngineConfigError, ModelShape, ZeroConfig, check_deepspeed
+from rl_runtime import InputError, PlacementError
+from rl_runtime.app.choices import choose_for
+from rl_runtime.launch.gpus import Gpu
+from rl_runtime.ranks.environment import gpu_ids, visible_gpus
+from run_kit import load_config
+
+REPO = Path(__file__).resolve().parents[1]
+QUOTED = (REPO / "docs" / "troubleshooting.md").read_text()
+QWEN2_7B = ModelShape.read(PUBLISHED["qwen2.5-7b"])
+
+
+def cards(number: int, gib: float, capability: tuple[int, int]) -> tuple[Gpu, ...]:
+    return (Gpu(name="card", total_bytes=int(gib * 2**30), used_bytes=0, capability=capability),) * number
+
+
+def config_of(command: str) -> GrpoConfig:
+    """The configuration of `python -m apps.grpo.main preset=NAME key=value ...`."""
+    program, _, module, *arguments = shlex.split(command)
+    assert (program, module) == ("python", "apps.grpo.main")
+    names = [argument.removeprefix("preset=") for argument in arguments if argument.startswith("preset=")]
+    presets = [REPO / "apps" / "grpo" / "presets" / f"{name}.yaml" for name in names]
+    return load_config(GrpoConfig, presets=presets, overrides=[a for a in arguments if not a.startswith("preset=")])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus"),
+    [
+        ("two_11gb", cards(2, 11, (7, 5))),
+        ("two_24gb", cards(2, 24, (8, 6))),
+        ("eight_80gb", cards(8, 80, (9, 0))),
+    ],
+)
+def test_a_recipe_begins_with_a_command_that_fits(recipe: str, gpus: tuple[Gpu, ...]) -> None:
+    text = (REPO / "docs" / "recipes" / f"{recipe}.md").read_text()
+    match = re.match(r"# .*\n\n```\n(.*)\n```\n", text)
+    assert match is not None, "the page begins with one command"
+    choice = choose_for(config_of(match[1]), gpus=gpus, shape=QWEN2_7B)
+    assert choice.config.trainer.rank_count == len(gpus)
+    assert choice.gpu_bytes <= 0.97 * gpus[0].total_bytes
+    assert "run out of memory" not in choice.memory
+
+
+def provoke(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "duplicate":
+        gpu_ids(["0", "0"], [])
+    elif kind == "slurm":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "21000,21001")
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        visible_gpus()
+    elif kind == "memory":
+        choose_for(config_of("python -m apps.grpo.main"), gpus=cards(2, 11, (8, 6)), shape=QWEN2_7B)
+    elif kind == "key":
+        check_deepspeed(EngineConfig(zero=ZeroConfig(stage=3, deepspeed={"stage3_max_live_parameter": 1})))
+    else:
+        given = config_of("python -m apps.grpo.main actor.dtype=bfloat16")
+        choose_for(given, gpus=cards(2, 24, (7, 5)), shape=QWEN2_7B)
+
+
+@pytest.mark.parametrize("kind", ["duplicate", "slurm", "memory", "key", "dtype"])
+def test_quoted_messages_are_those_printed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((PlacementError, InputError, EngineConfigError)) as caught:
+        provoke(kind, monkeypatch)
+    message = str(caught.value)
+    blocks = re.findall(r"^```\n(.*?)\n```$", QUOTED, re.MULTILINE | re.DOTALL)
+    assert any(block in message for block in blocks), message
