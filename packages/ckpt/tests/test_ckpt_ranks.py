@@ -193,9 +193,7 @@ def test_wrong_use(tmp_path: Path) -> None:
 
 
 def test_files_of_earlier_saves_are_deleted_when_all_have_begun_the_next(tmp_path: Path) -> None:
-    first = SaveCoordinator(
-        FolderMessages(tmp_path, "run"), SaverRanks(num_ranks=2, rank=0, run_id="run"), timeout_s=1
-    )
+    first = SaveCoordinator(FolderMessages(tmp_path, "run"), SaverRanks(num_ranks=2, rank=0, run_id="run"), timeout_s=1)
     second = SaveCoordinator(
         FolderMessages(tmp_path, "run"), SaverRanks(num_ranks=2, rank=1, run_id="run"), timeout_s=1
     )

@@ -54,8 +54,8 @@ class AsyncSaver:
     folder, with `ranks`, and calls `save` with the same steps. Each rank copies and writes its own part. The publishing
     process (rank 0, or a driver without a rank) publishes when the files of all ranks are on the disk. No training step
     waits for this, and no collective is used. An entry of a rank becomes `<name>.rank<5 digits>.safetensors`
-    (`rank_file`). An error on any rank is raised in every process by the same call. If the ranks' hosts share no folder,
-    pass a `HostCheckpoints` in place of the manager.
+    (`rank_file`). An error on any rank is raised in every process by the same call. For ranks on hosts that share no
+    folder, pass a `HostCheckpoints` in place of the manager.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class AsyncSaver:
     ) -> None:
         """`manager` publishes and prunes. Do not call its writing methods while a save is in flight.
 
-        In a process that does not publish, `manager` only names the folder. It may be another store of checkpoints, such
-        as `HostCheckpoints`. `timeout_s`: with several ranks, how long a process waits for another one during a save
+        In a process that does not publish, `manager` only names the folder. It may also be another store, such as
+        `HostCheckpoints`. `timeout_s`: with several ranks, how long a process waits for another one during a save
         before it raises. `patience_s` is its deprecated name.
         """
         if patience_s is not None:
@@ -263,14 +263,20 @@ class AsyncSaver:
 
     def _contribute(self, number: int, step: int, captures: Mapping[str, Capture | HostSnapshot]) -> Checkpoint:
         assert self._coordinator is not None, "a single process publishes itself"
+        name = ""
         try:
-            name = self._coordinator.await_open(number)
-            self._coordinator.report(number, self._write(name, captures))
-        except Exception as error:
-            self._report_failure(number, error)
-            self._coordinator.await_outcome(number)  # raises the first cause, which may be another rank's
+            try:
+                name = self._coordinator.await_open(number)
+                self._coordinator.report(number, self._write(name, captures))
+            except Exception as error:
+                self._report_failure(number, error)
+                self._coordinator.await_outcome(number)  # raises the first cause, which may be another rank's
+                raise
+            self._coordinator.await_outcome(number)
+        except Exception:
+            if name:
+                self._store.drop(name)
             raise
-        self._coordinator.await_outcome(number)
         return self._store.finish(name, step)
 
     def _write(self, name: str, captures: Mapping[str, Capture | HostSnapshot]) -> dict[str, FileEntry]:

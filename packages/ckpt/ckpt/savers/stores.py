@@ -46,6 +46,9 @@ class CheckpointStore(Protocol):
     def abandon(self, name: str, step: int) -> None:
         """Delete what there is of a checkpoint that will not be published."""
 
+    def drop(self, name: str) -> None:
+        """Delete what this process wrote of a checkpoint that will not be published."""
+
     def finish(self, name: str, step: int) -> Checkpoint:
         """The checkpoint, after another process has published it."""
 
@@ -76,6 +79,9 @@ class SharedFolder:
 
     def abandon(self, name: str, step: int) -> None:
         self._manager.abandon(step)
+
+    def drop(self, name: str) -> None:
+        """Does nothing: the publishing process deletes the folder of all."""
 
     def finish(self, name: str, step: int) -> Checkpoint:
         return self._manager.read(step)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -118,7 +119,7 @@ class RemoteCheckpoints:
                 step=checkpoint.step,
                 files=tuple(problem.file for problem in problems),
             )
-        self._delete_all_but(checkpoint.step, keep=earlier)
+        self.delete_all_but(checkpoint.step, keep=earlier)
         name = new_upload(checkpoint.step)
         try:
             manifest, text = CheckpointManifest.read(checkpoint.path), (checkpoint.path / MANIFEST_NAME).read_bytes()
@@ -126,7 +127,7 @@ class RemoteCheckpoints:
         except BaseException:
             self._try_to_delete(name)
             raise
-        self._delete_all_but(checkpoint.step, keep=name)
+        self.delete_all_but(checkpoint.step, keep=name)
         return f"{self._root}/{name}"
 
     def download(
@@ -221,7 +222,7 @@ class RemoteCheckpoints:
 
     def delete(self, step: int) -> None:
         """Delete a step. Its manifest is deleted first, so readers never see a part of it."""
-        self._delete_all_but(step, keep=None)
+        self.delete_all_but(step, keep=None)
 
     def clean_up(self) -> list[str]:
         """Delete all unfinished uploads and return their names. Do not call it while another process uploads."""
@@ -266,9 +267,7 @@ class RemoteCheckpoints:
         self._fs.put_file(str(source), target)
         arrived = self._fs.info(target)["size"]
         if arrived != num_bytes:
-            raise CheckpointStateError(
-                f"{target}: {arrived} of {num_bytes} bytes arrived; the upload is not published"
-            )
+            raise CheckpointStateError(f"{target}: {arrived} of {num_bytes} bytes arrived; the upload is not published")
 
     def put_text(self, path: str, text: bytes) -> None:
         """Upload a small text, which appears as a whole."""
@@ -304,7 +303,11 @@ class RemoteCheckpoints:
     def publish(self, name: str, manifest: CheckpointManifest) -> None:
         """Make an upload visible that `new_upload` named, after all files of its manifest were put."""
         self.put_text(f"{name}/{MANIFEST_NAME}", manifest.to_json().encode())
-        self._delete_all_but(manifest.step, keep=name)
+
+    def discard(self, name: str) -> None:
+        """Delete an upload, or the part of it that exists; its manifest first."""
+        with suppress(FileNotFoundError):
+            self._delete(name)
 
     def _put_files(
         self,
@@ -337,7 +340,7 @@ class RemoteCheckpoints:
         for name, entry in manifest.files.items():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             if part is not None and not check_files(part, manifest, [name]):
-                os.link(part / name, target / name)
+                _link(part / name, target / name)
                 continue
             self._fs.get_file(f"{source}/{name}", str(target / name))
             fsync_file(target / name)
@@ -354,7 +357,8 @@ class RemoteCheckpoints:
                 files=tuple(problem.file for problem in problems),
             )
 
-    def _delete_all_but(self, step: int, *, keep: str | None) -> None:
+    def delete_all_but(self, step: int, *, keep: str | None) -> None:
+        """Delete all uploads of a step except `keep`, finished or not."""
         for name in self._folders():
             match = _UPLOAD_FOLDER.fullmatch(name)
             if match and int(match[1]) == step and name != keep:
@@ -376,6 +380,20 @@ class RemoteCheckpoints:
 def new_upload(step: int) -> str:
     """A new name for an upload of a step; names sort by time."""
     return f"{folder_name(step)}.{datetime.now(UTC).strftime('%Y%m%dT%H%M%S%fZ')}-{secrets.token_hex(2)}"
+
+
+def upload_time(name: str) -> str:
+    """The part of an upload's name that says when it began; compares by time."""
+    return name.rpartition(".")[2]
+
+
+def _link(source: Path, target: Path) -> None:
+    """Link a file that is never changed, or copy it to another disk."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        fsync_file(target)
 
 
 def _part(parts: Path, name: str) -> Path | None:
