@@ -53,7 +53,9 @@ def test_a_lost_host_is_replaced_by_one_that_downloads_its_checkpoint(
     assert app.finish() == 0, app.output
     assert "trainer.local_disks: each host uploads the files of its ranks" in app.output
     assert "nodes with 1 ranks were lost; 1 found room on other nodes: as many ranks as before" in app.output
-    assert re.search(r"step \d of file://\S+ is on 2 hosts, [\d.e-]+ GB of it downloaded now", app.output), app.output
+    assert re.search(r"step \d of file://\S+ is on all 2 hosts of ranks; downloaded now: [\d.e-]+ GB", app.output), (
+        app.output
+    )
     run = only(path for path in local.iterdir() if path.name.startswith("job_"))
     assert_equal_runs(run, uninterrupted(whole, start_app))
     assert RemoteCheckpoints(f"{url}/{run.name}").steps() == [STEPS - 1, STEPS]

@@ -1,6 +1,9 @@
 """Hosts without a shared folder: whoever dies between two requests, the newest checkpoint is whole."""
 
 import itertools
+import os
+import shutil
+import signal
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +17,12 @@ from hypothesis import strategies as st
 
 from ckpt import (
     AsyncSaver,
+    Capture,
     Checkpoint,
     CheckpointDamagedError,
     CheckpointExistsError,
     CheckpointManager,
+    FileEntry,
     HostCheckpoints,
     RemoteCheckpoints,
     Retention,
@@ -25,8 +30,10 @@ from ckpt import (
     UploadError,
     load_state_dict,
     rank_file,
+    save_state_dict,
 )
 from ckpt.tools.remote import PART_PREFIX
+from plinth_testing import fork_ranks
 
 NUM_RANKS = 2
 REQUESTS = ("put_file", "pipe_file", "mv", "rm", "rm_file", "makedirs", "cat_file", "ls", "info", "exists")
@@ -267,3 +274,62 @@ def test_a_storage_that_stays_away_ends_the_save_and_leaves_nothing(
         saver.wait()
     assert remote.folders() == []
     assert list((tmp_path / "host").iterdir()) == []
+
+
+class Killing(Capture):
+    """A capture that kills its process at its third write, after a part of its file is on the disk."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._num_writes = rank, 0
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
+    def take(self) -> None:
+        self._num_writes += 1
+
+    def write(self, folder: Path, name: str) -> dict[str, FileEntry]:
+        file = folder / rank_file("model", self._rank)
+        entry = save_state_dict(file, {"w": weights(self._num_writes, self._rank)})
+        if self._num_writes == 3 and self._rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {file.name: entry}
+
+
+def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """Two processes with folders of their own stand for two hosts; the storage is all that they share."""
+    url = f"file://{tmp_path}/storage/run"
+
+    def saver_of(rank: int | None) -> AsyncSaver:
+        folder = tmp_path / process_name(rank)
+        store = HostCheckpoints(folder, RemoteCheckpoints(url), retention=Retention(keep_last=1), longest_poll_s=0.01)
+        ranks = SaverRanks(num_ranks=NUM_RANKS, rank=rank, run_id="run", publisher=None)
+        return AsyncSaver(store, ranks=ranks, timeout_s=60)
+
+    def train(rank: int) -> None:
+        with saver_of(rank) as saver:
+            model = Killing(rank)
+            for step in (1, 2, 3):
+                saver.save(step, {"model": model})
+
+    processes = fork_ranks(train)
+    with pytest.raises(RuntimeError, match="rank 1 is gone") as lost, saver_of(None) as saver:  # noqa: PT012
+        for step in (1, 2, 3):
+            saver.save(step, {}, state={"step": step})
+        processes[1].join(60)
+        raise RuntimeError("rank 1 is gone")
+    assert "stopped waiting for rank 1" in str(lost.value.__notes__)
+    assert processes[1].exitcode == -signal.SIGKILL
+    processes[0].kill()
+    processes[0].join(60)
+    shutil.rmtree(tmp_path / "rank 1")  # its disk is lost, too
+    (half,) = (tmp_path / "rank 0").glob(f"{PART_PREFIX}step_00000003.*")
+    assert half.is_dir()
+    size = (tmp_path / "rank 0" / half.name / rank_file("model", 0)).stat().st_size
+    there = check_newest(url, tmp_path / "new host")
+    here = check_newest(url, tmp_path / "host of rank 0", parts=tmp_path / "rank 0")
+    assert there is not None
+    assert here == (2, there[1] - size)
+    Job(tmp_path / "others", url, "next").run([3])
+    assert RemoteCheckpoints(url).steps() == [3]

@@ -66,17 +66,18 @@ class _Run:
     def _download(self, step: int, say: Callable[[str], None]) -> Checkpoint:
         """The checkpoint and the model of the warm start, as in a run folder."""
         assert self.remote is not None
-        if step not in CheckpointReader(self.download_to / "checkpoints").steps():
+        is_here = step in CheckpointReader(self.download_to / "checkpoints").steps()
+        if not is_here:
             print(f"downloading step {step} of {self.remote.url}", file=sys.stderr, flush=True)
         with naming_storage(self.remote.url):
             found, num_bytes = fetch_checkpoint(self.remote, step, self.download_to)
             model = self.download_to / WARM_START_MODEL
             if self.with_model and not model.is_dir() and self.remote.has_folder(WARM_START_MODEL):
                 self.remote.download_folder(WARM_START_MODEL, model)
-        if num_bytes:
-            say(f"step {step} was downloaded from {self.remote.url} to {found.path}")
-        else:
+        if is_here and not num_bytes:
             say(f"step {step} of {self.remote.url} was downloaded before to {found.path}")
+        else:
+            say(f"step {step} was downloaded from {self.remote.url} to {found.path}")
         return found
 
 

@@ -62,7 +62,9 @@ class LocalDisks:
         url = source_of(self._trainer, folder.name).url
         sizes = self._call(_fetch_checkpoint, nodes, url, checkpoint.step, folder)
         gb = sum(sizes) / 1e9
-        self._report(f"step {checkpoint.step} of {url} is on {len(nodes)} hosts, {gb:.3g} GB of it downloaded now")
+        self._report(
+            f"step {checkpoint.step} of {url} is on all {len(nodes)} hosts of ranks; downloaded now: {gb:.3g} GB"
+        )
 
     def _call(self, function: Callable[..., float], nodes: Sequence[str], *args: object) -> list[float]:
         return call_on_nodes(function, nodes, *args, timeout_s=self._trainer.step_timeout_s)
