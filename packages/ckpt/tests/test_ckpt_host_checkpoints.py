@@ -198,6 +198,19 @@ def die_and_continue(instant: int, victims: frozenset[str], after: bool) -> None
         assert [entry.partition(".")[0] for entry in left] == [f"step_{newest[0]:08d}"], "no litter"
 
 
+def test_hosts_meet_in_any_storage(tmp_path: Path, url: str) -> None:
+    (tmp_path / "hosts").mkdir()
+    assert Job(tmp_path / "hosts", url, "first").run([1, 2]) == [1, 2]
+    dead = HostCheckpoints(tmp_path / "dead", RemoteCheckpoints(url)).messages("dead")
+    dead.write("00000001.open", "{}")
+    assert (dead.read("00000001.open"), dead.read("00000002.open"), dead.names()) == ("{}", None, ["00000001.open"])
+    assert Job(tmp_path / "hosts", url, "second").run([3]) == [3]
+    found = check_newest(url, tmp_path / "new host")
+    assert found is not None
+    assert found[0] == 3
+    assert [name.partition(".")[0] for name in RemoteCheckpoints(url).folders()] == ["step_00000003"]
+
+
 def test_a_host_downloads_only_the_files_of_the_others(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/storage/run"
     Job(tmp_path / "hosts", url, "run").run([1, 2])
