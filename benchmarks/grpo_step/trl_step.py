@@ -1,6 +1,8 @@
 """Workload W on TRL's GRPOTrainer with vLLM in the same process; prints the seconds of each rollout step.
 
-`python -m benchmarks.grpo_step.trl_step FOLDER --steps 4`; the folder is `benchmarks.grpo_step.workload`'s.
+`python -m benchmarks.grpo_step.trl_step FOLDER --steps 4`; the folder is `benchmarks.grpo_step.workload`'s. With
+`--lora --sleep` it is the peer of `benchmarks.memory_turns`: adapters of rank 16, activations recomputed, and a vLLM
+that sleeps while the trainer works.
 """
 
 import argparse
@@ -19,9 +21,11 @@ def score(completions: list[str], **_: Any) -> list[float]:
     return [parity(completion, None) for completion in completions]
 
 
-def main(folder: Path, *, steps: int, vllm: bool, new_tokens: int) -> None:
+def main(folder: Path, *, steps: int, vllm: bool, new_tokens: int, lora: bool, sleep: bool) -> None:
     """Trains for `steps` rollouts of two updates each."""
     import datasets
+    import torch
+    from peft import LoraConfig
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -36,7 +40,9 @@ def main(folder: Path, *, steps: int, vllm: bool, new_tokens: int) -> None:
         def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
             if state.global_step % updates == 0:
                 now = time.perf_counter()
-                print(f"trl step {state.global_step // updates}: {now - self.last:.2f} s", flush=True)
+                peak = torch.cuda.max_memory_reserved() / 1e9 if vllm else 0.0
+                number = state.global_step // updates
+                print(f"trl step {number}: {now - self.last:.2f} s, {peak:.1f} GB reserved", flush=True)
                 self.last = now
 
     table = datasets.Dataset.from_parquet(str(folder / "train.parquet")).rename_column("question", "prompt")
@@ -51,8 +57,9 @@ def main(folder: Path, *, steps: int, vllm: bool, new_tokens: int) -> None:
         beta=0.0,
         bf16=vllm,
         use_cpu=not vllm,
-        gradient_checkpointing=False,
+        gradient_checkpointing=lora,
         use_vllm=vllm,
+        vllm_enable_sleep_mode=sleep,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=PROMPT_TOKENS + NEW_TOKENS + 8,
@@ -63,7 +70,12 @@ def main(folder: Path, *, steps: int, vllm: bool, new_tokens: int) -> None:
         model_init_kwargs={"dtype": "bfloat16"},
     )
     trainer = GRPOTrainer(
-        model=str(folder / "model"), reward_funcs=score, args=config, train_dataset=table, callbacks=[Clock()]
+        model=str(folder / "model"),
+        reward_funcs=score,
+        args=config,
+        train_dataset=table,
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if lora else None,
+        callbacks=[Clock()],
     )
     trainer.train()
 
@@ -74,5 +86,14 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--cpu", action="store_true", help="without vLLM, to try this script")
+    parser.add_argument("--lora", action="store_true", help="adapters; activations are recomputed")
+    parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while the trainer works")
     args = parser.parse_args()
-    main(args.folder, steps=args.steps, vllm=not args.cpu, new_tokens=args.new_tokens)
+    main(
+        args.folder,
+        steps=args.steps,
+        vllm=not args.cpu,
+        new_tokens=args.new_tokens,
+        lora=args.lora,
+        sleep=args.sleep,
+    )

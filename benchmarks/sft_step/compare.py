@@ -1,13 +1,15 @@
 """Tokens per second of supervised fine-tuning: the SFT app on the first GPU, TRL's SFTTrainer on the second, at once.
 
 `python -m benchmarks.sft_step.compare FOLDER [--case full|lora] [--peer trl|none] [key=value ...]` needs two GPUs and
-TRL (one GPU and no TRL with `--peer none`), and prints the table of README.md. Further keys go to the app.
+TRL (no TRL with `--peer none`), and prints the table of README.md. On a host with one GPU, `--one-gpu` runs the two one
+after the other, each alone. Further keys go to the app.
 """
 
 import argparse
 import csv
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -103,8 +105,26 @@ def summary(name: str, steps: Sequence[Step]) -> str:
     return f"| {name} | {speed:,.0f} | {median:.2f} | {max(step.peak_gb for step in steps):.1f} |"
 
 
+def start(command: Sequence[str], log: Path, *, gpu: int) -> subprocess.Popen[bytes]:
+    """Starts a command on a GPU, in a process group of its own; its output goes to `log`."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    return subprocess.Popen(
+        command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def wait(process: subprocess.Popen[bytes], timeout_s: float) -> int:
+    """The exit code; 124 if the time limit ended it."""
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        return 124
+
+
 def main() -> None:
-    """Runs both at once and prints the table."""
+    """Runs both and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--case", choices=sorted(CASES), default="full")
@@ -112,7 +132,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--peer", choices=("trl", "none"), default="trl")
     parser.add_argument("--peer-args", default="", help="further arguments of trl_step.py, such as '--per-forward 16'")
-    parser.add_argument("--timeout", type=float, default=560.0, help="seconds for both")
+    parser.add_argument("--one-gpu", action="store_true", help="one after the other on the first GPU")
+    parser.add_argument("--timeout", type=float, default=560.0, help="seconds for each")
     args, extra = parser.parse_known_args()
     folder, case = args.folder.absolute(), CASES[args.case]
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,16 +143,11 @@ def main() -> None:
     if args.peer == "trl":
         commands["trl"] = [*trl, *args.peer_args.split()]
     logs = {name: folder / f"{name}.log" for name in commands}
-    running = {
-        name: subprocess.Popen(
-            command,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)},
-            stdout=logs[name].open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for gpu, (name, command) in enumerate(commands.items())
-    }
-    codes = {name: process.wait(args.timeout) for name, process in running.items()}
+    if args.one_gpu:
+        codes = {name: wait(start(command, logs[name], gpu=0), args.timeout) for name, command in commands.items()}
+    else:
+        running = {name: start(commands[name], logs[name], gpu=gpu) for gpu, name in enumerate(commands)}
+        codes = {name: wait(process, args.timeout) for name, process in running.items()}
     print("\n".join(f"{name}: exit code {code}, {logs[name]}" for name, code in codes.items()))
     print("| | tokens/s | seconds a step (median) | peak GB |\n| --- | --- | --- | --- |")
     print(summary("app", app_steps(folder)))

@@ -1,7 +1,8 @@
 """Workload W with asynchronous rollout: servers and ranks on GPUs of their own, or sharing them.
 
 `python -m benchmarks.staleness.run FOLDER` runs each case on the first two GPUs and prints a table. `--long-tail` gives
-responses log-normal lengths; further `section.key=value` arguments go to every run.
+responses log-normal lengths, `--gpus 0` takes one GPU (for the cases that share it); further `section.key=value`
+arguments go to every run.
 """
 
 import argparse
@@ -43,9 +44,9 @@ COLUMNS = (
 )
 
 
-def run(folder: Path, name: str, steps: int, extra: Sequence[str], timeout_s: float) -> str:
+def run(folder: Path, name: str, steps: int, extra: Sequence[str], timeout_s: float, *, gpus: str) -> str:
     """Runs a case and returns its row: medians over the steps after the second, which still compiles."""
-    process = app(folder, name, "0,1", steps, (*CASES[name], *extra))
+    process = app(folder, name, gpus, steps, (*CASES[name], *extra))
     process.start()
     code = process.end(timeout_s)
     if code:
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=["shared", "apart", "apart_1", "shared_1"])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--long-tail", action="store_true")
+    parser.add_argument("--gpus", default="0,1", help="ids, comma-separated")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds of one run")
     args, extra = parser.parse_known_args()
     folder = args.folder.absolute()
@@ -75,7 +77,7 @@ def main() -> None:
     extra = [*(LONG_TAIL if args.long_tail else ()), *extra]
     print("| case | exit code | steps | " + " | ".join(COLUMNS) + " |\n|" + " --- |" * (len(COLUMNS) + 3), flush=True)
     for name in args.cases:
-        print(run(folder, name, args.steps, extra, args.timeout), flush=True)
+        print(run(folder, name, args.steps, extra, args.timeout, gpus=args.gpus), flush=True)
 
 
 if __name__ == "__main__":
