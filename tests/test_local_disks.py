@@ -100,7 +100,7 @@ def test_no_sample_of_a_rollout_ahead_is_lost_with_a_host(
     local, url = tmp_path / "local", f"file://{tmp_path}/storage"
     local.mkdir()
     cluster = start_cluster(3, local_folder=local)
-    ahead = ("trainer.max_staleness=1", "algorithm.kl_coef=0", "rollout.max_samples_in_flight=4")
+    ahead = ("trainer.max_staleness=1", "rollout.deterministic=false", "rollout.max_samples_in_flight=4")
     app = start_app(local, *on_local_disks(url), *ahead, cluster=cluster)
     app.wait_for(f"step 3/{STEPS}")
     cluster.kill_host(1)
