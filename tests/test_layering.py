@@ -48,7 +48,9 @@ NEIGHBORS: dict[str, dict[str, str]] = {
     },
     "ckpt": {
         "savers": "digest.py files.py hf_export.py manager.py reader.py upstream.py",
-        "tools": "files.py hf_export.py manager.py manifest.py pins.py reader.py retention.py upstream.py zero",
+        # savers: HostCheckpoints is a store of AsyncSaver, below a URL.
+        "tools": "digest.py files.py hf_export.py manager.py manifest.py packages.py pins.py reader.py retention.py "
+        "savers upstream.py zero",
         "zero": "upstream.py",
     },
     "rl_data": {

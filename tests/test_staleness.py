@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rl_runtime.training.ledger import SampleRow, read_samples
-from tests.test_bit_exact_resume import only
+from tests.test_bit_exact_resume import exact_metrics, only
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -62,6 +62,19 @@ def test_servers_generate_ahead_and_a_resumed_run_loses_nothing(tmp_path: Path, 
     rows = read_samples(only(tmp_path.glob("second_*")))
     check_ledger(rows, steps=6, groups=4, samples=4, max_staleness=1)
     assert {row.step - 1 - int(row.oldest_version) for row in rows} == {0, 1}
+
+
+@pytest.mark.thorough
+def test_servers_on_two_hosts_generate_ahead_while_the_guard_compares_the_ranks_collectives(
+    tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]
+) -> None:
+    settings = (*SMALL, "trainer.num_ranks=2", "rollout.num_servers=2", "trainer.ranks_per_node=1")
+    ahead = ("trainer.max_staleness=1", "trainer.total_training_steps=4", "actor.collective_guard=lockstep")
+    app = start_app(tmp_path, *settings, *ahead, cluster=start_cluster(2))
+    assert app.finish() == 0, app.output
+    run = only(tmp_path.iterdir())
+    check_ledger(read_samples(run), steps=4, groups=4, samples=4, max_staleness=1)
+    assert all(float(row["actor/guarded_collectives"]) > 0 for row in exact_metrics(run).values())
 
 
 @pytest.mark.thorough

@@ -34,9 +34,11 @@ from .savers.rng import capture_rng as capture_rng
 from .savers.rng import restore_rng as restore_rng
 from .savers.state_dicts import load_state_dict as load_state_dict
 from .savers.state_dicts import save_state_dict as save_state_dict
+from .savers.stores import CheckpointStore as CheckpointStore
 from .tools.async_uploader import AsyncUploader as AsyncUploader
 from .tools.async_uploader import Upload as Upload
 from .tools.deepspeed_export import export_deepspeed as export_deepspeed
+from .tools.host_checkpoints import HostCheckpoints as HostCheckpoints
 from .tools.lora_export import export_merged as export_merged
 from .tools.lora_export import merge_lora as merge_lora
 from .tools.lora_export import save_adapter as save_adapter

@@ -148,9 +148,7 @@ class CheckpointManager(CheckpointReader):
         self._preparing.discard(step)
         created_at = datetime.now(UTC).isoformat(timespec="seconds")
         try:
-            write_text(partial / STATE_NAME, text)
-            if models:
-                write_text(partial / MODELS_NAME, json.dumps(models, indent=1) + "\n")
+            write_state(partial, text, models or {})
             manifest = CheckpointManifest.describe(
                 partial,
                 step=step,
@@ -277,6 +275,14 @@ class CheckpointManager(CheckpointReader):
             write_text(pointer, folder_name(steps[-1]) + "\n")
         else:
             pointer.unlink(missing_ok=True)
+
+
+def write_state(folder: Path, state: str, models: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Write the state (JSON text) and the records of models into a checkpoint's folder; returns the files' names."""
+    texts = {STATE_NAME: state, **({MODELS_NAME: json.dumps(models, indent=1) + "\n"} if models else {})}
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return list(texts)
 
 
 def state_to_json(state: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from ckpt import (
     load_state_dict,
     rank_file,
 )
-from ckpt.savers.coordination import COORDINATION_PREFIX, SaveCoordinator
+from ckpt.savers.coordination import COORDINATION_PREFIX, FolderMessages, SaveCoordinator
 
 
 def coordination_folders(root: Path) -> list[str]:
@@ -193,11 +193,13 @@ def test_wrong_use(tmp_path: Path) -> None:
 
 
 def test_files_of_earlier_saves_are_deleted_when_all_have_begun_the_next(tmp_path: Path) -> None:
-    first = SaveCoordinator(tmp_path, SaverRanks(num_ranks=2, rank=0, run_id="run"), timeout_s=1)
-    second = SaveCoordinator(tmp_path, SaverRanks(num_ranks=2, rank=1, run_id="run"), timeout_s=1)
+    first = SaveCoordinator(FolderMessages(tmp_path, "run"), SaverRanks(num_ranks=2, rank=0, run_id="run"), timeout_s=1)
+    second = SaveCoordinator(
+        FolderMessages(tmp_path, "run"), SaverRanks(num_ranks=2, rank=1, run_id="run"), timeout_s=1
+    )
     for save in (1, 2, 3):
-        first.open(save, tmp_path / "folder")
-        assert second.await_folder(save) == tmp_path / "folder"
+        first.open(save, "folder")
+        assert second.await_open(save) == "folder"
         second.report(save, {"x": FileEntry(num_bytes=save, checksum="00")})
         assert first.collect(save) == {"x": FileEntry(num_bytes=save, checksum="00")}
         first.conclude(save, ValueError("not ours") if save == 2 else None)

@@ -1,9 +1,6 @@
 """Remote storage: failed uploads are never visible, and a download equals its upload."""
 
-import socket
 import tempfile
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,67 +15,6 @@ from ckpt import (
     CheckpointUsageError,
     RemoteCheckpoints,
 )
-
-
-@pytest.fixture(scope="session")
-def bucket() -> Iterator[str]:
-    """An S3 bucket on a server in this process; needs `pip install s3fs 'moto[server]'`."""
-    pytest.importorskip("s3fs")
-    server_class = pytest.importorskip("moto.server").ThreadedMotoServer
-    boto3 = pytest.importorskip("boto3")
-    import fsspec
-
-    server = server_class(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = {"endpoint_url": f"http://{host}:{port}", "region_name": "us-east-1"}
-    secrets = {"key": "test", "secret": "test"}
-    names = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
-    boto3.client("s3", **endpoint, **names).create_bucket(Bucket="bucket")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(fsspec.config.conf, "s3", {**secrets, "client_kwargs": endpoint})
-        yield "s3://bucket"
-    server.stop()
-
-
-@pytest.fixture(scope="session")
-def google_bucket() -> Iterator[str]:
-    """A Google Cloud Storage bucket on an emulator; needs `pip install gcsfs gcp-storage-emulator`."""
-    with pytest.MonkeyPatch.context() as patched:
-        # Otherwise gcsfs queries the bucket type over gRPC, which the emulator does not support.
-        patched.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        pytest.importorskip("gcsfs")
-        emulator: Any = pytest.importorskip("gcp_storage_emulator.server")
-        objects: Any = pytest.importorskip("gcp_storage_emulator.handlers.objects")
-        import fsspec
-
-        def move(request: Any, response: Any, storage: Any, *_: Any, **__: Any) -> None:
-            request.params["dest_bucket_name"] = request.params["bucket_name"]
-            objects.copy(request, response, storage)
-            storage.delete_file(request.params["bucket_name"], request.params["object_id"])
-
-        # The emulator lacks this route; gcsfs would retry for half a minute, then copy and delete.
-        route = (r"^/storage/v1/b/(?P<bucket_name>[-.\w]+)/o/(?P<object_id>.+)/moveTo/o/(?P<dest_object_id>.+)$",)
-        patched.setattr(emulator, "HANDLERS", ((*route, {"POST": move}), *emulator.HANDLERS))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
-        server.start()
-        settings = {"endpoint_url": f"http://127.0.0.1:{port}", "token": "anon", "project": "test"}
-        patched.setitem(fsspec.config.conf, "gs", settings)
-        yield "gs://bucket"
-        server.stop()
-
-
-@pytest.fixture(params=["memory", "local", "s3", "gs"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4().hex}/run"
-    if request.param in ("s3", "gs"):
-        bucket = request.getfixturevalue("bucket" if request.param == "s3" else "google_bucket")
-        return f"{bucket}/{uuid.uuid4().hex}"
-    return f"file://{tmp_path}/remote/run"
 
 
 def publish(root: Path, step: int, content: bytes = b"weights") -> Checkpoint:

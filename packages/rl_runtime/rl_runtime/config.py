@@ -78,8 +78,8 @@ class RanksConfig:
     """Device of the ranks; `auto` uses CUDA if there is a GPU."""
     ray_address: str | None = None
     """Ray cluster (`auto` or `host:port`) over whose nodes ranks and rollout servers are spread. This host must be one
-    of them. `model.path` must be the same folder on all nodes, and `output_dir` a folder that they share. null:
-    everything runs on this host, in a local Ray."""
+    of them. `model.path` must be the same folder on all nodes, and `output_dir` a folder that they share, unless
+    `local_disks`. null: everything runs on this host, in a local Ray."""
     ranks_per_node: int | None = None
     """Ranks on a node of the cluster at most; null: nodes are filled one after the other."""
     cpu_threads_per_rank: int = 1
@@ -154,6 +154,11 @@ class TrainingConfig(RanksConfig):
     `gs://bucket/runs`, `file:///shared/runs`). Every checkpoint is uploaded in the background to
     `<checkpoint_url>/<name of the run folder>`, where the same ones are kept as in the run folder; only the end of the
     run waits. Credentials come from the environment or from fsspec's configuration. null: no uploads."""
+    local_disks: bool = False
+    """The hosts of `ray_address` share no folder: each has `output_dir` on its own disk. Every host uploads the files
+    of its ranks to `checkpoint_url`, where a checkpoint counts once all have arrived; a resume downloads it to each
+    host. Rank 0 must be on this host, and each host needs the storage's credentials. False: a node that does not share
+    the folder is refused."""
     resume: Literal["never", "auto"] = "never"
     """`auto` resumes from the newest checkpoint that verifies, here or below `checkpoint_url`, and says which ones it
     skips; without any checkpoint it starts at step 1. The number of ranks, the ZeRO stage and offload may differ from
@@ -189,12 +194,28 @@ class TrainingConfig(RanksConfig):
                 f"checkpoint_url is {self.checkpoint_url!r}; allowed: a URL, such as s3://bucket/runs or "
                 "file:///shared/runs, or null"
             )
+        if self.local_disks:
+            self._check_local_disks()
         if self.resume_from is not None and self.resume == "never":
             raise ValueError(f"resume_from is {self.resume_from}, but resume is never; allowed: resume=auto")
         last = self.last_step
         if any(step < 1 or (last is not None and step > last) for step in self.profile_steps):
             limit = "" if last is None else f" to the last one ({last})"
             raise ValueError(f"profile_steps is {list(self.profile_steps)}; allowed: steps from 1{limit}")
+
+    def _check_local_disks(self) -> None:
+        for name, given in (("ray_address", self.ray_address), ("checkpoint_url", self.checkpoint_url)):
+            if given is None:
+                raise ValueError(f"local_disks is true; allowed: false, or with {name}, which is null")
+        if self.resume_from is not None and not is_url(self.resume_from):
+            raise ValueError(
+                f"resume_from is {self.resume_from}; allowed with local_disks: the URL of a run below a checkpoint_url"
+            )
+        if self.profile_steps:
+            raise ValueError(
+                f"profile_steps is {list(self.profile_steps)}; allowed with local_disks: none, because each host would "
+                "keep its own traces"
+            )
 
     @property
     def last_step(self) -> int | None:

@@ -5,19 +5,25 @@ The tests of the apps save and load engines.
 
 import random
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ckpt import ArchitectureMismatchError, Checkpoint, CheckpointManager, RemoteCheckpoints, capture_rng
 from rl_runtime import find_checkpoint
+from rl_runtime.app.resume import newest_published
+from rl_runtime.app.training_run import resume_command
 from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError
 from rl_runtime.ranks.trainer_worker import TrainerWorker
 from rl_runtime.training.checkpoints import RunCheckpoints
+from rl_runtime.training.local_disks import LocalDisks
 from rl_runtime.training.uploads import WARM_START_MODEL, check_checkpoint_url, open_uploader
 
+LOCAL_DISKS = {"local_disks": True, "ray_address": "auto", "checkpoint_url": "s3://bucket"}
 MODEL = {"w": {"shape": [2, 3], "dtype": "bfloat16"}}
 
 
@@ -97,6 +103,7 @@ class RankOfThisProcess:
     """
 
     world_size = 1
+    nodes = ("a",)
 
     def __init__(self, seed: int) -> None:
         self.worker, self.seed = TrainerWorker(0, 1, device="cpu", num_threads=1), seed
@@ -256,9 +263,97 @@ def test_the_run_uploads_what_it_publishes_and_reports_seconds_and_bytes(tmp_pat
         ({"checkpoint_url": "file://runs"}, "allowed: an absolute folder"),
         ({"checkpoint_url": "webdav://me:secret@host/runs"}, "checkpoint_url has a password"),
         ({"resume_from": "memory://runs/run", "resume": "auto"}, "resume_from is 'memory"),
+        ({"local_disks": True, "checkpoint_url": "s3://a"}, "local_disks is true; allowed: false, or with ray_address"),
+        ({"local_disks": True, "ray_address": "auto"}, "local_disks is true; allowed: false, or with checkpoint_url"),
+        (LOCAL_DISKS | {"resume_from": "/run", "resume": "auto"}, "resume_from is /run; allowed with local_disks: the"),
+        (LOCAL_DISKS | {"profile_steps": (1,)}, r"profile_steps is \[1\]; allowed with local_disks: none"),
     ],
 )
 def test_urls_that_cannot_hold_checkpoints_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         TrainerConfig(**settings)
     assert "secret" not in str(raised.value)
+
+
+class DisksOfThisProcess(LocalDisks):
+    """Calls in this process what runs on the nodes."""
+
+    def _call(self, function: Callable[..., float], nodes: Sequence[str], *args: object) -> list[float]:
+        return [function(*args) for _ in nodes]
+
+
+def local_run(tmp_path: Path, said: list[str]) -> tuple[TrainerConfig, Path, LocalDisks]:
+    """A run folder named after the experiment, on a host with a disk of its own."""
+    settings = LOCAL_DISKS | {"checkpoint_url": f"file://{tmp_path}/storage", "output_dir": str(tmp_path / "here")}
+    trainer = TrainerConfig(save_freq=1, background_save=False, keep_checkpoints=2, resume="auto", **settings)
+    run = tmp_path / "here" / "run_20260101_000000"
+    return trainer, run, DisksOfThisProcess(trainer, run, said.append)
+
+
+def test_with_local_disks_checkpoints_are_published_in_the_storage_and_fetched_from_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    trainer, run, disks = local_run(tmp_path, said)
+    before, after = RankOfThisProcess(1), RankOfThisProcess(2)
+    groups: dict[int, Any] = {1: before, 2: after}
+    with open_uploader(trainer, run, said.append) as uploader:
+        assert uploader is None
+        with RunCheckpoints(
+            run / "checkpoints", trainer, [groups[1]], roles={}, parts={}, config="", local_disks=disks
+        ) as checkpoints:
+            for step in (1, 2, 3):
+                checkpoints.save(step, {})
+        metrics = checkpoints.take_metrics()
+    assert metrics["checkpoint/upload_bytes"] > 0
+    assert run.stat().st_mode & 0o777 == 0o700
+    assert disks.remote.steps() == [2, 3]
+    assert said[-1] == f"checkpoints in {disks.remote.url}: step 2, step 3"
+    assert CheckpointManager(run / "checkpoints").steps() == [], "this host has only the files of its ranks"
+
+    found = find_checkpoint(trainer, said.append)
+    assert found is not None
+    downloaded = tmp_path / "here" / ".downloads" / run.name
+    assert found.path == downloaded / "checkpoints" / "step_00000003"
+    assert said[-1] == f"step 3 was downloaded from {disks.remote.url} to {found.path}"
+    shutil.rmtree(downloaded)  # on another host
+    resumed = RunCheckpoints(run, trainer, [groups[2]], roles={}, parts={}, config="", local_disks=disks)
+    resumed.load(found)
+    assert after.drawn == {"load_rng": before.drawn["save"]}
+    assert "step 3 of" in said[-1]
+    assert "is on all 1 hosts of ranks; downloaded now: 0 GB" in said[-1]
+
+
+def test_with_local_disks_a_damaged_upload_makes_room_and_the_url_is_what_resumes(tmp_path: Path) -> None:
+    said: list[str] = []
+    trainer, run, disks = local_run(tmp_path, said)
+    remote = uploaded(tmp_path / "storage", run_with(tmp_path / "elsewhere", run.name, 1, 2))
+    folder = SimpleNamespace(path=run, config_file=run / "config.yaml")
+    assert f"trainer.resume_from={remote.url}" in resume_command(folder, trainer)  # type: ignore[arg-type]
+    (tmp_path / "storage" / run.name / remote._folders()[1] / "state.json").write_text("{")
+    newest = newest_published(trainer, run.name, said.append)
+    assert newest is not None
+    assert newest.step == 1
+    assert said[0].startswith(f"step 2 of {run.name} is skipped: ")
+    assert disks.remote.steps() == [1], "step 2 will be saved again"
+
+
+def test_with_local_disks_a_checkpoint_of_this_host_alone_is_no_reason_to_start_over(tmp_path: Path) -> None:
+    trainer, run, _ = local_run(tmp_path, [])
+    manager = run_with(tmp_path / "here", run.name, 4)
+    with pytest.raises(InputError, match=r"step 4 of .* is on this host only, and trainer\.local_disks is true"):
+        find_checkpoint(trainer)
+    uploaded(tmp_path / "storage", manager)
+    found = find_checkpoint(trainer)
+    assert found is not None
+    assert found.path.is_relative_to(tmp_path / "here" / ".downloads")
+
+
+def test_a_folder_of_the_run_is_brought_to_the_other_hosts_and_one_elsewhere_is_not(tmp_path: Path) -> None:
+    _, run, disks = local_run(tmp_path, [])
+    for folder in (run / WARM_START_MODEL, tmp_path / "model"):
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text("w")
+        disks.bring(folder, ["a"])
+    shutil.rmtree(run)  # as on a new host
+    disks.bring(run / WARM_START_MODEL, ["b"])
+    assert (run / WARM_START_MODEL / "weights").read_text() == "w"
+    assert disks.remote.folders() == [WARM_START_MODEL]

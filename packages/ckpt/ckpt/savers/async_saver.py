@@ -19,6 +19,7 @@ from ..reader import Checkpoint
 from .capture import Capture
 from .coordination import SaveCoordinator, SaverRanks
 from .state_dicts import HostSnapshot
+from .stores import CheckpointStore, SharedFolder
 
 _log = logging.getLogger("ckpt")
 
@@ -53,12 +54,13 @@ class AsyncSaver:
     folder, with `ranks`, and calls `save` with the same steps. Each rank copies and writes its own part. The publishing
     process (rank 0, or a driver without a rank) publishes when the files of all ranks are on the disk. No training step
     waits for this, and no collective is used. An entry of a rank becomes `<name>.rank<5 digits>.safetensors`
-    (`rank_file`). An error on any rank is raised in every process by the same call.
+    (`rank_file`). An error on any rank is raised in every process by the same call. For ranks on hosts that share no
+    folder, pass a `HostCheckpoints` in place of the manager.
     """
 
     def __init__(
         self,
-        manager: CheckpointManager,
+        manager: CheckpointManager | CheckpointStore,
         *,
         ranks: SaverRanks | None = None,
         timeout_s: float = 1800.0,
@@ -66,16 +68,18 @@ class AsyncSaver:
     ) -> None:
         """`manager` publishes and prunes. Do not call its writing methods while a save is in flight.
 
-        In a process that does not publish, `manager` only names the folder. `timeout_s`: with several ranks, how long a
-        process waits for another one during a save before it raises. `patience_s` is its deprecated name.
+        In a process that does not publish, `manager` only names the folder. It may also be another store, such as
+        `HostCheckpoints`. `timeout_s`: with several ranks, how long a process waits for another one during a save
+        before it raises. `patience_s` is its deprecated name.
         """
         if patience_s is not None:
             warnings.warn("patience_s is deprecated, use timeout_s", DeprecationWarning, stacklevel=2)
             timeout_s = patience_s
-        self._manager = manager
+        self._store = SharedFolder(manager) if isinstance(manager, CheckpointManager) else manager
         self._ranks = ranks if ranks is not None else SaverRanks(num_ranks=1, rank=0, run_id="alone")
         is_alone = ranks is None or ranks.num_processes == 1
-        self._coordinator = None if is_alone else SaveCoordinator(manager.root, self._ranks, timeout_s=timeout_s)
+        messages = self._store.messages(self._ranks.run_id)
+        self._coordinator = None if is_alone else SaveCoordinator(messages, self._ranks, timeout_s=timeout_s)
         self._snapshots: dict[str, HostSnapshot] = {}
         self._num_saves = 0
         self._thread: threading.Thread | None = None
@@ -175,6 +179,7 @@ class AsyncSaver:
         if error is None:
             self.close()
             return
+        self._store.cancel()
         if self._coordinator is not None:
             self._coordinator.cancel()  # the other ranks may be dead too
         try:
@@ -235,23 +240,22 @@ class AsyncSaver:
     ) -> Checkpoint:
         # The other ranks hold about as much. A process without a rank lets the manager estimate.
         expected = sum(capture.num_bytes for capture in captures.values()) * self._ranks.num_ranks
-        prepared = False
+        name = ""
         try:
-            folder = self._manager.prepare(
+            name = self._store.open(
                 step, overwrite=overwrite, expected_bytes=expected if self._ranks.rank is not None else None
             )
-            prepared = True
             if self._coordinator is not None:
                 self._coordinator.delete_others()
-                self._coordinator.open(number, folder)
-            entries = self._write(folder, captures)
+                self._coordinator.open(number, name)
+            entries = self._write(name, captures) if captures else {}
             if self._coordinator is not None:
                 entries |= self._coordinator.collect(number)
-            checkpoint = self._manager.publish(step, entries=entries, **published)
+            checkpoint = self._store.publish(name, step, entries=entries, **published)
         except BaseException as error:
             self._report_failure(number, error)
-            if prepared:
-                self._abandon(step)
+            if name:
+                self._abandon(name, step)
             raise
         if self._coordinator is not None:
             self._coordinator.conclude(number, None)
@@ -259,16 +263,30 @@ class AsyncSaver:
 
     def _contribute(self, number: int, step: int, captures: Mapping[str, Capture | HostSnapshot]) -> Checkpoint:
         assert self._coordinator is not None, "a single process publishes itself"
+        name = ""
         try:
-            self._coordinator.report(number, self._write(self._coordinator.await_folder(number), captures))
-        except Exception as error:
-            self._report_failure(number, error)
-            self._coordinator.await_outcome(number)  # raises the first cause, which may be another rank's
+            try:
+                name = self._coordinator.await_open(number)
+                self._coordinator.report(number, self._write(name, captures))
+            except Exception as error:
+                self._report_failure(number, error)
+                self._coordinator.await_outcome(number)  # raises the first cause, which may be another rank's
+                raise
+            self._coordinator.await_outcome(number)
+        except Exception:
+            if name:
+                self._store.drop(name)
             raise
-        self._coordinator.await_outcome(number)
-        return self._manager.read(step)
+        return self._store.finish(name, step)
 
-    def _write(self, folder: Path, captures: Mapping[str, Capture | HostSnapshot]) -> dict[str, FileEntry]:
+    def _write(self, name: str, captures: Mapping[str, Capture | HostSnapshot]) -> dict[str, FileEntry]:
+        """Write this process's part of the checkpoint `name`, and deliver it."""
+        folder = self._store.folder(name, sum(capture.num_bytes for capture in captures.values()))
+        entries = self._write_files(folder, captures)
+        self._store.deliver(name, entries)
+        return entries
+
+    def _write_files(self, folder: Path, captures: Mapping[str, Capture | HostSnapshot]) -> dict[str, FileEntry]:
         entries: dict[str, FileEntry] = {}
         for name, capture in captures.items():
             if isinstance(capture, Capture):
@@ -287,13 +305,13 @@ class AsyncSaver:
                 self._coordinator.conclude(number, error)
             else:
                 self._coordinator.report(number, error)
-        except OSError as failed:
+        except Exception as failed:
             _log.error("could not report the failure to the other ranks: %s", failed)
 
-    def _abandon(self, step: int) -> None:
+    def _abandon(self, name: str, step: int) -> None:
         try:
-            self._manager.abandon(step)
-        except OSError as error:
+            self._store.abandon(name, step)
+        except Exception as error:  # every storage has classes of its own
             _log.error("could not delete the unpublished files of step %d: %s", step, error)
 
 

@@ -1,13 +1,13 @@
-"""Coordinates the processes that save one checkpoint together, through small files and without collectives.
+"""Coordinates the processes that save one checkpoint together, through small messages and without collectives.
 
-    root/.async_<run id>/
+    root/.async_<run id>/      in the checkpoint folder, or below the URL if the hosts share no folder
       00000003.open            from the publishing process: the folder of save 3 exists, write into it
       00000003.rank00001       from rank 1: its files are written and fsynced (with their entries), or its error
       00000003.outcome         from the publishing process: save 3 is published, or its error
       closed.rank00001         from rank 1: it makes no more saves; the last process to close deletes the folder
 
 All processes count saves alike and wait for the outcome of one before they begin the next, so an error is raised by the
-same call everywhere. Files appear by rename. Waiting is polling in background threads.
+same call everywhere. Waiting is polling in background threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .. import errors
 from ..digest import FileEntry
@@ -27,7 +27,7 @@ from ..errors import CheckpointError, CheckpointUsageError
 from ..files import write_text
 
 COORDINATION_PREFIX = ".async_"
-_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 0.2
+_SHORTEST_POLL_S = 0.005
 #: A process whose main thread has ended waits at most this long for the others.
 _TIMEOUT_AT_EXIT_S = 60.0
 
@@ -76,22 +76,74 @@ class SaverRanks:
         return "publisher" if self.rank is None else f"rank{self.rank:05d}"
 
 
-class SaveCoordinator:
-    """Writes the files of this process and waits for those of the others."""
+class Messages(Protocol):
+    """Small texts by name, which every process of a run reads and writes; a text appears as a whole or not at all."""
 
-    def __init__(self, root: Path, ranks: SaverRanks, *, timeout_s: float) -> None:
+    longest_poll_s: float
+    """The longest pause before a process looks again for a message that it waits for."""
+
+    def write(self, name: str, text: str) -> None: ...
+    def read(self, name: str) -> str | None:
+        """The text; None if there is none."""
+
+    def names(self) -> list[str]: ...
+    def delete(self, name: str) -> None:
+        """Does nothing if another process has deleted it."""
+
+    def delete_all(self) -> None: ...
+    def delete_other_runs(self) -> None:
+        """Delete the messages of dead runs of the same checkpoints. Only for the publisher."""
+
+
+class FolderMessages:
+    """`Messages` as files of a folder that all processes see; they appear by rename."""
+
+    longest_poll_s = 0.2
+
+    def __init__(self, root: Path, run_id: str) -> None:
+        self._root, self._folder = root, root / f"{COORDINATION_PREFIX}{run_id}"
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    def write(self, name: str, text: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_text(self._folder / name, text)
+
+    def read(self, name: str) -> str | None:
+        try:
+            return (self._folder / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    def names(self) -> list[str]:
+        return [path.name for path in self._folder.glob("*.*")]
+
+    def delete(self, name: str) -> None:
+        (self._folder / name).unlink(missing_ok=True)
+
+    def delete_all(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def delete_other_runs(self) -> None:
+        for folder in self._root.glob(f"{COORDINATION_PREFIX}*"):
+            if folder != self._folder:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class SaveCoordinator:
+    """Writes the messages of this process and waits for those of the others."""
+
+    def __init__(self, messages: Messages, ranks: SaverRanks, *, timeout_s: float) -> None:
         """`timeout_s`: how long to wait for another process in one save before raising."""
-        self._root = root
-        self._folder = root / f"{COORDINATION_PREFIX}{ranks.run_id}"
+        self._messages = messages
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._cancelled = threading.Event()
 
     def delete_others(self) -> None:
-        """Delete the files of dead runs. Only for the publisher, which holds the folder's lock."""
-        for folder in self._root.glob(f"{COORDINATION_PREFIX}*"):
-            if folder != self._folder:
-                shutil.rmtree(folder, ignore_errors=True)
+        """Delete the messages of dead runs. Only for the publisher, of which there is one."""
+        self._messages.delete_other_runs()
 
     def cancel(self) -> None:
         """Stop waiting for other processes: this process ends with an error."""
@@ -99,9 +151,9 @@ class SaveCoordinator:
 
     # The publisher
 
-    def open(self, save: int, folder: Path) -> None:
-        """Announce that the ranks may write into `folder`, which is in the root."""
-        self._write(f"{save:08d}.open", {"folder": folder.name})
+    def open(self, save: int, name: str) -> None:
+        """Announce that the ranks may write their parts of `name`."""
+        self._write(f"{save:08d}.open", {"name": name})
 
     def collect(self, save: int) -> dict[str, FileEntry]:
         """Wait for all other ranks; return the entries of their files. Raises the first error that one reports."""
@@ -118,17 +170,18 @@ class SaveCoordinator:
         """Announce the outcome to all processes."""
         self._write(f"{save:08d}.outcome", {} if error is None else _describe(error))
         if error is None:  # all processes have begun this save, so none needs the files of earlier ones
-            for path in self._folder.glob("*.*"):
-                if path.name.partition(".")[0].isdigit() and int(path.name.partition(".")[0]) < save:
-                    path.unlink(missing_ok=True)
+            for name in self._messages.names():
+                number = name.partition(".")[0]
+                if number.isdigit() and int(number) < save:
+                    self._messages.delete(name)
 
     # The other ranks
 
-    def await_folder(self, save: int) -> Path:
-        """The folder to write into. Raises the error that kept the publisher from preparing it."""
+    def await_open(self, save: int) -> str:
+        """The name that `open` was given. Raises the error that kept the publisher from opening the save."""
         report = self._await([f"{save:08d}.open", f"{save:08d}.outcome"], "the process that publishes")
         _raise_reported(report, "")
-        return self._root / str(report["folder"])
+        return str(report["name"])
 
     def report(self, save: int, written: Mapping[str, FileEntry] | BaseException) -> None:
         """Report that this rank's files are on the disk, or the error that prevented it."""
@@ -147,23 +200,22 @@ class SaveCoordinator:
 
     def close(self) -> None:
         """Announce that this process makes no more saves."""
-        if not self._folder.is_dir():
+        if not self._messages.names():
             return
         self._write(f"closed.{self._ranks.name}", {})
-        if len(list(self._folder.glob("closed.*"))) >= self._ranks.num_processes:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if sum(name.startswith("closed.") for name in self._messages.names()) >= self._ranks.num_processes:
+            self._messages.delete_all()
 
     def _write(self, name: str, report: Mapping[str, Any]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write_text(self._folder / name, json.dumps(report))
+        self._messages.write(name, json.dumps(report))
 
     def _await(self, names: list[str], whom: str) -> dict[str, Any]:
         started = time.monotonic()
         pause, deadline = _SHORTEST_POLL_S, started + self._timeout_s
         while True:
             for name in names:
-                if (self._folder / name).exists():
-                    report: dict[str, Any] = json.loads((self._folder / name).read_text(encoding="utf-8"))
+                if (text := self._messages.read(name)) is not None:
+                    report: dict[str, Any] = json.loads(text)
                     return report
             now = time.monotonic()
             if not threading.main_thread().is_alive():
@@ -171,13 +223,13 @@ class SaveCoordinator:
             if now > deadline:
                 raise CheckpointError(
                     f"{self._ranks.name} waited {now - started:.0f} s for {whom}: there is no {names[0]} in "
-                    f"{self._folder}. That process is dead, hangs, or does not see the folder. Nothing was published."
+                    f"{self._messages}. That process is dead, hangs, or does not see it. Nothing was published."
                 )
             if self._cancelled.wait(pause):
                 raise CheckpointError(
                     f"{self._ranks.name} stopped waiting for {whom}: this process ended with an error"
                 )
-            pause = min(2 * pause, _LONGEST_POLL_S)
+            pause = min(2 * pause, self._messages.longest_poll_s)
 
 
 def _describe(error: BaseException) -> dict[str, Any]:

@@ -12,9 +12,12 @@ server, and a folder downloaded with any tool is a checkpoint as `CheckpointMana
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -31,10 +34,12 @@ from ..errors import (
 )
 from ..files import check_space, fsync_file, new_folder
 from ..manager import CheckpointManager
-from ..manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, folder_name, verify_folder
+from ..manifest import MANIFEST_NAME, CheckpointManifest, ManifestError, check_files, folder_name, verify_folder
 from ..reader import Checkpoint
 from ..retention import Retention, steps_to_delete
 
+#: Prefix of a folder with one host's files of an upload, see `HostCheckpoints`.
+PART_PREFIX = ".part_"
 _UPLOAD_FOLDER = re.compile(r"step_([0-9]{8,})\.([0-9]{8}T[0-9]{12}Z-[0-9a-f]+)")
 
 
@@ -114,22 +119,29 @@ class RemoteCheckpoints:
                 step=checkpoint.step,
                 files=tuple(problem.file for problem in problems),
             )
-        self._delete_all_but(checkpoint.step, keep=earlier)
-        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ")
-        name = f"{folder_name(checkpoint.step)}.{stamp}-{secrets.token_hex(2)}"
+        self.delete_all_but(checkpoint.step, keep=earlier)
+        name = new_upload(checkpoint.step)
         try:
             manifest, text = CheckpointManifest.read(checkpoint.path), (checkpoint.path / MANIFEST_NAME).read_bytes()
-            self._put_files(checkpoint.path, manifest, text, f"{self._root}/{name}", on_file)
+            self._put_files(checkpoint.path, manifest, text, name, on_file)
         except BaseException:
             self._try_to_delete(name)
             raise
-        self._delete_all_but(checkpoint.step, keep=name)
+        self.delete_all_but(checkpoint.step, keep=name)
         return f"{self._root}/{name}"
 
     def download(
-        self, step: int, root: Path, *, overwrite: bool = False, on_file: Callable[[int, int], None] | None = None
+        self,
+        step: int,
+        root: Path,
+        *,
+        overwrite: bool = False,
+        on_file: Callable[[int, int], None] | None = None,
+        parts: Path | None = None,
     ) -> Checkpoint:
         """Download a step into the checkpoint folder `root`, verify it, and publish it there.
+
+        `parts`: the folder of a `HostCheckpoints` on the same disk; the files that it has are linked, not downloaded.
 
         Raises CheckpointNotFoundError (with the published steps), CheckpointExistsError when `root` has the step
         (unless `overwrite`), CheckpointSpaceError, or CheckpointDamagedError when the download differs from the upload.
@@ -141,12 +153,33 @@ class RemoteCheckpoints:
         manager = CheckpointManager(root)
         partial = manager.prepare(step, overwrite=overwrite, expected_bytes=0)
         try:
-            self._get_files(f"{self._root}/{name}", partial, on_file)
+            self._get_files(f"{self._root}/{name}", partial, on_file, None if parts is None else _part(parts, name))
             self._check_download(name, partial, step=step)
             return manager.adopt(step)
         finally:
             manager.abandon(step)
             manager.close()
+
+    def fetch(self, step: int, root: Path, *, parts: Path | None = None) -> tuple[Checkpoint, int]:
+        """The verified checkpoint of a step in the folder `root`, which keeps no other, and the bytes downloaded.
+
+        Downloads nothing if `root` has it. `parts` and errors as in `download`.
+        """
+        name, num_bytes = self._uploads().get(step), 0
+        manager = CheckpointManager(root, keep_last=1)
+        here = manager.newest_good() if name is not None else None
+        if here is None or here.step != step or here.verified != self._manifest_of(str(name)).sha256:
+
+            def count(size: int, _: int) -> None:
+                nonlocal num_bytes
+                num_bytes += size
+
+            self.download(step, root, overwrite=True, on_file=count, parts=parts)
+            manager.discard_after(step)
+            here = manager.load(step)
+        manager.prune()
+        manager.close()
+        return here, num_bytes
 
     def upload_folder(self, folder: Path, name: str) -> int:
         """Upload a folder without links that does not change, as `name`, and return its bytes. Visible once whole.
@@ -157,7 +190,7 @@ class RemoteCheckpoints:
             return 0
         created_at = datetime.now(UTC).isoformat(timespec="seconds")
         manifest = CheckpointManifest.describe(folder, step=0, created_at=created_at)
-        self._put_files(folder, manifest, manifest.to_json().encode(), f"{self._root}/{name}")
+        self._put_files(folder, manifest, manifest.to_json().encode(), name)
         return manifest.num_bytes
 
     def has_folder(self, name: str) -> bool:
@@ -189,7 +222,7 @@ class RemoteCheckpoints:
 
     def delete(self, step: int) -> None:
         """Delete a step. Its manifest is deleted first, so readers never see a part of it."""
-        self._delete_all_but(step, keep=None)
+        self.delete_all_but(step, keep=None)
 
     def clean_up(self) -> list[str]:
         """Delete all unfinished uploads and return their names. Do not call it while another process uploads."""
@@ -215,13 +248,66 @@ class RemoteCheckpoints:
     def _metrics_of(self, name: str) -> Mapping[str, float]:
         """The metrics in the manifest of an upload, read once; none if it is damaged."""
         if name not in self._metrics:
-            with TemporaryDirectory() as folder:
-                self._fs.get_file(f"{self._root}/{name}/{MANIFEST_NAME}", str(Path(folder) / MANIFEST_NAME))
-                try:
-                    self._metrics[name] = CheckpointManifest.read(Path(folder)).metrics
-                except (ManifestError, UnsupportedFormatError):
-                    self._metrics[name] = {}
+            try:
+                self._metrics[name] = self._manifest_of(name).metrics
+            except (CheckpointDamagedError, UnsupportedFormatError):
+                self._metrics[name] = {}
         return self._metrics[name]
+
+    def _manifest_of(self, name: str) -> CheckpointManifest:
+        with TemporaryDirectory() as folder:
+            return self._get_manifest(f"{self._root}/{name}", Path(folder))
+
+    # Files of one upload, by paths below the URL
+
+    def put_file(self, source: Path, path: str, num_bytes: int) -> None:
+        """Upload a file of `num_bytes`. Raises CheckpointStateError when another number of bytes arrived."""
+        target = f"{self._root}/{path}"
+        self._fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+        self._fs.put_file(str(source), target)
+        arrived = self._fs.info(target)["size"]
+        if arrived != num_bytes:
+            raise CheckpointStateError(f"{target}: {arrived} of {num_bytes} bytes arrived; the upload is not published")
+
+    def put_text(self, path: str, text: bytes) -> None:
+        """Upload a small text, which appears as a whole."""
+        # On a file system, readers could see a part of a file written in place, so it is renamed. On an object store,
+        # objects appear whole, and the move is a copy of a few kilobytes.
+        folder, _, name = f"{self._root}/{path}".rpartition("/")
+        self._fs.makedirs(folder, exist_ok=True)
+        self._fs.pipe_file(f"{folder}/.{name}.partial", text)
+        self._fs.mv(f"{folder}/.{name}.partial", f"{folder}/{name}")
+        self._fs.invalidate_cache()
+
+    def read_text(self, path: str) -> bytes | None:
+        """A small text; None if there is none."""
+        try:
+            return bytes(self._fs.cat_file(f"{self._root}/{path}"))
+        except FileNotFoundError:
+            return None
+
+    def list_files(self, path: str) -> list[str]:
+        """The names of the files directly in a folder; empty if there is none."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(f"{self._root}/{path}", detail=True)
+        except FileNotFoundError:
+            return []
+        return [str(entry["name"]).rsplit("/", 1)[-1] for entry in found if entry["type"] == "file"]
+
+    def delete_path(self, path: str) -> None:
+        """Delete a file or a folder; does nothing if there is none."""
+        with suppress(FileNotFoundError):
+            self._fs.rm(f"{self._root}/{path}", recursive=True)
+
+    def publish(self, name: str, manifest: CheckpointManifest) -> None:
+        """Make an upload visible that `new_upload` named, after all files of its manifest were put."""
+        self.put_text(f"{name}/{MANIFEST_NAME}", manifest.to_json().encode())
+
+    def discard(self, name: str) -> None:
+        """Delete an upload, or the part of it that exists; its manifest first."""
+        with suppress(FileNotFoundError):
+            self._delete(name)
 
     def _put_files(
         self,
@@ -233,30 +319,29 @@ class RemoteCheckpoints:
     ) -> None:
         """Upload the files of `manifest`, then its `text`."""
         for name, entry in manifest.files.items():
-            self._fs.makedirs(f"{target}/{name}".rsplit("/", 1)[0], exist_ok=True)
-            self._fs.put_file(str(source / name), f"{target}/{name}")
-            arrived = self._fs.info(f"{target}/{name}")["size"]
-            if arrived != entry.num_bytes:
-                raise CheckpointStateError(
-                    f"{target}/{name}: {arrived} of {entry.num_bytes} bytes arrived; the upload is not published"
-                )
+            self.put_file(source / name, f"{target}/{name}", entry.num_bytes)
             if on_file is not None:
                 on_file(entry.num_bytes, manifest.num_bytes)
-        # On a file system, readers could see a part of a manifest written in place, so it is renamed. On an object
-        # store, objects appear whole, and the move is a copy of a few kilobytes.
-        self._fs.pipe_file(f"{target}/.{MANIFEST_NAME}.partial", text)
-        self._fs.mv(f"{target}/.{MANIFEST_NAME}.partial", f"{target}/{MANIFEST_NAME}")
-        self._fs.invalidate_cache()
+        self.put_text(f"{target}/{MANIFEST_NAME}", text)
 
-    def _get_files(self, source: str, target: Path, on_file: Callable[[int, int], None] | None) -> None:
+    def _get_manifest(self, source: str, target: Path) -> CheckpointManifest:
         self._fs.get_file(f"{source}/{MANIFEST_NAME}", str(target / MANIFEST_NAME))
         try:
-            manifest = CheckpointManifest.read(target)
+            return CheckpointManifest.read(target)
         except ManifestError as error:
             raise CheckpointDamagedError(f"{source}/{MANIFEST_NAME}: {error}", files=(MANIFEST_NAME,)) from None
+
+    def _get_files(
+        self, source: str, target: Path, on_file: Callable[[int, int], None] | None, part: Path | None = None
+    ) -> None:
+        """Download the files that `part` does not have as they are in the manifest."""
+        manifest = self._get_manifest(source, target)
         check_space(target.parent, manifest.num_bytes, estimate="the size of the upload")
         for name, entry in manifest.files.items():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
+            if part is not None and not check_files(part, manifest, [name]):
+                _link(part / name, target / name)
+                continue
             self._fs.get_file(f"{source}/{name}", str(target / name))
             fsync_file(target / name)
             if on_file is not None:
@@ -272,7 +357,8 @@ class RemoteCheckpoints:
                 files=tuple(problem.file for problem in problems),
             )
 
-    def _delete_all_but(self, step: int, *, keep: str | None) -> None:
+    def delete_all_but(self, step: int, *, keep: str | None) -> None:
+        """Delete all uploads of a step except `keep`, finished or not."""
         for name in self._folders():
             match = _UPLOAD_FOLDER.fullmatch(name)
             if match and int(match[1]) == step and name != keep:
@@ -289,6 +375,31 @@ class RemoteCheckpoints:
             self._delete(name)
         except Exception:  # the first error is raised; readers never see leftovers
             return
+
+
+def new_upload(step: int) -> str:
+    """A new name for an upload of a step; names sort by time."""
+    return f"{folder_name(step)}.{datetime.now(UTC).strftime('%Y%m%dT%H%M%S%fZ')}-{secrets.token_hex(2)}"
+
+
+def upload_time(name: str) -> str:
+    """The part of an upload's name that says when it began; compares by time."""
+    return name.rpartition(".")[2]
+
+
+def _link(source: Path, target: Path) -> None:
+    """Link a file that is never changed, or copy it to another disk."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        fsync_file(target)
+
+
+def _part(parts: Path, name: str) -> Path | None:
+    """The folder with this host's files of an upload; None if there is none."""
+    part = parts / f"{PART_PREFIX}{name}"
+    return part if part.is_dir() else None
 
 
 def storage_error(error: Exception) -> str:

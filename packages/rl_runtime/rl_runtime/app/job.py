@@ -78,17 +78,17 @@ class Job(TrainingRun):
     def model_path(self) -> str:
         """The model folder that the run starts from: the configured one, or the result of the warm start."""
         if not self.config.warm_start.steps:
-            return str(self.inputs.model_path)
+            return self.for_ranks(self.inputs.model_path)
         warm = self.warm_start_folder
         if warm.is_dir():  # the run continues after it has lost its ranks
-            return str(warm)
+            return self.for_ranks(warm)
         if self.resumed is not None:  # the copy of the resumed run; kept here too, for the next resume
             shutil.copytree(self.resumed.path.parent.parent / warm.name, warm)
         else:
             self._warm_start(warm)
         if self.uploader is not None:  # before the first checkpoint, which is useless without it
             self.uploader.add_folder(warm)
-        return str(warm)
+        return self.for_ranks(warm)
 
     def trained(self, role: str, engine: EngineConfig, *, num_updates: int, head: Head = "lm") -> ModelHandle:
         """Builds the engine of `role` with an optimizer on its ranks."""
@@ -129,7 +129,9 @@ class Job(TrainingRun):
         """Trains on the demonstrations and writes the model to `folder`."""
         config, inputs = self.config.warm_start, self.inputs
         model = self._handle("actor", temperature=1.0)
-        model.build(str(inputs.model_path), replace(self.config.actor, optim=config.optim), total_steps=config.steps)
+        model.build(
+            self.for_ranks(inputs.model_path), replace(self.config.actor, optim=config.optim), total_steps=config.steps
+        )
         seed = self.config.trainer.seed
         train_supervised(model, inputs.demonstrations, config, seed=seed, on_step=self.tracker.log_supervised)
         model.export(str(folder), str(inputs.model_path))

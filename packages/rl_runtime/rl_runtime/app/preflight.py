@@ -41,11 +41,11 @@ from weight_sync import SyncConfig, SyncConfigError, check_server, choose_transp
 from ..config import (
     EpisodeConfig,
     ModelConfig,
-    RanksConfig,
     ScoringConfig,
     SupervisedConfig,
     TaskSize,
     TrainerConfig,
+    TrainingConfig,
 )
 from ..errors import InputError
 from ..launch.cluster import check_nodes, cluster_nodes, read_nodes
@@ -53,6 +53,7 @@ from ..launch.placement import Placement
 from ..launch.reachability import why_unreachable
 from ..rollout.episodes import load_environment, load_rollout, reset_once
 from ..rollout.scoring import load_answer, load_functions, prepare_rewards
+from ..training.local_disks import check_storage
 from .inputs import BUILTIN_MODEL, load_inputs
 
 
@@ -305,17 +306,25 @@ def check_transport(sync: SyncConfig, rollout: RolloutConfig, placement: Placeme
         raise InputError(f"sync.{error}") from error
 
 
-def check_cluster(model: ModelConfig, trainer: RanksConfig, placement: Placement) -> None:
+def check_cluster(model: ModelConfig, trainer: TrainingConfig, placement: Placement) -> None:
     """Looks at every node of the cluster that the placement uses; does nothing without a cluster.
 
     Raises:
         InputError: a node does not answer, has other packages or another model folder, or does not share
-            `trainer.output_dir`.
+            `trainer.output_dir`; with `trainer.local_disks`: it does not reach the storage, or rank 0 is not here.
     """
     if trainer.ray_address is None:
         return
     folder = None if model.path == BUILTIN_MODEL else str(find_model_folder(model.path))
-    shared = Path(trainer.output_dir).absolute()
+    shared = None if trainer.local_disks else Path(trainer.output_dir).absolute()
     nodes = [node for node in cluster_nodes() if node.node_id in placement.nodes]
     reports = read_nodes(nodes, model_folder=folder, shared_folder=shared)
     check_nodes(list(reports.values()), model_folder=folder, shared_folder=shared)
+    if trainer.local_disks:
+        if placement.ranks[0].node != cluster_nodes()[0].node_id:
+            address = reports[placement.ranks[0].node].address
+            raise InputError(
+                f"trainer.local_disks is true, but rank 0 would be on Ray node {address}: it writes the model, which "
+                "then is not on this host; start the run on a node that has ranks"
+            )
+        check_storage(trainer, placement.nodes)

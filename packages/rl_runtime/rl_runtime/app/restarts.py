@@ -9,6 +9,7 @@ from ckpt import Checkpoint, CheckpointManager, capture_rng, restore_rng
 
 from ..errors import PlacementError, RankError, RankLost
 from ..training.loop import Restart
+from .resume import newest_published
 from .training_run import TrainingRun
 
 RunT = TypeVar("RunT", bound=TrainingRun)
@@ -90,6 +91,8 @@ class Restarts(Generic[RunT]):
         Damaged ones are removed: the run will save the same steps again.
         """
         tracker = self.run.tracker
+        if self.run.trainer.local_disks:
+            return newest_published(self.run.trainer, self.run.folder.name, tracker.info) or self._started_from
         manager = CheckpointManager(self.run.folder / "checkpoints")
         try:
             found = manager.newest_good(on_skip=lambda step, why: tracker.info(f"checkpoint {step} is damaged: {why}"))

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt import Checkpoint, CheckpointDamagedError, CheckpointManager, RemoteCheckpoints, UnsupportedFormatError
+from ckpt.reader import CheckpointReader
 
 from ..config import TrainingConfig, is_url
 from ..errors import InputError
-from ..training.uploads import WARM_START_MODEL, naming_storage, remote_run
+from ..training.uploads import DOWNLOADS, WARM_START_MODEL, fetch_checkpoint, naming_storage, remote_run
 from .preflight import naming_key
-
-DOWNLOADS = ".downloads"
-"""Folder in `trainer.output_dir` for checkpoints that were downloaded, by run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +23,10 @@ class _Run:
     folder: Path | None = None
     remote: RemoteCheckpoints | None = None
     download_to: Path
+    only_uploads: bool = False
+    """Only uploads count: other hosts cannot read the folder here (`trainer.local_disks`)."""
+    with_model: bool = True
+    """Download the model of the warm start, too."""
 
     def __str__(self) -> str:
         return str(self.folder) if self.folder is not None or self.remote is None else self.remote.url
@@ -32,7 +34,9 @@ class _Run:
     def newest_good(self, say: Callable[[str], None], on_damaged: Callable[[str], None]) -> Checkpoint | None:
         """The newest good checkpoint, downloaded if this host does not have it; None if there is none."""
         here = None
-        if self.folder is not None:
+        if self.folder is not None and self.only_uploads:
+            self._refuse_unshared(on_damaged)
+        elif self.folder is not None:
             manager = CheckpointManager(self.folder / "checkpoints")
             here = manager.newest_good(on_skip=lambda step, why: on_damaged(f"step {step} of {self} is skipped: {why}"))
         for step in reversed(self._remote_steps()):
@@ -44,6 +48,15 @@ class _Run:
                 on_damaged(f"step {step} of {self.name} is skipped: {error}")
         return here
 
+    def _refuse_unshared(self, on_damaged: Callable[[str], None]) -> None:
+        newest_upload = max(self._remote_steps(), default=-1)
+        for step in CheckpointReader(self.folder / "checkpoints" if self.folder else Path()).steps():
+            if step > newest_upload:
+                on_damaged(
+                    f"step {step} of {self} is on this host only, and trainer.local_disks is true: upload it with "
+                    "plinth ckpt upload"
+                )
+
     def _remote_steps(self) -> list[int]:
         if self.remote is None:
             return []
@@ -53,21 +66,18 @@ class _Run:
     def _download(self, step: int, say: Callable[[str], None]) -> Checkpoint:
         """The checkpoint and the model of the warm start, as in a run folder."""
         assert self.remote is not None
-        self.download_to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.download_to.mkdir(exist_ok=True)
-        manager = CheckpointManager(self.download_to / "checkpoints", keep_last=1)
-        known = manager.newest_good()
-        with naming_storage(self.remote.url):
-            if not (self.download_to / WARM_START_MODEL).is_dir() and self.remote.has_folder(WARM_START_MODEL):
-                self.remote.download_folder(WARM_START_MODEL, self.download_to / WARM_START_MODEL)
-            if known is not None and known.step == step:
-                say(f"step {step} of {self.remote.url} was downloaded before to {known.path}")
-                return known
+        is_here = step in CheckpointReader(self.download_to / "checkpoints").steps()
+        if not is_here:
             print(f"downloading step {step} of {self.remote.url}", file=sys.stderr, flush=True)
-            found = self.remote.download(step, manager.root, overwrite=True)
-        manager.prune()
-        manager.close()
-        say(f"step {step} was downloaded from {self.remote.url} to {found.path}")
+        with naming_storage(self.remote.url):
+            found, num_bytes = fetch_checkpoint(self.remote, step, self.download_to)
+            model = self.download_to / WARM_START_MODEL
+            if self.with_model and not model.is_dir() and self.remote.has_folder(WARM_START_MODEL):
+                self.remote.download_folder(WARM_START_MODEL, model)
+        if is_here and not num_bytes:
+            say(f"step {step} of {self.remote.url} was downloaded before to {found.path}")
+        else:
+            say(f"step {step} was downloaded from {self.remote.url} to {found.path}")
         return found
 
 
@@ -138,7 +148,7 @@ def _given_run(trainer: TrainingConfig) -> _Run:
     """The run that `trainer.resume_from` names."""
     given = trainer.resume_from or ""
     name = given.rstrip("/").rpartition("/")[2]
-    download_to = Path(trainer.output_dir) / DOWNLOADS / name
+    download_to = _downloads(trainer) / name
     if not is_url(given):
         return _Run(name=name, folder=_run_folder(given), download_to=download_to)
     with naming_storage(given, key="trainer.resume_from"):
@@ -174,7 +184,27 @@ def _runs_of_experiment(trainer: TrainingConfig) -> list[_Run]:
             name=name,
             folder=output / name if name in here else None,
             remote=remote_run(url, name) if url is not None and name in there else None,
-            download_to=output / DOWNLOADS / name,
+            download_to=_downloads(trainer) / name,
+            only_uploads=trainer.local_disks,
         )
         for name in sorted(here | there, reverse=True)
     ]
+
+
+def _downloads(trainer: TrainingConfig) -> Path:
+    return Path(trainer.output_dir).absolute() / DOWNLOADS
+
+
+def newest_published(trainer: TrainingConfig, name: str, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest good checkpoint that the run `name` has below `trainer.checkpoint_url`, downloaded to this host.
+
+    Newer ones that are damaged are deleted there: the run will save the same steps again.
+    """
+    remote = remote_run(trainer.checkpoint_url or "", name)
+    run = _Run(name=name, remote=remote, download_to=_downloads(trainer) / name, with_model=False)
+    found = run.newest_good(say, say)
+    with naming_storage(remote.url):
+        for step in remote.steps():
+            if step > (0 if found is None else found.step):
+                remote.delete(step)
+    return found

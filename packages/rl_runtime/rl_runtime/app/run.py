@@ -25,6 +25,7 @@ from ..rollout.servers import RolloutServers
 from ..rollout.step_rollouts import StepRollouts
 from ..training.checkpoints import RunCheckpoints
 from ..training.ledger import SampleLedger
+from ..training.local_disks import LocalDisks
 from ..training.loop import LoopResult, Restart, TrainingLoop
 from ..training.record import RunRecord
 from ..training.uploads import open_uploader
@@ -67,7 +68,7 @@ def run_job(
             comment=chosen.comment(),
             resumes=resumed_folder(plan.resume_from),
         ) as tracker,
-        noting_resume_command(run),
+        noting_resume_command(run, trainer),
     ):
         tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
         for line in (*chosen.lines(), *plan.skipped, *plan.architectures):
@@ -77,6 +78,9 @@ def run_job(
         )
         start.mark("inputs")
         with open_uploader(trainer, run.path, tracker.info) as uploader:
+            local_disks = LocalDisks(trainer, run.path, tracker.info) if trainer.local_disks else None
+            if local_disks is not None:  # the servers load it
+                local_disks.bring(inputs.model_path, plan.placement.nodes)
             with open_session(
                 plan.placement,
                 trainer=config.trainer,
@@ -95,6 +99,7 @@ def run_job(
                     folder=run.path,
                     resumed=plan.resume_from,
                     uploader=uploader,
+                    local_disks=local_disks,
                 )
                 attempt = partial(_run_attempt, compose=compose, memory=memory, stop=stop, start=start)
                 result = Restarts(job).attempts(attempt)
@@ -103,7 +108,7 @@ def run_job(
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
         if stop.signal and result.stopped_after is not None:
             tracker.info(f"stopped by {stop.signal.name} after step {result.stopped_after}")
-            tracker.info(resume_command(run) or "There is no checkpoint to resume from.")
+            tracker.info(resume_command(run, trainer) or "There is no checkpoint to resume from.")
             raise RunStopped(stop.signal)
 
 
@@ -154,6 +159,7 @@ def _train(
             config=to_yaml(without_secrets(config)),
             unsavable=unsavable({model.section: model.engine for model in config.models}),
             uploader=job.uploader,
+            local_disks=job.local_disks,
         )
         loop = TrainingLoop(
             config.trainer,

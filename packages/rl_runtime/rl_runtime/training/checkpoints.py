@@ -13,6 +13,7 @@ from ckpt import (
     AsyncUploader,
     Checkpoint,
     CheckpointManager,
+    HostCheckpoints,
     SaverRanks,
     capture_rng,
     check_model,
@@ -24,6 +25,7 @@ from ..errors import InputError
 from ..ranks.model_handle import ModelHandle
 from ..ranks.trainer_worker import ModelDescription, TrainerWorker
 from ..ranks.worker_group import WorkerGroup
+from .local_disks import LocalDisks
 from .uploads import retention
 
 
@@ -51,6 +53,7 @@ class RunCheckpoints:
         config: str,
         unsavable: str = "",
         uploader: AsyncUploader | None = None,
+        local_disks: LocalDisks | None = None,
     ) -> None:
         """Opens nothing yet.
 
@@ -58,10 +61,12 @@ class RunCheckpoints:
             config: YAML without secrets, kept in each checkpoint for readers without the run folder.
             unsavable: why no checkpoint can hold this run's state; empty if one can.
             uploader: uploads what is published; the caller waits for it.
+            local_disks: for hosts that share no folder; None: all ranks see `folder`.
         """
         self._folder, self._trainer, self._groups = folder, trainer, rank_groups
         self._roles, self._parts, self._config = roles, parts, config
-        self._unsavable, self._uploader = unsavable, uploader
+        self._unsavable, self._local_disks = unsavable, local_disks
+        self._uploads: AsyncUploader | HostCheckpoints | None = uploader
         self._saver: AsyncSaver | None = None
 
     def __enter__(self) -> "RunCheckpoints":
@@ -73,12 +78,20 @@ class RunCheckpoints:
         run_id = uuid.uuid4().hex
         num_ranks = sum(group.world_size for group in self._groups)
         ranks = SaverRanks(num_ranks=num_ranks, rank=None, run_id=run_id, publisher=None)
-        on_publish = None if self._uploader is None else self._uploader.add
-        manager = CheckpointManager(self._folder, retention=retention(self._trainer), on_publish=on_publish)
-        saver = AsyncSaver(manager, ranks=ranks)
+        saver = AsyncSaver(self._open_store(), ranks=ranks)
+        url = None if self._local_disks is None else self._local_disks.remote.url
         for group, first in self._numbered_groups():
-            group.run(TrainerWorker.open_saver, str(self._folder), run_id, first, num_ranks)
+            group.run(TrainerWorker.open_saver, str(self._folder.absolute()), run_id, first, num_ranks, url)
         return saver
+
+    def _open_store(self) -> CheckpointManager | HostCheckpoints:
+        """Where the driver publishes."""
+        if self._local_disks is not None:
+            self._local_disks.make_run_folder(self._nodes)
+            self._uploads = store = self._local_disks.store()
+            return store
+        on_publish = self._uploads.add if isinstance(self._uploads, AsyncUploader) else None
+        return CheckpointManager(self._folder, retention=retention(self._trainer), on_publish=on_publish)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -133,7 +146,7 @@ class RunCheckpoints:
 
     def take_metrics(self) -> dict[str, float]:
         """Seconds and bytes of the uploads that ended since the last call; empty if none did."""
-        uploads = [] if self._uploader is None else self._uploader.take_finished()
+        uploads = [] if self._uploads is None else self._uploads.take_finished()
         if not uploads:
             return {}
         return {
@@ -148,6 +161,8 @@ class RunCheckpoints:
             InputError: the checkpoint lacks an engine of this run.
             ckpt.ArchitectureMismatchError: its models or adapters have other parameters.
         """
+        if self._local_disks is not None:
+            self._local_disks.fetch(checkpoint, self._nodes)
         for name, model in self._models.items():
             if not (checkpoint.path / name).is_dir():
                 raise InputError(
@@ -168,6 +183,11 @@ class RunCheckpoints:
     def _models(self) -> dict[str, ModelDescription]:
         """Names and shapes of every engine's parameters."""
         return {name: role.describe() for name, role in self._roles.items()}
+
+    @property
+    def _nodes(self) -> tuple[str, ...]:
+        """Ray's ids of the ranks' nodes."""
+        return tuple(dict.fromkeys(node for group in self._groups for node in group.nodes))
 
     def _numbered_groups(self) -> Iterator[tuple[WorkerGroup, int]]:
         """Every group and the number of its first rank in a checkpoint."""

@@ -1,16 +1,29 @@
 """Uploads of a run's checkpoints to `trainer.checkpoint_url`."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt import AsyncUploader, CheckpointError, CheckpointUsageError, RemoteCheckpoints, Retention
+from ckpt import (
+    AsyncUploader,
+    Checkpoint,
+    CheckpointError,
+    CheckpointLockedError,
+    CheckpointUsageError,
+    RemoteCheckpoints,
+    Retention,
+)
 
 from ..config import TrainingConfig
 from ..errors import InputError
 
 WARM_START_MODEL = "warm_start_model"
 """Folder of a run with the model after the warm start, from which a resumed run builds its engines."""
+
+DOWNLOADS = ".downloads"
+"""Folder in `trainer.output_dir` for checkpoints that were downloaded, by run."""
+_LOCK_PAUSE_S = 1.0
 
 
 def retention(trainer: TrainingConfig) -> Retention:
@@ -27,6 +40,29 @@ def retention(trainer: TrainingConfig) -> Retention:
 def remote_run(url: str, name: str) -> RemoteCheckpoints:
     """The uploads of a run below `trainer.checkpoint_url`, by the name of its folder."""
     return RemoteCheckpoints(f"{url.rstrip('/')}/{name}")
+
+
+def source_of(trainer: TrainingConfig, name: str) -> RemoteCheckpoints:
+    """The uploads of the run `name`: that of `trainer.resume_from`, or one below `trainer.checkpoint_url`."""
+    given = (trainer.resume_from or "").rstrip("/")
+    if given.rpartition("/")[2] == name:
+        return RemoteCheckpoints(given)
+    return remote_run(trainer.checkpoint_url or "", name)
+
+
+def fetch_checkpoint(remote: RemoteCheckpoints, step: int, run: Path) -> tuple[Checkpoint, int]:
+    """The verified checkpoint in `<output_dir>/.downloads/<run>/checkpoints`, and the bytes downloaded.
+
+    Files that this host's ranks wrote to the run folder with `trainer.local_disks` are linked. Waits while another
+    process downloads to the same folder.
+    """
+    run.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    run.mkdir(exist_ok=True)
+    while True:
+        try:
+            return remote.fetch(step, run / "checkpoints", parts=run.parents[1] / run.name / "checkpoints")
+        except CheckpointLockedError:
+            time.sleep(_LOCK_PAUSE_S)
 
 
 @contextmanager
@@ -58,6 +94,8 @@ def check_checkpoint_url(trainer: TrainingConfig) -> None:
 def open_uploader(trainer: TrainingConfig, run: Path, report: Callable[[str], None]) -> Iterator[AsyncUploader | None]:
     """Uploads to `<checkpoint_url>/<name of the run folder>` within the context, whose end waits for them.
 
+    Yields None if there is nothing to upload from here: no URL, or `trainer.local_disks`, where the ranks do it.
+
     Raises:
         InputError: another run has uploaded to that folder.
         ckpt.UploadError: at the end, if checkpoints could not be uploaded.
@@ -69,8 +107,15 @@ def open_uploader(trainer: TrainingConfig, run: Path, report: Callable[[str], No
     with naming_storage(trainer.checkpoint_url):
         if remote.steps():
             raise InputError(f"{remote.url} has the checkpoints of another run; give another trainer.experiment")
+    if trainer.local_disks:
+        report(
+            f"trainer.local_disks: each host uploads the files of its ranks; checkpoints are published in {remote.url}"
+        )
     if not trainer.save_freq:
         report("trainer.save_freq is 0: a checkpoint is written and uploaded only when a signal stops the run")
-    with AsyncUploader(run / "checkpoints", remote, retention=retention(trainer), report=report) as uploader:
-        yield uploader
+    if trainer.local_disks:
+        yield None
+    else:
+        with AsyncUploader(run / "checkpoints", remote, retention=retention(trainer), report=report) as uploader:
+            yield uploader
     report(f"checkpoints in {remote.url}: {', '.join(f'step {step}' for step in remote.steps()) or 'none'}")

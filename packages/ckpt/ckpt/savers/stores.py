@@ -1,0 +1,90 @@
+"""Where `AsyncSaver` puts a checkpoint: the folder that all ranks share, or a store of the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..digest import FileEntry
+from ..manager import CheckpointManager
+from ..reader import Checkpoint
+from .coordination import FolderMessages, Messages
+
+
+class CheckpointStore(Protocol):
+    """What `AsyncSaver` needs of the place of its checkpoints; called from its background threads.
+
+    The publishing process calls `open`, then `publish` or `abandon`; every process that writes calls `folder` and, with
+    its files on the disk, `deliver`; all but the publishing process end with `finish`.
+    """
+
+    def messages(self, run_id: str) -> Messages:
+        """Messages between the processes of a run."""
+
+    def open(self, step: int, *, overwrite: bool, expected_bytes: int | None) -> str:
+        """Begin the checkpoint of `step`; returns its name, by which the other processes know it."""
+
+    def folder(self, name: str, num_bytes: int) -> Path:
+        """The folder into which this process writes `num_bytes`."""
+
+    def deliver(self, name: str, entries: Mapping[str, FileEntry]) -> None:
+        """Bring the files that this process wrote to where the checkpoint is published."""
+
+    def publish(
+        self,
+        name: str,
+        step: int,
+        *,
+        entries: Mapping[str, FileEntry],
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        models: Mapping[str, Mapping[str, Any]],
+    ) -> Checkpoint:
+        """Publish the checkpoint of these files; all processes have delivered theirs."""
+
+    def abandon(self, name: str, step: int) -> None:
+        """Delete what there is of a checkpoint that will not be published."""
+
+    def drop(self, name: str) -> None:
+        """Delete what this process wrote of a checkpoint that will not be published."""
+
+    def finish(self, name: str, step: int) -> Checkpoint:
+        """The checkpoint, after another process has published it."""
+
+    def cancel(self) -> None:
+        """Stop trying: this process ends with an error."""
+
+
+class SharedFolder:
+    """The folder of a manager, which all processes see."""
+
+    def __init__(self, manager: CheckpointManager) -> None:
+        self._manager = manager
+
+    def messages(self, run_id: str) -> Messages:
+        return FolderMessages(self._manager.root, run_id)
+
+    def open(self, step: int, *, overwrite: bool, expected_bytes: int | None) -> str:
+        return self._manager.prepare(step, overwrite=overwrite, expected_bytes=expected_bytes).name
+
+    def folder(self, name: str, num_bytes: int) -> Path:
+        return self._manager.root / name
+
+    def deliver(self, name: str, entries: Mapping[str, FileEntry]) -> None:
+        """Does nothing: the files are where they are published."""
+
+    def publish(self, name: str, step: int, **contents: Any) -> Checkpoint:
+        return self._manager.publish(step, **contents)
+
+    def abandon(self, name: str, step: int) -> None:
+        self._manager.abandon(step)
+
+    def drop(self, name: str) -> None:
+        """Does nothing: the publishing process deletes the folder of all."""
+
+    def finish(self, name: str, step: int) -> Checkpoint:
+        return self._manager.read(step)
+
+    def cancel(self) -> None:
+        """Does nothing: a disk is not tried again."""

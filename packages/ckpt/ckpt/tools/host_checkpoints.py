@@ -1,0 +1,248 @@
+"""Checkpoints of ranks whose hosts share no folder: each process uploads its own files, one process publishes them.
+
+    <URL>/.async_<run id>/                  messages between the processes of a save, see `savers.coordination`
+    <URL>/step_00000020.<time>-<digits>/    the files of all hosts; the manifest comes last and publishes them
+    root/.part_step_00000020.<...>/         on each host's disk: the files that its processes wrote
+
+The storage has the same form as after `RemoteCheckpoints.upload`, so `RemoteCheckpoints` reads it. A kill at any
+instant leaves the earlier checkpoints as they were: nothing counts without a manifest, which one process writes after
+all others have reported their uploads, and the name of an upload is never used again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..digest import FileEntry
+from ..errors import CheckpointExistsError, CheckpointUsageError, UploadError
+from ..files import check_space
+from ..manager import state_to_json, write_state
+from ..manifest import CheckpointManifest, describe_files
+from ..packages import package_versions
+from ..reader import STATE_NAME, Checkpoint
+from ..retention import Retention
+from ..savers.coordination import COORDINATION_PREFIX
+from .async_uploader import Upload
+from .remote import PART_PREFIX, RemoteCheckpoints, new_upload, storage_error, upload_time
+
+_log = logging.getLogger("ckpt")
+_LONGEST_PAUSE_S = 60.0
+
+T = TypeVar("T")
+
+
+class HostCheckpoints:
+    """A `CheckpointStore` for ranks on hosts with local disks; pass one to the `AsyncSaver` of each process.
+
+        remote = RemoteCheckpoints("s3://bucket/run-7")
+        store = HostCheckpoints(Path("run/checkpoints"), remote, retention=keep)     # in every process
+        with AsyncSaver(store, ranks=SaverRanks(num_ranks=8, rank=rank, run_id=run_id)) as saver:
+            saver.save(20, {"model": model.state_dict()}, state={"epoch": 1})
+        ...
+        checkpoint, num_bytes = remote.fetch(20, Path("run/fetched"), parts=Path("run/checkpoints"))
+
+    The `path` of a checkpoint that `AsyncSaver.wait` returns is the folder with this host's files only. A host keeps
+    the files of its newest checkpoint, so that a resume there downloads only those of the other hosts.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        remote: RemoteCheckpoints,
+        *,
+        retention: Retention | None = None,
+        report: Callable[[str], None] = _log.warning,
+        retry_s: float = 900.0,
+        pause_s: float = 1.0,
+        longest_poll_s: float = 1.0,
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            root: a folder of this host, which its processes share.
+            retention: which checkpoints the publishing process keeps below the URL; None keeps all.
+            report: gets a line for each failure of the storage, from the thread.
+            retry_s: seconds for which a failing request is repeated before the save fails.
+            pause_s: seconds before the second try; doubled before each further one, at most a minute.
+            longest_poll_s: the longest pause in seconds before a process looks again for a message of another.
+        """
+        self._root, self._remote = Path(root), remote
+        self._retention, self._report = retention or Retention(), report
+        self._retry_s, self._pause_s, self._longest_poll_s = retry_s, pause_s, longest_poll_s
+        self._cancelled = threading.Event()
+        self._opened = 0.0
+        self._finished: list[Upload] = []
+        self._guard = threading.Lock()
+
+    def messages(self, run_id: str) -> RemoteMessages:
+        """Messages between the processes of a run, below the URL."""
+        return RemoteMessages(self._remote, run_id, self._retry, longest_poll_s=self._longest_poll_s)
+
+    def open(self, step: int, *, overwrite: bool, expected_bytes: int | None) -> str:
+        """Begin the checkpoint of `step` and return its name. Deletes what killed saves have left below the URL.
+
+        `expected_bytes` is not used: each host checks the space for its own files.
+        """
+        self._opened = time.perf_counter()
+        self._retry("clean up", self._remote.clean_up)
+        if not overwrite and step in self._retry("list the checkpoints", self._remote.steps):
+            raise CheckpointExistsError(f"{self._remote.url}: step {step} already exists; pass overwrite=True")
+        return new_upload(step)
+
+    def folder(self, name: str, num_bytes: int) -> Path:
+        """The folder for this host's files of a checkpoint. Raises CheckpointSpaceError if its disk is full."""
+        part = self._part(name)
+        part.mkdir(parents=True, exist_ok=True)
+        check_space(part, num_bytes, estimate="this process's part")
+        return part
+
+    def deliver(self, name: str, entries: Mapping[str, FileEntry]) -> None:
+        """Upload the files that this process wrote. Raises UploadError if the storage does not take them."""
+        for file, entry in entries.items():
+            put = partial(self._remote.put_file, self._part(name) / file, f"{name}/{file}", entry.num_bytes)
+            self._retry(f"upload {name}/{file}", put)
+
+    def publish(
+        self,
+        name: str,
+        step: int,
+        *,
+        entries: Mapping[str, FileEntry],
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        models: Mapping[str, Mapping[str, Any]],
+    ) -> Checkpoint:
+        """Publish the checkpoint of `entries`, whose files are below the URL, then apply the retention."""
+        part, text = self.folder(name, 0), state_to_json(state)
+        written = write_state(part, text, models)
+        if taken := set(written) & set(entries):
+            raise CheckpointUsageError(f"{min(taken)}: this name is the package's own; use another file name")
+        own = describe_files({file: part / file for file in written})
+        self.deliver(name, own)
+        manifest = CheckpointManifest(
+            step=step,
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            files=dict(sorted({**entries, **own}.items())),
+            metrics={metric: float(value) for metric, value in metrics.items()},
+            packages=package_versions(),
+        )
+        self._retry(f"publish {name}", partial(self._remote.publish, name, manifest))
+        # Nothing below may raise: the caller deletes what it could not publish.
+        self._prune(name, step)
+        self._delete_parts(before=name)
+        with self._guard:
+            duration_s = time.perf_counter() - self._opened
+            self._finished.append(Upload(name=f"step {step}", num_bytes=manifest.num_bytes, duration_s=duration_s))
+        return Checkpoint(path=part, step=step, state=json.loads(text))
+
+    def finish(self, name: str, step: int) -> Checkpoint:
+        """The published checkpoint. Deletes this host's files of older ones."""
+        self._delete_parts(before=name)
+        state = self._retry("read the state", partial(self._remote.read_text, f"{name}/{STATE_NAME}"))
+        return Checkpoint(path=self._part(name), step=step, state=json.loads(state or b"{}"))
+
+    def abandon(self, name: str, step: int) -> None:
+        """Delete what there is below the URL of a checkpoint that will not be published."""
+        self._remote.discard(name)
+        self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """Delete this host's files of a checkpoint that will not be published."""
+        shutil.rmtree(self._part(name), ignore_errors=True)
+
+    def cancel(self) -> None:
+        """Repeat no more requests: this process ends with an error."""
+        self._cancelled.set()
+
+    def take_finished(self) -> list[Upload]:
+        """The checkpoints that this process published since the last call; seconds from `open` to the manifest."""
+        with self._guard:
+            finished, self._finished = self._finished, []
+        return finished
+
+    def _part(self, name: str) -> Path:
+        return self._root / f"{PART_PREFIX}{name}"
+
+    def _delete_parts(self, *, before: str) -> None:
+        for part in self._root.glob(f"{PART_PREFIX}*"):
+            # Another process of this host may already write a newer one.
+            if upload_time(part.name) < upload_time(before):
+                shutil.rmtree(part, ignore_errors=True)
+
+    def _prune(self, name: str, step: int) -> None:
+        try:
+            self._remote.delete_all_but(step, keep=name)
+            self._remote.prune(self._retention, keep=step)
+        except Exception as error:  # every storage has classes of its own
+            self._report(f"old checkpoints in {self._remote.url} could not be deleted: {storage_error(error)}")
+
+    def _retry(self, what: str, request: Callable[[], T]) -> T:
+        """The result of a request to the storage, repeated for `retry_s` seconds. Raises UploadError with its error."""
+        started, pause = time.monotonic(), self._pause_s
+        while True:
+            try:
+                return request()
+            except Exception as error:  # every storage has classes of its own
+                why = f"{self._remote.url}: could not {what}: {storage_error(error)}"
+                tried_s = time.monotonic() - started
+                if tried_s + pause > self._retry_s or not threading.main_thread().is_alive():
+                    raise UploadError(f"{why}, in {tried_s:.0f} s of tries") from error
+                self._report(f"{why}; next try in {pause:.0f} s")
+                if self._cancelled.wait(pause):
+                    raise UploadError(f"{why}, and this process ends with an error") from error
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+class RemoteMessages:
+    """`Messages` as small objects below a URL."""
+
+    def __init__(
+        self,
+        remote: RemoteCheckpoints,
+        run_id: str,
+        retry: Callable[[str, Callable[[], Any]], Any],
+        *,
+        longest_poll_s: float,
+    ) -> None:
+        self._remote, self._folder, self._retry = remote, f"{COORDINATION_PREFIX}{run_id}", retry
+        self.longest_poll_s = longest_poll_s
+
+    def __str__(self) -> str:
+        return f"{self._remote.url}/{self._folder}"
+
+    def write(self, name: str, text: str) -> None:
+        """Create or replace a message."""
+        self._retry(f"write {name}", lambda: self._remote.put_text(f"{self._folder}/{name}", text.encode()))
+
+    def read(self, name: str) -> str | None:
+        """The text of a message; None if there is none."""
+        text: bytes | None = self._retry(f"read {name}", lambda: self._remote.read_text(f"{self._folder}/{name}"))
+        return None if text is None else text.decode()
+
+    def names(self) -> list[str]:
+        """The names of all messages."""
+        names: list[str] = self._retry("list messages", lambda: self._remote.list_files(self._folder))
+        return names
+
+    def delete(self, name: str) -> None:
+        """Delete a message, if it is there."""
+        self._retry(f"delete {name}", lambda: self._remote.delete_path(f"{self._folder}/{name}"))
+
+    def delete_all(self) -> None:
+        """Delete all messages of this run."""
+        self._retry("delete messages", lambda: self._remote.delete_path(self._folder))
+
+    def delete_other_runs(self) -> None:
+        """Delete the messages of dead runs below the URL."""
+        for folder in self._retry("list folders", self._remote.folders):
+            if folder.startswith(COORDINATION_PREFIX) and folder != self._folder:
+                self._retry(f"delete {folder}", partial(self._remote.delete_path, folder))

@@ -1,0 +1,348 @@
+"""Hosts without a shared folder: whoever dies between two requests, the newest checkpoint is whole."""
+
+import itertools
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt import (
+    AsyncSaver,
+    Capture,
+    Checkpoint,
+    CheckpointDamagedError,
+    CheckpointExistsError,
+    CheckpointManager,
+    FileEntry,
+    HostCheckpoints,
+    RemoteCheckpoints,
+    Retention,
+    SaverRanks,
+    UploadError,
+    load_state_dict,
+    rank_file,
+    save_state_dict,
+)
+from ckpt.tools.remote import PART_PREFIX
+from plinth_testing import fork_ranks
+
+NUM_RANKS = 2
+REQUESTS = ("put_file", "pipe_file", "mv", "rm", "rm_file", "makedirs", "cat_file", "ls", "info", "exists")
+
+
+class Died(BaseException):
+    """The death of a process, which nothing catches."""
+
+
+class Fate:
+    """Counts the requests of all processes; from request `instant` on, the processes in `victims` are dead."""
+
+    def __init__(self, instant: int, victims: frozenset[str], *, after: bool) -> None:
+        self._instant, self._victims, self._after = instant, victims, after
+        self._counter, self.happened = itertools.count(1), threading.Event()
+
+    def meets(self, process: str) -> tuple[bool, bool]:
+        """Whether the process is dead before its next request, and whether it dies after it."""
+        if next(self._counter) < self._instant or process not in self._victims:
+            return False, False
+        first = not self.happened.is_set()
+        self.happened.set()
+        return (False, True) if first and self._after else (True, True)
+
+
+class MortalStorage:
+    """The file system as one process sees it; after its death each request raises."""
+
+    def __init__(self, fs: Any, process: str, fate: Fate) -> None:
+        self._fs, self._process, self._fate = fs, process, fate
+
+    def __getattr__(self, name: str) -> Any:
+        original = getattr(self._fs, name)
+        if name not in REQUESTS:
+            return original
+
+        def request(*arguments: Any, **options: Any) -> Any:
+            dead, dies = self._fate.meets(self._process)
+            if dead:
+                raise Died
+            result = original(*arguments, **options)
+            if dies:
+                raise Died
+            return result
+
+        return request
+
+
+def process_name(rank: int | None) -> str:
+    return "driver" if rank is None else f"rank {rank}"
+
+
+def weights(step: int, rank: int) -> torch.Tensor:
+    return torch.full((50,), 100.0 * step + rank)
+
+
+class Job:
+    """A driver without a rank and ranks on hosts of their own, each a thread; `fate` decides who dies."""
+
+    def __init__(self, folder: Path, url: str, run_id: str, *, fate: Fate | None = None, keep_last: int = 1) -> None:
+        self._folder, self._url, self._run_id, self._fate = folder, url, run_id, fate
+        self._keep_last, self._metrics = keep_last, {"run": float(len(run_id))}
+        self._savers: list[AsyncSaver] = []
+
+    def run(self, steps: list[int], *, overwrite: bool = False) -> list[int]:
+        """The steps whose save has succeeded in the driver."""
+        processes: list[int | None] = [None, *range(NUM_RANKS)]
+        self._savers = [self._saver(rank) for rank in processes]
+        with ThreadPoolExecutor(len(processes)) as pool:
+            done = [pool.submit(self._train, rank, saver, steps, overwrite) for rank, saver in self._each(processes)]
+            return [each.result(timeout=120) for each in done][0]  # noqa: RUF015 - all are to raise
+
+    def _each(self, processes: list[int | None]) -> list[tuple[int | None, AsyncSaver]]:
+        return list(zip(processes, self._savers, strict=True))
+
+    def _saver(self, rank: int | None) -> AsyncSaver:
+        remote = RemoteCheckpoints(self._url)
+        if self._fate is not None:
+            remote._fs = MortalStorage(remote._fs, process_name(rank), self._fate)
+        store = HostCheckpoints(
+            self._folder / process_name(rank),
+            remote,
+            retention=Retention(keep_last=self._keep_last),
+            retry_s=0,
+            longest_poll_s=0.01,
+        )
+        ranks = SaverRanks(num_ranks=NUM_RANKS, rank=rank, run_id=self._run_id, publisher=None)
+        return AsyncSaver(store, ranks=ranks, timeout_s=60)
+
+    def _train(self, rank: int | None, saver: AsyncSaver, steps: list[int], overwrite: bool) -> list[int]:
+        saved: list[int] = []
+        try:
+            with saver:
+                for step in steps:
+                    trees = {} if rank is None else {"model": {"w": weights(step, rank)}}
+                    saver.save(step, trees, state={"step": step}, metrics=self._metrics, overwrite=overwrite)
+                    found = saver.wait()
+                    assert found is not None
+                    assert found.state == {"step": step}
+                    saved.append(step)
+        except BaseException as error:
+            if self._fate is None or not isinstance(error, Exception | Died):
+                raise
+            for other in self._savers:  # as the launcher ends the ranks
+                assert other._coordinator is not None
+                other._coordinator.cancel()
+        return saved
+
+
+def check_newest(url: str, folder: Path, *, parts: Path | None = None) -> tuple[int, int] | None:
+    """The newest step, fetched whole to a new host, and the bytes downloaded; None if there is none."""
+    remote = RemoteCheckpoints(url)
+    if not (steps := remote.steps()):
+        return None
+    checkpoint, num_bytes = remote.fetch(steps[-1], folder, parts=parts)
+    check(checkpoint)
+    return checkpoint.step, num_bytes
+
+
+def check(checkpoint: Checkpoint) -> None:
+    assert checkpoint.state == {"step": checkpoint.step}
+    assert CheckpointManager(checkpoint.path.parent).verify(checkpoint.step) == ()
+    for rank in range(NUM_RANKS):
+        found = load_state_dict(checkpoint.path / rank_file("model", rank))["w"]
+        assert torch.equal(found, weights(checkpoint.step, rank))
+
+
+VICTIMS = st.frozensets(st.sampled_from(["driver", "rank 0", "rank 1"]), min_size=1)
+
+
+@settings(deadline=None, derandomize=True, max_examples=10)
+@given(instant=st.integers(1, 160), victims=VICTIMS, after=st.booleans())
+def test_the_newest_checkpoint_is_whole_whoever_dies_at_any_request(
+    instant: int, victims: frozenset[str], after: bool
+) -> None:
+    die_and_continue(instant, victims, after)
+
+
+@pytest.mark.thorough
+@settings(deadline=None, max_examples=300)
+@given(instant=st.integers(1, 160), victims=VICTIMS, after=st.booleans())
+def test_of_many_deaths_none_leaves_a_part_that_counts(instant: int, victims: frozenset[str], after: bool) -> None:
+    die_and_continue(instant, victims, after)
+
+
+def die_and_continue(instant: int, victims: frozenset[str], after: bool) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder, url = Path(name), f"file://{name}/storage/run"
+        Job(folder / "hosts", url, "first").run([1])
+        fate = Fate(instant, victims, after=after)
+        saved = Job(folder / "hosts", url, "second", fate=fate).run([2, 3])
+        assert fate.happened.is_set() or saved == [2, 3]
+        found = check_newest(url, folder / "new host")
+        assert found is not None
+        assert found[0] >= max([1, *saved]), "what the run counts on is there"
+        # The job starts again on other hosts, from the newest checkpoint, and takes the lost steps again.
+        Job(folder / "other hosts", url, "third").run([found[0] + 1, found[0] + 2], overwrite=True)
+        newest = check_newest(url, folder / "new host")
+        assert newest is not None
+        assert newest[0] == found[0] + 2
+        left = RemoteCheckpoints(url).folders()
+        assert [entry.partition(".")[0] for entry in left] == [f"step_{newest[0]:08d}"], "no litter"
+
+
+def test_hosts_meet_in_any_storage(tmp_path: Path, url: str) -> None:
+    (tmp_path / "hosts").mkdir()
+    assert Job(tmp_path / "hosts", url, "first").run([1, 2]) == [1, 2]
+    dead = HostCheckpoints(tmp_path / "dead", RemoteCheckpoints(url)).messages("dead")
+    dead.write("00000001.open", "{}")
+    assert (dead.read("00000001.open"), dead.read("00000002.open"), dead.names()) == ("{}", None, ["00000001.open"])
+    assert Job(tmp_path / "hosts", url, "second").run([3]) == [3]
+    found = check_newest(url, tmp_path / "new host")
+    assert found is not None
+    assert found[0] == 3
+    assert [name.partition(".")[0] for name in RemoteCheckpoints(url).folders()] == ["step_00000003"]
+
+
+def test_a_host_downloads_only_the_files_of_the_others(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/storage/run"
+    Job(tmp_path / "hosts", url, "run").run([1, 2])
+    own = tmp_path / "hosts" / "rank 0"
+    (part,) = own.glob(f"{PART_PREFIX}*")
+    alone, whole = check_newest(url, tmp_path / "a"), check_newest(url, tmp_path / "b", parts=own)
+    assert alone is not None
+    assert whole is not None
+    size = (part / rank_file("model", 0)).stat().st_size
+    assert alone[1] - whole[1] == size
+    assert check_newest(url, tmp_path / "a") == (2, 0), "it is there"
+    (part / rank_file("model", 0)).write_bytes(b"x" * size)
+    assert check_newest(url, tmp_path / "c", parts=own) == alone, "a file that differs is downloaded"
+
+
+def test_a_fetched_checkpoint_is_replaced_by_the_one_that_was_published_again(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/storage/run"
+    Job(tmp_path / "hosts", url, "first").run([1, 2])
+    assert check_newest(url, tmp_path / "here") is not None
+    with pytest.raises(CheckpointExistsError, match="step 2 already exists"):
+        Job(tmp_path / "hosts", url, "second").run([2])
+    Job(tmp_path / "hosts", url, "the-third").run([2], overwrite=True)
+    again = check_newest(url, tmp_path / "here")
+    assert again is not None
+    assert again[1] > 0
+    (file,) = (tmp_path / "storage" / "run").glob("*/model.rank00001.safetensors")
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointDamagedError, match=r"model\.rank00001\.safetensors"):
+        check_newest(url, tmp_path / "there")
+
+
+def test_retention_holds_below_the_url_and_a_host_keeps_its_newest_part(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/storage/run"
+    Job(tmp_path / "hosts", url, "run", keep_last=2).run([1, 2, 3])
+    assert RemoteCheckpoints(url).steps() == [2, 3]
+    for host in (tmp_path / "hosts").iterdir():
+        assert [path.name.rpartition(".")[0] for path in host.iterdir()] == [f"{PART_PREFIX}step_00000003"]
+
+
+def test_a_storage_that_fails_for_a_while_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = RemoteCheckpoints(f"file://{tmp_path}/storage/run")
+    said: list[str] = []
+    store = HostCheckpoints(tmp_path / "host", remote, report=said.append, pause_s=0.001)
+    put, failures = remote.put_file, iter(range(3))
+
+    def fails_three_times(*arguments: Any) -> None:
+        if next(failures, None) is not None:
+            raise ConnectionError("no route")
+        put(*arguments)
+
+    monkeypatch.setattr(remote, "put_file", fails_three_times)
+    with AsyncSaver(store) as saver:
+        saver.save(1, {"model": {"w": weights(1, 0)}}, state={"step": 1})
+    assert remote.steps() == [1]
+    assert len(said) == 3
+    assert "ConnectionError: no route; next try in 0 s" in said[0]
+    (upload,) = store.take_finished()
+    assert (upload.name, store.take_finished()) == ("step 1", [])
+
+
+def test_a_storage_that_stays_away_ends_the_save_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = RemoteCheckpoints(f"file://{tmp_path}/storage/run")
+    store = HostCheckpoints(tmp_path / "host", remote, report=lambda _: None, pause_s=0.001, retry_s=0.02)
+
+    def fail(*_: Any) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(remote, "publish", fail)
+    saver = AsyncSaver(store)
+    saver.save(1, {"model": {"w": weights(1, 0)}})
+    with pytest.raises(UploadError, match=r"could not publish step_00000001.*no route"):
+        saver.wait()
+    assert remote.folders() == []
+    assert list((tmp_path / "host").iterdir()) == []
+
+
+class Killing(Capture):
+    """A capture that kills its process at its third write, after a part of its file is on the disk."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._num_writes = rank, 0
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
+    def take(self) -> None:
+        self._num_writes += 1
+
+    def write(self, folder: Path, name: str) -> dict[str, FileEntry]:
+        file = folder / rank_file("model", self._rank)
+        entry = save_state_dict(file, {"w": weights(self._num_writes, self._rank)})
+        if self._num_writes == 3 and self._rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {file.name: entry}
+
+
+def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """Two processes with folders of their own stand for two hosts; the storage is all that they share."""
+    url = f"file://{tmp_path}/storage/run"
+
+    def saver_of(rank: int | None) -> AsyncSaver:
+        folder = tmp_path / process_name(rank)
+        store = HostCheckpoints(folder, RemoteCheckpoints(url), retention=Retention(keep_last=1), longest_poll_s=0.01)
+        ranks = SaverRanks(num_ranks=NUM_RANKS, rank=rank, run_id="run", publisher=None)
+        return AsyncSaver(store, ranks=ranks, timeout_s=60)
+
+    def train(rank: int) -> None:
+        with saver_of(rank) as saver:
+            model = Killing(rank)
+            for step in (1, 2, 3):
+                saver.save(step, {"model": model})
+
+    processes = fork_ranks(train)
+    with pytest.raises(RuntimeError, match="rank 1 is gone") as lost, saver_of(None) as saver:  # noqa: PT012
+        for step in (1, 2, 3):
+            saver.save(step, {}, state={"step": step})
+        processes[1].join(60)
+        raise RuntimeError("rank 1 is gone")
+    assert "stopped waiting for rank 1" in str(lost.value.__notes__)
+    assert processes[1].exitcode == -signal.SIGKILL
+    processes[0].kill()
+    processes[0].join(60)
+    shutil.rmtree(tmp_path / "rank 1")  # its disk is lost, too
+    (half,) = (tmp_path / "rank 0").glob(f"{PART_PREFIX}step_00000003.*")
+    assert half.is_dir()
+    size = (tmp_path / "rank 0" / half.name / rank_file("model", 0)).stat().st_size
+    there = check_newest(url, tmp_path / "new host")
+    here = check_newest(url, tmp_path / "host of rank 0", parts=tmp_path / "rank 0")
+    assert there is not None
+    assert here == (2, there[1] - size)
+    Job(tmp_path / "others", url, "next").run([3])
+    assert RemoteCheckpoints(url).steps() == [3]
