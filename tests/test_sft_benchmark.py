@@ -27,10 +27,10 @@ def test_the_app_accepts_every_key_of_every_case(tmp_path: Path) -> None:
         assert chosen["per_device_train_batch_size"] * chosen["gradient_accumulation_steps"] == BATCH_SIZE
 
 
-def test_results_are_tokens_over_seconds_after_the_first_steps(tmp_path: Path) -> None:
+def test_results_are_medians_after_the_first_steps(tmp_path: Path) -> None:
     steps = [Step(tokens=100, seconds=9, peak_gb=1)] * 2 + [Step(tokens=100, seconds=0.5, peak_gb=2)] * 3
-    assert summary("app", steps) == "| app | 200 | 0.50 | 2.0 |"
-    assert summary("app", steps[:2]) == "| app | — | — | — |"
+    assert summary("app", steps) == "| app | 200 | 0.50 | 19.5 | 2.0 |"
+    assert summary("app", steps[:2]) == "| app | — | — | — | — |"
     lines = [json.dumps({"step": 1, "tokens": 7.0, "seconds": 2.0, "peak_gb": 1.5}), "{'loss': 1.0}", "noise"]
     assert trl_steps("\n".join(lines)) == [Step(tokens=7.0, seconds=2.0, peak_gb=1.5)]
     assert app_steps(tmp_path) == []

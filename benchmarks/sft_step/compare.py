@@ -96,13 +96,14 @@ def trl_steps(log: str) -> list[Step]:
 
 
 def summary(name: str, steps: Sequence[Step]) -> str:
-    """A line of the table: tokens per second after the first steps, the median step, the peak."""
+    """A line of the table: medians after the first steps, seconds of all steps with compilation, the peak."""
     measured = steps[SKIPPED:]
     if not measured:
-        return f"| {name} | — | — | — |"
-    speed = sum(step.tokens for step in measured) / sum(step.seconds for step in measured)
+        return f"| {name} | — | — | — | — |"
+    speed = statistics.median(step.tokens / step.seconds for step in measured)
     median = statistics.median(step.seconds for step in measured)
-    return f"| {name} | {speed:,.0f} | {median:.2f} | {max(step.peak_gb for step in steps):.1f} |"
+    total, peak = sum(step.seconds for step in steps), max(step.peak_gb for step in steps)
+    return f"| {name} | {speed:,.0f} | {median:.2f} | {total:.1f} | {peak:.1f} |"
 
 
 def start(command: Sequence[str], log: Path, *, gpu: int) -> subprocess.Popen[bytes]:
@@ -149,7 +150,7 @@ def main() -> None:
         running = {name: start(commands[name], logs[name], gpu=gpu) for gpu, name in enumerate(commands)}
         codes = {name: wait(process, args.timeout) for name, process in running.items()}
     print("\n".join(f"{name}: exit code {code}, {logs[name]}" for name, code in codes.items()))
-    print("| | tokens/s | seconds a step (median) | peak GB |\n| --- | --- | --- | --- |")
+    print("| | tokens/s (median) | seconds a step (median) | all steps, s | peak GB |\n| --- | --- | --- | --- | --- |")
     print(summary("app", app_steps(folder)))
     if args.peer == "trl":
         print(summary("TRL", trl_steps(logs["trl"].read_text(errors="replace"))))
