@@ -16,7 +16,13 @@ NUM_TOKENS, NUM_SAMPLES = 1500, 24
 def models() -> list[Any]:
     """Three policies."""
     ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.08, "max_position_embeddings": 2048}
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "initializer_range": 0.08,
+        "max_position_embeddings": 2048,
+    }
     return [random_model(tiny_config(**sizes, **ids), seed=seed) for seed in range(3)]
 
 
@@ -29,7 +35,9 @@ def client(models: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder = tmp_path_factory.mktemp("held")
     models[0].save_pretrained(folder / "model")
     write_word_tokenizer(folder / "model", eos_token="w1", pad_token="w0", unk_token="w2")
-    config = RolloutConfig(max_model_len=1536, kv_cache_gib=0.1, dtype="float32", cpu_threads=1, startup_timeout_s=400.0)
+    config = RolloutConfig(
+        max_model_len=1536, kv_cache_gib=0.1, dtype="float32", cpu_threads=1, startup_timeout_s=400.0
+    )
     args, env = server_args(SyncConfig(), "cpu"), server_env(SyncConfig(), "cpu")
     with ServerGroup.launch(folder / "model", config, log_dir=folder, extra_args=args, env=env) as servers:
         servers.wait_ready()
