@@ -63,12 +63,14 @@ class PeakMemory:
         self._thread.join()
 
     def _poll(self) -> None:
-        while not self._done.wait(_POLL_S):
+        while True:
             try:
                 found = subprocess.run(self._query, capture_output=True, text=True, check=True, timeout=20).stdout
             except (OSError, subprocess.SubprocessError):
                 return
             self.gib = max(self.gib, *(float(line) / 1024 for line in found.split()))
+            if self._done.wait(_POLL_S):
+                return
 
 
 def metrics(folder: Path, name: str) -> list[Mapping[str, float]]:
