@@ -36,10 +36,10 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["trainer.step_timeout_s=0"], "step_timeout_s"),
         (["trainer.experiment=a b"], "experiment"),
         (["trainer.output_dir="], "output_dir"),
-        (["warm_start.steps=5"], "warmup_steps=10"),
+        (["warm_start.steps=5"], r"warm_start\.optim\.warmup_steps=10"),
         (
             ["trainer.total_training_steps=5", "actor.optim.schedule=cosine", "actor.optim.warmup_steps=10"],
-            "warmup_steps",
+            r"actor\.optim\.warmup_steps=10",
         ),
         (["actor.optim.total_steps=7"], "actor.optim.total_steps"),
         (["actor.dropout=true"], "actor.dropout is true.* allowed: false"),

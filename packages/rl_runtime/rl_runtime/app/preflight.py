@@ -14,7 +14,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
-from ds_engine import EngineConfig, EngineConfigError, ModelError, UntriedModelError, check_deepspeed, check_model
+from ds_engine import (
+    EngineConfig,
+    EngineConfigError,
+    ModelError,
+    OptimConfig,
+    UntriedModelError,
+    check_deepspeed,
+    check_model,
+)
 from ds_engine.config import check_schedule
 from rl_data import (
     DataConfig,
@@ -156,7 +164,7 @@ def check_architectures(model: ModelConfig, engines: Mapping[str, EngineConfig],
 def check_supervised(model: ModelConfig, data: DataConfig, supervised: SupervisedConfig, *, section: str) -> None:
     """Checks the demonstrations and the schedule of supervised steps; `section` is their configuration section.
 
-    Raises InputError or ds_engine.EngineConfigError.
+    Raises InputError.
     """
     if not supervised.trains:
         return
@@ -173,13 +181,13 @@ def check_supervised(model: ModelConfig, data: DataConfig, supervised: Supervise
         with naming_key(f"{section}.{key}"):
             check_demonstrations(files)
     if supervised.steps:
-        check_schedule(supervised.optim, supervised.steps)
+        check_optimizer_steps(supervised.optim, supervised.steps, section=section)
 
 
 def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_saved: bool = False) -> None:
     """Checks the engine of a policy or critic, and its schedule over the run's `num_updates` optimizer steps.
 
-    Raises InputError or ds_engine.EngineConfigError.
+    Raises InputError.
     """
     if engine.dropout:
         raise InputError(
@@ -191,7 +199,15 @@ def check_engine(engine: EngineConfig, *, section: str, num_updates: int, is_sav
         raise InputError(
             f"{section}.optim.total_steps is {engine.optim.total_steps}, but the run sets it ({num_updates}); remove it"
         )
-    check_schedule(engine.optim, num_updates)
+    check_optimizer_steps(engine.optim, num_updates, section=section)
+
+
+def check_optimizer_steps(optim: OptimConfig, num_steps: int, *, section: str) -> None:
+    """Raises InputError for a learning rate schedule that does not suit the number of optimizer steps."""
+    try:
+        check_schedule(optim, num_steps)
+    except EngineConfigError as error:
+        raise InputError(f"{section}.{error}") from error
 
 
 def check_states(engine: EngineConfig, *, section: str, is_saved: bool) -> None:

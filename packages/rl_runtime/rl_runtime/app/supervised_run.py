@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from ckpt import Checkpoint
-from ds_engine.config import check_schedule
 from rl_data import Demonstration, PromptSampler, load_demonstrations
 from run_kit import RunFolder, RunStopped, StopRequest, Tracker
 from run_kit.config.loader import to_yaml
@@ -30,6 +29,7 @@ from ..training.supervised_loop import Learn, SupervisedLoop, SupervisedResult
 from ..training.uploads import open_uploader
 from .choices import Choice
 from .inputs import Inputs, load_inputs
+from .preflight import check_optimizer_steps
 from .restarts import Restarts
 from .resume import check_steps_left
 from .supervised_config import SupervisedJobConfig, SupervisedJobConfigT
@@ -172,10 +172,10 @@ def check_lengths(model_path: Path, demonstrations: Sequence[Demonstration]) -> 
 
 
 def _check_steps(config: SupervisedJobConfig, num_demonstrations: int, resumed: Checkpoint | None) -> int:
-    """The last step. Raises InputError or ds_engine.EngineConfigError for settings that do not fit it."""
+    """The last step. Raises InputError for settings that do not fit it."""
     supervised = config.supervised
     last = supervised.num_steps(num_demonstrations)
-    check_schedule(supervised.optim, last)
+    check_optimizer_steps(supervised.optim, last, section="supervised")
     if resumed is not None:
         key = "supervised.steps" if supervised.steps else f"with supervised.epochs={supervised.epochs:g} the last"
         check_steps_left(resumed, last, key=key, run=str(resumed.path.parent.parent))
