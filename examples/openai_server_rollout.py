@@ -3,12 +3,22 @@
     python examples/openai_server_rollout.py
     VLLM_API_KEY=... python examples/openai_server_rollout.py --url http://127.0.0.1:8000 --model FOLDER
 
-What it buys: the token ids that were sampled, each with the log-prob that it was sampled with, and one answer for every
-sample: a sample or a failure with its reason. Text has to be tokenized again, which gives other tokens than the sampled
-ones, and their log-probs no longer belong to them. The script sends the same prompts both ways and scores every response
-with the model, then adds one prompt that is too long, and then cuts the connections of every eighth prompt three times.
+What it buys: the token ids that were sampled, each with the log-prob that it was sampled with, and one answer for
+every sample: a sample, or a failure with its reason. Text has to be tokenized again, which gives other tokens than the
+sampled ones, so that the log-probs no longer belong to them. The script sends the same prompts both ways and scores
+every response with the model, then adds one prompt that is too long, and then cuts the connections of every eighth
+prompt three times.
 
-Measured with this command on two busy CPU cores, NUMBERS
+Measured with this command on two busy CPU cores, 64 prompts x 4 responses of 32 tokens, temperature 0.8:
+
+* tokenized again, 187 of 256 responses are other tokens than the sampled ones; of rollout_vllm's responses none, and
+  their log-probs are the model's to 3.8e-6; it takes 1.5 s, the `openai` client 2.9 s;
+* a prompt that is too long makes `asyncio.gather` raise, which loses the other 256 responses; rollout_vllm returns
+  them, and four failures "too_long";
+* connections cut three times: the `openai` client's two retries (its default) lose 8 of 64 prompts, rollout_vllm's
+  five none.
+
+With `extra_body={"return_token_ids": True}` vLLM returns the token ids to the `openai` client, too.
 
 The server must return token ids: vLLM does on request (`return_token_ids`). Failures name this if it does not. Start it
 with `--logprobs-mode processed_logprobs`, else its log-probs are those before the temperature; `check_running` says so.
@@ -134,8 +144,10 @@ async def cutting_connections(endpoint: Endpoint, times: int) -> AsyncIterator[E
         body = await request.read()
         seen[body] += 1
         is_cut = request.method == "POST" and list(seen).index(body) % 8 == 0 and seen[body] <= times
-        if is_cut and request.transport is not None:
+        if is_cut:
+            assert request.transport is not None
             request.transport.abort()
+            return web.Response()  # to nobody
         headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
         async with session.request(request.method, request.path, data=body, headers=headers) as answer:
             return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
@@ -143,7 +155,7 @@ async def cutting_connections(endpoint: Endpoint, times: int) -> AsyncIterator[E
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", forward)
     runner, port = web.AppRunner(app), free_port()
-    async with aiohttp.ClientSession(endpoint.url) as session:
+    async with aiohttp.ClientSession(endpoint.url, connector=aiohttp.TCPConnector(force_close=True)) as session:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
         try:
@@ -189,8 +201,8 @@ async def compare(endpoint: Endpoint, folder: Path, num_prompts: int) -> list[Ro
 
 def show(row: Row) -> None:
     print(
-        f"{row.case:20s} {row.way:13s} {row.num_responses:4d} responses in {row.seconds:.2f} s, {row.num_wrong} of them "
-        f"with log-probs of other tokens, others equal to {row.largest:.1e}; {len(row.failures)} failures"
+        f"{row.case:20s} {row.way:13s} {row.num_responses:4d} responses in {row.seconds:.2f} s, {row.num_wrong} with "
+        f"log-probs of other tokens, others equal to {row.largest:.1e}; {len(row.failures)} failures"
     )
     for failure in dict.fromkeys(row.failures):
         print(f"{'':35s}{failure[:150]}")
@@ -203,8 +215,7 @@ def write_model(folder: Path, num_steps: int = 100) -> None:
     bpe.train_from_iterator(texts, vocab_size=1024, special_tokens=["<end>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<end>", pad_token="<end>")
     tokenizer.save_pretrained(folder)
-    sizes = {"vocab_size": 1024, "hidden_size": 128, "num_hidden_layers": 2, "initializer_range": 0.02, "eos_token_id": 0}
-    model = random_model(tiny_config(**sizes))
+    model = random_model(tiny_config(vocab_size=1024, hidden_size=128, initializer_range=0.02, eos_token_id=0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     ids_N = torch.tensor(tokenizer.encode("\n".join(texts)))
     for _ in range(num_steps):

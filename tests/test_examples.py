@@ -127,5 +127,5 @@ def test_pushed_weights_are_the_trainers_from_a_torch_loop_and_from_a_callback(s
     for way in ("as started", "plain torch, push", "TRL callback, push", "push after it"):
         assert rows[way].difference < 1e-4, rows
     assert rows["trained, nothing sent"].difference > 1e-2
-    # vLLM leaves the packed weights of a tied head as they were. If this fails, it mended that: say so in the docstring.
+    # vLLM leaves a tied head's packed weights as they were. If this fails, it mended that: say so in the docstring.
     assert rows["checkpoint, vLLM's reload_weights"].difference > 1e-3
