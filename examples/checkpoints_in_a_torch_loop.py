@@ -111,12 +111,17 @@ def survives_a_kill(kind: str, folder: Path, delay_s: float, hidden: int) -> boo
     folder.mkdir()
     process = get_context("fork").Process(target=lambda: train(KINDS[kind](folder), 10**6, hidden))
     process.start()
-    while not written(folder):
-        time.sleep(0.01)
+    while not is_loadable(kind, folder):
+        time.sleep(0.05)
     time.sleep(0.5 + delay_s)
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL  # it had not ended before
+    return is_loadable(kind, folder)
+
+
+def is_loadable(kind: str, folder: Path) -> bool:
+    """Whether a start finds a checkpoint that it can load."""
     try:
         KINDS[kind](folder).load()
     except Exception:

@@ -1,9 +1,12 @@
 """The examples at the root of the repository: each shows the figure that its docstring states."""
 
+import asyncio
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -85,3 +88,44 @@ def test_the_engine_keeps_the_gradients_that_deepspeed_alone_loses() -> None:
         assert norms[f"ds_engine, ZeRO-{stage}"] == pytest.approx(true, rel=1e-5)
     assert norms["DeepSpeed alone, ZeRO-3"] == pytest.approx(true, rel=1e-5)
     assert norms["DeepSpeed alone, ZeRO-2"] < 0.6 * true  # if this fails, DeepSpeed mended it: say so in the docstring
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    """(endpoint, model folder) of the server that two examples share."""
+    pytest.importorskip("trl")
+    folder = tmp_path_factory.mktemp("served")
+    load("openai_server_rollout").write_model(folder / "model")
+    with load("torch_trainer_to_vllm").running_server(folder / "model", folder) as endpoint:
+        yield endpoint, folder / "model"
+
+
+@pytest.mark.slow
+def test_the_rollout_client_returns_every_sampled_token_where_text_and_the_openai_client_lose_some(
+    served: tuple[Any, Path],
+) -> None:
+    rows = asyncio.run(load("openai_server_rollout").compare(*served, num_prompts=16))
+    found = {(row.case, row.way): row for row in rows}
+    for case in ("as is", "one prompt too long", "connections cut"):
+        ours, theirs = found[case, "rollout_vllm"], found[case, "openai"]
+        assert ours.num_responses == 16 * 4
+        assert ours.num_wrong == 0
+        assert ours.largest < 1e-4
+        assert theirs.num_wrong > 0.1 * theirs.num_responses
+    assert not found["as is", "rollout_vllm"].failures
+    too_long = found["one prompt too long", "rollout_vllm"].failures
+    assert len(too_long) == 4
+    assert all(failure.startswith("too_long: ") for failure in too_long)
+    assert not found["connections cut", "rollout_vllm"].failures
+    assert len(found["connections cut", "openai"].failures) == 2  # prompts 0 and 8: its retries end before the cuts do
+
+
+@pytest.mark.slow
+def test_pushed_weights_are_the_trainers_from_a_torch_loop_and_from_a_callback(served: tuple[Any, Path]) -> None:
+    """Leaves other weights in the server: the last test that uses it."""
+    rows = {row.way: row for row in load("torch_trainer_to_vllm").compare(*served, num_steps=2)}
+    for way in ("as started", "plain torch, push", "TRL callback, push", "push after it"):
+        assert rows[way].difference < 1e-4, rows
+    assert rows["trained, nothing sent"].difference > 1e-2
+    # vLLM leaves a tied head's packed weights as they were. If this fails, it mended that: say so in the docstring.
+    assert rows["checkpoint, vLLM's reload_weights"].difference > 1e-3

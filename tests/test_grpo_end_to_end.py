@@ -123,7 +123,7 @@ def test_a_dead_rank_is_replaced_a_second_ends_the_run_by_name_and_it_resumes(
     check_that_strangers_are_kept_out(app)
     (first,) = (tmp_path / "outputs").iterdir()
     checkpoints = CheckpointManager(first / "checkpoints")
-    wait_until(checkpoints.newest_good, 60)
+    wait_until(checkpoints.newest_good)
     (server,) = (process.pid for process in app.children("_supervise.py"))
     app.children("ray::TrainerWorker")[0].kill()
     app.wait_for("training again after")
@@ -157,7 +157,7 @@ def test_a_dead_rank_is_replaced_a_second_ends_the_run_by_name_and_it_resumes(
     app.wait_for("tok/s")  # the line of a step; "s/step" is in the path of a checkpoint
     (second,) = (tmp_path / "resumed").iterdir()
     # Which groups a step waits for depends on timing: in three steps some began under the previous policy version.
-    wait_until(lambda: len(whole_rows(second / "metrics.tsv")) >= 3, 120)
+    wait_until(lambda: len(whole_rows(second / "metrics.tsv")) >= 3)
     app.process.send_signal(signal.SIGTERM)
     assert app.finish() == 143, app.output
     assert not app.survivors()

@@ -26,6 +26,7 @@ class Gate(RemoteCheckpoints):
     def __init__(self, url: str, fails: list[bool] | None = None) -> None:
         super().__init__(url)
         self._allowed, self._fails = threading.Semaphore(0), iter(fails or [])
+        self.begun: list[int] = []
         self.tried: list[int] = []
 
     def allow(self, number: int = 1) -> None:
@@ -33,7 +34,8 @@ class Gate(RemoteCheckpoints):
             self._allowed.release()
 
     def upload(self, checkpoint: Checkpoint, **options: Any) -> str:
-        if not self._allowed.acquire(timeout=10):
+        self.begun.append(checkpoint.step)
+        if not self._allowed.acquire(timeout=120):
             raise TimeoutError("the test allows no further upload")
         self.tried.append(checkpoint.step)
         if next(self._fails, False):
@@ -50,7 +52,7 @@ def publish(manager: CheckpointManager, step: int, score: float = 0.0) -> Checkp
     return manager.publish(step, state={"step": step}, metrics={"score": score})
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 10) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "timed out"
@@ -95,12 +97,11 @@ def test_saves_neither_wait_for_an_upload_nor_delete_what_it_reads(tmp_path: Pat
     with AsyncUploader(tmp_path, remote, retention=rule, report=said.append) as uploader:
         manager = CheckpointManager(tmp_path, retention=rule, on_publish=uploader.add)
         publish(manager, 1)
+        wait_until(lambda: remote.begun == [1])  # the thread holds step 1 and waits in `upload`
         started = time.monotonic()
-        wait_until(lambda: uploader._waiting and remote._allowed._value == 0)
-        time.sleep(0.05)  # the thread holds step 1 and waits in `upload`
         for step in (2, 3, 4):
             publish(manager, step)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 60, "a save waited for the upload"
         assert manager.steps() == [1, 4], "step 1 is being uploaded"
         remote.allow(2)
     assert remote.tried == [1, 4]
@@ -205,12 +206,25 @@ put_file = remote._fs.put_file
 def slowly(*args, **options):
     put_file(*args, **options)
     print("file", flush=True)
-    time.sleep(0.05)
+    sys.stdin.readline()
 remote._fs.put_file = slowly
 with AsyncUploader(root, remote) as uploader:
     for step in CheckpointManager(root).steps():
         uploader.add(CheckpointManager(root).read(step))
 """
+
+
+def kill_after(command: list[str], num_files: int) -> None:
+    """Kills a process that waits for a line after every file, when it has dealt with so many."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for number in range(num_files):
+            if number:
+                process.stdin.write("go on\n")
+                process.stdin.flush()
+            assert process.stdout.readline() == "file\n"
+        process.kill()
 
 
 @pytest.mark.slow
@@ -225,11 +239,7 @@ def test_a_process_killed_while_it_uploads_or_downloads_leaves_whole_checkpoints
     storage = tmp_path / "storage"
     for num_files, whole in ((2, []), (7, [1])):
         command = [sys.executable, "-c", KILLED, str(manager.root), f"{storage}{num_files}"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for _ in range(num_files):
-                assert process.stdout.readline() == "file\n"
-            process.kill()
+        kill_after(command, num_files)
         remote = RemoteCheckpoints(f"file://{storage}{num_files}")
         assert remote.steps() == whole
         assert len(remote.folders()) == len(whole) + 1, "the unfinished upload is there and does not count"
@@ -239,16 +249,12 @@ def test_a_process_killed_while_it_uploads_or_downloads_leaves_whole_checkpoints
         "def slowly(*args, **options):\n"
         "    get_file(*args, **options)\n"
         "    print('file', flush=True)\n"
-        "    time.sleep(0.05)\n"
+        "    sys.stdin.readline()\n"
         "remote._fs.get_file = slowly\n"
         "remote.download(1, root)\n"
     )
     command = [sys.executable, "-c", downloader, str(tmp_path / "there"), ""]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for _ in range(3):
-            assert process.stdout.readline() == "file\n"
-        process.kill()
+    kill_after(command, 3)
     there = CheckpointManager(tmp_path / "there")
     assert there.steps() == []
     assert RemoteCheckpoints(f"file://{storage}7").download(1, there.root).step == 1

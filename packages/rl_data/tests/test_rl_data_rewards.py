@@ -114,10 +114,10 @@ def test_length_falls_linearly(limit: int, margin: int, length: int) -> None:
 @pytest.mark.parametrize("piece", ["1 ", "\\boxed{", "####", "answer is ", "```\n", "$", "-", "(" * 20, "\n* "])
 def test_a_megabyte_of_text_is_scored_soon(name: str, piece: str) -> None:
     options = {"limit": 3} if name == "length" else {}
-    begin = time.monotonic()
+    begin = time.process_time()
     text = piece * (1_000_000 // len(piece))
     assert 0 <= score(name, text, "assert 0", **options) <= 1
-    assert time.monotonic() - begin < 15
+    assert time.process_time() - begin < 10
 
 
 @pytest.mark.parametrize(

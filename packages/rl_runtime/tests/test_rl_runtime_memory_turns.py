@@ -261,7 +261,7 @@ def test_requests_wait_while_the_servers_sleep(two_servers: list[SleepingServer]
             time.sleep(0.2)
             assert not any("completions" in call for server in two_servers for call in server.calls)
             rig.fleet.push(1)
-        thread.join(20)
+        thread.join(60)
     assert all(group.complete and group.samples[0].policy_version == 1 for group in results)
     assert len(results) == 2
     assert rig.crimes() == []
@@ -272,7 +272,7 @@ def test_requests_wait_while_the_servers_sleep(two_servers: list[SleepingServer]
 def test_without_restarts_a_failure_names_the_server(
     two_servers: list[SleepingServer], action: str, fault: str
 ) -> None:
-    rig = Rig(two_servers, max_restarts=0, timeout_s=0.3)
+    rig = Rig(two_servers, max_restarts=0, timeout_s=1.0)
     with rig.client:
         rig.step(0)
         two_servers[1].faults[action] = fault
@@ -290,7 +290,7 @@ def test_a_server_that_does_not_follow_is_restarted_with_the_new_weights(
     """With the real watch. The trainer never waits for it, and works only when its memory is free."""
     if fault == "lie" and action != "kv_cache":
         return  # a server that says it has done what it has not is found out when it should serve
-    rig = Rig(two_servers, timeout_s=0.3)
+    rig = Rig(two_servers, timeout_s=1.0)
     bad = two_servers[1]
     with rig.client, rig.fleet:
         rig.step(0)
@@ -349,7 +349,7 @@ def test_a_server_that_dies_while_the_trainer_works_starts_when_the_servers_have
 def test_the_trainer_waits_for_a_server_that_starts(two_servers: list[SleepingServer]) -> None:
     rig = Rig(two_servers)
     loading = threading.Event()
-    two_servers[1].wait_ready = lambda _: loading.wait(20)  # type: ignore[method-assign, assignment, return-value]
+    two_servers[1].wait_ready = lambda _: loading.wait(60)  # type: ignore[method-assign, assignment, return-value]
     with rig.client, rig.fleet:
         rig.step(0)
         two_servers[1].stop()
@@ -360,7 +360,7 @@ def test_the_trainer_waits_for_a_server_that_starts(two_servers: list[SleepingSe
         time.sleep(0.3)
         assert rig.turns.turn is Turn.GENERATION
         loading.set()
-        thread.join(20)
+        thread.join(60)
         assert rig.turns.turn is Turn.GENERATION
     assert [server.weights for server in two_servers] == [1, 1]
     assert rig.crimes() == []
@@ -398,7 +398,7 @@ class AllOrders(RuleBasedStateMachine):
             self.watch = ManualWatch(self.servers, client)
             return self.watch
 
-        self.rig = Rig(self.servers, moves_states=moves_states, level=level, watch=watch, timeout_s=5.0)
+        self.rig = Rig(self.servers, moves_states=moves_states, level=level, watch=watch, timeout_s=20.0)
         self.moves_states, self.version = moves_states, 0
         self.rig.step(0)
 

@@ -296,7 +296,7 @@ def test_a_cancelled_run_leaves_no_environment_behind() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    asyncio.run(cancelled(0.5))
+    play("Counter")  # the server that forks environments has started
     before = descendants()
     for after_s in (0.0, 0.005, 0.02, 0.5):
         asyncio.run(cancelled(after_s))

@@ -147,19 +147,23 @@ def test_aborted_answers_hold_tokens_that_the_engine_core_had_not_sent(
         assert status == 200, text
         return parse_completion(json.loads(text), sampling.n)
 
-    before = client.metrics()["server_0/generation_tokens"]
-    with ThreadPoolExecutor(6) as pool:
-        answers = []
-        for number in range(6):
-            answers.append(pool.submit(send, number))
-            time.sleep(0.02)  # so that the requests have different numbers of tokens
-        wait_until(lambda: client.metrics()["server_0/generation_tokens"] > before + 6 * INTERVAL)
-        assert call(endpoint, "POST", route, {}, timeout_s=300)[0] == 200
-        aborted = [c for answer in answers for c in answer.result(300) if c.finish_reason == "abort"]
-    assert call(endpoint, "POST", "/resume", timeout_s=300)[0] == 200
-    lengths = [len(choice.response_ids) for choice in aborted]
-    assert lengths == [len(choice.log_probs) for choice in aborted]
-    assert any(length > 1 and (length - 1) % INTERVAL for length in lengths), lengths
+    def has_unsent_tokens() -> bool:
+        before = client.metrics()["server_0/generation_tokens"]
+        with ThreadPoolExecutor(6) as pool:
+            answers = []
+            for number in range(6):
+                answers.append(pool.submit(send, number))
+                time.sleep(0.02)  # so that the requests have different numbers of tokens
+            wait_until(lambda: client.metrics()["server_0/generation_tokens"] > before + 6 * INTERVAL)
+            assert call(endpoint, "POST", route, {}, timeout_s=300)[0] == 200
+            aborted = [c for answer in answers for c in answer.result(300) if c.finish_reason == "abort"]
+        assert call(endpoint, "POST", "/resume", timeout_s=300)[0] == 200
+        lengths = [len(choice.response_ids) for choice in aborted]
+        assert lengths == [len(choice.log_probs) for choice in aborted]
+        return any(length > 1 and (length - 1) % INTERVAL for length in lengths)
+
+    # On a busy machine the abort may come when all have ended, or just after the engine core has sent.
+    assert any(has_unsent_tokens() for _ in range(10))
 
 
 def test_failed_pause_changes_nothing(proxy: FaultyProxy) -> None:

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ def main(config):
         with stop.listen("stopping after this step"):
             for step in range(1, 101):
                 tracker.info(f"step {step} begins")
-                time.sleep(1.0)
+                sys.stdin.readline()  # the step lasts until the test says so
                 tracker.log(step, {"a": 1.0})
                 if stop.signal:
                     raise RunStopped(stop.signal)
@@ -47,6 +46,7 @@ def _heed_signals() -> None:
 def start_loop(folder: Path) -> "subprocess.Popen[str]":
     process = subprocess.Popen(
         [sys.executable, "-c", LOOP, f"output={folder}"],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -72,10 +72,23 @@ def test_one_signal_ends_after_the_step_and_two_at_once(
     tmp_path: Path, signals: list[signal.Signals], code: int, num_rows: int
 ) -> None:
     process = start_loop(tmp_path)
-    for number in signals:
+    assert process.stdout is not None
+    first, *others = signals
+    out = ""
+    process.send_signal(first)
+    if first != signal.SIGHUP:
+        while "stopping after this step" not in out:
+            line = process.stdout.readline()
+            assert line, out
+            out += line
+    for number in others:
         process.send_signal(number)
-        time.sleep(0.1)
-    out, _ = process.communicate(timeout=30)
+    if num_rows:
+        rest, _ = process.communicate("go\n", timeout=120)
+    else:  # the step does not end by itself
+        rest = process.stdout.read()
+        process.wait(120)
+    out += rest
     assert process.returncode == code, out
     assert out.count("stopping after this step") == (signals[0] != signal.SIGHUP)
     assert "Traceback" not in out

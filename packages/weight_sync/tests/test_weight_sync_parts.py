@@ -40,7 +40,7 @@ from weight_sync import (
     check_server,
     plan_buckets,
 )
-from weight_sync.channel import HELLO_WAIT_S, Channel, Listener, connect
+from weight_sync.channel import Channel, Listener, connect
 from weight_sync.errors import ChannelError
 from weight_sync.push.session import Link, PushSession
 from weight_sync.tensors import checksum, slot_view
@@ -159,9 +159,9 @@ def test_checksum_of_an_empty_tensor() -> None:
 
 def greet(listener: Listener) -> tuple[Channel, Channel]:
     """A worker's connection: its end and the pusher's."""
-    worker = connect(listener.address, 5.0)
+    worker = connect(listener.address, 60.0)
     worker.send({"token": listener.token, "worker": "0.0"})
-    accepted = listener.accept(5.0, 5.0)
+    accepted = listener.accept(60.0, 60.0)
     assert accepted is not None
     assert accepted[1]["worker"] == "0.0"
     return worker, accepted[0]
@@ -206,7 +206,7 @@ def test_strangers_are_turned_away_and_delay_no_worker(host: str | None, monkeyp
     rude = {name: stranger(listener, data) for name, data in STRANGERS.items()}
     slow = stranger(listener, b"\x00\x00\x00\x02{")
     worker, pusher = greet(listener)
-    assert time.monotonic() - started < 4.0
+    assert time.monotonic() - started < 60, "300 waits of half a second"
     worker.send({"type": "ready"})
     assert pusher.receive() == {"type": "ready"}
     for sock in [*rude.values(), *silent[:40], silent[-1], slow]:
@@ -220,6 +220,7 @@ def test_strangers_are_turned_away_and_delay_no_worker(host: str | None, monkeyp
 
 
 def test_processes_of_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_sync.channel.HELLO_WAIT_S", 60.0)
     listener = Listener()
     if os.getuid() == 0:
         if (child := os.fork()) == 0:
@@ -227,7 +228,7 @@ def test_processes_of_other_users_are_turned_away(monkeypatch: pytest.MonkeyPatc
             os._exit(0 if is_closed(stranger(listener, b"")) else 1)
         started = time.monotonic()
         assert os.waitpid(child, 0)[1] == 0
-        assert time.monotonic() - started < HELLO_WAIT_S  # closed at once, not after the wait for a hello
+        assert time.monotonic() - started < 50  # closed at once, not after the wait for a hello
     else:
         monkeypatch.setattr("weight_sync.channel.os.getuid", lambda: os.geteuid() + 1)
         assert is_closed(stranger(listener, b""))
@@ -241,7 +242,7 @@ def test_nccl_store_listens_on_one_interface() -> None:
     listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"]
     assert f"0100007F:{store.port:04X}" in listening
     assert f"00000000:{store.port:04X}" not in listening
-    client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=5))
+    client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=60))
     client.set("a", b"1")
     assert store.get("a") == b"1"
 
@@ -282,7 +283,7 @@ def test_shared_memory_segments_are_reused(new_model: Any) -> None:
 @pytest.fixture
 def rendezvous() -> Iterator[tuple[TCPStore, list[Channel], list[Channel]]]:
     """A store, and the pusher's and the workers' ends of two channels."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     pairs = [socket.socketpair() for _ in range(2)]
     pushers, workers = ([Channel(pair[side], 5.0) for pair in pairs] for side in range(2))
     yield store, pushers, workers

@@ -301,5 +301,5 @@ def stranger(listener: Listener, data: bytes) -> socket.socket:
         sock = socket.create_connection((host, int(port)))
     with contextlib.suppress(OSError):  # the pusher may have hung up already
         sock.sendall(data)
-    sock.settimeout(5.0)
+    sock.settimeout(60.0)
     return sock
