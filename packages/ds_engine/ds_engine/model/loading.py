@@ -206,9 +206,9 @@ def _read_folder(
     missing = set(info["missing_keys"])
     if missing - {new_head}:
         raise ModelError(f"{model_path!r} lacks weights: {sorted(missing - {new_head})[:5]}")
-    if missing and seed is None:
-        raise ModelError(f"{model_path!r} has no value head ({new_head}), which an engine that is not trained needs")
     if missing:
+        if seed is None:
+            raise ModelError(f"{model_path!r} has no value head ({new_head}), which a model that is not trained needs")
         _draw_value_head(model.get_parameter(new_head), seed)
     return cast("nn.Module", model)
 

@@ -41,7 +41,7 @@ from .preflight import (
     check_supervised,
 )
 from .resume import find_checkpoint
-from .reward_model import check_reward_model, reward_engine
+from .reward_model import check_reward_model, check_reward_ranks, reward_engine
 from .training_run import TrainingRun
 
 
@@ -207,6 +207,7 @@ def check_job(
     check_adapters(config.actor, config.rollout, config.sync)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
     check_cluster(config.model, config.trainer, placement)
+    architectures += check_reward_ranks(config, placement)
     skipped: list[str] = []
     resume_from = find_checkpoint(config.trainer, skipped.append)
     return JobPlan(placement=placement, resume_from=resume_from, skipped=skipped, architectures=architectures)

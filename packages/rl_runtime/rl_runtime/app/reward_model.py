@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..launch.placement import Placement
 from ..rollout.scoring import connect_service
 from .job_config import JobConfig
-from .preflight import check_architectures, naming_key, policy_tokenizer
+from .preflight import check_architectures, check_cluster, naming_key, policy_tokenizer
 
 _HEAD = "score.weight"
 """The head of transformers' sequence classifiers on causal models; shape [labels, hidden]."""
@@ -47,22 +47,27 @@ def check_reward_model(model: ModelConfig, reward: ScoringConfig, *, longest: in
         _try_service(reward, theirs)
 
 
-def check_reward_engine(config: JobConfig, placement: Placement) -> list[str]:
-    """Refuses a reward model that the ranks cannot compute; returns a line for each way, as `check_architectures`.
+def check_reward_ranks(config: JobConfig, placement: Placement) -> list[str]:
+    """Refuses a reward model that the ranks cannot compute or read; returns lines as `check_architectures` does.
 
     Raises:
-        InputError: the engine cannot compute it exactly.
+        InputError: the engine cannot compute it exactly, or a node has not the folder.
     """
     if not config.reward.model_on_ranks:
         return []
-    folder = str(find_model_folder(str(config.reward.model)))
+    model = ModelConfig(path=str(find_model_folder(str(config.reward.model))))
+    as_critic = {"critic": reward_engine(config)}  # the section that has a value head
     try:
-        return check_architectures(ModelConfig(path=folder), {"critic": reward_engine(config)}, on_gpu=placement.on_gpu)
+        if not config.trainer.local_disks:  # there, the ranks get it
+            check_cluster(model, config.trainer, placement)
+        return check_architectures(model, as_critic, on_gpu=placement.on_gpu)
     except InputError as error:
         text = str(error).replace("model.path", "reward.model", 1)
-        raise InputError(
-            f"reward.model is {folder}: actor.{text[7:]}" if text.startswith("critic.") else text
-        ) from error
+        if text.startswith("critic."):
+            text = (
+                f"reward.model is {model.path}, whose engine is set up as the actor's: {text.removeprefix('critic.')}"
+            )
+        raise InputError(text) from error
 
 
 def reward_engine(config: JobConfig) -> EngineConfig:
@@ -76,7 +81,7 @@ def _check_head(reward: ScoringConfig, folder: Path) -> None:
     kinds = settings.get("architectures") or []
     if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds):
         raise InputError(
-            f"reward.model is {reward.model}, whose config.json names {', '.join(map(str, kinds)) or 'no architecture'}; "
+            f"reward.model is {reward.model}, whose architecture is {', '.join(map(str, kinds)) or 'unknown'}; "
             "allowed: a sequence-classification model (…ForSequenceClassification), saved by save_pretrained"
         )
     num_labels = len(settings["id2label"]) if "id2label" in settings else settings.get("num_labels", 2)

@@ -186,8 +186,8 @@ class Scorer:
     async def score(self, drafts: Sequence[Experience]) -> list[SampleScore]:
         """The scores of the samples of a group.
 
-        A sample whose `score` is set, by its episode, keeps it; configured terms are added to it. What a reward model on
-        the ranks adds comes later (`training.reward_model`).
+        A sample whose `score` is set, by its episode, keeps it; configured terms are added to it. A reward model on the
+        ranks adds to it later (`training.reward_model`).
         """
         is_asked = [self._config.adds_up or math.isnan(draft.score) for draft in drafts]
         asked = [draft for draft, yes in zip(drafts, is_asked, strict=True) if yes]
