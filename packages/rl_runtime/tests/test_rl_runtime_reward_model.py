@@ -204,6 +204,25 @@ def test_functions_score_during_the_rollout_and_the_model_on_the_ranks_later() -
     assert len(rewards_of_rows(ScoringConfig(model="m", terms=TERM)) or ()) == 1
 
 
+def test_a_served_model_gets_the_token_ids_and_scores_during_the_rollout(reward_folder: Path) -> None:
+    with reward_service(num_labels=1) as service:
+        served = ScoringConfig(
+            model=str(reward_folder),
+            url=service.url,
+            service="reward_model",
+            api_key="secret",
+            model_weight=-100.0,
+            terms=TERM,
+        )
+        check_reward_model(BUILTIN, served, longest=68)
+        with Scorer(served) as scorer:
+            [found] = asyncio.run(scorer.score([sample((5, 6), (7, 8, 1))]))
+    assert dict(found.terms) == {"brief": 1.0, "model": 0.005}
+    assert found.score == pytest.approx(0.5 - 100 * 0.005)
+    path, body = service.asked[-1]
+    assert (path, body["input"], body["use_activation"]) == ("/classify", [5, 6, 7, 8, 1], False)
+
+
 # --------------------------------------------------------------- real ranks
 
 
