@@ -12,6 +12,7 @@ from rl_runtime import InputError, check_lengths, check_prompt_files
 from rl_runtime.app.inputs import BUILTIN_MODEL
 from rl_runtime.app.job_config import without_secrets
 from rl_runtime.app.preflight import check_environment, check_folder_name, check_functions
+from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.rollout.scoring import rewards_of_rows
 from rollout_vllm import RequestTooLongError, check_launch, check_running
 from run_kit import RunFolder
@@ -35,6 +36,14 @@ def check_inputs(config: EvaluateConfig) -> None:
     check_prompt_files(config.model, config.data, rewards=() if scores_alone else rewards_of_rows(config.reward))
     check_environment(config.episode, config.model, config.data, config.task, seed=config.seed)
     check_lengths(config.rollout, config.data, [config.sampling])
+    if config.reward.model_on_ranks:
+        raise InputError(
+            f"reward.model is {config.reward.model}; allowed in an evaluation, which has no trainer's ranks: with "
+            "reward.service=reward_model and reward.url=http://HOST:PORT of "
+            f"`vllm serve {config.reward.model} --runner pooling`"
+        )
+    longest = config.data.max_prompt_length + config.sampling.max_tokens
+    check_reward_model(config.model, config.reward, longest=longest)
     config.rollout.read_api_key()
     if config.rollout.urls:
         check_running(config.rollout)

@@ -117,7 +117,8 @@ class ZeroEngine:
             trainable: False for a reference model, which has no gradients and no optimizer states. Stage 3 shards its
                 weights; stages 1 and 2 keep them whole on every rank.
             head: "lm", or "value" for a critic or reward model. A value head is a linear layer with one output
-                (`score.weight` [1, H]) that replaces the LM head; call `values` instead of `log_probs`.
+                (`score.weight` [1, H]) that replaces the LM head; call `values` instead of `log_probs`. Where the
+                folder has none, a trainable engine draws it, and a frozen one refuses the folder.
 
         Raises:
             ModelError: the folder or architecture is not supported.
@@ -128,7 +129,7 @@ class ZeroEngine:
         check_offload(config.zero.offload)
         check_fp16(config.model_dtype, device.type)
         settings = deepspeed_config(config, device_type=device.type, trainable=trainable)
-        module = load_model(model_path, config, device=device, ds_config=settings, head=head)
+        module = load_model(model_path, config, device=device, ds_config=settings, head=head, new_head=trainable)
         return cls(
             module,
             config,

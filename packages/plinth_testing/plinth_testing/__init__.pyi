@@ -2,6 +2,7 @@ from .collectives import record_calls as record_calls
 from .covering import covering_table as covering_table
 from .covering import uncovered_pairs as uncovered_pairs
 from .memory import peak_memory as peak_memory
+from .models import make_classifier as make_classifier
 from .models import random_model as random_model
 from .models import tiny_config as tiny_config
 from .models import write_tiny_model as write_tiny_model

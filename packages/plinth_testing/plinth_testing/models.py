@@ -62,6 +62,21 @@ def write_tiny_model(folder: Path, family: str = "qwen3", *, seed: int = 0, **ch
     return folder
 
 
+def make_classifier(folder: Path, *, num_labels: int = 1, seed: int = 0) -> Path:
+    """Turns a causal LM folder into a sequence classifier with a random head; a reward model has one label."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=num_labels, dtype=torch.float32
+    )
+    head = model.score.weight
+    with torch.no_grad():
+        head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(seed)))
+    model.save_pretrained(folder)
+    return folder
+
+
 def write_word_tokenizer(folder: Path, vocab_size: int = 64, **special_tokens: str) -> None:
     """Adds a tokenizer to a model folder: token i is the word "w<i>"; unknown words are `unk_token`, by default "w1".
 

@@ -25,6 +25,8 @@ JUDGE_FIELDS_OF_DATA = ("prompt", "ground_truth", "data_source", "extra")
 
 EPISODE_TERM = "episode"
 """Name of what an episode scored itself, beside configured terms."""
+MODEL_TERM = "model"
+"""Name of what the reward model scored."""
 
 
 def is_url(text: str) -> bool:
@@ -408,13 +410,21 @@ class ScoringConfig(RewardConfig):
     """`package.module:function`, called as `function(response_text)`: the answer of a response, or None, on which
     validations with several samples vote (`maj@n`). null: the answer that the reward extracts (gsm8k, math,
     multiple_choice)."""
+    model: str | None = None
+    """A reward model: a Hugging Face sequence-classification folder with one label, or OWNER/NAME after `hf download`,
+    with the policy's vocabulary. It reads the tokens of prompt and response; its output at the last token is the score,
+    which has no bounds. It is frozen on the actor's ranks and scores after each rollout, or with
+    `service=reward_model` it is behind `url`. `terms` and rewards of episodes are added to it."""
+    model_weight: float = 1.0
+    """Factor of the reward model's output; 0 writes its metrics only."""
     url: str | None = None
     """A service that scores instead of a function: `http://host:port/path`, or `http://host:port` of a vLLM server for
     the other kinds of `service`. A sample without a score is left out of the batch."""
-    service: Literal["http", "classification", "pooling", "judge"] = "http"
+    service: Literal["http", "classification", "pooling", "reward_model", "judge"] = "http"
     """Kind of `url`. `http`: a service that receives prompt, response, ground_truth, data_source and extra as JSON
     and answers `{"score": number}`. `classification`, `pooling`: a classifier or reward model behind vLLM's /classify
-    or /pooling, which reads prompt and response. `judge`: a chat model."""
+    or /pooling, which reads prompt and response. `reward_model`: the folder `model` behind vLLM's /classify
+    (`vllm serve FOLDER --runner pooling`), which gets token ids. `judge`: a chat model."""
     judge_prompt: str | None = None
     """The judge's prompt, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}` and `{extra[column]}`;
     `{{` is a brace. The response is marked as text to grade, and the judge is told to end with a line
@@ -445,6 +455,7 @@ class ScoringConfig(RewardConfig):
                 raise ValueError(
                     f"url is {self.url!r}; allowed: null with a function ({self.function}), or no function"
                 )
+        self._check_model()
         if self.service == "judge" and self.judge_prompt is None:
             raise ValueError("judge_prompt is null; allowed with service=judge: the text of the judge's prompt")
         if self.judge_prompt is not None:
@@ -464,8 +475,49 @@ class ScoringConfig(RewardConfig):
         """The bearer token, from the file if one is given. Raises rollout_vllm.ApiKeyError if it cannot be read."""
         return read_api_key(self.api_key, self.api_key_file)
 
+    @property
+    def model_on_ranks(self) -> bool:
+        """Whether the reward model is on the trainer's ranks; its scores then come after the rollout."""
+        return self.model is not None and self.url is None
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the score is a sum of named values, to which rewards of episodes belong."""
+        return bool(self.terms) or self.model is not None
+
+    def key_of(self, term: str) -> str:
+        """The configuration key of a named value; empty for the only reward."""
+        if term == MODEL_TERM and self.model is not None:
+            return "reward.model"
+        return f"reward.terms.{term}" if term else ""
+
+    def weight_of(self, term: str) -> float:
+        """Factor of a named value; "" is the only reward."""
+        if term == MODEL_TERM and self.model is not None:
+            return self.model_weight
+        return self.terms[term].weight if term in self.terms else 1.0
+
+    def _check_model(self) -> None:
+        if self.model is None:
+            if self.service == "reward_model":
+                raise ValueError("model is null; allowed with service=reward_model: the folder that the server serves")
+            if self.model_weight != 1:
+                raise ValueError(f"model_weight is {self.model_weight}; allowed: 1 where model is null")
+            return
+        if not math.isfinite(self.model_weight):
+            raise ValueError(f"model_weight is {self.model_weight}; allowed: a finite number")
+        if self.function is not None:
+            raise ValueError(
+                f"model is {self.model!r}; allowed: null with a function ({self.function}); reward.terms add both"
+            )
+        if self.url is not None and self.service != "reward_model":
+            raise ValueError(
+                f"model is {self.model!r}; allowed: null with service={self.service}, or service=reward_model if "
+                f"{self.url} serves it"
+            )
+
     def _check_terms(self) -> None:
-        if self.terms and (self.function or self.url):
+        if self.terms and (self.function or (self.url and self.service != "reward_model")):
             raise ValueError("terms is given; allowed: empty with function or url, which score alone")
         for name in ("method", "format_score"):
             value, default = getattr(self, name), getattr(RewardConfig(), name)
@@ -476,13 +528,17 @@ class ScoringConfig(RewardConfig):
                 raise ValueError(
                     f"terms.{name} is a bad name; allowed: letters, digits, _ and -, but not {EPISODE_TERM}"
                 )
+            if name == MODEL_TERM and self.model is not None:
+                raise ValueError(f"terms.{name} is a bad name; allowed with model: another, because it names the model")
             if term.is_registered and (limit_s := term.registered().max_duration_s) >= self.timeout_s:
                 raise ValueError(
                     f"terms.{name}.options.timeout_s is {limit_s:g}; allowed: below timeout_s ({self.timeout_s:g}), "
                     "so that a slow program scores 0 and is not left out"
                 )
-        if self.terms and not any(term.weight for term in self.terms.values()):
-            raise ValueError("terms have weight 0 only; allowed: at least one other weight")
+        weights = [term.weight for term in self.terms.values()] + ([] if self.model is None else [self.model_weight])
+        if weights and not any(weights):
+            what = "terms have weight 0 only" if self.model is None else "model_weight and the weights of terms are 0"
+            raise ValueError(f"{what}; allowed: at least one other weight")
 
     def _check_judge_prompt(self, judge_prompt: str) -> None:
         if self.service != "judge":

@@ -73,6 +73,11 @@ class Experience:
     """Score of the greedy response to the same prompt (ReMax); None if the algorithm does not use it."""
 
     @property
+    def token_ids(self) -> list[int]:
+        """Of prompt and response, with the end-of-sequence token if there is one."""
+        return [*self.prompt.token_ids, *self.response_ids]
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and response tokens, including context."""
         return len(self.prompt.token_ids) + len(self.response_ids)

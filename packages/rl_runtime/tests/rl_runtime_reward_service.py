@@ -16,8 +16,8 @@ KEY = "secret"
 MODEL = "reward-model"
 
 
-def quality(text: str) -> float:
-    """Length in thousands of characters."""
+def quality(text: str | list[int]) -> float:
+    """Length in thousands of characters or tokens."""
     return len(text) / 1000
 
 
@@ -26,6 +26,8 @@ class RewardService:
     url: str
     asked: list[tuple[str, Any]] = field(default_factory=list)
     """(path, body) of every POST."""
+    num_labels: int = 2
+    """Of the classifier; 1: a reward model."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -43,7 +45,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path != "/score" and body.get("model") != MODEL:
             self._answer(404, {"error": {"message": f"no model {body.get('model')!r}"}})
         else:
-            answer = _answer_to(self.path, body)
+            answer = _answer_to(self.path, body, self.service.num_labels)
             self._answer(200 if answer else 404, answer or {"detail": "Not Found"})
 
     def _answer(self, status: int, answer: Any) -> None:
@@ -56,11 +58,12 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
-def _answer_to(path: str, body: Any) -> Any:
+def _answer_to(path: str, body: Any, num_labels: int) -> Any:
     if path == "/score":
         return {"score": quality(body["response"])} if body["ground_truth"] else {}
     if path == "/classify":
-        return {"data": [{"index": 0, "label": "LABEL_1", "num_classes": 2, "probs": _probs(body["input"])}]}
+        probs = _probs(body["input"])[-num_labels:]
+        return {"data": [{"index": 0, "label": "LABEL_1", "num_classes": num_labels, "probs": probs}]}
     if path == "/pooling":
         return {"data": [{"index": 0, "object": "pooling", "data": [[0.0], [quality(body["input"])]]}]}
     if path == "/v1/chat/completions":
@@ -71,15 +74,15 @@ def _answer_to(path: str, body: Any) -> Any:
     return None
 
 
-def _probs(text: str) -> list[float]:
+def _probs(text: Any) -> list[float]:
     return [1 - quality(text), quality(text)]
 
 
 @contextmanager
-def reward_service() -> Iterator[RewardService]:
+def reward_service(*, num_labels: int = 2) -> Iterator[RewardService]:
     """The service on a free port of the loopback."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
-        service = RewardService(f"http://127.0.0.1:{server.server_port}")
+        service = RewardService(f"http://127.0.0.1:{server.server_port}", num_labels=num_labels)
         server.RequestHandlerClass = type("Handler", (_Handler,), {"service": service})
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:

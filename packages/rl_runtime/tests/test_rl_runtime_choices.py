@@ -26,6 +26,7 @@ from rl_runtime import (
     job_layout,
 )
 from rl_runtime.app.choices import choose_for, choose_supervised_for
+from rl_runtime.config import ScoringConfig
 from rl_runtime.launch.gpus import Gpu, known_gpus
 from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit.machine import gpus as machine_gpus
@@ -414,3 +415,28 @@ def test_gpus_before_ampere_get_float16_and_sdpa(kind: Any) -> None:
                 choose(given, gpus=cards, shape=QWEN3_06B)
         else:
             choose(given, gpus=cards, shape=QWEN3_06B)
+
+
+@pytest.mark.parametrize(("stage", "share"), [(2, 1.0), (3, 0.5)])
+def test_the_memory_plan_counts_a_reward_model_on_the_ranks(stage: Any, share: float) -> None:
+    """Its bf16 weights beside the actor's; a vector takes the place of the LM head."""
+    job = config(reward=ScoringConfig(model="folder"), actor=EngineConfig(zero=ZeroConfig(stage=stage)))
+    without = choose_for(job, gpus=gpus(2), shape=QWEN3_06B)
+    counted = choose_for(job, gpus=gpus(2), shape=QWEN3_06B, reward_shape=QWEN2_7B)
+    num_weights = sum(weight.size for weight in QWEN2_7B.weights("value"))
+    assert counted.rank_bytes - without.rank_bytes == pytest.approx(2 * num_weights * share, rel=0.03)
+
+
+def test_a_reward_model_waits_in_host_memory_where_the_reference_does() -> None:
+    job = config(
+        trainer=TrainerConfig(take_turns="both", num_ranks=2),
+        actor=EngineConfig(gradient_checkpointing=True, zero=ZeroConfig(stage=3)),
+    )
+    without, counted = (
+        choose_for(job, gpus=gpus(2), shape=QWEN3_06B, host_bytes=500 * GIB, reward_shape=shape)
+        for shape in (None, QWEN2_7B)
+    )
+    grown = counted.rank_bytes - without.rank_bytes
+    assert grown > 6 * GIB
+    assert counted.host_bytes - without.host_bytes == 2 * grown
+    assert counted.moved_bytes - without.moved_bytes == 2 * grown

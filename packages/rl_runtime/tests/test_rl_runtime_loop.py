@@ -46,7 +46,7 @@ class Journal:
     def published(self, version: int) -> None:
         self.note("published", version)
 
-    def validate(self, step: int) -> None:
+    def validate(self, step: int, finish: object = None) -> None:
         self.note("validate", step)
 
     def log_samples(self, step: int, _: Any) -> None:

@@ -212,6 +212,22 @@ def test_a_step_hands_the_memory_over_in_order(two_servers: list[SleepingServer]
     assert rig.crimes() == []
 
 
+def test_ranks_that_compute_between_two_steps_have_the_memory_and_give_it_back(
+    two_servers: list[SleepingServer],
+) -> None:
+    rig = Rig(two_servers)
+    with rig.client:
+        rig.step(3)
+        with rig.fleet.lending_memory():
+            assert rig.ranks.actor.on_gpu
+            assert rig.ranks.ref.on_gpu
+            assert not any(server.gpu_tags for server in two_servers)
+        assert [server.weights for server in two_servers] == [3, 3], "sleeping servers lose their weights"
+        assert all(group.complete for group in rig.generate())
+        rig.step(4)
+    assert rig.crimes() == []
+
+
 def test_the_pushed_weights_stay_and_those_of_other_models_move(two_servers: list[SleepingServer]) -> None:
     rig = Rig(two_servers)
     with rig.client:

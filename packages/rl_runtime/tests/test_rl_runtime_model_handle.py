@@ -28,6 +28,7 @@ from rl_runtime.ranks.model_handle import ModelHandle, SkippedUpdates, WithoutAd
 from rl_runtime.ranks.train_batch import TrainBatch
 from rl_runtime.ranks.trainer_worker import Delivery, TrainerWorker
 from rl_runtime.training.metrics import update_metrics
+from rl_runtime.training.reward_model import RewardModel
 from rl_runtime.training.supervised import train_supervised
 
 
@@ -177,6 +178,20 @@ def test_fp16_may_search_its_loss_scale() -> None:
     for _ in range(50):
         unlimited.count(stats(norm=math.inf))
     unlimited.check()
+
+
+@pytest.mark.parametrize(("world_size", "sp", "num_samples"), [(1, 1, 8), (2, 1, 7), (4, 2, 8), (2, 2, 3), (4, 1, 1)])
+def test_a_reward_model_scores_every_sample_in_its_place(world_size: int, sp: int, num_samples: int) -> None:
+    """Of any number, also less than there are ranks. The value of the echo is half of the last token."""
+    ranks = InProcessRanks(world_size, "reward")
+    model = RewardModel(handle(ranks, "reward", sp=sp), weight=2.0)
+    items = [replace(item, score=0.25) for item in make_batch([3, 9, 1, 5, 7, 2, 8, 4]).items[:num_samples]]
+    found = model.score(items)
+    assert [item.reward_terms for item in found] == [{"model": item.response_ids[-1] / 2} for item in items]
+    assert [item.score for item in found] == [0.25 + item.response_ids[-1] for item in items]
+    assert [item.response_ids for item in found] == [item.response_ids for item in items]
+    assert not any(worker._batches for worker in ranks.workers), "the ranks keep nothing"
+    assert model.score([]) == []
 
 
 @pytest.mark.parametrize(("world_size", "sp"), [(4, 1), (4, 2), (4, 4), (2, 2)])

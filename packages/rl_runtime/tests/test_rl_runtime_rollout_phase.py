@@ -181,6 +181,24 @@ def test_a_validation_with_several_samples_has_pass_at_k_and_the_majority(scorer
     assert metrics["val/maj@4"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
 
 
+def test_a_validation_completes_all_scores_at_once(scorer: Scorer) -> None:
+    """As a reward model does; who is right, and the metrics, follow from the completed scores."""
+    asked: list[int] = []
+
+    def finish(items: Sequence[Experience]) -> list[Experience]:
+        asked.append(len(items))
+        return [replace(item, score=item.response_ids[0] - 2.5, reward_terms={"model": 1.0}) for item in items]
+
+    result = phase(ScriptedClient([[2, 4], [], [3, 2]], n=2), scorer).validate(
+        [Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=2), step=0, finish=finish
+    )
+    assert asked == [4]
+    assert [[s.score for s in prompt.samples] for prompt in result.prompts] == [[-0.5, 1.5], [], [0.5, -0.5]]
+    assert [prompt.num_right for prompt in result.prompts] == [1, 0, 0]
+    assert result.score_mean == 0.25
+    assert {name for prompt in result.prompts for s in prompt.samples for name in s.terms} == {"model"}
+
+
 def test_a_validation_with_one_sample_has_the_metrics_it_always_had(scorer: Scorer) -> None:
     result = phase(ScriptedClient([[2], []], n=1), scorer).validate(
         [Prompt("a"), Prompt("b")], SamplingConfig(n=1), step=0

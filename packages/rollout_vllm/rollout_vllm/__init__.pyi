@@ -21,6 +21,7 @@ from .episodes.remote_rewards import classification_reward as classification_rew
 from .episodes.remote_rewards import http_reward as http_reward
 from .episodes.remote_rewards import judge_reward as judge_reward
 from .episodes.remote_rewards import pooling_reward as pooling_reward
+from .episodes.remote_rewards import scalar_reward as scalar_reward
 from .episodes.rewards import RewardOutcome as RewardOutcome
 from .episodes.rewards import RewardPool as RewardPool
 from .episodes.tools import ToolEnvironment as ToolEnvironment

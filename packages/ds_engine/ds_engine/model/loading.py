@@ -66,7 +66,13 @@ def check_offload(offload: OffloadConfig) -> None:
 
 
 def load_model(
-    model_path: str, config: EngineConfig, *, device: torch.device, ds_config: dict[str, Any], head: Head = "lm"
+    model_path: str,
+    config: EngineConfig,
+    *,
+    device: torch.device,
+    ds_config: dict[str, Any],
+    head: Head = "lm",
+    new_head: bool = True,
 ) -> nn.Module:
     """Try the architecture, then load the model in `config.dtype` on `device` (stage 3: sharded over the ranks).
 
@@ -77,6 +83,7 @@ def load_model(
         head: "lm" loads the causal LM unchanged. "value" replaces the LM head by a linear layer to one number per
             token. It is read from the folder if present, otherwise drawn with `config.seed` from a small normal
             distribution, so that values start near zero.
+        new_head: False refuses a folder without the value head.
 
     Raises:
         ModelError: the folder does not exist, transformers cannot load it with this head, or the engine cannot compute
@@ -95,7 +102,8 @@ def load_model(
     torch.manual_seed(config.seed)
     sharded = config.zero.stage == 3
     with _zero3_loading(ds_config) if sharded else nullcontext():
-        model = _read_folder(model_path, torch_dtype(config.model_dtype), head, options, seed=config.seed)
+        drawn_with = config.seed if new_head else None
+        model = _read_folder(model_path, torch_dtype(config.model_dtype), head, options, seed=drawn_with)
     if config.lora is not None and config.lora.base_format == "nf4":
         quantize_base(model, device=device)
     mark_rows(model, trial.way == "rows")
@@ -176,7 +184,10 @@ def prepare_model(
         module.requires_grad_(False)
 
 
-def _read_folder(model_path: str, dtype: torch.dtype, head: Head, options: dict[str, Any], *, seed: int) -> nn.Module:
+def _read_folder(
+    model_path: str, dtype: torch.dtype, head: Head, options: dict[str, Any], *, seed: int | None
+) -> nn.Module:
+    """`seed`: of a value head that the folder lacks; None: such a folder is refused."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     options = {"dtype": dtype, **options}
@@ -196,6 +207,8 @@ def _read_folder(model_path: str, dtype: torch.dtype, head: Head, options: dict[
     if missing - {new_head}:
         raise ModelError(f"{model_path!r} lacks weights: {sorted(missing - {new_head})[:5]}")
     if missing:
+        if seed is None:
+            raise ModelError(f"{model_path!r} has no value head ({new_head}), which a model that is not trained needs")
         _draw_value_head(model.get_parameter(new_head), seed)
     return cast("nn.Module", model)
 

@@ -112,7 +112,9 @@ def choose_settings(config: JobConfigT) -> Choice[JobConfigT]:
     prepare_driver(config.trainer.device)
     gpus, host_bytes = read_memory(config.trainer)
     shape = _read_shape(config.model.path) if gpus else None
-    return choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes)
+    scores = gpus and config.reward.model_on_ranks
+    reward_shape = _read_shape(str(config.reward.model), key="reward.model") if scores else None
+    return choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes, reward_shape=reward_shape)
 
 
 def choose_supervised(config: SupervisedJobConfigT) -> Choice[SupervisedJobConfigT]:
@@ -198,7 +200,12 @@ def _choose_budget(choice: Choice[SupervisedJobConfigT], budget: int, why: str) 
 
 
 def choose_for(
-    config: JobConfigT, *, gpus: Sequence[Gpu], shape: ModelShape | None, host_bytes: int | None = None
+    config: JobConfigT,
+    *,
+    gpus: Sequence[Gpu],
+    shape: ModelShape | None,
+    host_bytes: int | None = None,
+    reward_shape: ModelShape | None = None,
 ) -> Choice[JobConfigT]:
     """The rule of `choose_settings`, as a pure function.
 
@@ -206,6 +213,7 @@ def choose_for(
         gpus: the GPUs that the run may use; none: the CPU.
         shape: sizes of the model; None: it is so small that its memory does not matter.
         host_bytes: free memory of this host, or of all hosts; None: unknown, and not limited.
+        reward_shape: sizes of the reward model on the ranks; None: there is none.
 
     Raises:
         InputError: the training states alone exceed a GPU, or what turns move exceeds the host's memory.
@@ -220,22 +228,22 @@ def choose_for(
     if gpus and shape is not None:
         free, total = min(gpu.free_bytes for gpu in gpus), min(gpu.total_bytes for gpu in gpus)
         host = math.inf if host_bytes is None else host_bytes * _HOST_USABLE
-        return _choose_memory(choice, free, total, shape, host)
+        return _choose_memory(choice, free, total, shape, reward_shape, host)
     choice = choice.with_default("trainer.take_turns", "never", "the default")
     return _choose_sizes(choice, gradient_checkpointing=False, token_budget=DEFAULT_TOKEN_BUDGET, why="the default")
 
 
-def _read_shape(path: str) -> ModelShape | None:
+def _read_shape(path: str, *, key: str = "model.path") -> ModelShape | None:
     if path == BUILTIN_MODEL:
         return None
     try:
         folder = find_model_folder(path)
     except DataError as error:
-        raise InputError(f"model.path: {error}") from error
+        raise InputError(f"{key}: {error}") from error
     try:
         return read_shape(folder)
     except ValueError as error:
-        raise InputError(f"model.path is {path}: {error}") from error
+        raise InputError(f"{key} is {path}: {error}") from error
 
 
 def _devices(gpus: Sequence[Gpu]) -> str:
@@ -426,11 +434,16 @@ class _Plan:
 
 
 def _choose_memory(
-    choice: Choice[JobConfigT], free: int, total: int, shape: ModelShape, host: float
+    choice: Choice[JobConfigT],
+    free: int,
+    total: int,
+    shape: ModelShape,
+    reward_shape: ModelShape | None,
+    host: float,
 ) -> Choice[JobConfigT]:
     """Turns, recomputation, micro batches and the server's share."""
     usable = int(free * _USABLE)
-    plans = list(_plans(choice.config, shape, total))
+    plans = list(_plans(choice.config, shape, reward_shape, total))
     in_host = [plan for plan in plans if plan.host_bytes <= host]
     plan = next((p for p in in_host if p.gpu_bytes <= usable), None)
     if plan is None:
@@ -542,7 +555,7 @@ def _choose_sizes(
     return choice.with_default("batch.token_budget", token_budget, why)
 
 
-def _plans(config: JobConfig, shape: ModelShape, total: int) -> Iterator[_Plan]:
+def _plans(config: JobConfig, shape: ModelShape, reward_shape: ModelShape | None, total: int) -> Iterator[_Plan]:
     """All ways in the order of preference; at least one."""
     is_open = any(model.engine.gradient_checkpointing is None for model in config.models)
     budgets: Sequence[int | None] = _TOKEN_BUDGETS
@@ -552,7 +565,7 @@ def _plans(config: JobConfig, shape: ModelShape, total: int) -> Iterator[_Plan]:
     for turns in _turns(config):
         for shares in _KV_SHARES:
             for recompute, budget in sizes:
-                rank = _rank_memory(config, shape, recompute, budget)
+                rank = _rank_memory(config, shape, reward_shape, recompute, budget)
                 for share in shares:
                     yield _Plan(
                         turns=turns,
@@ -585,7 +598,9 @@ def _shares_gpus(config: JobConfig) -> bool:
     return not config.rollout.urls and config.trainer.colocate
 
 
-def _rank_memory(config: JobConfig, shape: ModelShape, recompute: bool, budget: int | None) -> _Rank:
+def _rank_memory(
+    config: JobConfig, shape: ModelShape, reward_shape: ModelShape | None, recompute: bool, budget: int | None
+) -> _Rank:
     """The rank with the most, and what the ranks move in turns."""
     tokens = budget or config.batch.max_packed_tokens
     if config.batch.micro_batch_size is not None:
@@ -605,10 +620,12 @@ def _rank_memory(config: JobConfig, shape: ModelShape, recompute: bool, budget: 
             head=model.head,
         )
         (alone if model.own_ranks else shared).append(estimate)
-    reference = shared[0].weights.device if config.keeps_reference else 0
+    frozen = shared[0].weights.device if config.keeps_reference else 0
+    if reward_shape is not None:
+        frozen += _reward_weights(config, reward_shape)
     groups = [shared, *([estimate] for estimate in alone)]
     states = [sum(map(_states, group)) for group in groups]
-    beside = [n + reference * (group is shared) for n, group in zip(states, groups, strict=True)]
+    beside = [n + frozen * (group is shared) for n, group in zip(states, groups, strict=True)]
     # The weights of the actor stay for the push; all other states move.
     kept = [sum(e.buffers.device for e in group) + (group is shared) * shared[0].weights.device for group in groups]
     moved = [n - k for n, k in zip(beside, kept, strict=True)]
@@ -623,6 +640,13 @@ def _rank_memory(config: JobConfig, shape: ModelShape, recompute: bool, budget: 
         if config.trainer.save_freq
         else 0,
     )
+
+
+def _reward_weights(config: JobConfig, shape: ModelShape) -> int:
+    """Device bytes of the reward model's weights on a rank. Its forward pass needs less than an update of the actor."""
+    engine = replace(config.actor, lora=None)
+    dp = max(1, config.trainer.rank_count // engine.sequence_parallel)
+    return estimate_memory(shape, engine, dp=dp, tokens_per_micro_batch=1, head="value").weights.device
 
 
 def _states(estimate: MemoryEstimate) -> int:

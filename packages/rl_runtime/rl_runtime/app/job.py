@@ -13,6 +13,7 @@ from pathlib import Path
 from ckpt import Checkpoint
 from ds_engine import EngineConfig, Head
 from rl_core import BatchLayout, batch_layout
+from rl_data import find_model_folder
 from run_kit import check_tracking
 
 from ..launch.placement import Placement
@@ -22,6 +23,7 @@ from ..ranks.model_handle import ModelHandle, Reference, WithoutAdapters
 from ..rollout.scoring import rewards_of_rows
 from ..training.checkpoints import Stateful
 from ..training.loop import Learn
+from ..training.reward_model import RewardModel
 from ..training.supervised import train_supervised
 from ..training.uploads import check_checkpoint_url
 from .job_config import JobConfig
@@ -39,6 +41,7 @@ from .preflight import (
     check_supervised,
 )
 from .resume import find_checkpoint
+from .reward_model import check_reward_model, check_reward_ranks, reward_engine
 from .training_run import TrainingRun
 
 
@@ -96,10 +99,13 @@ class Job(TrainingRun):
         model.build(self.model_path, engine, total_steps=num_updates, head=head)
         return model
 
-    def frozen(self, role: str, engine: EngineConfig, *, model_path: str | None = None) -> ModelHandle:
-        """Builds the engine of `role` without an optimizer: a reference model, or a teacher with its own folder."""
+    def frozen(
+        self, role: str, engine: EngineConfig, *, model_path: str | None = None, head: Head = "lm"
+    ) -> ModelHandle:
+        """Builds the engine of `role` without an optimizer: a reference model, or a teacher or reward model with its
+        own folder."""
         model = self._handle(role)
-        model.build_frozen(model_path or self.model_path, engine)
+        model.build_frozen(model_path or self.model_path, engine, head=head)
         return model
 
     def reference(self, actor: ModelHandle) -> Reference:
@@ -112,6 +118,16 @@ class Job(TrainingRun):
             return WithoutAdapters(actor)
         self.tracker.info("reference model: a frozen copy on the actor's ranks")
         return self.frozen("ref", self.config.actor)
+
+    def reward_model(self) -> RewardModel | None:
+        """Builds the reward model on the actor's ranks; None if the configuration has none there."""
+        reward = self.config.reward
+        if not reward.model_on_ranks:
+            return None
+        folder = find_model_folder(str(reward.model))
+        self.tracker.info(f"reward model: {folder}, frozen on the actor's ranks")
+        model = self.frozen("reward", reward_engine(self.config), model_path=self.for_ranks(folder), head="value")
+        return RewardModel(model, weight=reward.model_weight)
 
     def _handle(self, role: str, *, temperature: float | None = None) -> ModelHandle:
         """`temperature`: default that of the rollout."""
@@ -186,9 +202,12 @@ def check_job(
     validates = config.data.val or not config.data.train
     samplings = [config.sampling, config.validation] if validates else [config.sampling]
     check_lengths(config.rollout, config.data, samplings)
+    longest = config.data.max_prompt_length + max(sampling.max_tokens for sampling in samplings)
+    check_reward_model(config.model, config.reward, longest=longest)
     check_adapters(config.actor, config.rollout, config.sync)
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
     check_cluster(config.model, config.trainer, placement)
+    architectures += check_reward_ranks(config, placement)
     skipped: list[str] = []
     resume_from = find_checkpoint(config.trainer, skipped.append)
     return JobPlan(placement=placement, resume_from=resume_from, skipped=skipped, architectures=architectures)

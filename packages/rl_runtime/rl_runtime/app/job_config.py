@@ -70,11 +70,27 @@ class JobConfig:
                 f"oversampling.extra_prompts is {self.oversampling.extra_prompts}; allowed: 0 with a greedy baseline "
                 "(ReMax), which a partial rollout of an earlier policy version would lack"
             )
+        self._check_reward_model()
         if self.dynamic_sampling.max_rounds and (self.greedy_baseline or self.sampling.n < 2):
             allowed = "with a greedy baseline (ReMax)" if self.greedy_baseline else f"with sampling.n={self.sampling.n}"
             raise ValueError(
                 f"dynamic_sampling.max_rounds is {self.dynamic_sampling.max_rounds}; allowed: 0 {allowed}, because no "
                 "scores are compared within a group"
+            )
+
+    def _check_reward_model(self) -> None:
+        """A reward model on the ranks scores after the rollout, which cannot ask for its scores."""
+        if not self.reward.model_on_ranks:
+            return
+        served = "or a served one (reward.url, reward.service=reward_model)"
+        if self.greedy_baseline:
+            raise ValueError(
+                f"reward.model is {self.reward.model}; allowed with a greedy baseline (ReMax): null, {served}"
+            )
+        if self.dynamic_sampling.max_rounds:
+            raise ValueError(
+                f"dynamic_sampling.max_rounds is {self.dynamic_sampling.max_rounds}; allowed: 0 with reward.model on "
+                f"the ranks, which scores after the rollout, {served}"
             )
 
     def _check_staleness(self) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from urllib.parse import urlsplit
 
 from ds_engine import (
@@ -33,7 +34,9 @@ from rl_data import (
     check_files,
     check_model_folder,
     find_model_folder,
+    load_tokenizer,
 )
+from rl_data.tiny_model import build_tiny_tokenizer
 from rollout_vllm import (
     Endpoint,
     EnvironmentFailedError,
@@ -77,6 +80,14 @@ def naming_key(key: str) -> Iterator[None]:
         raise InputError(f"{key}: {error}") from error
     except OSError as error:  # a name that is too long, a folder that may not be read
         raise InputError(f"{key}: {error.strerror or error}: {str(error.filename)[:200]!r}; give another") from error
+
+
+def policy_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer of the policy, before a run has written the built-in one. Raises InputError."""
+    if model.path == BUILTIN_MODEL:
+        return build_tiny_tokenizer()
+    with naming_key("model.path"):
+        return load_tokenizer(find_model_folder(model.path))
 
 
 def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:

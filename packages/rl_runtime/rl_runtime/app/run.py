@@ -28,6 +28,7 @@ from ..training.ledger import SampleLedger
 from ..training.local_disks import LocalDisks
 from ..training.loop import LoopResult, Restart, TrainingLoop
 from ..training.record import RunRecord
+from ..training.reward_model import RewardModel
 from ..training.uploads import open_uploader
 from .choices import Choice, divides
 from .inputs import chat_format, load_inputs
@@ -127,19 +128,25 @@ def _run_attempt(
         start.mark("servers")
         put_to_sleep(job.session.servers, level=_sleep_level(job.config))
     algorithm = compose(job)
+    reward_model = job.reward_model()
     start.mark("models")
     job.session.wait_ready()
     start.mark("servers, which started with the ranks,")
     if restart is None:
         job.tracker.info(f"ready after {start}")
-    result = _train(job, algorithm, memory, stop, restart)
+    result = _train(job, algorithm, reward_model, memory, stop, restart)
     if job.config.trainer.export_model and result.stopped_after is None:
         algorithm.roles["actor"].export(str(job.folder / "model"), job.model_path)
     return result
 
 
 def _train(
-    job: Job, algorithm: Algorithm, memory: MemorySampler, stop: StopRequest, restart: Restart | None
+    job: Job,
+    algorithm: Algorithm,
+    reward_model: RewardModel | None,
+    memory: MemorySampler,
+    stop: StopRequest,
+    restart: Restart | None,
 ) -> LoopResult:
     """All steps of the training loop."""
     config, session = job.config, job.session
@@ -167,6 +174,7 @@ def _train(
             servers=servers,
             checkpoints=checkpoints,
             record=RunRecord(job.tracker, memory, profiler, session, _ledger(job)),
+            reward_model=reward_model,
         )
         return loop.run(algorithm.learn, job.resumed, stop=stop, restart=restart)
 

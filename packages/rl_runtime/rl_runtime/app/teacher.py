@@ -3,10 +3,9 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rl_data import DataError, check_model_folder, check_same_vocabulary, find_model_folder, load_tokenizer
-from rl_data.tiny_model import VOCABULARY_SIZE, build_tiny_tokenizer
+from rl_data.tiny_model import VOCABULARY_SIZE
 from rollout_vllm import (
     Endpoint,
     RolloutConfig,
@@ -26,7 +25,7 @@ from ..training.teacher_config import TeacherConfig
 from .inputs import BUILTIN_MODEL
 from .job import Job
 from .job_config import JobConfig
-from .preflight import check_architectures, naming_key
+from .preflight import check_architectures, naming_key, policy_tokenizer
 
 
 def check_teacher(config: JobConfig, teacher: TeacherConfig, placement: Placement) -> None:
@@ -43,7 +42,7 @@ def check_teacher(config: JobConfig, teacher: TeacherConfig, placement: Placemen
         check_model_folder(folder, need_weights=not teacher.server.urls)
         theirs = load_tokenizer(folder)
     try:
-        check_same_vocabulary(_student_tokenizer(config.model), theirs)
+        check_same_vocabulary(policy_tokenizer(config.model), theirs)
     except DataError as error:
         raise InputError(
             f"teacher.model is {teacher.model}, which cannot score the token ids of model.path ({config.model.path}): "
@@ -143,13 +142,6 @@ def _try_servers(server: RolloutConfig, teacher: TeacherConfig) -> None:
         raise InputError(f"teacher.server.{error}") from error
     except ScoringError as error:
         raise InputError(f"teacher.server.urls: {error}") from error
-
-
-def _student_tokenizer(model: ModelConfig) -> Any:
-    if model.path == BUILTIN_MODEL:
-        return build_tiny_tokenizer()
-    with naming_key("model.path"):
-        return load_tokenizer(find_model_folder(model.path))
 
 
 def _vocab_size(folder: Path) -> int:

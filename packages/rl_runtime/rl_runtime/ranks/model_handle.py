@@ -73,7 +73,7 @@ class SkippedUpdates:
 
 
 class ModelHandle:
-    """The engine of the role `name` ("actor", "ref", "critic") on all ranks of a group."""
+    """The engine of the role `name` ("actor", "ref", "critic", "reward") on all ranks of a group."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class ModelHandle:
         self._sp = config.sequence_parallel
         self.ranks.run(TrainerWorker.build, self.name, model_path, config, total_steps, head)
 
-    def build_frozen(self, model_path: str, config: EngineConfig) -> None:
-        """Builds a frozen engine (a reference model), without gradients and optimizer states."""
+    def build_frozen(self, model_path: str, config: EngineConfig, *, head: Head = "lm") -> None:
+        """Builds a frozen engine (a reference or reward model), without gradients and optimizer states."""
         self._sp = config.sequence_parallel
-        self.ranks.run(TrainerWorker.build, self.name, model_path, replace(config, optim=OptimConfig()), None)
+        self.ranks.run(TrainerWorker.build, self.name, model_path, replace(config, optim=OptimConfig()), None, head)
 
     def log_probs(
         self, batch: TrainBatch | ExperienceBatch, *, column: str | None = None, adapters: bool = True

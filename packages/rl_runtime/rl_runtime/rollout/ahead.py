@@ -17,7 +17,7 @@ from rollout_vllm.client.group_run import fresh_group
 from ..errors import InputError, RolloutFailed
 from ..experience import Experience, ExperienceBatch, Phase, PromptLike
 from .partial_rollouts import PartialRollout
-from .phase import Collected, RolloutMeter, ScoredGroup, largest
+from .phase import Collected, Finish, RolloutMeter, ScoredGroup, largest
 from .schedule import Schedule
 from .step_rollouts import StepRollouts
 from .validation import Validation
@@ -183,9 +183,9 @@ class RolloutsAhead:
             "rollout/busy_s": busy_s,
         }
 
-    def validate(self, step: int) -> Validation | None:
+    def validate(self, step: int, finish: Finish | None = None) -> Validation | None:
         """Scores on the held-out prompts after `step`, while the groups of later steps are generated."""
-        return self._rollouts.validate(step)
+        return self._rollouts.validate(step, finish)
 
     def state_dict(self) -> dict[str, Any]:
         """Every group between drawing and training, JSON-able: scored ones with their samples, others with tokens.

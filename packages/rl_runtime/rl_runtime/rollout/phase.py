@@ -40,6 +40,8 @@ from .partial_rollouts import PartialRollout
 from .scoring import Scorer
 from .validation import PromptResult, Validation, prompt_result
 
+Finish = Callable[[Sequence[Experience]], list[Experience]]
+"""Completes the scores of samples, in their order."""
 MorePrompts = Callable[[Sequence[Experience]], Sequence[PromptLike]]
 """All scored samples of a step so far -> the prompts of its next round of generation, none to end."""
 
@@ -256,17 +258,22 @@ class RolloutPhase:
         *,
         step: int,
         on_scored: Callable[[], None] = lambda: None,
+        finish: Finish | None = None,
     ) -> Validation:
         """Samples and scores held-out prompts.
 
         Args:
             on_scored: called when the samples of a prompt are scored, in the client's thread.
+            finish: completes the scores of all samples, in the thread of the caller.
 
         Raises:
             RolloutFailed: no sample could be generated and scored (gives the first reason), or the reward hangs.
         """
         scoring = self._client.run(self._generate(prompts, sampling, -1 - step, None, on_scored=on_scored))
-        results = self._client.run(self._results(prompts, scoring, vote=sampling.n > 1))
+        groups = self._client.run(_all(scoring))
+        if finish is not None:
+            groups = _finished(groups, finish)
+        results = self._client.run(self._results(prompts, groups, vote=sampling.n > 1))
         self._client.run(self._meter.read(1.0))  # so that the metrics of the next step exclude the validation
         self.check_scorer(step)
         validation = Validation(prompts=tuple(results), num_samples_per_prompt=sampling.n)
@@ -277,10 +284,9 @@ class RolloutPhase:
         return validation
 
     async def _results(
-        self, prompts: Sequence[PromptLike], scoring: Sequence[asyncio.Task[ScoredGroup]], *, vote: bool
+        self, prompts: Sequence[PromptLike], groups: Sequence[ScoredGroup], *, vote: bool
     ) -> list[PromptResult]:
-        async def one(prompt: PromptLike, task: asyncio.Task[ScoredGroup]) -> PromptResult:
-            scored = await task
+        async def one(prompt: PromptLike, scored: ScoredGroup) -> PromptResult:
             return prompt_result(
                 prompt,
                 scored.items,
@@ -289,7 +295,7 @@ class RolloutPhase:
                 failures=scored.reasons,
             )
 
-        return await asyncio.gather(*(one(prompt, task) for prompt, task in zip(prompts, scoring, strict=True)))
+        return await asyncio.gather(*(one(prompt, group) for prompt, group in zip(prompts, groups, strict=True)))
 
     def check_scorer(self, step: int) -> None:
         """Raises RolloutFailed if the reward hangs."""
@@ -521,6 +527,12 @@ async def _with_baseline(scoring: Awaitable[ScoredGroup], greedy: Awaitable[Scor
         return replace(scored, items=[], reasons=scored.reasons + reasons)
     score = baseline.items[0].score
     return replace(scored, items=[replace(item, baseline_score=score) for item in scored.items])
+
+
+def _finished(groups: Sequence[ScoredGroup], finish: Finish) -> list[ScoredGroup]:
+    """The groups with the final scores of their samples, which are computed together."""
+    items = iter(finish([item for group in groups for item in group.items]))
+    return [replace(group, items=[next(items) for _ in group.items]) for group in groups]
 
 
 async def _all(scoring: Sequence[Awaitable[ScoredGroup]]) -> list[ScoredGroup]:

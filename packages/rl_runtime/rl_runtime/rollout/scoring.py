@@ -21,9 +21,10 @@ from rollout_vllm import (
     http_reward,
     judge_reward,
     pooling_reward,
+    scalar_reward,
 )
 
-from ..config import EPISODE_TERM, JUDGE_FIELDS_OF_DATA, RewardTermConfig, ScoringConfig
+from ..config import EPISODE_TERM, JUDGE_FIELDS_OF_DATA, MODEL_TERM, RewardTermConfig, ScoringConfig
 from ..errors import InputError
 from ..experience import Experience
 from .hang_guard import Call, HangGuard
@@ -99,8 +100,10 @@ class Scorer:
         }
         self._report = report
         self._sources = {name: self._function(function) for name, function in functions.items()}
-        if not functions:
-            self._sources[""] = self._data_source() if config.url is None else self._url(config.url)
+        if config.url is not None:
+            self._sources[MODEL_TERM if config.service == "reward_model" else ""] = self._url(config.url)
+        elif not functions and config.model is None:
+            self._sources[""] = self._data_source()
         self._full_score = _full_score(config, functions)
         self._answer = load_answer(config)
 
@@ -171,7 +174,7 @@ class Scorer:
         first = next(iter(self._config.terms.values()), None)
         if first is not None:
             reward = first.registered() if first.is_registered else None
-        elif self._config.function is not None or self._config.url is not None:
+        elif self._config.function is not None or self._config.url is not None or self._config.model is not None:
             reward = None
         else:
             try:
@@ -183,9 +186,10 @@ class Scorer:
     async def score(self, drafts: Sequence[Experience]) -> list[SampleScore]:
         """The scores of the samples of a group.
 
-        A sample whose `score` is set, by its episode, keeps it; configured terms are added to it.
+        A sample whose `score` is set, by its episode, keeps it; configured terms are added to it. A reward model on the
+        ranks adds to it later (`training.reward_model`).
         """
-        is_asked = [bool(self._config.terms) or math.isnan(draft.score) for draft in drafts]
+        is_asked = [self._config.adds_up or math.isnan(draft.score) for draft in drafts]
         asked = [draft for draft, yes in zip(drafts, is_asked, strict=True) if yes]
         columns = await asyncio.gather(*(source.score(asked) for source in self._sources.values()))
         scores = iter([self._sum(draft, outcomes) for draft, *outcomes in zip(asked, *columns, strict=True)])
@@ -197,9 +201,9 @@ class Scorer:
         total = sum(terms.values())
         for name, outcome in zip(self._sources, outcomes, strict=True):
             if outcome.score is None:
-                where = f"reward.terms.{name}: " if name else ""
-                return SampleScore(score=None, message=f"{where}{outcome.message}")
-            total += outcome.score * (self._config.terms[name].weight if name else 1.0)
+                key = self._config.key_of(name)
+                return SampleScore(score=None, message=f"{key}: {outcome.message}" if key else outcome.message)
+            total += outcome.score * self._config.weight_of(name)
             terms |= {name: outcome.score} if name else {}
         if not math.isfinite(total):
             return SampleScore(score=None, message=f"the weighted sum of reward.terms is {total}")
@@ -258,6 +262,8 @@ async def _ask_service(
 
 def _service_fields(config: ScoringConfig, draft: Experience) -> Any:
     prompt = draft.prompt
+    if config.service == "reward_model":
+        return draft.token_ids
     if config.service in ("classification", "pooling"):
         return prompt.text + draft.response_text
     return {
@@ -279,6 +285,8 @@ def connect_service(config: ScoringConfig, url: str) -> RemoteReward:
         return classification_reward(endpoint, label=config.label, timeout_s=config.timeout_s)
     if config.service == "pooling":
         return pooling_reward(endpoint, timeout_s=config.timeout_s)
+    if config.service == "reward_model":
+        return scalar_reward(endpoint, timeout_s=config.timeout_s)
     assert config.judge_prompt is not None
     return judge_reward(endpoint, prompt=config.judge_prompt, trusted=JUDGE_FIELDS_OF_DATA, timeout_s=config.timeout_s)
 
@@ -352,11 +360,9 @@ def prepare_rewards(functions: Collection[RewardFunction]) -> list[str]:
 
 def rewards_of_rows(config: ScoringConfig) -> tuple[Reward, ...] | None:
     """The registry's rewards that score every row; None: the reward of each row's data source."""
-    if config.function is not None or config.url is not None:
-        return ()
-    if not config.terms:
-        return None
-    return tuple(term.registered() for term in config.terms.values() if term.is_registered)
+    if config.terms:
+        return tuple(term.registered() for term in config.terms.values() if term.is_registered)
+    return () if config.function is not None or config.url is not None or config.model is not None else None
 
 
 def _full_score(config: ScoringConfig, functions: Mapping[str, RewardFunction]) -> float:

@@ -104,6 +104,17 @@ class RolloutServers:
                 self._turns.start_training(self._endpoints(self._running()), phase)
             yield
 
+    @contextmanager
+    def lending_memory(self) -> Iterator[None]:
+        """Context in which the ranks compute between two steps without changing the weights.
+
+        With turns, the servers lose their weights and get them again at its end.
+        """
+        with self.changing_weights():
+            yield
+            if self._turns is not None:
+                self.push(self._client.policy_version)
+
     def push(self, version: int, phase: Phase = nullcontext) -> SyncReport | None:
         """Pushes the actor's weights to all running servers as policy `version`; None if no server is running.
 

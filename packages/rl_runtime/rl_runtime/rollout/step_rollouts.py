@@ -10,7 +10,7 @@ from rollout_vllm import SamplingConfig
 from ..config import DynamicSamplingConfig
 from ..experience import Phase, PromptLike
 from .dynamic_sampling import DrawPrompts, DynamicSampling
-from .phase import Collected, RolloutPhase
+from .phase import Collected, Finish, RolloutPhase
 from .validation import Validation
 
 
@@ -78,12 +78,12 @@ class StepRollouts:
 
         return draw
 
-    def validate(self, step: int) -> Validation | None:
-        """Scores on the held-out prompts after `step`; None if there are none.
+    def validate(self, step: int, finish: Finish | None = None) -> Validation | None:
+        """Scores on the held-out prompts after `step`; None if there are none. `finish`: see `RolloutPhase.validate`.
 
         Raises:
             RolloutFailed: no sample could be generated and scored.
         """
         if not self.val_prompts:
             return None
-        return self.phase.validate(self.val_prompts, self.validation, step=step)
+        return self.phase.validate(self.val_prompts, self.validation, step=step, finish=finish)

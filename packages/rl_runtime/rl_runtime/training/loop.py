@@ -4,7 +4,7 @@ The app passes in the policy update as `learn`, a function from the step's sampl
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,13 +14,14 @@ from run_kit import StopRequest
 
 from ..config import TrainerConfig
 from ..errors import RankError, RolloutFailed
-from ..experience import ExperienceBatch, Phase
-from ..rollout.phase import Collected
+from ..experience import Experience, ExperienceBatch, Phase
+from ..rollout.phase import Collected, Finish
 from ..rollout.servers import RolloutServers
 from ..rollout.validation import Validation
 from .checkpoints import RunCheckpoints, load_and_say, save_or_say
 from .metrics import rollout_metrics
 from .record import RunRecord
+from .reward_model import RewardModel
 
 Learn = Callable[[int, ExperienceBatch, Phase], dict[str, float]]
 """(step, scored samples, phase timer) -> metrics."""
@@ -33,7 +34,7 @@ class Rollouts(Protocol):
         """The servers hold the weights of `version`, and hold requests no longer."""
 
     def collect(self, step: int, timed: Phase) -> Collected: ...
-    def validate(self, step: int) -> Validation | None: ...
+    def validate(self, step: int, finish: Finish | None = None) -> Validation | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +78,11 @@ class TrainingLoop:
         servers: RolloutServers,
         checkpoints: RunCheckpoints,
         record: RunRecord,
+        reward_model: RewardModel | None = None,
     ) -> None:
+        """`reward_model`: on the ranks; completes the scores that `rollouts` return."""
         self._trainer, self._rollouts, self._servers = trainer, rollouts, servers
-        self._checkpoints, self._record = checkpoints, record
+        self._checkpoints, self._record, self._reward_model = checkpoints, record, reward_model
 
     def run(
         self,
@@ -158,6 +161,9 @@ class TrainingLoop:
             if collected.note:
                 self._record.info(f"step {step}: {collected.note}")
             with self._servers.changing_weights(timer.phase):
+                if self._reward_model is not None:
+                    with timer.phase("reward_model"):
+                        collected = self._reward_model.complete(collected)
                 metrics = rollout_metrics(collected) | learn(step, collected.batch, timer.phase)
                 self._record.log_samples(step, collected)
                 # Before the sync, after which the engines' memory may belong to the servers.
@@ -180,8 +186,14 @@ class TrainingLoop:
 
     def _validate(self, step: int) -> float | None:
         """Held-out accuracy of the weights on the servers; None without held-out prompts."""
-        result = self._rollouts.validate(step)
+        result = self._rollouts.validate(step, self._finish if self._reward_model is not None else None)
         if result is None:
             return None
         self._record.log_validation(step, result)
         return result.accuracy
+
+    def _finish(self, items: Sequence[Experience]) -> list[Experience]:
+        """Held-out samples with the scores of the reward model."""
+        assert self._reward_model is not None
+        with self._servers.lending_memory():
+            return self._reward_model.score(items)

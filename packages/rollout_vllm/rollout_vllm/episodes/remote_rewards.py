@@ -148,6 +148,29 @@ def classification_reward(
     )
 
 
+def scalar_reward(endpoint: Endpoint, **settings: Any) -> RemoteReward:
+    """A reward model with one output behind vLLM's /classify: `score(text_or_token_ids)` is that output, unbounded.
+
+    Serve its folder, a sequence-classification model with one label, with `vllm serve FOLDER --runner pooling`. Token
+    ids are read as they are: no special tokens are added. A classifier with several labels gives no score.
+    """
+
+    def only(answer: Any) -> float:
+        values = answer["data"][0]["probs"]
+        if len(values) != 1:
+            raise ValueError(f"the served model has {len(values)} labels; a reward model has one")
+        return float(values[0])
+
+    return RemoteReward(
+        endpoint,
+        "/classify",
+        body=lambda item: {"input": item, "use_activation": False},
+        read=only,
+        with_model=True,
+        **settings,
+    )
+
+
 def pooling_reward(endpoint: Endpoint, **settings: Any) -> RemoteReward:
     """A reward model behind vLLM's /pooling: `score(text_or_token_ids)` is the last number that it returns.
 

@@ -1,0 +1,140 @@
+"""Checks of a reward model before any process starts; `Job.reward_model` builds it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ds_engine import EngineConfig
+from rl_data import DataError, check_model_folder, check_same_vocabulary, find_model_folder, load_tokenizer
+
+from ..config import ModelConfig, ScoringConfig
+from ..errors import InputError
+from ..launch.placement import Placement
+from ..rollout.scoring import connect_service
+from .job_config import JobConfig
+from .preflight import check_architectures, check_cluster, naming_key, policy_tokenizer
+
+_HEAD = "score.weight"
+"""The head of transformers' sequence classifiers on causal models; shape [labels, hidden]."""
+
+
+def check_reward_model(model: ModelConfig, reward: ScoringConfig, *, longest: int) -> None:
+    """Refuses a folder that is no reward model for the policy `model`, or a server that does not serve one.
+
+    Args:
+        longest: tokens of the longest prompt and response.
+
+    Raises:
+        InputError: the folder has another head, vocabulary or length, or the server gives no score.
+    """
+    if reward.model is None:
+        return
+    folder = find_model_folder(reward.model)
+    with naming_key("reward.model"):
+        check_model_folder(folder, need_weights=reward.model_on_ranks)
+        theirs = load_tokenizer(folder)
+    _check_head(reward, folder)
+    try:
+        check_same_vocabulary(policy_tokenizer(model), theirs)
+    except DataError as error:
+        raise InputError(
+            f"reward.model is {reward.model}, which cannot score the token ids of model.path ({model.path}): {error} "
+            "(policy and reward model); serve it and let it read text with reward.service=classification or pooling"
+        ) from error
+    _check_length(reward, folder, longest)
+    if reward.url is not None:
+        _try_service(reward, theirs)
+
+
+def check_reward_ranks(config: JobConfig, placement: Placement) -> list[str]:
+    """Refuses a reward model that the ranks cannot compute or read; returns lines as `check_architectures` does.
+
+    Raises:
+        InputError: the engine cannot compute it exactly, or a node has not the folder.
+    """
+    if not config.reward.model_on_ranks:
+        return []
+    model = ModelConfig(path=str(find_model_folder(str(config.reward.model))))
+    as_critic = {"critic": reward_engine(config)}  # the section that has a value head
+    try:
+        if not config.trainer.local_disks:  # there, the ranks get it
+            check_cluster(model, config.trainer, placement)
+        return check_architectures(model, as_critic, on_gpu=placement.on_gpu)
+    except InputError as error:
+        text = str(error).replace("model.path", "reward.model", 1)
+        if text.startswith("critic."):
+            text = (
+                f"reward.model is {model.path}, whose engine is set up as the actor's: {text.removeprefix('critic.')}"
+            )
+        raise InputError(text) from error
+
+
+def reward_engine(config: JobConfig) -> EngineConfig:
+    """The engine of the reward model: as the actor's, without adapters."""
+    return replace(config.actor, lora=None)
+
+
+def _check_head(reward: ScoringConfig, folder: Path) -> None:
+    """One label, from weights that the folder has: an engine would draw a missing head at random."""
+    settings = _read_config(folder)
+    kinds = settings.get("architectures") or []
+    if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds):
+        raise InputError(
+            f"reward.model is {reward.model}, whose architecture is {', '.join(map(str, kinds)) or 'unknown'}; "
+            "allowed: a sequence-classification model (…ForSequenceClassification), saved by save_pretrained"
+        )
+    num_labels = len(settings["id2label"]) if "id2label" in settings else settings.get("num_labels", 2)
+    if num_labels != 1:
+        raise InputError(
+            f"reward.model is {reward.model}, which has {num_labels} labels; allowed: 1, whose output is the score. "
+            "Serve a classifier with reward.url and reward.service=classification"
+        )
+    names = _weight_names(folder)
+    if reward.model_on_ranks and names and _HEAD not in names:
+        raise InputError(f"reward.model is {reward.model}, whose weights lack {_HEAD}; allowed: a trained reward model")
+
+
+def _check_length(reward: ScoringConfig, folder: Path, longest: int) -> None:
+    most = _read_config(folder).get("max_position_embeddings")
+    # One more than is scored: see `training.reward_model.to_be_scored`.
+    if isinstance(most, int) and longest + 1 > most:
+        raise InputError(
+            f"reward.model is {reward.model}, which reads {most} tokens; allowed: more than the longest prompt and "
+            f"response ({longest}: data.max_prompt_length, sampling.max_tokens and validation.max_tokens)"
+        )
+
+
+def _try_service(reward: ScoringConfig, tokenizer: Any) -> None:
+    """Asks for one score."""
+    url = str(reward.url)
+    with connect_service(reward, url) as service:
+        outcome = service.submit([tokenizer.eos_token_id]).result()
+    if outcome.score is None:
+        raise InputError(
+            f"reward.url is {url}, which gives no score: {outcome.message}; start it with "
+            f"`vllm serve {reward.model} --runner pooling`"
+        )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    with naming_key("reward.model"):
+        try:
+            settings: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise InputError(f"reward.model: {folder / 'config.json'} is no JSON: {error}") from error
+    return settings
+
+
+def _weight_names(folder: Path) -> set[str]:
+    """Names of the tensors in the safetensors files; empty where there are none."""
+    from safetensors import SafetensorError, safe_open
+
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, "pt") as file:
+                names |= set(file.keys())
+        except SafetensorError as error:
+            raise InputError(f"reward.model: {path} is damaged ({error}); copy it again") from error
+    return names

@@ -1,0 +1,72 @@
+"""Two ranks: a frozen reward model scores samples; a folder without a head is refused.
+
+Run by test_rl_runtime_reward_model.py with the folder of a reward model, that of a causal LM, and a file for the
+scores.
+"""
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_engine import EngineConfig, ModelError, ZeroConfig
+from plinth_testing import run_ranks
+from rl_core import BatchConfig
+from rl_runtime.ranks.train_batch import TrainBatch
+from rl_runtime.ranks.trainer_worker import TrainerWorker
+from rl_runtime.training.reward_model import to_be_scored
+
+STAGES = ((2, 1), (2, 2), (3, 1))
+"""ZeRO stage, sequence_parallel."""
+
+
+def make_samples() -> list[tuple[list[int], list[int]]]:
+    """Prompts and responses of several lengths, as many as no two ranks share evenly."""
+    generator = torch.Generator().manual_seed(7)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(3, 60, (length,), generator=generator).tolist()  # type: ignore[no-any-return]
+
+    return [(ids(3 + n), [*ids(length), 1]) for n, length in enumerate((4, 19, 1, 11, 7))]
+
+
+SAMPLES = make_samples()
+
+
+def scores(worker: TrainerWorker, folder: str, stage: Any, sp: int) -> list[float] | None:
+    """Of all samples, on rank 0."""
+    config = EngineConfig(dtype="float32", zero=ZeroConfig(stage=stage), sequence_parallel=sp)
+    worker.build("reward", folder, config, None, "value")
+    items: Any = [SimpleNamespace(token_ids=[*prompt, *response]) for prompt, response in SAMPLES]
+    batch, ranks = TrainBatch([to_be_scored(item) for item in items]), SimpleNamespace(world_size=worker.world_size)
+    layout: Any = (ranks, sp, BatchConfig(token_budget=24))
+    delivery = batch.deliveries(*layout, with_columns=False)[worker.rank]
+    values_Kr = worker.values(delivery, "reward")
+    if worker.device.type == "cpu":  # what turns do with a frozen engine: its weights may move, and must come back
+        worker.free_memory("actor", True)
+        worker.claim_memory()
+        repeated_Kr = worker.values(delivery.__class__(batch=delivery.batch), "reward")
+        assert torch.equal(values_Kr, repeated_Kr)
+    every: list[Any] = [None] * worker.world_size
+    torch.distributed.all_gather_object(every, values_Kr)
+    return batch.collect(*layout, every).tolist() if worker.rank == 0 else None
+
+
+def main(folder: str, headless: str, output: str, rank: int) -> None:
+    worker = TrainerWorker(rank, 2, device="cpu", num_threads=1)
+    worker.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    found = {str(case): scores(worker, folder, *case) for case in STAGES}
+    if rank == 0:
+        Path(output).write_text(json.dumps(found))
+    with pytest.raises(ModelError, match=r"has no value head \(score.weight\)"):
+        worker.build("reward", headless, EngineConfig(dtype="float32"), None, "value")
+
+
+if __name__ == "__main__":
+    run_ranks(partial(main, *sys.argv[1:]))

@@ -1,0 +1,302 @@
+"""A reward model as the reward: what is refused, how its output enters the score, and real ranks that compute it."""
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plinth_testing import make_classifier
+from rl_data import build_tiny_model
+from rl_runtime.app.job_config import JobConfig
+from rl_runtime.app.reward_model import check_reward_model
+from rl_runtime.config import DynamicSamplingConfig, ModelConfig, RewardTermConfig, ScoringConfig
+from rl_runtime.errors import InputError, RolloutFailed
+from rl_runtime.experience import Experience
+from rl_runtime.rollout.scoring import Scorer, rewards_of_rows
+from rl_runtime.training.reward_model import to_be_scored, with_output
+from rollout_vllm import RolloutConfig, ServerGroup
+
+sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
+
+from rl_runtime_reward_model_worker import SAMPLES, STAGES
+from rl_runtime_reward_service import reward_service
+from rl_runtime_user_functions import Prompt
+
+BUILTIN = ModelConfig()
+TERM = {"brief": RewardTermConfig(function="length", weight=0.5, options={"limit": 9})}
+
+
+def sample(prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], score: float = math.nan) -> Experience:
+    return Experience(
+        prompt=replace(Prompt("a"), token_ids=prompt_ids),
+        group_id=0,
+        sample_index=0,
+        response_ids=response_ids,
+        response_text="one two",
+        rollout_log_probs=np.zeros(len(response_ids), np.float32),
+        finish_reason="stop",
+        version_spans=((0, len(response_ids)),),
+        score=score,
+    )
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model with the vocabulary of the built-in model, but smaller."""
+    return make_classifier(build_tiny_model(tmp_path_factory.mktemp("reward"), seed=4, hidden_size=64), seed=5)
+
+
+# ----------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_weight": 2.0}, "model_weight is 2.0; allowed: 1 where model is null"),
+        ({"model": "m", "model_weight": math.inf}, "model_weight is inf; allowed: a finite number"),
+        ({"model": "m", "model_weight": 0.0}, "model_weight and the weights of terms are 0; allowed: at least one"),
+        ({"model": "m", "function": "a:b"}, r"model is 'm'; allowed: null with a function \(a:b\); reward.terms add"),
+        ({"model": "m", "url": "http://a:1"}, "model is 'm'; allowed: null with service=http, or service=reward_model"),
+        ({"service": "reward_model", "url": "http://a:1"}, "model is null; allowed with service=reward_model"),
+        ({"service": "reward_model", "model": "m"}, "service is 'reward_model'; allowed: http where url is null"),
+        (
+            {"model": "m", "terms": {"model": RewardTermConfig(function="math")}},
+            "terms.model is a bad name; allowed with model: another",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScoringConfig(**settings)
+
+
+def test_what_needs_scores_during_the_rollout_is_refused_on_the_ranks_and_allowed_with_a_server() -> None:
+    dynamic = DynamicSamplingConfig(max_rounds=1)
+    on_ranks = ScoringConfig(model="m")
+    with pytest.raises(
+        ValueError, match=r"dynamic_sampling.max_rounds is 1; allowed: 0 with reward.model on the ranks"
+    ):
+        JobConfig(reward=on_ranks, dynamic_sampling=dynamic)
+    served = ScoringConfig(model="m", url="http://a:1", service="reward_model")
+    assert JobConfig(reward=served, dynamic_sampling=dynamic).reward.model == "m"
+
+    class Remax(JobConfig):
+        greedy_baseline = True
+
+    with pytest.raises(ValueError, match=r"reward.model is m; allowed with a greedy baseline \(ReMax\): null"):
+        Remax(reward=on_ranks)
+
+
+def causal(folder: Path) -> Path:
+    return build_tiny_model(folder)
+
+
+def two_labels(folder: Path) -> Path:
+    return make_classifier(build_tiny_model(folder), num_labels=2)
+
+
+def headless(folder: Path) -> Path:
+    """A causal model whose config.json claims to be a classifier."""
+    build_tiny_model(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def other_words(folder: Path) -> Path:
+    make_classifier(build_tiny_model(folder))
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace('"apples"', '"planets"'))
+    return folder
+
+
+def short(folder: Path) -> Path:
+    return make_classifier(build_tiny_model(folder, max_position_embeddings=68))
+
+
+def cut(folder: Path) -> Path:
+    make_classifier(build_tiny_model(folder))
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda folder: folder, "reward.model: .*has no config.json"),
+        (causal, "whose architecture is Qwen3ForCausalLM; allowed: a sequence-classification model"),
+        (two_labels, "which has 2 labels; allowed: 1, whose output is the score"),
+        (headless, "whose weights lack score.weight; allowed: a trained reward model"),
+        (other_words, r"cannot score the token ids of model.path \(builtin:tiny\): .*planets"),
+        (short, r"which reads 68 tokens; allowed: more than the longest prompt and response \(68: data.max_prompt"),
+        (cut, "model.safetensors is damaged"),
+    ],
+)
+def test_a_folder_that_is_no_reward_model_of_this_policy_is_refused(
+    tmp_path: Path, build: Callable[[Path], Path], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        check_reward_model(BUILTIN, ScoringConfig(model=str(build(tmp_path))), longest=68)
+
+
+def test_a_good_folder_passes_and_a_service_that_gives_no_score_does_not(reward_folder: Path) -> None:
+    check_reward_model(BUILTIN, ScoringConfig(model=str(reward_folder)), longest=68)
+    check_reward_model(BUILTIN, ScoringConfig(), longest=68)
+    with reward_service() as service:  # a classifier with two labels
+        served = ScoringConfig(model=str(reward_folder), url=service.url, service="reward_model", api_key="secret")
+        with pytest.raises(InputError, match=r"gives no score: .*has 2 labels; a reward model has one; start it with"):
+            check_reward_model(BUILTIN, served, longest=68)
+        with pytest.raises(InputError, match="the API key is wrong"):
+            check_reward_model(BUILTIN, replace(served, api_key="wrong"), longest=68)
+
+
+# ------------------------------------------------------------------- scoring
+
+
+@given(
+    score=st.floats(-1e6, 1e6),
+    output=st.floats(-1e6, 1e6),
+    weight=st.floats(-10, 10),
+    terms=st.dictionaries(st.sampled_from(["a", "b"]), st.floats(-1, 1)),
+)
+def test_the_output_is_a_term_and_its_share_is_added(
+    score: float, output: float, weight: float, terms: dict[str, float]
+) -> None:
+    item = replace(sample((1,), (2,), score), reward_terms=terms)
+    found = with_output(item, output, weight)
+    assert found.score == score + weight * output
+    assert found.reward_terms == terms | {"model": output}
+    assert replace(found, score=score, reward_terms=terms) == item
+    with pytest.raises(RolloutFailed, match=r"reward\.model gives nan to sample 0 of prompt a"):
+        with_output(item, math.nan, weight)
+
+
+def test_the_value_is_read_after_the_last_token_of_prompt_and_response() -> None:
+    item = sample((5, 6), (7, 8, 1))
+    found = to_be_scored(item)
+    assert (list(found.prompt_ids), len(found.response_ids)) == ([5, 6, 7, 8, 1], 1)
+
+
+def test_functions_score_during_the_rollout_and_the_model_on_the_ranks_later() -> None:
+    drafts = [sample((1,), (2, 3)), sample((1,), (2, 3), score=4.0)]  # an episode has scored the second one
+    with Scorer(ScoringConfig(model="m")) as alone:
+        found = asyncio.run(alone.score(drafts))
+    assert [(one.score, dict(one.terms)) for one in found] == [(0.0, {}), (4.0, {"episode": 4.0})]
+    with Scorer(ScoringConfig(model="m", terms=TERM)) as mixed:
+        found = asyncio.run(mixed.score(drafts))
+    assert [(one.score, dict(one.terms)) for one in found] == [
+        (0.5, {"brief": 1.0}),
+        (4.5, {"episode": 4.0, "brief": 1.0}),
+    ]
+    assert rewards_of_rows(ScoringConfig(model="m")) == ()
+    assert len(rewards_of_rows(ScoringConfig(model="m", terms=TERM)) or ()) == 1
+
+
+def test_a_served_model_gets_the_token_ids_and_scores_during_the_rollout(reward_folder: Path) -> None:
+    with reward_service(num_labels=1) as service:
+        served = ScoringConfig(
+            model=str(reward_folder),
+            url=service.url,
+            service="reward_model",
+            api_key="secret",
+            model_weight=-100.0,
+            terms=TERM,
+        )
+        check_reward_model(BUILTIN, served, longest=68)
+        with Scorer(served) as scorer:
+            [found] = asyncio.run(scorer.score([sample((5, 6), (7, 8, 1))]))
+    assert dict(found.terms) == {"brief": 1.0, "model": 0.005}
+    assert found.score == pytest.approx(0.5 - 100 * 0.005)
+    path, body = service.asked[-1]
+    assert (path, body["input"], body["use_activation"]) == ("/classify", [5, 6, 7, 8, 1], False)
+
+
+# --------------------------------------------------------------- real ranks
+
+
+def on_ranks(folder: Path, output: Path) -> dict[str, list[float]]:
+    """Scores of the samples, by ZeRO stage and sequence parallelism, from two ranks."""
+    script = Path(__file__).with_name("rl_runtime_reward_model_worker.py")
+    headless = build_tiny_model(output.with_name("headless"))
+    command = [sys.executable, str(script), str(folder), str(headless), str(output)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    found: dict[str, list[float]] = json.loads(output.read_text())
+    return found
+
+
+def by_transformers(folder: Path) -> list[float]:
+    """Scores of the samples, one at a time."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return [float(model(torch.tensor([[*prompt, *response]])).logits[0, 0]) for prompt, response in SAMPLES]
+
+
+@pytest.mark.slow
+def test_two_ranks_compute_the_scores_of_transformers(reward_folder: Path, tmp_path: Path) -> None:
+    """Packed, at ZeRO stages 2 and 3, without and with sequence parallelism, in float32: within 1e-4."""
+    expected = by_transformers(reward_folder)
+    assert max(expected) - min(expected) > 1
+    found = on_ranks(reward_folder, tmp_path / "scores.json")
+    assert found.keys() == {str(case) for case in STAGES}
+    for case, scores in found.items():
+        assert scores == pytest.approx(expected, abs=1e-4), case
+
+
+def wait_until_it_scores(group: ServerGroup, reward: ScoringConfig) -> None:
+    """`ServerGroup.wait_ready` asks for tokens, which a pooling server does not generate."""
+    deadline = time.monotonic() + 400
+    while True:
+        try:
+            return check_reward_model(BUILTIN, reward, longest=68)
+        except InputError as error:
+            group.check()
+            if "connect" not in str(error).lower() or time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_server_gives_the_scores_that_the_ranks_compute(reward_folder: Path, tmp_path: Path) -> None:
+    """The same folder behind a real `vllm serve --runner pooling`, float32: within 1e-3."""
+    found = on_ranks(reward_folder, tmp_path / "scores.json")
+    config = RolloutConfig(
+        dtype="float32", max_model_len=128, max_num_seqs=16, kv_cache_gib=0.1, cpu_threads=1, device="cpu"
+    )
+    with ServerGroup.launch(reward_folder, config, log_dir=tmp_path, extra_args=["--runner", "pooling"]) as group:
+        [endpoint] = group.endpoints
+        reward = ScoringConfig(
+            model=str(reward_folder),
+            url=endpoint.url,
+            service="reward_model",
+            api_key=endpoint.api_key,
+            model_weight=2.0,
+            terms=TERM,
+            timeout_s=120,
+        )
+        wait_until_it_scores(group, reward)
+        with Scorer(reward) as scorer:
+            began = time.monotonic()
+            scores = asyncio.run(scorer.score([sample(tuple(ids), tuple(rest)) for ids, rest in SAMPLES]))
+    print(f"{len(scores)} scores in {time.monotonic() - began:.2f} s")
+    assert [score.message for score in scores] == [""] * len(SAMPLES)
+    for computed in found.values():
+        assert [score.terms["model"] for score in scores] == pytest.approx(computed, abs=1e-3)
+    for score in scores:
+        assert score.score == pytest.approx(2 * score.terms["model"] + 0.5 * score.terms["brief"])
