@@ -54,7 +54,9 @@ def license_of(found: Distribution) -> str:
     metadata = found.metadata
     if expression := metadata.get("License-Expression"):
         return expression
-    classifiers = [text.split(" :: ")[-1] for text in metadata.get_all("Classifier") or [] if text.startswith("License ::")]
+    classifiers = [
+        text.split(" :: ")[-1] for text in metadata.get_all("Classifier") or [] if text.startswith("License ::")
+    ]
     named = [text for text in classifiers if text not in ("OSI Approved", "DFSG approved")]
     if not named:
         field = (metadata.get("License") or "").strip()

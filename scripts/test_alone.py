@@ -32,7 +32,15 @@ sys.path.insert(0, str(REPO))
 from scripts.build import build, name_and_version, projects  # noqa: E402 (a script finds its own folder only)
 
 # The runner's: markers and options of the repository's tests, but no folder of it.
-_OPTIONS = ["--strict-markers", "--import-mode=importlib", "-p", "no:cacheprovider", "-q", "--no-header", "-x", "--durations=3"]
+_OPTIONS = [
+    "--strict-markers",
+    "--import-mode=importlib",
+    "-p",
+    "no:cacheprovider",
+    "-q",
+    "--no-header",
+    "--durations=12",
+]
 _FAST = "not slow and not e2e and not thorough and not gpu"
 
 
@@ -129,7 +137,13 @@ def _run(command: list[str], folder: Path) -> str:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYTEST", "PIP_"))}
     path = os.pathsep.join([str(Path(command[0]).parent), os.environ.get("PATH", os.defpath)])
     done = subprocess.run(
-        command, cwd=folder, env={**kept, "PATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command,
+        cwd=folder,
+        env={**kept, "PATH": path, "HYPOTHESIS_PROFILE": "few"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         raise RuntimeError(done.stdout)
@@ -191,7 +205,7 @@ def main() -> None:
             print(f"{folder.name}: {'ok' if passed else 'FAILED'} in {seconds:.0f} s: {last}", flush=True)
             if not passed:
                 failed.append(folder.name)
-                print(output[-8000:], flush=True)
+            print(output[-8000:], flush=True)
     if failed:
         sys.exit(f"failed alone: {', '.join(failed)}")
 

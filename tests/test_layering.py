@@ -233,7 +233,9 @@ def pins(path: Path) -> dict[str, str]:
 
 def test_pinned_lists_are_plain_and_agree() -> None:
     lists = [path for path in tracked_files() if path.parent.name in ("3rdparty", "pants") and path.suffix == ".txt"]
-    lists = [path for path in lists if path.name not in ("cpu-overrides.txt", "cuda-overrides.txt", "cpu.txt", "cuda.txt")]
+    lists = [
+        path for path in lists if path.name not in ("cpu-overrides.txt", "cuda-overrides.txt", "cpu.txt", "cuda.txt")
+    ]
     assert lists
     stack = pins(REPO / "3rdparty" / "cpu.txt")
     for path in lists:
