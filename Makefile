@@ -9,7 +9,7 @@ WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants dist alone sbom audit pictures clean distclean
+.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants dist alone sbom pictures clean distclean
 
 help: ## Show this list
 	@echo "Plinth. Targets:"
@@ -57,10 +57,6 @@ alone: setup ## Test each package alone: its wheel, what it declares and nothing
 
 sbom: setup ## Write the software bills of materials (CycloneDX) of both stacks into dist/
 	$(PYTHON) scripts/sbom.py $(ARGS)
-
-audit: setup ## Compare the pins of both stacks with the advisories of PyPI or, with ARGS='-s osv', of OSV (not in CI)
-	@[ -x .cache/audit/bin/pip-audit ] || { $(PYTHON) -m venv .cache/audit && .cache/audit/bin/python -m pip install -q pip-audit; }
-	.cache/audit/bin/pip-audit --strict --no-deps --disable-pip -r 3rdparty/cpu.txt -r 3rdparty/cuda.txt $(ARGS)
 
 pictures: setup ## Make README's pictures from a finished run: ARGS='outputs/RUN --browser PYTHON' (PyQt6-WebEngine)
 	$(PYTHON) scripts/pictures.py $(ARGS)

@@ -13,8 +13,24 @@ REPO = Path(__file__).resolve().parents[1]
 
 # SPDX identifiers. MPL-2.0 covers single files, which Plinth does not change.
 ALLOWED = frozenset(
-    "0BSD Apache-2.0 BSD BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 CNRI-Python ISC MIT MIT-0 MIT-CMU MPL-2.0 PSF-2.0 Unlicense".split()
-    + ["Apache-2.0 WITH LLVM-exception"]
+    [
+        "0BSD",
+        "Apache-2.0",
+        "Apache-2.0 WITH LLVM-exception",
+        "BSD",
+        "BSD-2-Clause",
+        "BSD-3-Clause",
+        "BSL-1.0",
+        "CC0-1.0",
+        "CNRI-Python",
+        "ISC",
+        "MIT",
+        "MIT-0",
+        "MIT-CMU",
+        "MPL-2.0",
+        "PSF-2.0",
+        "Unlicense",
+    ]
 )
 
 # What metadata writes without SPDX: classifiers, and the first line of the field License. "BSD" does not say which.
@@ -52,14 +68,13 @@ def license_of(found: Distribution) -> str:
     Several classifiers count as several licenses that all apply, since nothing says that the user may choose.
     """
     metadata = found.metadata
-    if expression := metadata.get("License-Expression"):
-        return expression
-    classifiers = [
-        text.split(" :: ")[-1] for text in metadata.get_all("Classifier") or [] if text.startswith("License ::")
-    ]
-    named = [text for text in classifiers if text not in ("OSI Approved", "DFSG approved")]
+    if "License-Expression" in metadata:
+        return metadata["License-Expression"]
+    classifiers = [text for text in metadata.get_all("Classifier") or [] if text.startswith("License ::")]
+    named = [text.split(" :: ")[-1] for text in classifiers]
+    named = [text for text in named if text not in ("OSI Approved", "DFSG approved")]
     if not named:
-        field = (metadata.get("License") or "").strip()
+        field = metadata["License"].strip() if "License" in metadata else ""
         named = [field.splitlines()[0].strip()] if field else ["none"]
     return " AND ".join(SPDX.get(text, text) for text in named)
 

@@ -2,9 +2,9 @@
 
     python scripts/sbom.py [--out DIR]    dist/sbom_cpu.json and dist/sbom_cuda.json
 
-It reads the tracked files only, so the same commit gives the same bytes on every machine: names, versions and hashes from
-3rdparty/*.txt, and the packages' own versions and requirements from their pyproject.toml. What third-party distributions
-require of each other is not in it.
+It reads tracked files only, so the same commit gives the same bytes on every machine: names, versions and hashes from
+3rdparty/*.txt, and the packages' own versions and requirements from their pyproject.toml. What third-party
+distributions require of each other is not in it.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import sys
 import tomllib
 import uuid
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ STACKS = ("cpu", "cuda")
 
 
 def pinned(line: str) -> dict[str, Any]:
-    """The component of a line of a list, `NAME==VERSION --hash=sha256:...`: the hashes of the files that pip may install.
+    """The component of a line of a list, `NAME==VERSION --hash=sha256:...`, with the hashes of what pip may install.
 
     A component has hashes of one file, so those of several files are in an external reference each.
     """
@@ -61,11 +62,9 @@ def packages() -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
                 "purl": purl,
             }
         )
-        texts = [
-            *project["dependencies"],
-            *(text for group in project["optional-dependencies"].values() for text in group),
-        ]
-        requires[purl] = sorted({canonicalize_name(Requirement(text).name) for text in texts})
+        groups = [project["dependencies"], *project["optional-dependencies"].values()]
+        names = {str(canonicalize_name(Requirement(text).name)) for text in chain(*groups)}
+        requires[purl] = sorted(names - {name})
     return components, requires
 
 
@@ -76,15 +75,8 @@ def bill(stack: str) -> dict[str, Any]:
     components = sorted(own + [pinned(line) for line in lines], key=lambda component: str(component["bom-ref"]))
     refs = {component["name"]: component["bom-ref"] for component in components}
     root = next(component for component in own if component["name"] == "plinth")
-    dependencies = [
-        {
-            "ref": ref,
-            "dependsOn": sorted(
-                refs[name] for name in set(requires.get(ref, ())) if name in refs and refs[name] != ref
-            ),
-        }
-        for ref in refs.values()
-    ]
+    edges = {ref: [refs[name] for name in requires.get(ref, ()) if name in refs] for ref in refs.values()}
+    dependencies = [{"ref": ref, "dependsOn": sorted(needed)} for ref, needed in edges.items()]
     parts = [component for component in components if component is not root]
     # The serial number follows from the content, and there is no time in it.
     content = json.dumps([root, parts, dependencies], sort_keys=True)

@@ -2,10 +2,11 @@
 
     python scripts/test_alone.py [--jobs N] [FOLDER ...]    packages/rl_core, ...; no folder: all packages
 
-For each package it makes a virtual environment with the package's wheel, the wheels of the siblings that it requires, and
-links to those third-party distributions of the running environment that its requirements with the extra `test` reach. A
-requirement that `pyproject.toml` does not declare is therefore not importable, even if another package brings it. The tests are
-those of `make test-fast` (nothing that starts DeepSpeed, Ray or vLLM); they run in the unpacked sdist, outside the repository.
+For each package it makes a virtual environment with the package's wheel, the wheels of the siblings that it requires,
+and links to those third-party distributions of the running environment that its requirements with the extra `test`
+reach. What `pyproject.toml` does not declare is therefore not importable, even if another package brings it. The tests
+are those of `make test-fast`, which start no DeepSpeed, Ray or vLLM, with three examples of each property; they run in
+the unpacked sdist, outside the repository.
 """
 
 import argparse
@@ -113,8 +114,8 @@ def _applying(texts: Iterable[str], extras: Iterable[str]) -> Iterator[Requireme
 def make_environment(folder: Path, environment: Environment, wheels: Iterable[Path]) -> Path:
     """Make a virtual environment in `folder` and return its Python.
 
-    The third-party distributions are links, which a `.pth` file puts on the path: their own `.pth` files, and those of the
-    editable packages, are not read.
+    The third-party distributions are links, which a `.pth` file puts on the path. Python does not read the `.pth` files
+    beside them, those of the editable packages among them.
     """
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"

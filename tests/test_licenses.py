@@ -19,7 +19,7 @@ def metadata(**fields: str | list[str]) -> Distribution:
     class Found:
         metadata = message
 
-    return cast(Any, Found())
+    return cast(Distribution, Found())
 
 
 @pytest.mark.parametrize("name", pins(installed_stack()))
