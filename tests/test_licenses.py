@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from scripts.licenses import ALLOWED, EXCEPTIONS, installed_stack, is_allowed, license_of, pins
+from scripts.licenses import ALLOWED, EXCEPTIONS, exception, installed_stack, is_allowed, license_of, pins
 
 
 def metadata(**fields: str | list[str]) -> Distribution:
@@ -25,7 +25,7 @@ def metadata(**fields: str | list[str]) -> Distribution:
 @pytest.mark.parametrize("name", pins(installed_stack()))
 def test_the_license_of_every_pin_is_allowed(name: str) -> None:
     found = license_of(distribution(name))
-    assert is_allowed(found) or name in EXCEPTIONS, f"{name} is under {found}: see scripts/licenses.py"
+    assert is_allowed(found) or exception(name), f"{name} is under {found}: see scripts/licenses.py"
 
 
 def test_exceptions_are_pinned_and_needed() -> None:
