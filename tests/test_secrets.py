@@ -56,7 +56,7 @@ def test_a_run_folder_and_its_output_hold_no_secret(tmp_path: Path, capfd: pytes
     run = RunFolder.create(tmp_path, "x")
     with pytest.raises(ValueError, match="no answer"):
         track(run)
-    write_report(run)
+    write_report(run.path)
     shown = capfd.readouterr()
     assert leaks(shown.out + shown.err, run.path) == []
     assert "http://***@127.0.0.1:9/score?model=m&access_token=*** with ***" in run.log_file.read_text()
@@ -73,14 +73,15 @@ def test_printed_configurations_and_errors_hold_no_secret(
     arguments = [
         "rollout.api_key=${oc.env:PLANTED_API_KEY}",
         f"reward.url={URL}",
-        f"teacher.server.urls=[{URL}]",
+        f'teacher.server.urls=["{URL}"]',
         "teacher.server.api_key=${oc.env:HF_TOKEN}",
     ]
 
     def fail(config: DistillConfig) -> None:
         raise error(f"{config.reward.url} refuses {config.rollout.api_key}")
 
-    for argv in ([*arguments, "--print-config"], [*arguments, "rollout.max_model_len=${oc.env:HF_TOKEN}"]):
+    for last in ("--print-config", "rollout.max_model_len=${oc.env:HF_TOKEN}", f"rollout.urls=[{URL}"):
+        argv = [*arguments, last]
         with pytest.raises(SystemExit):
             run_cli(DistillConfig, fail, app_name="distill", argv=argv)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
