@@ -9,7 +9,7 @@ WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants dist pictures clean distclean
+.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants dist alone sbom pictures clean distclean
 
 help: ## Show this list
 	@echo "Plinth. Targets:"
@@ -51,6 +51,12 @@ pants: setup ## Install Pants 2.17.1 into .cache/pants, for ./pants
 
 dist: setup ## Build the wheel and the sdist of every package into dist/, reproducibly
 	$(PYTHON) scripts/build.py $(ARGS)
+
+alone: setup ## Test each package alone: its wheel, what it declares and nothing else, its fast tests
+	$(PYTHON) scripts/test_alone.py $(ARGS)
+
+sbom: setup ## Write the software bills of materials (CycloneDX) of both stacks into dist/
+	$(PYTHON) scripts/sbom.py $(ARGS)
 
 pictures: setup ## Make README's pictures from a finished run: ARGS='outputs/RUN --browser PYTHON' (PyQt6-WebEngine)
 	$(PYTHON) scripts/pictures.py $(ARGS)

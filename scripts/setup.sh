@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Creates .venv: Python 3.11, a pinned stack, and editable installs of the packages and apps. The stack is the CUDA one of
-# 3rdparty/cuda.txt (hashed) on a host with an NVIDIA GPU, otherwise the CPU one of 3rdparty/cpu.txt.
+# 3rdparty/cuda.txt on a host with an NVIDIA GPU, otherwise the CPU one of 3rdparty/cpu.txt. Both lists have hashes,
+# which pip compares; only torch's CPU build has none.
 #
 #   scripts/setup.sh            install what is missing; does nothing if the stamp is current
 #   scripts/setup.sh --force    reinstall everything into the existing .venv

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages" / "rl_ru
 from rl_runtime_reward_service import quality, reward_service
 
 from rollout_vllm.episodes.remote_rewards import judge_prompt
+from tests import planted_secrets
 
 REPO = Path(__file__).resolve().parents[1]
 SMALL = (
@@ -52,9 +53,12 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
     tmp_path: Path, start_app: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPO / "packages" / "rl_runtime" / "tests"))
+    for name, value in planted_secrets.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     app = start_app(
         tmp_path,
         "preset=calculator",
+        "rollout.api_key=${oc.env:PLANTED_API_KEY}",
         "trainer.total_training_steps=6",
         "warm_start.steps=20",
         "task.num_val=32",
@@ -75,6 +79,7 @@ def test_tools_and_a_users_reward_survive_a_killed_server_and_the_run_folder_is_
     assert not app.survivors()
 
     (run,) = tmp_path.iterdir()
+    assert planted_secrets.leaks(app.output, run) == []
     for name in ("config.yaml", "train.log", "curves.png"):
         assert (run / name).stat().st_size > 0, name
     assert list((run / "tensorboard").iterdir())

@@ -14,7 +14,8 @@ from typing import Any
 from apps.bench.config import AlgorithmsConfig, BenchConfig, SixCaseConfig, StageGateConfig
 from apps.bench.plan import Case, plan_algorithms, plan_gate, plan_six
 from rl_runtime import InputError
-from run_kit import RunFolder, run_cli, to_yaml
+from run_kit import RunFolder, run_cli
+from run_kit.config.redaction import yaml_without_secrets
 
 BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], list[Case]]]] = {
     "six_case": (SixCaseConfig, plan_six),
@@ -32,7 +33,7 @@ def run(config: BenchConfig, *, plan: Callable[[Any], list[Case]], command: str)
 
     cases = plan(config)
     folder = _folder(config)
-    (folder / "config.yaml").write_text(to_yaml(config))
+    (folder / "config.yaml").write_text(yaml_without_secrets(config))
     print(f"{folder}: {len(cases)} cases of {config.steps} steps", flush=True)
     table = LiveTable(cases)
     for case in cases:

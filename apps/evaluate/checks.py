@@ -10,7 +10,6 @@ from apps.evaluate.results import check_same_settings
 from rl_data import find_model_folder
 from rl_runtime import InputError, check_lengths, check_prompt_files
 from rl_runtime.app.inputs import BUILTIN_MODEL
-from rl_runtime.app.job_config import without_secrets
 from rl_runtime.app.preflight import check_environment, check_folder_name, check_functions
 from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.rollout.scoring import rewards_of_rows
@@ -88,7 +87,7 @@ def open_run(config: EvaluateConfig, folder: Path | None, *, num_models: int) ->
         if folder is None
         else RunFolder.open(folder)
     )
-    run.write_config(without_secrets(config))
+    run.write_config(config)
     state = StateFile(run.state_file, app=INVOKED_AS.get(), num_steps=num_models)
     try:
         with run:

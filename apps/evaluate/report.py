@@ -20,11 +20,8 @@ from apps.evaluate.results import Evaluation, intervals
 from ckpt import package_versions
 from rl_core import BootstrapMean
 from rl_runtime import PromptResult
-from rl_runtime.app.job_config import without_secrets
-from run_kit import to_yaml
 from run_kit.cli import INVOKED_AS
-from run_kit.config.loader import plain_tree
-from run_kit.config.redaction import redact_urls
+from run_kit.config.redaction import tree_without_secrets, yaml_without_secrets
 from run_kit.report.data import MAX_ROLLOUTS, fitting
 from run_kit.report.page import assemble, figure, figure_grid, number_table, rollouts_section
 from run_kit.report.sides import Response, Side, side_by_side
@@ -105,7 +102,7 @@ def summary_tree(
     return {
         "command": INVOKED_AS.get(),
         "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "settings": plain_tree(without_secrets(config)),
+        "settings": tree_without_secrets(config),
         "versions": package_versions(),
         "models": [
             {"label": label, "is_own": any(one is mine for mine in own), **_facts(one), "metrics": _plain(found[label])}
@@ -169,7 +166,7 @@ def page(
         ("differences", "Differences", _differences(comparisons)),
         ("flips", "Where they disagree", "".join(flips)),
         ("samples", "Samples", rollouts_section(shown, num_samples)),
-        ("settings", "Settings", f"<pre>{escape(redact_urls(to_yaml(without_secrets(config))))}</pre>"),
+        ("settings", "Settings", f"<pre>{escape(yaml_without_secrets(config))}</pre>"),
     ]
     return assemble(name, f'<p class="soft">{len(evaluations)} models, {num_samples} samples</p>', sections, shown)
 

@@ -19,7 +19,7 @@ from apps.evaluate.targets import Target
 from ckpt import CheckpointError
 from rl_core import BootstrapMean, bootstrap_mean
 from rl_runtime import InputError, PromptResult, SampleResult, prompt_metrics, sample_counts
-from run_kit import to_yaml
+from run_kit.config.redaction import yaml_without_secrets
 from run_kit.config.yaml import YamlError, parse_typed
 from run_kit.tracking.metrics_table import atomic_write
 
@@ -141,7 +141,7 @@ def check_same_settings(config: EvaluateConfig, folder: Path) -> None:
         before = parse_typed((folder / "config.yaml").read_text(encoding="utf-8"), None)
     except (OSError, YamlError) as error:
         raise InputError(f"resume_from is {folder}, whose config.yaml cannot be read: {error}") from error
-    now = parse_typed(to_yaml(config), None)
+    now = parse_typed(yaml_without_secrets(config), None)
     for name in _DECIDE_RESULTS:
         if now.get(name) != before.get(name):
             raise InputError(

@@ -94,7 +94,8 @@ def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        # Without the option, transformers asks at the terminal whether to run code of the folder.
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a broken tokenizer file
         raise ModelFolderError(
             f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}). Copy "

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rl_runtime.app.job_config import JobConfig, without_secrets
+from rl_runtime.app.job_config import JobConfig
 from rl_runtime.config import EpisodeConfig, OversamplingConfig, RewardTermConfig, ScoringConfig
 from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.experience import Experience
@@ -37,7 +37,7 @@ from rollout_vllm import (
 from rollout_vllm.client.group_run import fresh_group
 from rollout_vllm.episodes.remote_rewards import judge_prompt
 from rollout_vllm.samples import PartialSample
-from run_kit.config.loader import to_yaml
+from run_kit.config.redaction import yaml_without_secrets
 
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
 
@@ -522,7 +522,7 @@ def test_api_keys_are_removed_from_written_configurations() -> None:
         rollout=RolloutConfig(urls=("http://me:third@a:1",), api_key="first"),
         reward=ScoringConfig(url="http://fourth@b:2", api_key="second"),
     )
-    text = to_yaml(without_secrets(config))
+    text = yaml_without_secrets(config)
     assert "http://***@b:2" in text
     assert not [secret for secret in ("first", "second", "third", "fourth") if secret in text]
 

@@ -11,15 +11,17 @@ import difflib
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn, TypeVar
 
 from .config.help import PresetFile, help_text, help_tree, list_presets
-from .config.loader import given_keys, load_config, to_yaml
-from .config.redaction import redact_urls, secrets_in
+from .config.loader import given_keys, load_config
+from .config.redaction import redact, secrets_in, yaml_without_secrets
 from .config.schema import all_paths, nearest_paths
 from .errors import OWN_PACKAGES, ConfigError, ConfigProblem
 from .signals import signals_as_exceptions
@@ -85,7 +87,7 @@ def run_cli(
         paths, overrides = _parse(settings, config_cls, preset_dir, default_preset, default_preset_unless)
         config = _load(config_cls, paths, overrides)
         if len(settings) < len(args):
-            _print_and_exit(to_yaml(config))
+            _print_and_exit(yaml_without_secrets(config))
     except ConfigError as error:
         _fail(error, app_name)
     for key in secrets_in(overrides):
@@ -127,14 +129,18 @@ def _run(
         if is_user_error(shown) or isinstance(shown, user_errors):
             _fail(shown, app_name)
         if not (_is_own(error) or (isinstance(error, OSError) and is_disk_full(error))):
+            sys.excepthook = _print_redacted
             raise
-        print(
-            redact_urls("\n".join([f"error: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr, flush=True
-        )
+        print(redact("\n".join([f"error: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     finally:
         INVOKED_AS.reset(token)
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback that ends the process, as Python would."""
+    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
 
 
 def _parse(
@@ -214,5 +220,5 @@ def _print_and_exit(text: str) -> NoReturn:
 
 def _fail(error: BaseException, app_name: str) -> NoReturn:
     hint = f"\nSee {app_name} --help" if isinstance(error, ConfigError) else ""
-    print(redact_urls(f"error: {error}{hint}"), file=sys.stderr, flush=True)
+    print(redact(f"error: {error}{hint}"), file=sys.stderr, flush=True)
     raise SystemExit(2) from None

@@ -8,8 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from .cli import INVOKED_AS
-from .config.loader import plain_tree
-from .config.redaction import redact_urls
+from .config.redaction import tree_without_secrets
 from .signals import stopping_signal
 from .tracking.config import TrackingConfig
 from .tracking.metrics_table import MetricsTable, atomic_write
@@ -105,7 +104,7 @@ class Tracker:
         self._writers: list[MetricWriter] = []
         if self._config.tensorboard:
             self._writers.append(TensorBoardWriter(run.tensorboard_dir))
-        settings = json.loads(redact_urls(json.dumps(plain_tree(config))))
+        settings = tree_without_secrets(config)
         self._services = open_services(self._config, run.path, settings, before=resumes)
         self._writers += self._services
 

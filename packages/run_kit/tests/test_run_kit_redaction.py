@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from run_kit import RunFolder, run_cli
-from run_kit.config.redaction import redact_urls, secrets_in
+from run_kit.config.redaction import redact, secrets_in, tree_without_secrets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,38 @@ class Example:
     ],
 )
 def test_credentials_of_urls_are_redacted(text: str, redacted: str) -> None:
-    assert redact_urls(text) == redacted
+    assert redact(text) == redacted
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ("http://a/b?api_key=x&n=2", "http://a/b?api_key=***&n=2"),
+        ("'s3://a/b?n=2&X-Amz-Signature=x#part'", "'s3://a/b?n=2&X-Amz-Signature=***#part'"),
+        ("https://a?sig=x y?Token=z", "https://a?sig=*** y?Token=***"),
+        ("http://a/b?monkey=x&top_k=3&tokens=4 key=5", "http://a/b?monkey=x&top_k=3&tokens=4 key=5"),
+    ],
+)
+def test_secret_parameters_of_urls_are_redacted(text: str, redacted: str) -> None:
+    assert redact(text) == redacted
+
+
+def test_secrets_of_the_environment_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "A_TOKEN": "longsecret",
+        "B_API_KEY": "longsecret-2",
+        "C_TOKEN": "short",
+        "TOKENS": "x" * 9,
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert redact(f"longsecret-2 longsecret short {'x' * 9}") == f"*** *** short {'x' * 9}"
+
+
+@pytest.mark.parametrize("key", ["api_key", "password", "hf_token", "token", "client_secret", "aws_secret_access_key"])
+def test_a_secret_key_is_null_wherever_it_is(key: str) -> None:
+    tree = {"a": [{key: "x"}], "options": {key: "x", "n": 1, f"{key}_file": "f", "stop_token": "</s>", "eos_token": 2}}
+    expected = {"a": [{key: None}], "options": tree["options"] | {key: None}}  # type: ignore[operator]
+    assert tree_without_secrets(tree) == expected
 
 
 def test_secrets_on_a_command_line_are_found() -> None:

@@ -146,9 +146,9 @@ class ModelFolder:
             import transformers
             from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
 
-            config = transformers.AutoConfig.from_pretrained(self._folder)
+            config = transformers.AutoConfig.from_pretrained(self._folder, trust_remote_code=False)
             with torch.device("meta"):
-                return transformers.AutoModelForCausalLM.from_config(config)
+                return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
             first = str(error).splitlines()[0]
             warnings.warn(f"{self._folder}: tensors keep the checkpoint's names: {first}", stacklevel=2)

@@ -148,9 +148,10 @@ def _read_config(model_path: str) -> Any:
     if not (Path(model_path) / "config.json").is_file():
         raise ModelError(f"model path {model_path!r} is not a Hugging Face model folder: it has no config.json")
     try:
-        return AutoConfig.from_pretrained(model_path)
+        return AutoConfig.from_pretrained(model_path, trust_remote_code=False)
     except Exception as error:  # transformers' strict configurations have exceptions of their own
-        raise ModelError(f"cannot load the configuration of {model_path!r}: {error}") from error
+        hint = ". Code of model folders is never run" if "trust_remote_code" in str(error) else ""
+        raise ModelError(f"cannot load the configuration of {model_path!r}: {error}{hint}") from error
 
 
 def prepare_model(
@@ -190,7 +191,8 @@ def _read_folder(
     """`seed`: of a value head that the folder lacks; None: such a folder is refused."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    options = {"dtype": dtype, **options}
+    # Without the option, transformers asks at the terminal whether to run code of the folder.
+    options = {"dtype": dtype, "trust_remote_code": False, **options}
     try:
         if head == "lm":
             return cast("nn.Module", AutoModelForCausalLM.from_pretrained(model_path, **options))

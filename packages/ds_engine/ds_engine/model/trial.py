@@ -130,7 +130,9 @@ def _why_not(way: str, small: Any, reference: Any, sequences: list[Tensor], head
     try:
         register_packed_attention()
         options = {"attn_implementation": ATTENTION_NAME} if way == "packed" else {}
-        model = _auto_class(head).from_config(copy.deepcopy(small), dtype=torch.float32, **options)
+        model = _auto_class(head).from_config(
+            copy.deepcopy(small), dtype=torch.float32, trust_remote_code=False, **options
+        )
         model.load_state_dict(reference.state_dict())
         install_packed_forward(model.train(), dense_log_prob if head == "lm" else None)
         with CPU:
@@ -172,11 +174,16 @@ def _reference(config: Any, head: Head) -> tuple[Any, Any]:
             small = small_config(config, widths=cast("Any", widths))
             small.num_labels = 1
             with torch.device("meta"):
-                size = sum(p.numel() for p in _auto_class(head).from_config(copy.deepcopy(small)).parameters())
+                size = sum(
+                    p.numel()
+                    for p in _auto_class(head).from_config(copy.deepcopy(small), trust_remote_code=False).parameters()
+                )
             if size > _MAX_PARAMETERS:
                 failures.append(f"a copy has {size:,} parameters")
                 continue
-            model = _auto_class(head).from_config(copy.deepcopy(small), dtype=torch.float32).eval()
+            model = (
+                _auto_class(head).from_config(copy.deepcopy(small), dtype=torch.float32, trust_remote_code=False).eval()
+            )
             randomize(model)
             with torch.no_grad():
                 outputs = [_alone(model, ids, head) for ids in _sequences(model)]

@@ -178,10 +178,10 @@ def count_shape(folder: str | Path) -> ModelShape:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         text = config.get_text_config()
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         heads = int(text.num_attention_heads)
         layers, width = int(text.num_hidden_layers), int(text.hidden_size)
     except Exception as error:  # from_config runs the architecture's own code

@@ -1,16 +1,15 @@
 """The configuration sections and the command line of every reinforcement-learning app; an app adds its algorithm."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 from ds_engine import EngineConfig, Head
 from rl_core import BatchConfig
 from rl_data import DataConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit import TrackingConfig, run_cli
-from run_kit.config.redaction import redact_urls
 from weight_sync import SyncConfig
 
 from ..config import (
@@ -23,7 +22,6 @@ from ..config import (
     TaskSize,
     TrainerConfig,
 )
-from ..training.teacher_config import TeacherConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,33 +199,4 @@ def run_job_cli(
         argv=argv,
         default_preset="demo",
         default_preset_unless=("model.path", "data.train"),
-    )
-
-
-class _WithSecrets(Protocol):
-    """A dataclass with the sections that have API keys and URLs."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def rollout(self) -> RolloutConfig: ...
-    @property
-    def reward(self) -> ScoringConfig: ...
-
-
-WithSecretsT = TypeVar("WithSecretsT", bound=_WithSecrets)
-
-
-def without_secrets(config: WithSecretsT) -> WithSecretsT:
-    """The configuration without API keys and credentials in URLs, for files and logs."""
-    urls = tuple(map(redact_urls, config.rollout.urls))
-    url = None if config.reward.url is None else redact_urls(config.reward.url)
-    teacher = getattr(config, "teacher", None)
-    if isinstance(teacher, TeacherConfig):
-        server = replace(teacher.server, api_key=None, urls=tuple(map(redact_urls, teacher.server.urls)))
-        config = replace(config, teacher=replace(teacher, server=server))
-    return replace(
-        config,
-        rollout=replace(config.rollout, api_key=None, urls=urls),
-        reward=replace(config.reward, api_key=None, url=url),
     )

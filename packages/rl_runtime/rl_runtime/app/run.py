@@ -9,7 +9,7 @@ from statistics import median
 from rl_data import PromptSampler
 from rollout_vllm import RolloutConfig
 from run_kit import RunFolder, RunStopped, StopRequest, Tracker
-from run_kit.config.loader import to_yaml
+from run_kit.config.redaction import yaml_without_secrets
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
 from run_kit.timing import Laps
@@ -33,7 +33,7 @@ from ..training.uploads import open_uploader
 from .choices import Choice, divides
 from .inputs import chat_format, load_inputs
 from .job import Algorithm, Job, JobPlan
-from .job_config import JobConfig, JobConfigT, without_secrets
+from .job_config import JobConfig, JobConfigT
 from .restarts import Restarts
 from .split import describe_split, measured_sides, propose_split
 from .training_run import noting_resume_command, resume_command, resumed_folder, unsavable
@@ -64,7 +64,7 @@ def run_job(
         MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
         Tracker(
             run,
-            without_secrets(config),
+            config,
             num_steps=trainer.total_training_steps,
             comment=chosen.comment(),
             resumes=resumed_folder(plan.resume_from),
@@ -163,7 +163,7 @@ def _train(
             session.rank_groups,
             roles=algorithm.roles,
             parts={**rollouts.parts, **algorithm.state},
-            config=to_yaml(without_secrets(config)),
+            config=yaml_without_secrets(config),
             unsavable=unsavable({model.section: model.engine for model in config.models}),
             uploader=job.uploader,
             local_disks=job.local_disks,

@@ -11,7 +11,7 @@ import numpy as np
 from ckpt import Checkpoint
 from rl_data import Demonstration, PromptSampler, load_demonstrations
 from run_kit import RunFolder, RunStopped, StopRequest, Tracker
-from run_kit.config.loader import to_yaml
+from run_kit.config.redaction import yaml_without_secrets
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
 from run_kit.timing import Laps
@@ -252,7 +252,7 @@ def _train(
         session.rank_groups,
         roles={model.name: model},
         parts={"sampler": sampler},
-        config=to_yaml(config),
+        config=yaml_without_secrets(config),
         unsavable=unsavable({"engine": config.engine}),
         uploader=run.uploader,
         local_disks=run.local_disks,

@@ -75,10 +75,21 @@ def parse_typed(text: str, hint: Any) -> Any:
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise YamlError(f"not valid YAML: {' '.join(str(error).split())}") from None
+        raise YamlError(f"not valid YAML: {_without_excerpt(error)}") from None
     except RecursionError:
         raise YamlError(_TOO_DEEP) from None
     return None if node is None else _construct(node, hint, _MAX_DEPTH, iter(range(_MAX_VALUES)))
+
+
+def _without_excerpt(error: yaml.YAMLError) -> str:
+    """PyYAML's message and the place, without the text there: it may begin in the middle of a password."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return " ".join(str(error).split())
+    parts = []
+    for what, mark in ((error.context, error.context_mark), (error.problem, error.problem_mark)):
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
+        parts += [f"{what}{place}"] if what else []
+    return ", ".join(parts)
 
 
 def dump(tree: Any) -> str:

@@ -12,8 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from ..config.loader import to_yaml
-from ..config.redaction import redact_urls
+from ..config.redaction import redact, yaml_without_secrets
 from ..errors import OWN_PACKAGES, TrackingError
 from ..signals import RunStopped
 from .metrics_table import atomic_write, is_disk_full
@@ -98,13 +97,13 @@ class RunFolder:
         return self.path.name
 
     def write_config(self, config: Any, comment: str = "") -> Path:
-        """Write the resolved configuration without credentials in URLs; `config=<this file>` repeats the run.
+        """Write the resolved configuration without secrets; `config=<this file>` repeats the run.
 
         Args:
             comment: lines for the top of the file.
         """
         head = "".join(f"# {line}\n" for line in comment.splitlines())
-        atomic_write(self.config_file, head + redact_urls(to_yaml(config)))
+        atomic_write(self.config_file, head + yaml_without_secrets(config))
         return self.config_file
 
     def __enter__(self) -> "RunFolder":
@@ -183,7 +182,7 @@ class LogFile:
         if self._file.closed:
             return
         try:
-            self._file.write(redact_urls(visible_line(line)) + "\n")
+            self._file.write(redact(visible_line(line)) + "\n")
             self._file.flush()
         except OSError as error:
             if not is_disk_full(error):
@@ -202,7 +201,7 @@ def visible_line(line: str) -> str:
 
 
 class _Tee:
-    """A stream that also writes to the log; other attributes come from the original stream."""
+    """A stream without secrets that also writes to the log; other attributes come from the original stream."""
 
     def __init__(self, original: TextIO, log: LogFile, name: str) -> None:
         self._original = original
@@ -210,9 +209,9 @@ class _Tee:
         self._name = name
 
     def write(self, text: str) -> int:
-        count = self._original.write(text)
+        self._original.write(redact(text))
         self._log.feed(self._name, text)
-        return count
+        return len(text)
 
     def writelines(self, lines: list[str]) -> None:
         for line in lines:

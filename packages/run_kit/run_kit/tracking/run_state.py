@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config.redaction import redact_urls
+from ..config.redaction import redact
 from ..signals import stopping_signal
 from .metrics_table import atomic_write
 
@@ -110,7 +110,7 @@ def state_after(error: BaseException | None, facts: dict[str, Any]) -> RunState:
         return RunState(state="stopped", message=f"by {number.name}", **facts)
     if error is None or (isinstance(error, SystemExit) and error.code in (0, None)):
         return RunState(state="finished", **facts)
-    first = next(iter(redact_urls(str(error)).splitlines()), "") or type(error).__name__
+    first = next(iter(redact(str(error)).splitlines()), "") or type(error).__name__
     first = f"exit code {first}" if isinstance(error, SystemExit) and isinstance(error.code, int) else first
     return RunState(state="failed", message=first[:_MAX_MESSAGE], **facts)
 

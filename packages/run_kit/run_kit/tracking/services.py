@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config.differences import flatten
-from ..config.redaction import redact_urls
+from ..config.redaction import redact
 from ..errors import TrackingError
 from .config import TrackingConfig
 from .metrics_table import MetricsTable, atomic_write
@@ -181,7 +181,7 @@ class SentOnce:
         try:
             call()
         except Exception as error:
-            print(f"warning: {self.package} {what}: {redact_urls(str(error))}", file=sys.stderr, flush=True)
+            print(f"warning: {self.package} {what}: {redact(str(error))}", file=sys.stderr, flush=True)
 
 
 def check_services(config: TrackingConfig) -> None:
@@ -220,7 +220,7 @@ def open_services(
         except Exception as error:
             raise TrackingError(
                 f"{package} could not start a run for tracking.{key}={getattr(config, key)}: "
-                f"{redact_urls(str(error))}; check its address and log-in, or leave tracking.{key} unset"
+                f"{redact(str(error))}; check its address and log-in, or leave tracking.{key} unset"
             ) from error
         opened.append(SentOnce(package, run, last_step=last_step if run_id else None))
     if opened:
