@@ -80,4 +80,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     _Links.page = page.file.src_uri
-    return markdown + ("\n" + pages.upgrade_tables() if page.file.src_uri == pages.UPGRADING else "")
+    if page.file.src_uri == pages.UPGRADING:
+        markdown += "\n" + pages.upgrade_tables()
+    return pages.lists_by_four(markdown)

@@ -18,6 +18,7 @@ from typing import Any
 from run_kit import reference_text
 from run_kit.config.help import list_presets
 from run_kit.config.schema import Section, entries
+from scripts.markdown_links import tokens
 
 REPO = Path(__file__).resolve().parents[2]
 PATTERNS = (
@@ -76,6 +77,30 @@ def linked_path(page: str, link: str, repo: Path = REPO) -> str | None:
         return None
     readme = posixpath.normpath(posixpath.join(path, "README.md"))
     return readme if (repo / readme).is_file() else path
+
+
+def lists_by_four(markdown: str) -> str:
+    """The same Markdown with the content of list items indented by four spaces a level, as MkDocs' dialect reads it.
+
+    GitHub's needs the width of the marker only: two spaces after `* `, three after `1. `.
+    """
+    lines = markdown.split("\n")
+    widths: list[list[tuple[bool, int]]] = [[] for _ in lines]  # of each item around a line: is it its first line, its width
+    for token in tokens(markdown):
+        if token.type == "list_item_open" and token.map is not None:
+            first, end = token.map
+            marker = re.match(r"\s*(?:[-*+]|\d+[.)])\s+", lines[first][sum(width for _, width in widths[first]) :])
+            if marker is not None:
+                for number in range(first, end):
+                    widths[number].append((number == first, len(marker.group())))
+    return "\n".join(_indented(line, around) for line, around in zip(lines, widths, strict=True))
+
+
+def _indented(line: str, around: Sequence[tuple[bool, int]]) -> str:
+    outer = [width for is_first, width in around if not is_first]
+    indent = len(line) - len(line.lstrip(" "))
+    # A lazy line of a paragraph may be indented less than its item.
+    return " " * (4 * len(outer)) + line[min(sum(outer), indent) :] if line.strip() else line
 
 
 # The navigation
