@@ -9,7 +9,7 @@ WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants dist pictures clean distclean
+.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants dist pictures docs docs-serve clean distclean
 
 help: ## Show this list
 	@echo "Plinth. Targets:"
@@ -54,6 +54,12 @@ dist: setup ## Build the wheel and the sdist of every package into dist/, reprod
 
 pictures: setup ## Make README's pictures from a finished run: ARGS='outputs/RUN --browser PYTHON' (PyQt6-WebEngine)
 	$(PYTHON) scripts/pictures.py $(ARGS)
+
+docs: ## Build the documentation site into build/site and check it (installs MkDocs into .cache/docs, not into .venv)
+	@scripts/docs.sh
+
+docs-serve: ## Show the documentation site at http://127.0.0.1:8000 and rebuild it when a file changes
+	@scripts/docs.sh serve $(ARGS)
 
 clean: ## Remove caches and build products; keep .venv and outputs
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .pants.d .pids dist build

@@ -2,8 +2,8 @@
 
 * No page or style loads anything from another host.
 * Every configuration key and every public name has its place.
-* A Markdown file has as many headings, lists, list items, table rows, code blocks and pictures on the site as on GitHub:
-  MkDocs reads another dialect of Markdown, where for example a list needs an empty line before it.
+* A Markdown file has as many headings, lists, table rows, code blocks and pictures on the site as on GitHub: MkDocs
+  reads another dialect of Markdown, where for example a list needs an empty line before it.
 """
 
 import re
@@ -20,8 +20,13 @@ from scripts.markdown_links import tokens
 # Attributes whose address a browser loads by itself, by element. A <link> counts unless it only names a page.
 _LOADING = {
     **dict.fromkeys(("audio", "embed", "iframe", "input", "script", "track"), ("src",)),
-    **{"img": ("src", "srcset"), "source": ("src", "srcset"), "video": ("src", "poster")},
-    **{"object": ("data",), "link": ("href",), "image": ("href", "xlink:href"), "use": ("href", "xlink:href")},
+    "img": ("src", "srcset"),
+    "source": ("src", "srcset"),
+    "video": ("src", "poster"),
+    "object": ("data",),
+    "link": ("href",),
+    "image": ("href", "xlink:href"),
+    "use": ("href", "xlink:href"),
 }
 _NAMING = {"canonical", "next", "prev", "alternate", "license", "author"}
 _FOREIGN = re.compile(r"\s*(?:https?:)?//", re.IGNORECASE)
@@ -74,11 +79,7 @@ def differences_from_github(markdown: str, page: str) -> list[str]:
     found = [token for block in tokens(markdown) for token in (block, *(block.children or ()))]
     theirs = Counter(token.tag for token in found if token.nesting == 1 or token.type == "image")
     theirs["pre"] = sum(token.type in ("fence", "code_block") for token in found)
-    return [
-        f"{ours[tag]} <{tag}>, on GitHub {theirs[tag]}"
-        for tag in _COUNTED
-        if ours[tag] != theirs[tag]
-    ]
+    return [f"{ours[tag]} <{tag}>, on GitHub {theirs[tag]}" for tag in _COUNTED if ours[tag] != theirs[tag]]
 
 
 def problems(site: Path) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Hook of MkDocs: the site's pages are the Markdown files of the whole repository, under their paths in it, and generated ones.
+"""Hook of MkDocs: pages are the Markdown files of the whole repository, under their paths in it, and generated ones.
 
-Links to folders become links to their README, and links to code become links to a page that shows it. MkDocs resolves and
-checks all others itself.
+Links to folders become links to their README, and links to code become links to a page that shows it. MkDocs resolves
+and checks all others itself.
 """
 
 import posixpath

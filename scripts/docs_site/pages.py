@@ -1,7 +1,7 @@
 """Pages of the documentation site: which files are pages, and the text of those that are generated.
 
-Needs neither MkDocs nor torch. A page is named by its path in the site, which is its path in the repository where it is a
-file of it: relative links between Markdown files then work on the site as they do in the repository.
+Needs neither MkDocs nor torch. A page is named by its path in the site. For a file of the repository this is the path
+there, so that relative links between Markdown files work on the site as they do in the repository.
 """
 
 import ast
@@ -38,15 +38,15 @@ RUN_KIT_CONFIGS = {
 }
 
 
-def markdown_files(repo: Path = REPO) -> dict[str, Path]:
+def markdown_files() -> dict[str, Path]:
     """Markdown files of the repository that are pages, by their path in it."""
-    return {path.relative_to(repo).as_posix(): path for pattern in PATTERNS for path in sorted(repo.glob(pattern))}
+    return {path.relative_to(REPO).as_posix(): path for pattern in PATTERNS for path in sorted(REPO.glob(pattern))}
 
 
-def assets(repo: Path = REPO) -> dict[str, Path]:
+def assets() -> dict[str, Path]:
     """Pictures and styles below docs/, by their path in the repository."""
-    found = (path for path in sorted((repo / "docs").rglob("*")) if path.suffix in PICTURES)
-    return {path.relative_to(repo).as_posix(): path for path in found}
+    found = (path for path in sorted((REPO / "docs").rglob("*")) if path.suffix in PICTURES)
+    return {path.relative_to(REPO).as_posix(): path for path in found}
 
 
 def generated_pages() -> dict[str, str]:
@@ -64,7 +64,7 @@ def source_page(path: Path) -> str:
     return f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n\n{fence}{CODE[path.suffix]}\n{text}{fence}\n"
 
 
-def linked_path(page: str, link: str, repo: Path = REPO) -> str | None:
+def linked_path(page: str, link: str) -> str | None:
     """The path in the repository that a link names, without its anchor; that of README.md for a folder that has one.
 
     None for links to other sites, links inside the page, and paths that do not exist.
@@ -73,10 +73,10 @@ def linked_path(page: str, link: str, repo: Path = REPO) -> str | None:
     if not target or re.match(r"[a-z][a-z+.-]*:|/", target):
         return None
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
-    if path.startswith("..") or not (repo / path).exists():
+    if path.startswith("..") or not (REPO / path).exists():
         return None
     readme = posixpath.normpath(posixpath.join(path, "README.md"))
-    return readme if (repo / readme).is_file() else path
+    return readme if (REPO / readme).is_file() else path
 
 
 def lists_by_four(markdown: str) -> str:
@@ -85,7 +85,8 @@ def lists_by_four(markdown: str) -> str:
     GitHub's needs the width of the marker only: two spaces after `* `, three after `1. `.
     """
     lines = markdown.split("\n")
-    widths: list[list[tuple[bool, int]]] = [[] for _ in lines]  # of each item around a line: is it its first line, its width
+    # For every line, outermost item first: is it the item's first line, and the width of the item's marker.
+    widths: list[list[tuple[bool, int]]] = [[] for _ in lines]
     for token in tokens(markdown):
         if token.type == "list_item_open" and token.map is not None:
             first, end = token.map
