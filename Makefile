@@ -9,7 +9,7 @@ WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants dist pictures docs docs-serve clean distclean
+.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants dist pictures clean distclean
 
 help: ## Show this list
 	@echo "Plinth. Targets:"
@@ -55,6 +55,7 @@ dist: setup ## Build the wheel and the sdist of every package into dist/, reprod
 pictures: setup ## Make README's pictures from a finished run: ARGS='outputs/RUN --browser PYTHON' (PyQt6-WebEngine)
 	$(PYTHON) scripts/pictures.py $(ARGS)
 
+.PHONY: docs docs-serve
 docs: ## Build the documentation site into build/site and check it (installs MkDocs into .cache/docs, not into .venv)
 	@scripts/docs.sh
 

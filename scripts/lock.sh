@@ -6,8 +6,7 @@
 #   scripts/lock.sh --upgrade-package ray    upgrade one
 #
 # The lists have one line per distribution and no addresses. scripts/setup.sh installs 3rdparty/cpu.txt, or 3rdparty/cuda.txt
-# with its hashes; scripts/docs.sh installs 3rdparty/docs.txt likewise. Pants' resolves read the lists in 3rdparty/pants/,
-# pinned to the versions of 3rdparty/cpu.txt.
+# with its hashes; Pants' resolves read the lists in 3rdparty/pants/, pinned to the versions of 3rdparty/cpu.txt.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -46,8 +45,9 @@ resolve 3rdparty/pants/python-default.txt 3rdparty/pants/python-default.in --con
 resolve 3rdparty/pants/pytest.txt 3rdparty/pants/pytest.in --constraint 3rdparty/cpu.txt
 resolve 3rdparty/pants/setuptools.txt 3rdparty/pants/setuptools.in --constraint 3rdparty/cpu.txt
 platform=x86_64-manylinux_2_31 # the oldest glibc that all wheels of the CUDA stack work with
-resolve 3rdparty/cuda.txt 3rdparty/cuda.in --override 3rdparty/cuda-overrides.txt --python-platform "$platform" "$@"
-add_hashes 3rdparty/cuda.txt "$platform"
+# The documentation site, which scripts/docs.sh installs into .cache/docs: the stack's versions of what both have.
 resolve 3rdparty/docs.txt 3rdparty/docs.in --constraint 3rdparty/cpu.txt --python-platform "$platform" "$@"
 add_hashes 3rdparty/docs.txt "$platform"
+resolve 3rdparty/cuda.txt 3rdparty/cuda.in --override 3rdparty/cuda-overrides.txt --python-platform "$platform" "$@"
+add_hashes 3rdparty/cuda.txt "$platform"
 git diff --stat -- 3rdparty || true

@@ -54,6 +54,14 @@ def test_the_upgrade_guide_names_what_was_renamed() -> None:
     assert headings == pages.packages()
 
 
+def test_pins_have_hashes_and_agree_with_those_of_the_stack() -> None:
+    lines = (pages.REPO / "3rdparty/docs.txt").read_text(encoding="utf-8").splitlines()
+    pins = [re.fullmatch(r"([\w.-]+)==([\w.!]+)(?: --hash=sha256:[0-9a-f]{64})+", line) for line in lines]
+    assert None not in pins
+    stack = dict(re.findall(r"^([\w.-]+)==([\w.!]+)", (pages.REPO / "3rdparty/cpu.txt").read_text(), re.MULTILINE))
+    assert {pin[1]: pin[2] for pin in pins if pin and stack.get(pin[1], pin[2]) != pin[2]} == {}
+
+
 def test_links_are_resolved_as_in_the_repository() -> None:
     linked = pages.linked_path
     assert linked("docs/examples.md", "../packages/rl_core#guarantees") == "packages/rl_core/README.md"
