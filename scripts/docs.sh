@@ -15,7 +15,7 @@ if [ "$(cat $venv/.stamp 2> /dev/null)" != "$stamp" ]; then
   python=${PLINTH_PYTHON:-.venv/bin/python}
   [ -x "$(command -v "$python")" ] || python=python3.11
   "$python" -m venv --clear $venv
-  $venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r 3rdparty/docs.txt
+  $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --require-hashes --no-deps -r 3rdparty/docs.txt
   echo "$stamp" > $venv/.stamp
 fi
 
@@ -24,5 +24,6 @@ export PYTHONPATH NO_MKDOCS_2_WARNING=1
 if [ "${1:-}" = serve ]; then
   exec $venv/bin/python -m mkdocs serve "${@:2}"
 fi
-$venv/bin/python -m mkdocs --quiet build --strict --clean
+# With --quiet, MkDocs does not count warnings either.
+$venv/bin/python -m mkdocs build --strict --clean 2>&1 | { grep -v '^INFO' || true; }
 $venv/bin/python -m scripts.docs_site.check build/site
