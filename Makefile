@@ -61,6 +61,13 @@ sbom: setup ## Write the software bills of materials (CycloneDX) of both stacks 
 pictures: setup ## Make README's pictures from a finished run: ARGS='outputs/RUN --browser PYTHON' (PyQt6-WebEngine)
 	$(PYTHON) scripts/pictures.py $(ARGS)
 
+.PHONY: docs docs-serve
+docs: ## Build the documentation site into build/site and check it (installs MkDocs into .cache/docs, not into .venv)
+	@scripts/docs.sh
+
+docs-serve: ## Show the documentation site at http://127.0.0.1:8000 and rebuild it when a file changes
+	@scripts/docs.sh serve $(ARGS)
+
 clean: ## Remove caches and build products; keep .venv and outputs
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .pants.d .pids dist build
 	find . -path ./.venv -prune -o -type d \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +

@@ -45,6 +45,9 @@ resolve 3rdparty/pants/python-default.txt 3rdparty/pants/python-default.in --con
 resolve 3rdparty/pants/pytest.txt 3rdparty/pants/pytest.in --constraint 3rdparty/cpu.txt
 resolve 3rdparty/pants/setuptools.txt 3rdparty/pants/setuptools.in --constraint 3rdparty/cpu.txt
 platform=x86_64-manylinux_2_31 # the oldest glibc that all wheels of the CUDA stack work with
+# The documentation site, which scripts/docs.sh installs into .cache/docs: the stack's versions of what both have.
+resolve 3rdparty/docs.txt 3rdparty/docs.in --constraint 3rdparty/cpu.txt --python-platform "$platform" "$@"
+add_hashes 3rdparty/docs.txt "$platform"
 resolve 3rdparty/cuda.txt 3rdparty/cuda.in --override 3rdparty/cuda-overrides.txt --python-platform "$platform" "$@"
 add_hashes 3rdparty/cuda.txt "$platform"
 # The CPU build of torch has another hash on each index: 2.13.0 is a CUDA build on the Python Package Index.

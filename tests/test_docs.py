@@ -1,7 +1,6 @@
 """Markdown files of the repository: links and anchors exist, code blocks parse, every config key is documented."""
 
 import ast
-import importlib
 import subprocess
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from run_kit import reference_text
 from run_kit.config.schema import Key, entries
+from scripts.docs_site.pages import config_classes
 from scripts.markdown_links import anchors, code_blocks, slug, targets
 
 REPO = Path(__file__).resolve().parents[1]
@@ -17,11 +17,7 @@ FILES = [
     *sorted(path for folder in FOLDERS for path in (REPO / folder).rglob("*.md")),
     *(REPO / "README.md", REPO / "CONTRIBUTING.md"),
 ]
-CONFIGS = (
-    *("apps.grpo.config:GrpoConfig", "apps.ppo.config:PpoConfig", "apps.sft.config:SftConfig"),
-    *("apps.evaluate.config:EvaluateConfig", "apps.forecast.config:ForecastConfig", "apps.bench.config:SixCaseConfig"),
-    *("apps.bench.config:StageGateConfig", "apps.bench.config:AlgorithmsConfig", "apps.distill.config:DistillConfig"),
-)
+CONFIGS = config_classes()
 
 
 def name(file: Path) -> str:
@@ -75,10 +71,9 @@ def test_shell_blocks_parse(file: Path) -> None:
             assert parsed.returncode == 0, f"{name(file)}:{block.line}: {parsed.stderr}"
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_reference_lists_every_key_with_documentation(config: str) -> None:
-    module, _, class_name = config.partition(":")
-    cls = getattr(importlib.import_module(module), class_name)
+@pytest.mark.parametrize("command", CONFIGS)
+def test_reference_lists_every_key_with_documentation(command: str) -> None:
+    cls = CONFIGS[command]
     page = reference_text(cls, title="keys")
     blocks = page.split("\n\n")
     for entry in entries(cls):

@@ -21,7 +21,7 @@ class MicroBatchPlan:
     """The samples that each rank computes in each micro batch."""
 
     assignment: tuple[tuple[tuple[int, ...], ...], ...]
-    """[rank][micro batch] -> sample indices; equally many micro batches on every rank, each sample once."""
+    """`[rank][micro batch]` -> sample indices; equally many micro batches on every rank, each sample once."""
     num_samples: int
 
     @property
@@ -38,7 +38,7 @@ class MicroBatchPlan:
         return tuple(index for micro in self.assignment[rank] for index in micro)
 
     def restore(self, results: Sequence[Sequence[Sequence[Item]]]) -> list[Item]:
-        """Put results, laid out as [rank][micro batch][sample], back in the order of the samples.
+        """Put results, laid out as `[rank][micro batch][sample]`, back in the order of the samples.
 
         Raises `BatchError` when the results do not have the layout of this plan.
         """

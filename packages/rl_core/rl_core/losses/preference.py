@@ -89,8 +89,9 @@ def kto_loss(
     Args:
         is_desirable_N: bool.
         kl: the reference point, `kto_kl`; it gets no gradient.
-        desirable_weight, undesirable_weight: with n+ desirable and n- undesirable examples, the paper advises
+        desirable_weight: lambda_D. With n+ desirable and n- undesirable examples, the paper advises
             desirable_weight * n+ / (undesirable_weight * n-) between 1 and 3/2.
+        undesirable_weight: lambda_U.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, section 4; the loss is lambda_y - v.
     Raises `ValueError` for an option out of range, `ShapeError` for shapes.

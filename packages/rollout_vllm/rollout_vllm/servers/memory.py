@@ -47,7 +47,9 @@ def estimate_server_memory(
     Args:
         weight_bytes: bytes of the whole model.
         kv_bytes_per_token: keys and values of one token in all layers.
-        hidden, intermediate, vocab: the model's widths.
+        hidden: the model's width.
+        intermediate: width of its MLPs.
+        vocab: size of its vocabulary.
         element_bytes: bytes per activation.
         graphs: the server captures CUDA graphs.
     """

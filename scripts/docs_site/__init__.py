@@ -1,0 +1,1 @@
+"""The documentation site: pages that are generated, MkDocs' hook, and checks of the built site."""
