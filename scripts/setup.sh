@@ -95,7 +95,7 @@ fi
 
 # The stamp records the inputs of .venv, one line per part, and its path: a moved .venv does not work.
 stack_line="stack $(cat "$list" scripts/setup.sh | sha256sum | cut -c1-40) $root"
-packages_line="packages $(ls -d packages/*/pyproject.toml apps/pyproject.toml | xargs -r sha256sum | sha256sum | cut -c1-40)"
+packages_line="packages $({ ls -d packages/*/pyproject.toml apps/pyproject.toml 2> /dev/null || true; } | xargs -r sha256sum | sha256sum | cut -c1-40)"
 [ "${1:-}" != --force ] || rm -f "$stamp"
 stamped() { [ -x "$venv/bin/python" ] && grep -qxF "$1" "$stamp" 2> /dev/null; }
 if [ "${1:-}" != --download ] && stamped "$stack_line" && stamped "$packages_line"; then
