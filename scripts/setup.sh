@@ -6,14 +6,18 @@
 #   scripts/setup.sh            install what is missing; does nothing if the stamp is current
 #   scripts/setup.sh --force    reinstall everything into the existing .venv
 #   scripts/setup.sh --which    print which stack this machine gets and why, check its driver, and install nothing
+#   scripts/setup.sh --download FOLDER   write the files of the stack and the packages' wheels to FOLDER, a wheelhouse for
+#                               machines without network, and install nothing
 #
 # PLINTH_STACK         cpu or cuda: the stack to install (else: what the machine has). cuda needs no driver, for images
 # PLINTH_PYTHON        the Python 3.11 to use (else: python3.11 on PATH, python3 if it is 3.11, pyenv's)
 # PLINTH_TORCH_INDEX   extra index for torch's CPU wheel (else PyTorch's own; empty: none)
+# PLINTH_WHEELHOUSE    a folder that --download wrote: install from it and from nowhere else, without network
 set -euo pipefail
 # Images from NVIDIA set it to the versions of their own environment. .venv is another one.
 unset PIP_CONSTRAINT
 
+called_in=$PWD
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
 venv=$root/.venv
@@ -68,9 +72,22 @@ check_driver() {
     "PLINTH_STACK=cpu installs the CPU stack instead."
 }
 
-[[ $# = 0 || ($# = 1 && $1 =~ ^--(force|which)$) ]] ||
-  die "unknown arguments $*" "usage: scripts/setup.sh [--force | --which]"
+[[ $# = 0 || ($# = 1 && $1 =~ ^--(force|which)$) || ($# = 2 && $1 = --download && -n $2 && $2 != -*) ]] ||
+  die "unknown arguments $*" "usage: scripts/setup.sh [--force | --which | --download FOLDER]"
 choose_stack
+torch_index=${PLINTH_TORCH_INDEX-https://download.pytorch.org/whl/cpu}
+
+# Refuses a wheelhouse of another list, or with a damaged file; else makes it pip's only source.
+use_wheelhouse() {
+  local house again="On a machine with network: PLINTH_STACK=$stack scripts/setup.sh --download FOLDER"
+  house=$(cd "$called_in" && cd "$PLINTH_WHEELHOUSE" 2> /dev/null && pwd -P) && [ -f "$house/SHA256SUMS" ] ||
+    die "PLINTH_WHEELHOUSE=$PLINTH_WHEELHOUSE is not a folder that --download wrote" "$again"
+  cmp -s "$house/$stack.txt" "$list" || die "$house does not have the files of this checkout's $list" "$again"
+  say "checking the files in $house"
+  (cd "$house" && sha256sum --check --quiet SHA256SUMS >&2) || die "files in $house are missing or damaged (see above)" "$again"
+  export PIP_NO_INDEX=1 PIP_FIND_LINKS=file://${house// /%20}
+  torch_index=""
+}
 if [ "${1:-}" = --which ]; then
   say "${stack^^} stack: $why"
   [ "$stack" = cpu ] || check_driver
@@ -79,10 +96,10 @@ fi
 
 # The stamp records the inputs of .venv, one line per part, and its path: a moved .venv does not work.
 stack_line="stack $(cat "$list" scripts/setup.sh | sha256sum | cut -c1-40) $root"
-packages_line="packages $(ls -d packages/*/pyproject.toml apps/pyproject.toml | xargs -r sha256sum | sha256sum | cut -c1-40)"
+packages_line="packages $({ ls -d packages/*/pyproject.toml apps/pyproject.toml 2> /dev/null || true; } | xargs -r sha256sum | sha256sum | cut -c1-40)"
 [ "${1:-}" != --force ] || rm -f "$stamp"
 stamped() { [ -x "$venv/bin/python" ] && grep -qxF "$1" "$stamp" 2> /dev/null; }
-if stamped "$stack_line" && stamped "$packages_line"; then
+if [ "${1:-}" != --download ] && stamped "$stack_line" && stamped "$packages_line"; then
   exit 0
 fi
 
@@ -145,19 +162,27 @@ pins() {
   echo .cache/pins.txt
 }
 
+# pip_cpu_torch COMMAND OPTION... : installs or downloads torch's CPU build.
+# First and by name: as a dependency, pip would resolve torch to the newest CUDA build. The CPU wheel is on PyTorch's own
+# index, used for this line only; if it is unreachable, pip falls back to its configured index.
+pip_cpu_torch() {
+  pip "$@" --no-deps --retries 2 ${torch_index:+--extra-index-url "$torch_index"} "$(pin torch)"
+}
+
+not_the_cpu_torch() { # not_the_cpu_torch BUILD DONE
+  die "pip found torch $1, which is not the CPU build; it was $2" \
+    "The CPU wheel ($(pin torch)+cpu) is on PyTorch's own index: is ${torch_index:-an index with this wheel} reachable?" \
+    "Or put the wheel into a folder and name it: PIP_FIND_LINKS=/folder scripts/setup.sh"
+}
+
 install_cpu_torch() {
-  # First and by name: as a dependency, pip would resolve torch to the newest CUDA build. The CPU wheel is on PyTorch's own
-  # index, used for this line only; if it is unreachable, pip falls back to its configured index.
-  local index=${PLINTH_TORCH_INDEX-https://download.pytorch.org/whl/cpu}
-  pip install --no-deps --no-compile --retries 2 ${index:+--extra-index-url "$index"} "$(pin torch)"
   local build
+  pip_cpu_torch install --no-compile
   build=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')
   case $build in
     *+cpu) ;;
     *) pip uninstall --yes torch
-       die "pip found torch $build, which is not the CPU build; it was uninstalled" \
-         "The CPU wheel ($(pin torch)+cpu) is on PyTorch's own index: is ${index:-an index with this wheel} reachable?" \
-         "Or put the wheel into a folder and name it: PIP_FIND_LINKS=/folder scripts/setup.sh" ;;
+       not_the_cpu_torch "$build" uninstalled ;;
   esac
 }
 
@@ -186,6 +211,7 @@ install_stack() {
     check_driver
     check_headers "$python"
   fi
+  [ -z "${PLINTH_WHEELHOUSE:-}" ] || use_wheelhouse
   create_venv "$python"
   sed -i '/^stack /d' "$stamp" 2> /dev/null || true
   say "installing the $(grep -c == "$list") pinned distributions of $list (some minutes the first time)"
@@ -199,6 +225,31 @@ install_stack() {
   check_stack
   echo "$stack_line" >> "$stamp"
   say "the stack is installed after $((SECONDS - started)) s"
+}
+
+# The tools that build a wheelhouse are in a venv of their own: a machine that downloads need not install the stack.
+download() {
+  local house python sums
+  house=$(cd "$called_in" && mkdir -p "$1" && cd "$1" && pwd -P) || die "cannot write to $1"
+  python=$(find_python)
+  venv=$root/.cache/download
+  say "${stack^^} stack for $(uname -m) and $("$python" --version): downloading the $(grep -c == "$list") distributions of $list"
+  "$python" -m venv --clear "$venv"
+  pip install --no-deps -r "$(pins -E '^(pip|setuptools|wheel)==')"
+  if [ "$stack" = cpu ]; then
+    pip_cpu_torch download --dest "$house"
+    compgen -G "$house/torch-$(pin torch | cut -d= -f3)+cpu-*" > /dev/null || not_the_cpu_torch "$(pin torch)" "left in $house"
+  fi
+  # Of DeepSpeed there is only source, whose metadata pip reads.
+  DS_BUILD_OPS=0 pip download --no-deps --no-build-isolation --dest "$house" -r "$(pins -v -E "^torch==$([ "$stack" = cpu ] || echo never)")"
+  say "building the packages"
+  "$venv/bin/python" scripts/build.py --out "$house" >> "$log" 2>&1 || { tail -n 30 "$log" >&2; die "the packages cannot be built"; }
+  cp "$list" "$house/$stack.txt"
+  rm -f "$house/SHA256SUMS"
+  sums=$(cd "$house" && LC_ALL=C && sha256sum -- *)
+  echo "$sums" > "$house/SHA256SUMS"
+  say "ready: $house has $(wc -l <<< "$sums") files, $(du -sh "$house" | cut -f1)"
+  say "on the other machine, in a checkout: PLINTH_WHEELHOUSE=FOLDER make setup"
 }
 
 check_stack() {
@@ -244,6 +295,10 @@ if command -v flock > /dev/null; then
   flock 9
 fi
 : > "$log"
+if [ "${1:-}" = --download ]; then
+  download "$2"
+  exit 0
+fi
 stamped "$stack_line" || install_stack
 stamped "$packages_line" || install_packages
 say "ready: .venv"
