@@ -122,8 +122,9 @@ def rows(
 def preferences(rng: random.Random, num: int, *, held_out: bool = False) -> list[dict[str, Any]]:
     """Rows (`question`, `chosen`, `rejected`) for preference training, with operands of the training problems.
 
-    With `held_out`, the operands are those of the validation problems. The chosen response shows the right calculation. The rejected one is a wrong bare answer, or the calculation of
-    another sum, each half of the time: neither its length nor its style alone gives it away.
+    The chosen response shows the right calculation. The rejected one is a wrong bare answer, or the calculation of
+    another sum, each half of the time: neither its length nor its style alone gives it away. With `held_out`, the
+    operands are those of the validation problems.
     """
     reserved, known = _operands("arithmetic", rng)
     pairs = reserved if held_out else known

@@ -95,6 +95,7 @@ from .training.policy_loss import with_loss_weights as with_loss_weights
 from .training.preferences import HeldOutPreferences as HeldOutPreferences
 from .training.preferences import ReferenceLogProbs as ReferenceLogProbs
 from .training.preferences import log_ratios as log_ratios
+from .training.preferences import margins_of as margins_of
 from .training.preferences import of_pairs as of_pairs
 from .training.preferences import of_responses as of_responses
 from .training.preferences import response_batch as response_batch
@@ -102,6 +103,7 @@ from .training.preferences import responses_of as responses_of
 from .training.preferences import score_batch as score_batch
 from .training.preferences import scores as scores
 from .training.preferences import sequence_log_probs as sequence_log_probs
+from .training.preferences import with_labels as with_labels
 from .training.record import RunRecord as RunRecord
 from .training.supervised import supervised_step as supervised_step
 from .training.supervised import train_supervised as train_supervised

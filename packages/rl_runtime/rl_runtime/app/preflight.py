@@ -178,8 +178,9 @@ def check_supervised(
     if not supervised.trains:
         return
     if not supervised.files and (data.train or model.path != BUILTIN_MODEL):
+        what = "demonstrations" if examples == "demonstrations" else "preferences"
         raise InputError(
-            f"{section}.files is empty: the built-in {'demonstrations' if examples == 'demonstrations' else 'preferences'} belong to the built-in model; give "
+            f"{section}.files is empty: the built-in {what} belong to the built-in model; give "
             f"{section}.files=<parquet, JSON lines or CSV>, or train the built-in model: model.path={BUILTIN_MODEL}"
         )
     for key, files in supervised.keys_of_files.items():

@@ -6,7 +6,7 @@ Shapes: P pairs, S = 2 P sequences (chosen, rejected, chosen, …), K targets of
 import base64
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,9 +31,44 @@ class PairLike(Protocol):
     def rejected(self) -> DemonstrationLike: ...
 
 
+class MarginPair(PairLike, Protocol):
+    """A pair that says how much better its chosen response is."""
+
+    @property
+    def margin(self) -> float: ...
+
+
+@runtime_checkable
+class LabeledLike(Protocol):
+    """A response that is labeled on its own, and the response to another prompt."""
+
+    @property
+    def response(self) -> DemonstrationLike: ...
+    @property
+    def unrelated(self) -> DemonstrationLike: ...
+    @property
+    def is_desirable(self) -> bool: ...
+
+
 def responses_of(pairs: Sequence[PairLike]) -> list[DemonstrationLike]:
     """The responses of all pairs: chosen, rejected, chosen, …"""
     return [one for pair in pairs for one in (pair.chosen, pair.rejected)]
+
+
+def margins_of(pairs: Sequence[MarginPair]) -> Tensor:
+    """How much better the chosen response of each pair is, for both of its responses: float32 [S]."""
+    return torch.tensor([pair.margin for pair in pairs for _ in range(2)], dtype=torch.float32)
+
+
+def with_labels(preferences: Sequence[PairLike | LabeledLike]) -> tuple[list[DemonstrationLike], Tensor]:
+    """The responses of pairs or of labeled responses, and float32 [S]: 1 for chosen and desirable ones, else 0."""
+    found: list[tuple[DemonstrationLike, float]] = []
+    for one in preferences:
+        if isinstance(one, LabeledLike):
+            found.append((one.response, float(one.is_desirable)))
+        else:
+            found += [(one.chosen, 1.0), (one.rejected, 0.0)]
+    return [response for response, _ in found], torch.tensor([label for _, label in found], dtype=torch.float32)
 
 
 def response_batch(
@@ -111,14 +146,20 @@ class ReferenceLogProbs:
     So there is no second model, and a resumed run, on any number of ranks, has the same bits.
     """
 
-    def __init__(self, responses: Iterable[DemonstrationLike], *, batch_size: int) -> None:
+    def __init__(self, preferences: Iterable[PairLike | LabeledLike], *, batch_size: int) -> None:
         """Computes nothing yet.
 
         Args:
-            responses: all of which a log-prob will be asked for.
+            preferences: all whose responses, unrelated ones too, will be asked for.
             batch_size: responses that are sent to the ranks at once.
         """
-        self._responses = {_key(one): one for one in responses}
+        self._responses = {
+            _key(response): response
+            for one in preferences
+            for response in (
+                (one.response, one.unrelated) if isinstance(one, LabeledLike) else (one.chosen, one.rejected)
+            )
+        }
         self._batch_size = batch_size
         self._values: dict[Any, float] = {}
 
