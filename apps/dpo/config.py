@@ -19,8 +19,8 @@ class AlgorithmConfig:
     label_smoothing: float = 0.0
     """`dpo`: share of pairs whose labels are taken to be the wrong way round; 0 to below 0.5."""
     desirable_weight: float = 1.0
-    """`kto`: weight of desirable responses. With as many of both kinds the paper advises weights between 1 and 3/2 times
-    those of undesirable ones."""
+    """`kto`: weight of desirable responses. With as many of both kinds the paper advises 1 to 3/2 times the weight of
+    undesirable ones."""
     undesirable_weight: float = 1.0
     """`kto`: weight of undesirable responses."""
 

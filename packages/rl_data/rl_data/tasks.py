@@ -41,9 +41,9 @@ def write_task(
 ) -> TaskFiles:
     """Write train.parquet, val.parquet and demonstrations.parquet to `folder`, which is created if necessary.
 
-    With `num_pairs` and `num_val_pairs`, pairs.parquet and val_pairs.parquet too. The same arguments give the same rows.
-    The seed also selects what only the validation data has. Raises ValueError for a count below 1, and for pairs of
-    another task than arithmetic.
+    With `num_pairs` and `num_val_pairs`, pairs.parquet and val_pairs.parquet too. The same arguments give the same
+    rows. The seed also selects what only the validation data has. Raises ValueError for a count below 1, and for pairs
+    of another task than arithmetic.
     """
     counts = {"num_train": num_train, "num_val": num_val, "num_demonstrations": num_demonstrations}
     for name, count in counts.items():
