@@ -21,6 +21,7 @@ CONFIGS = (
     *("apps.grpo.config:GrpoConfig", "apps.ppo.config:PpoConfig", "apps.sft.config:SftConfig"),
     *("apps.evaluate.config:EvaluateConfig", "apps.forecast.config:ForecastConfig", "apps.bench.config:SixCaseConfig"),
     *("apps.bench.config:StageGateConfig", "apps.bench.config:AlgorithmsConfig", "apps.distill.config:DistillConfig"),
+    *("apps.reward.config:RewardConfig", "apps.dpo.config:DpoConfig"),
 )
 
 
