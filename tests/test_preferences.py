@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -319,9 +320,11 @@ def test_a_vllm_server_gives_the_scores_of_the_reward_model(tmp_path: Path, star
         expected = [float(model(torch.tensor([ids])).logits[0, 0]) for ids in prompts]
     config = RolloutConfig(max_model_len=256, kv_cache_gib=0.05, dtype="float32", cpu_threads=1, stop_grace_s=3.0)
     with ServerGroup.launch(run / "model", config, log_dir=tmp_path, extra_args=["--runner", "pooling"]) as group:
-        group.wait_ready()
         for use_activation in (False, True):  # the folder says that there is none
             with classification_reward(group.endpoints[0], use_activation=use_activation, timeout_s=300) as service:
+                while service.submit(prompts[0]).result(300).kind == "connection":  # the server starts
+                    group.check()
+                    time.sleep(0.5)
                 found = [service.submit(ids).result(300).score for ids in prompts]
             assert found == pytest.approx(expected, abs=1e-3)
     assert max(map(abs, expected)) > 1 or min(expected) < 0, "a sigmoid could not be told from no activation"
