@@ -1,7 +1,7 @@
 """A run killed at a random instant and resumed ends with the bits of one that was left alone.
 
-One case of GRPO and one of SFT; PLINTH_RESUME_MATRIX=1 runs every ZeRO stage with and without offload, PPO with its
-critic and KL controller, and SFT with adapters whose dropout draws random numbers.
+One case of GRPO, SFT and DPO each; PLINTH_RESUME_MATRIX=1 runs every ZeRO stage with and without offload, PPO with its
+critic and KL controller, SFT with adapters whose dropout draws random numbers, KTO and a reward model.
 """
 
 import csv
@@ -50,7 +50,13 @@ SFT_MATRIX = {
         "micro_batch_size=3",
     ],
 }
-CASES = [*MATRIX, *SFT_MATRIX] if os.environ.get("PLINTH_RESUME_MATRIX") else ["zero2", "sft"]
+PREFERENCE_MATRIX = {
+    "dpo": ["engine.zero.stage=2"],
+    "dpo-kto": ["algorithm.loss=kto", "engine.zero.stage=3", "engine.lora.rank=4"],
+    "reward": ["engine.zero.stage=1", "supervised.num_samples=0"],
+}
+WHOLE = [*MATRIX, *SFT_MATRIX, *PREFERENCE_MATRIX]
+CASES = WHOLE if os.environ.get("PLINTH_RESUME_MATRIX") else ["zero2", "sft", "dpo"]
 # Measured, not computed: they differ from run to run and between hosts.
 NOT_EXACT = ("timing_s/", "perf/", "memory/", "checkpoint/upload_", "sync/total_s", "rollout/tokens_per_s")
 ARGUMENTS = [
@@ -85,6 +91,16 @@ SFT_ARGUMENTS = [
 ]
 
 
+PREFERENCE_ARGUMENTS = [
+    "task.num_demonstrations=50",
+    "task.num_pairs=40",  # with 16 pairs a step an epoch ends within the third step
+    "task.num_val_pairs=10",
+    "warm_start.steps=2",
+    "warm_start.optim.warmup_steps=0",
+    *[argument for argument in SFT_ARGUMENTS if not argument.startswith(("task.", "supervised.val_size="))],
+]
+
+
 def exact_metrics(run: Path) -> dict[str, dict[str, str]]:
     """Metrics by step, without measured ones (times, memory) and empty cells."""
     with (run / "metrics.tsv").open() as file:
@@ -102,9 +118,14 @@ def only(paths: Iterable[Path]) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed_equals_uninterrupted(case: str, tmp_path: Path, start_app: Callable[..., Any]) -> None:
-    is_sft = case in SFT_MATRIX
-    arguments = [*SFT_ARGUMENTS, *SFT_MATRIX[case]] if is_sft else [*ARGUMENTS, *MATRIX[case]]
-    app = "sft" if is_sft else "ppo" if case == "ppo" else "grpo"
+    app = case.partition("-")[0]
+    if case in SFT_MATRIX:
+        arguments = [*SFT_ARGUMENTS, *SFT_MATRIX[case]]
+    elif case in PREFERENCE_MATRIX:
+        arguments = [*PREFERENCE_ARGUMENTS, *PREFERENCE_MATRIX[case]]
+    else:
+        app = "ppo" if case == "ppo" else "grpo"
+        arguments = [*ARGUMENTS, *MATRIX[case]]
     whole = start_app(tmp_path / "whole", *arguments, app=app)
     assert whole.finish() == 0, whole.output
 

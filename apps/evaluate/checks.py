@@ -9,9 +9,9 @@ from apps.evaluate.config import EvaluateConfig
 from apps.evaluate.results import check_same_settings
 from rl_data import find_model_folder
 from rl_runtime import InputError, check_lengths, check_prompt_files
-from rl_runtime.app.inputs import BUILTIN_MODEL
 from rl_runtime.app.preflight import check_environment, check_folder_name, check_functions
 from rl_runtime.app.reward_model import check_reward_model
+from rl_runtime.config import BUILTIN_MODEL
 from rl_runtime.rollout.scoring import rewards_of_rows
 from rollout_vllm import RequestTooLongError, check_launch, check_running
 from run_kit import RunFolder

@@ -21,26 +21,19 @@ from apps.sft.config import SftConfig
 
 def check(config: SftConfig) -> "rl_runtime.SupervisedPlan":
     """Refuses settings that cannot work before any process starts; plans the devices and the resume."""
-    engine, trainer = config.engine, config.trainer
-    rl_runtime.prepare_driver(trainer.device)
-    run_kit.check_tracking(config.tracking)
-    rl_runtime.check_checkpoint_url(trainer)
-    rl_runtime.check_sequence_parallel(engine, section="engine", num_ranks=trainer.rank_count)
-    rl_runtime.check_states(engine, section="engine", is_saved=trainer.save_freq > 0)
-    placement = rl_runtime.plan_ranks(trainer, sequence_parallel=engine.sequence_parallel)
-    rl_runtime.check_prompt_files(config.model, config.data)
-    rl_runtime.check_supervised(config.model, config.data, config.supervised, section="supervised")
-    architectures = rl_runtime.check_architectures(config.model, {"engine": engine}, on_gpu=placement.on_gpu)
-    rl_runtime.check_cluster(config.model, trainer, placement)
-    skipped: list[str] = []
-    resume_from = rl_runtime.find_checkpoint(trainer, skipped.append)
-    return rl_runtime.SupervisedPlan(placement=placement, resume_from=resume_from, lines=(*skipped, *architectures))
+    return rl_runtime.check_run(config)
+
+
+def compose(run: "rl_runtime.SupervisedRun") -> "rl_runtime.Objective":
+    """What is learned: the response tokens of the demonstrations."""
+    held_out = rl_runtime.HeldOut(run.held_out, run.inputs.tokenizer, run.config.supervised) if run.held_out else None
+    return rl_runtime.fine_tuning(held_out)
 
 
 def main(config: SftConfig) -> None:
     """Trains on the demonstrations and writes the model, also when a signal stops it before the last step."""
     choice = rl_runtime.choose_supervised(config)
-    rl_runtime.run_supervised(choice.config, check(choice.config), rl_runtime.supervised_step, choice=choice)
+    rl_runtime.run_supervised(choice.config, check(choice.config), compose, choice=choice)
 
 
 def cli(argv: Sequence[str] | None = None) -> NoReturn:

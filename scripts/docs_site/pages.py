@@ -61,7 +61,8 @@ def source_page(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     fence = "`" * (max(map(len, re.findall(r"`+", text)), default=0) + 3)
     name = path.relative_to(REPO).as_posix()
-    return f"---\nhide: [navigation, toc]\nsearch:\n  exclude: true\n---\n\n# {name}\n\n{fence}{CODE[path.suffix]}\n{text}{fence}\n"
+    head = "---\nhide: [navigation, toc]\nsearch:\n  exclude: true\n---\n"
+    return f"{head}\n# {name}\n\n{fence}{CODE[path.suffix]}\n{text}{fence}\n"
 
 
 def linked_path(page: str, link: str) -> str | None:

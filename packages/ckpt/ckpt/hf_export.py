@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -153,19 +153,21 @@ class _ShardWriter:
         return len(self._names), num_bytes, count
 
 
-def _copy_model_files(source: Path, out: Path, dtype: torch.dtype | None) -> None:
-    """Copy all files of a model folder except weights; set the new dtype in config.json."""
+def _copy_model_files(source: Path, out: Path, dtype: torch.dtype | None, changes: Mapping[str, Any]) -> None:
+    """Copy all files of a model folder except weights; set the new dtype and `changes` in config.json."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not _WEIGHT_FILE.fullmatch(path.name):
             shutil.copyfile(path, out / path.name)
         elif path.is_dir() and path.name == "additional_chat_templates":
             shutil.copytree(path, out / path.name)
-    if dtype is not None:
+    if dtype is not None or changes:
         config_path = out / "config.json"
         config = json.loads(config_path.read_text(encoding="utf-8"))
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        if "torch_dtype" in config:  # the name before transformers 5
-            config["torch_dtype"] = config["dtype"]
+        if dtype is not None:
+            config["dtype"] = str(dtype).removeprefix("torch.")
+            if "torch_dtype" in config:  # the name before transformers 5
+                config["torch_dtype"] = config["dtype"]
+        config |= changes
         config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in out.rglob("*"):
         if path.is_file():
@@ -180,13 +182,15 @@ def save_hf_folder(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
+    config_changes: Mapping[str, Any] | None = None,
 ) -> HfExport:
     """Write the model folder `out`, loadable by transformers and vLLM.
 
     `tensors` is consumed as a stream of (name, tensor), one at a time, on any device. Pass each name once, and tied
     weights under one of their names. `dtype` casts floating-point tensors; None keeps their dtypes. A shard holds at
     most `max_shard_bytes` of tensors (a larger tensor gets its own shard). A single shard is named `model.safetensors`;
-    several get an index. Configuration, tokenizer and other files without weights are copied from `model_files_from`.
+    several get an index. Configuration, tokenizer and other files without weights are copied from `model_files_from`;
+    `config_changes` replaces entries of config.json, such as `architectures` for another head.
     The folder appears by rename; after an error nothing is left.
 
     Raises CheckpointSpaceError when the disk is full, and ExportError if `out` exists and is not empty (unless
@@ -199,7 +203,7 @@ def save_hf_folder(
         raise ExportError(f"max_shard_bytes={max_shard_bytes!r}: must be at least 1")
     try:
         with new_folder(out, overwrite=overwrite) as partial:
-            _copy_model_files(source, partial, dtype)
+            _copy_model_files(source, partial, dtype, config_changes or {})
             writer = _ShardWriter(partial, dtype, max_shard_bytes)
             for name, tensor in tensors:
                 writer.add(name, tensor)

@@ -119,16 +119,18 @@ def rows(
     )
 
 
-def preferences(rng: random.Random, num: int) -> list[dict[str, Any]]:
+def preferences(rng: random.Random, num: int, *, held_out: bool = False) -> list[dict[str, Any]]:
     """Rows (`question`, `chosen`, `rejected`) for preference training, with operands of the training problems.
 
     The chosen response shows the right calculation. The rejected one is a wrong bare answer, or the calculation of
-    another sum, each half of the time: neither its length nor its style alone gives it away.
+    another sum, each half of the time: neither its length nor its style alone gives it away. With `held_out`, the
+    operands are those of the validation problems.
     """
-    _, known = _operands("arithmetic", rng)
+    reserved, known = _operands("arithmetic", rng)
+    pairs = reserved if held_out else known
     return [
-        {"question": question, "chosen": working(x, y), "rejected": _rejected(rng, known, x, y)}
-        for question, x, y in _problems(rng, known, num)
+        {"question": question, "chosen": working(x, y), "rejected": _rejected(rng, pairs, x, y)}
+        for question, x, y in _problems(rng, pairs, num)
     ]
 
 

@@ -24,6 +24,8 @@ class TaskFiles:
     demonstrations: Path
     pairs: Path | None = None
     """Pairs of responses for preference training (`question`, `chosen`, `rejected`), if there are any."""
+    val_pairs: Path | None = None
+    """Pairs whose operands are those of the validation problems, if there are any."""
 
 
 def write_task(
@@ -34,28 +36,34 @@ def write_task(
     num_val: int = 256,
     num_demonstrations: int = 4096,
     num_pairs: int = 0,
+    num_val_pairs: int = 0,
     seed: int = 0,
 ) -> TaskFiles:
     """Write train.parquet, val.parquet and demonstrations.parquet to `folder`, which is created if necessary.
 
-    With `num_pairs`, pairs.parquet too. The same arguments give the same rows. The seed also selects what only the
-    validation data has. Raises ValueError for a count below 1, and for pairs of another task than arithmetic.
+    With `num_pairs` and `num_val_pairs`, pairs.parquet and val_pairs.parquet too. The same arguments give the same
+    rows. The seed also selects what only the validation data has. Raises ValueError for a count below 1, and for pairs
+    of another task than arithmetic.
     """
     counts = {"num_train": num_train, "num_val": num_val, "num_demonstrations": num_demonstrations}
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name}={count!r}: must be at least 1")
-    if num_pairs < 0 or (num_pairs and kind != "arithmetic"):
-        raise ValueError(f"num_pairs={num_pairs!r}: must be at least 0, and 0 unless kind is 'arithmetic'")
+    for name, count in (("num_pairs", num_pairs), ("num_val_pairs", num_val_pairs)):
+        if count < 0 or (count and kind != "arithmetic"):
+            raise ValueError(f"{name}={count!r}: must be at least 0, and 0 unless kind is 'arithmetic'")
     rng = random.Random(seed)
     made = stones.rows(rng, **counts) if kind == "stones" else arithmetic.rows(kind, rng, **counts)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     names = ("train", "val", "demonstrations")
     files = [_write(folder / f"{name}.parquet", rows) for name, rows in zip(names, made, strict=True)]
-    if num_pairs:
-        files.append(_write(folder / "pairs.parquet", arithmetic.preferences(random.Random(seed), num_pairs)))
-    return TaskFiles(*files)
+    pairs = {
+        name: _write(folder / f"{name}.parquet", arithmetic.preferences(random.Random(seed), count, held_out=held_out))
+        for name, count, held_out in (("pairs", num_pairs, False), ("val_pairs", num_val_pairs, True))
+        if count
+    }
+    return TaskFiles(*files, **pairs)
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -56,9 +56,13 @@ def _check_at_least(minimum: int, config: object, *names: str) -> None:
             raise ValueError(f"{name} is {getattr(config, name)}; allowed: {minimum} or more")
 
 
+BUILTIN_MODEL = "builtin:tiny"
+"""The name of the model that the project builds."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    path: str = "builtin:tiny"
+    path: str = BUILTIN_MODEL
     """A Hugging Face causal LM folder, OWNER/NAME of a model fetched by `hf download`, or `builtin:tiny` for the
     0.4M-parameter Qwen3 that the project builds."""
 
@@ -562,6 +566,15 @@ def _names_a_host(url: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LearningRates:
+    """Learning rates by what is trained: all weights, LoRA adapters, or the built-in model."""
+
+    full: float
+    lora: float
+    builtin: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class SupervisedConfig:
     """Supervised training on demonstrations: the SFT app, and the warm start before reinforcement learning."""
 
@@ -597,6 +610,11 @@ class SupervisedConfig:
     def trains(self) -> bool:
         """Whether there is anything to train."""
         return self.steps > 0
+
+    @property
+    def learning_rates(self) -> LearningRates:
+        """What `optim.lr=null` becomes."""
+        return LearningRates(full=1e-5, lora=1e-4, builtin=2e-3)
 
     @property
     def keys_of_files(self) -> dict[str, tuple[str, ...]]:
@@ -652,6 +670,39 @@ class FineTuningConfig(SupervisedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PreferenceTrainingConfig(FineTuningConfig):
+    """What a reward model or a preference run trains on, and how it is validated."""
+
+    batch_size: int = 64
+    """Pairs, or labeled responses, per step, over all ranks and micro batches."""
+    files: tuple[str, ...] = ()
+    """Files of preferences, of the kinds of `data.train`; empty: those of the built-in task. Pairs have the columns
+    `question` or `prompt`, `chosen`, `rejected` and optionally `margin`; labeled responses (KTO) `prompt`, `completion`
+    and `label` (docs/data.md)."""
+    epochs: float = 1.0
+    """Passes over the preferences, where `steps` is 0; the last step has what is left of them."""
+    val_files: tuple[str, ...] = ()
+    """Files of held-out preferences; empty: `val_size`, or those of the built-in task."""
+    val_size: int = 0
+    """Without `val_files`: number of preferences that are held out of `files`, chosen by `trainer.seed`."""
+    max_length: int | None = None
+    """Maximum tokens of a prompt with one response; `data.overlong` says what happens to preferences with a longer
+    one. null: no limit."""
+    num_samples: int = 0
+    """Greedy responses to the first held-out prompts at each validation, in `rollouts/`, by the training engine; 0:
+    none. A reward model has none."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=None, schedule="cosine"))
+    """The optimizer; the schedule is as long as the training. A learning rate of null is chosen for the model. Reward
+    models: 1e-5 for all weights (InstructGPT's is 9e-6, arXiv:2203.02155), 1e-4 for LoRA. DPO, IPO and KTO: 1e-6 for
+    all weights (DPO's paper, arXiv:2305.18290), 1e-5 for LoRA. `builtin:tiny`: 1e-3 and 3e-4."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.turns != "all":
+            raise ValueError(f"turns is {self.turns}; allowed: all, because a preference is about the last turn")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskSize:
     """The built-in task and its numbers of problems."""
 
@@ -666,3 +717,19 @@ class TaskSize:
 
     def __post_init__(self) -> None:
         _check_at_least(1, self, "num_train", "num_val", "num_demonstrations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceTaskSize(TaskSize):
+    """The built-in task with its pairs of responses: the right calculation, and a wrong one or a wrong bare answer."""
+
+    num_pairs: int = 4000
+    """Number of training pairs."""
+    num_val_pairs: int = 256
+    """Number of held-out pairs; their operands are in no training pair and no demonstration."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_at_least(1, self, "num_pairs", "num_val_pairs")
+        if self.kind != "arithmetic":
+            raise ValueError(f"kind is {self.kind}; allowed: arithmetic, the only built-in task with preferences")

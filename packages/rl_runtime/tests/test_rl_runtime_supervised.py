@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGTERM
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from rl_runtime.app.supervised_run import check_lengths, hold_out
 from rl_runtime.config import FineTuningConfig, TrainingConfig
 from rl_runtime.errors import InputError
 from rl_runtime.training.held_out import greedy_responses
+from rl_runtime.training.objective import fine_tuning
 from rl_runtime.training.supervised_loop import SupervisedLoop, SupervisedResult
 from run_kit import StopRequest
 from run_kit.timing import PhaseTimer
@@ -112,13 +114,13 @@ class Journal:
             self.trainer,
             self.config,
             model=this,
-            demonstrations=self.data,
+            objective=replace(fine_tuning(this if held_out else None), learn=self.learn),
+            examples=self.data,
             sampler=self.sampler,
-            held_out=this if held_out else None,
             checkpoints=this,
             record=this,
         )
-        return loop.run(self.learn, resumed, stop=self.stop, restart=restart)
+        return loop.run(resumed, stop=self.stop, restart=restart)
 
 
 @given(num=st.integers(1, 40), size=st.integers(1, 12), epochs=st.sampled_from([0.5, 1.0, 2.0, 2.5]), data=st.data())

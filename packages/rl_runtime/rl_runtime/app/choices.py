@@ -24,13 +24,12 @@ from rl_data import DataError, find_model_folder
 from rollout_vllm import RolloutConfig, ServerMemory, estimate_server_memory
 from rollout_vllm.servers.checks import kv_value_bytes
 
-from ..config import DEFAULT_NUM_RANKS, ModelConfig
+from ..config import BUILTIN_MODEL, DEFAULT_NUM_RANKS, LearningRates, ModelConfig
 from ..errors import InputError
 from ..launch.gpus import Gpu
 from ..launch.session import read_memory
 from ..ranks.environment import prepare_driver
 from ..rollout.memory_turns import sleep_level
-from .inputs import BUILTIN_MODEL
 from .job_config import JobConfig, JobConfigT
 from .supervised_config import SupervisedJobConfig, SupervisedJobConfigT
 
@@ -135,7 +134,10 @@ def choose_supervised_for(
     sp = config.engine.sequence_parallel
     ranks = max(sp, len(gpus) // sp * sp) if gpus else max(sp, DEFAULT_NUM_RANKS)
     choice = choice.with_default("trainer.num_ranks", ranks, "one per GPU" if gpus else "two on the CPU")
-    choice = _choose_learning_rate(choice, "supervised", config.model, config.engine)
+    choice = _choose_learning_rate(choice, "supervised", config.model, config.engine, config.learning_rates)
+    if config.first_stage.trains:
+        rates = config.first_stage.learning_rates
+        choice = _choose_learning_rate(choice, "warm_start", config.model, config.engine, rates)
     choice = _choose_kernels(choice, ("engine",), gpus)
     works, why = _compiles(config.engine, shape) if gpus else (False, "off on the CPU")
     choice = choice.with_default("engine.compile", works, why)
@@ -146,14 +148,14 @@ def choose_supervised_for(
 
 
 def _choose_learning_rate(
-    choice: Choice[ConfigT], section: str, model: ModelConfig, engine: EngineConfig
+    choice: Choice[ConfigT], section: str, model: ModelConfig, engine: EngineConfig, rates: LearningRates
 ) -> Choice[ConfigT]:
-    """`SupervisedConfig.optim` has the sources."""
-    rate, why = 1e-5, "all weights of a trained model"
+    """`SupervisedConfig.optim` and `PreferenceTrainingConfig.optim` have the sources."""
+    rate, why = rates.full, "all weights of a trained model"
     if model.path == BUILTIN_MODEL:
-        rate, why = 2e-3, "the built-in model starts from random weights"
+        rate, why = rates.builtin, "the built-in model starts from random weights"
     elif engine.lora is not None:
-        rate, why = 1e-4, "LoRA adapters"
+        rate, why = rates.lora, "LoRA adapters"
     return choice.with_default(f"{section}.optim.lr", rate, why)
 
 
@@ -224,7 +226,8 @@ def choose_for(
     choice = _choose_kernels(choice, [model.section for model in config.models], gpus)
     choice = _choose_speed(choice, bool(gpus), shape)
     if config.warm_start.steps:
-        choice = _choose_learning_rate(choice, "warm_start", config.model, config.actor)
+        rates = config.warm_start.learning_rates
+        choice = _choose_learning_rate(choice, "warm_start", config.model, config.actor, rates)
     if gpus and shape is not None:
         free, total = min(gpu.free_bytes for gpu in gpus), min(gpu.total_bytes for gpu in gpus)
         host = math.inf if host_bytes is None else host_bytes * _HOST_USABLE

@@ -9,9 +9,12 @@ from rl_data import (
     DataConfig,
     Demonstration,
     Prompt,
+    TaskFiles,
     build_tiny_model,
     find_model_folder,
     load_demonstrations,
+    load_labeled,
+    load_pairs,
     load_prompts,
     load_tokenizer,
     write_task,
@@ -19,9 +22,9 @@ from rl_data import (
 from rl_data.prompts import uses_chat_template
 from rollout_vllm import ChatFormat
 
-from ..config import ModelConfig, SupervisedConfig, TaskSize
+from ..config import BUILTIN_MODEL, ModelConfig, PreferenceTaskSize, SupervisedConfig, TaskSize
+from .supervised_config import ExampleKind
 
-BUILTIN_MODEL = "builtin:tiny"
 INITIAL_MODEL, TASK = "initial_model", "task"
 """Folders of a run with the built-in model and its task."""
 
@@ -35,6 +38,8 @@ class Inputs:
     train_prompts: Sequence[Prompt]
     val_prompts: Sequence[Prompt]
     demonstrations: Sequence[Demonstration]
+    task: TaskFiles | None = None
+    """The files of the built-in task, if the model is the built-in one."""
 
 
 def load_inputs(
@@ -53,7 +58,7 @@ def load_inputs(
     Args:
         max_prompts: limit of the prompts for training and of those for validation; None: `data` says it.
     """
-    model_path = find_model_folder(model.path)
+    model_path, written = find_model_folder(model.path), None
     train, val, demonstrations = data.train, data.val, supervised.files
     if model.path == BUILTIN_MODEL:
         model_path = build_tiny_model(folder / INITIAL_MODEL, seed=seed)
@@ -63,6 +68,8 @@ def load_inputs(
             num_train=task.num_train,
             num_val=task.num_val,
             num_demonstrations=task.num_demonstrations,
+            num_pairs=task.num_pairs if isinstance(task, PreferenceTaskSize) else 0,
+            num_val_pairs=task.num_val_pairs if isinstance(task, PreferenceTaskSize) else 0,
             seed=seed,
         )
         train, val, demonstrations = (str(written.train),), (str(written.val),), (str(written.demonstrations),)
@@ -79,7 +86,29 @@ def load_inputs(
         )
         if supervised.trains
         else [],
+        task=written,
     )
+
+
+def load_examples(
+    kind: ExampleKind,
+    files: Sequence[str],
+    tokenizer: Any,
+    data: DataConfig,
+    supervised: SupervisedConfig,
+    *,
+    seed: int,
+) -> list[Any]:
+    """The demonstrations, pairs or labeled responses of these files, tokenized.
+
+    Args:
+        seed: chooses the unrelated responses of labeled ones.
+    """
+    if kind == "pairs":
+        return list(load_pairs(files, tokenizer, data, max_length=supervised.max_length))
+    if kind == "labeled":
+        return list(load_labeled(files, tokenizer, data, max_length=supervised.max_length, seed=seed))
+    return list(load_demonstrations(files, tokenizer, data, turns=supervised.turns, max_length=supervised.max_length))
 
 
 def chat_format(tokenizer: Any, data: DataConfig) -> ChatFormat:

@@ -4,11 +4,9 @@ An app is `run_job(config, check(config), compose)`: `check` is `check_job` with
 these engines from a `Job` and returns the update of one step.
 """
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 
 from ckpt import Checkpoint
 from ds_engine import EngineConfig, Head
@@ -24,7 +22,6 @@ from ..rollout.scoring import rewards_of_rows
 from ..training.checkpoints import Stateful
 from ..training.loop import Learn
 from ..training.reward_model import RewardModel
-from ..training.supervised import train_supervised
 from ..training.uploads import check_checkpoint_url
 from .job_config import JobConfig
 from .preflight import (
@@ -43,6 +40,7 @@ from .preflight import (
 from .resume import find_checkpoint
 from .reward_model import check_reward_model, check_reward_ranks, reward_engine
 from .training_run import TrainingRun
+from .warm_start import starting_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,18 +78,9 @@ class Job(TrainingRun):
     @cached_property
     def model_path(self) -> str:
         """The model folder that the run starts from: the configured one, or the result of the warm start."""
-        if not self.config.warm_start.steps:
-            return self.for_ranks(self.inputs.model_path)
-        warm = self.warm_start_folder
-        if warm.is_dir():  # the run continues after it has lost its ranks
-            return self.for_ranks(warm)
-        if self.resumed is not None:  # the copy of the resumed run; kept here too, for the next resume
-            shutil.copytree(self.resumed.path.parent.parent / warm.name, warm)
-        else:
-            self._warm_start(warm)
-        if self.uploader is not None:  # before the first checkpoint, which is useless without it
-            self.uploader.add_folder(warm)
-        return self.for_ranks(warm)
+        warm_start = self.config.warm_start
+        engine = replace(self.config.actor, optim=warm_start.optim)
+        return starting_folder(self, warm_start, engine, partial(self._handle, "actor", temperature=1.0))
 
     def trained(self, role: str, engine: EngineConfig, *, num_updates: int, head: Head = "lm") -> ModelHandle:
         """Builds the engine of `role` with an optimizer on its ranks."""
@@ -140,17 +129,6 @@ class Job(TrainingRun):
             max_skipped_updates=config.trainer.max_skipped_updates,
             report=self.tracker.info,
         )
-
-    def _warm_start(self, folder: Path) -> None:
-        """Trains on the demonstrations and writes the model to `folder`."""
-        config, inputs = self.config.warm_start, self.inputs
-        model = self._handle("actor", temperature=1.0)
-        model.build(
-            self.for_ranks(inputs.model_path), replace(self.config.actor, optim=config.optim), total_steps=config.steps
-        )
-        seed = self.config.trainer.seed
-        train_supervised(model, inputs.demonstrations, config, seed=seed, on_step=self.tracker.log_supervised)
-        model.export(str(folder), str(inputs.model_path))
 
 
 def job_layout(

@@ -7,7 +7,7 @@ The errors tell the user how to fix the configuration.
 import asyncio
 import glob
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from rl_data import (
     check_demonstrations,
     check_files,
     check_model_folder,
+    check_preferences,
     find_model_folder,
     load_tokenizer,
 )
@@ -50,6 +51,7 @@ from rollout_vllm.servers.checks import check_request_length
 from weight_sync import SyncConfig, SyncConfigError, check_server, choose_transports, plan_transports
 
 from ..config import (
+    BUILTIN_MODEL,
     EpisodeConfig,
     ModelConfig,
     ScoringConfig,
@@ -65,7 +67,8 @@ from ..launch.reachability import why_unreachable
 from ..rollout.episodes import load_environment, load_rollout, reset_once
 from ..rollout.scoring import load_answer, load_functions, prepare_rewards
 from ..training.local_disks import check_storage
-from .inputs import BUILTIN_MODEL, load_inputs
+from .inputs import load_inputs
+from .supervised_config import ExampleKind
 
 
 @contextmanager
@@ -147,11 +150,18 @@ def check_environment(
                 ) from error
 
 
-def check_architectures(model: ModelConfig, engines: Mapping[str, EngineConfig], *, on_gpu: bool) -> list[str]:
+def check_architectures(
+    model: ModelConfig,
+    engines: Mapping[str, EngineConfig],
+    *,
+    on_gpu: bool,
+    value_heads: Collection[str] = ("critic",),
+) -> list[str]:
     """Checks that the engines compute the model exactly, on a small random copy; returns a line for each way.
 
     Args:
-        engines: configuration section -> engine; the section `critic` has a value head.
+        engines: configuration section -> engine.
+        value_heads: sections whose engines have a value head.
         on_gpu: the ranks have GPUs; they try a model whose kernels need one.
 
     Raises InputError.
@@ -162,7 +172,7 @@ def check_architectures(model: ModelConfig, engines: Mapping[str, EngineConfig],
     lines = []
     for section, engine in engines.items():
         try:
-            lines.append(str(check_model(folder, engine, head="value" if section == "critic" else "lm")))
+            lines.append(str(check_model(folder, engine, head="value" if section in value_heads else "lm")))
         except ModelError as error:
             if not (on_gpu and isinstance(error, UntriedModelError)):
                 raise InputError(f"model.path is {model.path}: {error}") from error
@@ -172,16 +182,24 @@ def check_architectures(model: ModelConfig, engines: Mapping[str, EngineConfig],
     return list(dict.fromkeys(lines))
 
 
-def check_supervised(model: ModelConfig, data: DataConfig, supervised: SupervisedConfig, *, section: str) -> None:
-    """Checks the demonstrations and the schedule of supervised steps; `section` is their configuration section.
+def check_supervised(
+    model: ModelConfig,
+    data: DataConfig,
+    supervised: SupervisedConfig,
+    *,
+    section: str,
+    examples: ExampleKind = "demonstrations",
+) -> None:
+    """Checks the examples and the schedule of supervised steps; `section` is their configuration section.
 
     Raises InputError.
     """
     if not supervised.trains:
         return
     if not supervised.files and (data.train or model.path != BUILTIN_MODEL):
+        what = "demonstrations" if examples == "demonstrations" else "preferences"
         raise InputError(
-            f"{section}.files is empty: the built-in demonstrations belong to the built-in model; give "
+            f"{section}.files is empty: the built-in {what} belong to the built-in model; give "
             f"{section}.files=<parquet, JSON lines or CSV>, or train the built-in model: model.path={BUILTIN_MODEL}"
         )
     for key, files in supervised.keys_of_files.items():
@@ -190,7 +208,10 @@ def check_supervised(model: ModelConfig, data: DataConfig, supervised: Supervise
                 f"{section}.{key} is given, but model.path is {BUILTIN_MODEL}, whose vocabulary knows its own task only"
             )
         with naming_key(f"{section}.{key}"):
-            check_demonstrations(files)
+            if examples == "demonstrations":
+                check_demonstrations(files)
+            else:
+                check_preferences(files, examples)
     if supervised.steps:
         check_optimizer_steps(supervised.optim, supervised.steps, section=section)
 

@@ -1,16 +1,18 @@
-"""Runs supervised fine-tuning: starts its ranks, trains, starts lost ranks again, and writes its run folder."""
+"""Runs supervised training on demonstrations or preferences: starts and restarts its ranks, writes its run folder."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ckpt import Checkpoint
-from rl_data import Demonstration, PromptSampler, load_demonstrations
-from run_kit import RunFolder, RunStopped, StopRequest, Tracker
+from ds_engine import Head
+from rl_data import Demonstration, LabeledResponse, PreferencePair, PromptSampler
+from run_kit import RunFolder, RunStopped, StopRequest, Tracker, check_tracking
 from run_kit.config.redaction import yaml_without_secrets
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
@@ -18,27 +20,39 @@ from run_kit.timing import Laps
 
 from ..errors import InputError
 from ..launch.placement import Placement
-from ..launch.session import open_rank_session
+from ..launch.session import open_rank_session, plan_ranks
+from ..ranks.environment import prepare_driver
 from ..ranks.model_handle import ModelHandle
 from ..training.checkpoints import RunCheckpoints
-from ..training.held_out import HeldOut
 from ..training.local_disks import LocalDisks
 from ..training.loop import Restart
+from ..training.objective import Objective
 from ..training.record import RunRecord
-from ..training.supervised_loop import Learn, SupervisedLoop, SupervisedResult
-from ..training.uploads import open_uploader
+from ..training.supervised_loop import SupervisedLoop, SupervisedResult
+from ..training.uploads import check_checkpoint_url, open_uploader
 from .choices import Choice
-from .inputs import Inputs, load_inputs
-from .preflight import check_optimizer_steps
+from .inputs import Inputs, load_examples, load_inputs
+from .preflight import (
+    check_architectures,
+    check_cluster,
+    check_optimizer_steps,
+    check_prompt_files,
+    check_sequence_parallel,
+    check_states,
+    check_supervised,
+)
 from .restarts import Restarts
-from .resume import check_steps_left
+from .resume import check_steps_left, find_checkpoint
 from .supervised_config import SupervisedJobConfig, SupervisedJobConfigT
 from .training_run import TrainingRun, noting_resume_command, resume_command, resumed_folder, unsavable
+from .warm_start import starting_folder
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedPlan:
-    """What the checks of an SFT app find out: devices, the checkpoint to resume from, lines for the user."""
+    """What the checks of a supervised app find out: devices, the checkpoint to resume from, lines for the user."""
 
     placement: Placement
     resume_from: Checkpoint | None
@@ -47,20 +61,67 @@ class SupervisedPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedRun(TrainingRun):
-    """A started run of supervised fine-tuning."""
+    """A started run of supervised training, from which `compose` makes its objective."""
 
     config: SupervisedJobConfig
-    train: Sequence[Demonstration]
-    held_out: Sequence[Demonstration]
+    train: Sequence[Any]
+    """Demonstrations, pairs or labeled responses, as `config.examples` says."""
+    held_out: Sequence[Any]
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.config.supervised.num_steps(len(self.train))
 
+    @cached_property
+    def model_path(self) -> str:
+        """The model folder that the run starts from: the configured one, or the result of the warm start."""
+        config = self.config.first_stage
+        return starting_folder(self, config, replace(self.config.engine, optim=config.optim), self.handle)
+
+    def handle(self) -> ModelHandle:
+        """The model on the ranks, without an engine yet."""
+        config = self.config
+        return ModelHandle(
+            self.session.ranks,
+            "actor",
+            config.batch,
+            max_skipped_updates=config.trainer.max_skipped_updates,
+            report=self.tracker.info,
+        )
+
+
+def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPlan:
+    """Refuses settings that cannot work before any process starts; plans the devices and the resume.
+
+    Raises InputError and the errors of the packages that check their parts.
+    """
+    engine, trainer = config.engine, config.trainer
+    prepare_driver(trainer.device)
+    check_tracking(config.tracking)
+    check_checkpoint_url(trainer)
+    check_sequence_parallel(engine, section="engine", num_ranks=trainer.rank_count)
+    check_states(engine, section="engine", is_saved=trainer.save_freq > 0)
+    placement = plan_ranks(trainer, sequence_parallel=engine.sequence_parallel)
+    check_prompt_files(config.model, config.data)
+    check_supervised(config.model, config.data, config.supervised, section="supervised", examples=config.examples)
+    check_supervised(config.model, config.data, config.first_stage, section="warm_start")
+    value_heads = ("engine",) if head == "value" else ()
+    tried = {"engine": engine}
+    architectures = check_architectures(config.model, tried, on_gpu=placement.on_gpu, value_heads=value_heads)
+    check_cluster(config.model, trainer, placement)
+    skipped: list[str] = []
+    resume_from = find_checkpoint(trainer, skipped.append)
+    return SupervisedPlan(placement=placement, resume_from=resume_from, lines=(*skipped, *architectures))
+
 
 def run_supervised(
-    config: SupervisedJobConfigT, plan: SupervisedPlan, learn: Learn, *, choice: Choice[SupervisedJobConfigT]
+    config: SupervisedJobConfigT,
+    plan: SupervisedPlan,
+    compose: Callable[[SupervisedRun], Objective],
+    *,
+    choice: Choice[SupervisedJobConfigT],
+    head: Head = "lm",
 ) -> None:
     """Trains into a new run folder, and writes the model to `<run folder>/model`.
 
@@ -68,7 +129,8 @@ def run_supervised(
     once.
 
     Args:
-        learn: one optimizer step on a batch of demonstrations.
+        compose: makes what is learned from the run's examples.
+        head: "value" for a reward model, which is written as a sequence classifier with one label.
 
     Raises:
         run_kit.RunStopped: a signal ended the run before its last step; the exit code is 128 + the signal.
@@ -109,59 +171,67 @@ def run_supervised(
                     train=train,
                     held_out=held_out,
                 )
-                attempt = partial(_run_attempt, learn=learn, memory=memory, stop=stop, start=start)
+                attempt = partial(_run_attempt, compose=compose, head=head, memory=memory, stop=stop, start=start)
                 result = Restarts(job).attempts(attempt)
             if line := result.describe():
                 tracker.info(line)
-            tracker.summary()
+            tracker.summary(result)
         if stop.signal and result.last_step < last_step:
             tracker.info(f"stopped by {stop.signal.name} after step {result.last_step} of {last_step}")
             tracker.info(resume_command(run, trainer) or "There is no checkpoint to resume from.")
             raise RunStopped(stop.signal)
 
 
-def hold_out(
-    demonstrations: Sequence[Demonstration], size: int, *, seed: int
-) -> tuple[list[Demonstration], list[Demonstration]]:
-    """Divides demonstrations into those to train on and `size` held-out ones; both stay in order.
+def hold_out(examples: Sequence[T], size: int, *, seed: int, noun: str = "demonstrations") -> tuple[list[T], list[T]]:
+    """Divides examples into those to train on and `size` held-out ones; both stay in order.
 
     Raises:
         InputError: nothing would be left to train on.
     """
-    if size >= len(demonstrations):
+    if size >= len(examples):
         raise InputError(
-            f"supervised.val_size is {size}, and there are {len(demonstrations)} demonstrations; allowed: fewer, so "
+            f"supervised.val_size is {size}, and there are {len(examples)} {noun}; allowed: fewer, so "
             "that some are left to train on"
         )
-    # A stream of its own: the same demonstrations, whatever else the seed decides.
-    chosen = set(np.random.default_rng([seed, 1]).permutation(len(demonstrations))[:size].tolist())
-    parts: tuple[list[Demonstration], list[Demonstration]] = ([], [])
-    for index, demonstration in enumerate(demonstrations):
-        parts[index in chosen].append(demonstration)
+    # A stream of its own: the same examples, whatever else the seed decides.
+    chosen = set(np.random.default_rng([seed, 1]).permutation(len(examples))[:size].tolist())
+    parts: tuple[list[T], list[T]] = ([], [])
+    for index, example in enumerate(examples):
+        parts[index in chosen].append(example)
     return parts
 
 
-def _load(config: SupervisedJobConfig, folder: Path) -> tuple[Inputs, list[Demonstration], list[Demonstration]]:
-    """The inputs, and the demonstrations to train on and those held out."""
-    supervised, seed = config.supervised, config.trainer.seed
+def _load(config: SupervisedJobConfig, folder: Path) -> tuple[Inputs, list[Any], list[Any]]:
+    """The inputs, and the examples to train on and those held out."""
+    supervised, seed, kind = config.supervised, config.trainer.seed, config.examples
+    is_first = kind == "demonstrations"
+    demonstrations = supervised if is_first else config.first_stage
     inputs = load_inputs(
-        config.model, config.data, supervised, config.task, folder=folder, seed=seed, with_prompts=False
+        config.model, config.data, demonstrations, config.task, folder=folder, seed=seed, with_prompts=False
     )
-    train, held_out = hold_out(inputs.demonstrations, supervised.val_size, seed=seed)
-    if supervised.val_files:
-        held_out = load_demonstrations(
-            supervised.val_files,
-            inputs.tokenizer,
-            config.data,
-            turns=supervised.turns,
-            max_length=supervised.max_length,
-        )
-    check_lengths(inputs.model_path, [*train, *held_out])
+    load = partial(load_examples, kind, tokenizer=inputs.tokenizer, data=config.data, supervised=supervised, seed=seed)
+    files, val_files = supervised.files, supervised.val_files
+    if inputs.task is not None and inputs.task.pairs is not None and inputs.task.val_pairs is not None:
+        files, val_files = (str(inputs.task.pairs),), (str(inputs.task.val_pairs),)
+    examples = inputs.demonstrations if is_first else load(files)
+    train, held_out = hold_out(examples, supervised.val_size, seed=seed, noun=config.noun)
+    if val_files:
+        held_out = load(val_files)
+    check_lengths(inputs.model_path, [one for example in (*train, *held_out) for one in _sequences(example)])
     return inputs, train, held_out
 
 
+def _sequences(example: Any) -> Iterator[Demonstration]:
+    if isinstance(example, PreferencePair):
+        yield from (example.chosen, example.rejected)
+    elif isinstance(example, LabeledResponse):
+        yield from (example.response, example.unrelated)
+    else:
+        yield example
+
+
 def check_lengths(model_path: Path, demonstrations: Sequence[Demonstration]) -> None:
-    """Raises InputError for a demonstration that is longer than the positions that the model was made for."""
+    """Raises InputError for a sequence that is longer than the positions that the model was made for."""
     limit = json.loads((model_path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
     longest = max(one.num_tokens for one in demonstrations)
     if isinstance(limit, int) and longest > limit:
@@ -171,10 +241,10 @@ def check_lengths(model_path: Path, demonstrations: Sequence[Demonstration]) -> 
         )
 
 
-def _check_steps(config: SupervisedJobConfig, num_demonstrations: int, resumed: Checkpoint | None) -> int:
+def _check_steps(config: SupervisedJobConfig, num_examples: int, resumed: Checkpoint | None) -> int:
     """The last step. Raises InputError for settings that do not fit it."""
     supervised = config.supervised
-    last = supervised.num_steps(num_demonstrations)
+    last = supervised.num_steps(num_examples)
     check_optimizer_steps(supervised.optim, last, section="supervised")
     if resumed is not None:
         key = "supervised.steps" if supervised.steps else f"with supervised.epochs={supervised.epochs:g} the last"
@@ -188,7 +258,7 @@ def _describe(config: SupervisedJobConfig, num_train: int, num_held_out: int) ->
     supervised = config.supervised
     epochs = supervised.num_drawn(num_train) / num_train
     return (
-        f"{num_train} demonstrations, {num_held_out} held out; {supervised.num_steps(num_train)} steps of "
+        f"{num_train} {config.noun}, {num_held_out} held out; {supervised.num_steps(num_train)} steps of "
         f"{supervised.batch_size}, {epochs:.4g} epochs"
     )
 
@@ -202,17 +272,20 @@ def _run_attempt(
     run: SupervisedRun,
     restart: Restart | None,
     *,
-    learn: Learn,
+    compose: Callable[[SupervisedRun], Objective],
+    head: Head,
     memory: MemorySampler,
     stop: StopRequest,
     start: Laps,
 ) -> SupervisedResult:
     """Builds the model, trains, and writes the model."""
-    model = _build(run)
+    model = run.handle()
+    engine = replace(run.config.engine, optim=run.config.supervised.optim)
+    model.build(run.model_path, engine, total_steps=run.num_steps, head=head)
     start.mark("model")
     if restart is None:
         run.tracker.info(f"ready after {start}")
-    result = _train(run, model, restart, learn=learn, memory=memory, stop=stop)
+    result = _train(run, model, restart, objective=compose(run), memory=memory, stop=stop)
     if run.trainer.export_model:
         folder = run.folder / "model"
         model.export(str(folder), str(run.inputs.model_path))
@@ -220,26 +293,12 @@ def _run_attempt(
     return result
 
 
-def _build(run: SupervisedRun) -> ModelHandle:
-    config = run.config
-    model = ModelHandle(
-        run.session.ranks,
-        "actor",
-        config.batch,
-        max_skipped_updates=config.trainer.max_skipped_updates,
-        report=run.tracker.info,
-    )
-    engine = replace(config.engine, optim=config.supervised.optim)
-    model.build(run.for_ranks(run.inputs.model_path), engine, total_steps=run.num_steps)
-    return model
-
-
 def _train(
     run: SupervisedRun,
     model: ModelHandle,
     restart: Restart | None,
     *,
-    learn: Learn,
+    objective: Objective,
     memory: MemorySampler,
     stop: StopRequest,
 ) -> SupervisedResult:
@@ -251,7 +310,7 @@ def _train(
         config.trainer,
         session.rank_groups,
         roles={model.name: model},
-        parts={"sampler": sampler},
+        parts={"sampler": sampler, **objective.state},
         config=yaml_without_secrets(config),
         unsavable=unsavable({"engine": config.engine}),
         uploader=run.uploader,
@@ -262,10 +321,10 @@ def _train(
         config.trainer,
         config.supervised,
         model=model,
-        demonstrations=run.train,
+        objective=objective,
+        examples=run.train,
         sampler=sampler,
-        held_out=HeldOut(run.held_out, run.inputs.tokenizer, config.supervised) if run.held_out else None,
         checkpoints=checkpoints,
         record=RunRecord(run.tracker, memory, profiler, session),
     )
-    return loop.run(learn, run.resumed, stop=stop, restart=restart)
+    return loop.run(run.resumed, stop=stop, restart=restart)

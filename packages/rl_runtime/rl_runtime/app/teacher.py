@@ -17,12 +17,11 @@ from rollout_vllm import (
     check_running,
 )
 
-from ..config import ModelConfig
+from ..config import BUILTIN_MODEL, ModelConfig
 from ..errors import InputError
 from ..launch.placement import Placement
 from ..training.teacher import RankTeacher, ServerTeacher
 from ..training.teacher_config import TeacherConfig
-from .inputs import BUILTIN_MODEL
 from .job import Job
 from .job_config import JobConfig
 from .preflight import check_architectures, naming_key, policy_tokenizer

@@ -44,6 +44,7 @@ class TrainBatch:
         *,
         mini_batches: Sequence[Sequence[int]] | None = None,
         columns: Mapping[str, Tensor] | None = None,
+        group_size: int = 1,
     ) -> None:
         """Sends nothing; the first call of a model sends the batch to its ranks.
 
@@ -51,10 +52,17 @@ class TrainBatch:
             sequences: token ids and masks of the N samples; their own columns are not used.
             mini_batches: sample indices of each mini batch, each sample once; None for a single mini batch.
             columns: float32 [K] by name.
+            group_size: so many consecutive samples of a mini batch (a chosen and a rejected response) are in one micro
+                batch, side by side and in order; a limit of samples per micro batch then counts groups.
+
+        Raises:
+            ValueError: a mini batch is not made of whole groups.
         """
-        self._sequences = sequences
+        self._sequences, self._group_size = sequences, group_size
         self._lens = [_num_targets(sequence) for sequence in sequences]
         self._minis = [list(mini) for mini in mini_batches] if mini_batches else [list(range(len(sequences)))]
+        if broken := [len(mini) for mini in self._minis if len(mini) % group_size]:
+            raise ValueError(f"a mini batch has {broken[0]} samples; allowed: multiples of group_size={group_size}")
         self._columns: dict[str, Tensor] = {}
         self._on_ranks: dict[tuple[int, int, BatchConfig], _BatchOnRanks] = {}
         self._number = next(_numbers)
@@ -95,7 +103,9 @@ class TrainBatch:
         """One delivery per rank of `ranks`: the batch in the first call, missing columns in later calls."""
         key = (id(ranks), sp, config)
         if key not in self._on_ranks:
-            self._on_ranks[key] = _BatchOnRanks(self._sequences, self._lens, self._minis, ranks, sp, config)
+            self._on_ranks[key] = _BatchOnRanks(
+                self._sequences, self._lens, self._minis, ranks, sp, config, group_size=self._group_size
+            )
         return self._on_ranks[key].deliveries(self._number, self._columns if with_columns else {})
 
     def collect(
@@ -148,10 +158,15 @@ class _BatchOnRanks:
         ranks: WorkerGroup,
         sp: int,
         config: BatchConfig,
+        *,
+        group_size: int,
     ) -> None:
         self.ranks, self._sp = ranks, sp
         self.columns: set[str] = set()
-        plans = [_assignment(sequences, mini, ranks.world_size // sp, config, sp) for mini in mini_batches]
+        plans = [
+            assignment(sequences, mini, ranks.world_size // sp, config, sp, group_size=group_size)
+            for mini in mini_batches
+        ]
         replicas = [[plan[replica] for plan in plans] for replica in range(ranks.world_size // sp)]
         starts = list(itertools.accumulate(lens, initial=0))
         self._order = [
@@ -185,21 +200,29 @@ class _BatchOnRanks:
         return values_K
 
 
-def _assignment(
-    sequences: Sequence[SequenceData], mini_batch: Sequence[int], num_replicas: int, config: BatchConfig, sp: int
+def assignment(
+    sequences: Sequence[SequenceData],
+    mini_batch: Sequence[int],
+    num_replicas: int,
+    config: BatchConfig,
+    sp: int,
+    *,
+    group_size: int = 1,
 ) -> list[list[list[int]]]:
     """[replica][micro batch] -> samples of a mini batch, the same number of micro batches on every replica.
 
-    The limits per micro batch are multiplied by sp, because each of the sp ranks holds 1/sp of the tokens.
+    The limits per micro batch are multiplied by sp, because each of the sp ranks holds 1/sp of the tokens. Groups of
+    `group_size` consecutive samples stay together, in order.
     """
     size, budget = config.micro_batch_size, config.max_packed_tokens
+    groups = [mini_batch[start : start + group_size] for start in range(0, len(mini_batch), group_size)]
     plan = plan_micro_batches(
-        [len(sequences[i].prompt_ids) + len(sequences[i].response_ids) for i in mini_batch],
+        [sum(len(sequences[i].prompt_ids) + len(sequences[i].response_ids) for i in group) for group in groups],
         num_ranks=num_replicas,
         token_budget=None if size else budget * sp,
         micro_batch_size=size * sp if size else None,
     )
-    return [[[mini_batch[i] for i in micro] for micro in replica] for replica in plan.assignment]
+    return [[[i for group in micro for i in groups[group]] for micro in replica] for replica in plan.assignment]
 
 
 def _positions(starts: Sequence[int], samples: Iterable[int]) -> Tensor:

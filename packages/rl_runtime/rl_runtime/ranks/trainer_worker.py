@@ -257,10 +257,16 @@ class TrainerWorker:
             return self._pusher.push(version)
 
     def export(self, role: str, folder: str, model_files_from: str) -> None:
-        """Writes the weights as a Hugging Face folder; rank 0 writes, all ranks gather."""
-        parameters = self._engines[role].export_parameters()
+        """Writes the weights as a Hugging Face folder; rank 0 writes, all ranks gather.
+
+        A model with a value head becomes a sequence classifier with one label, whose score is unbounded.
+        """
+        engine = self._engines[role]
+        parameters = engine.export_parameters()
         if self.rank == 0:
-            save_hf_folder(Path(folder), parameters, model_files_from=Path(model_files_from))
+            changes = classifier_config(engine.module) if engine.head == "value" else None
+            source = Path(model_files_from)
+            save_hf_folder(Path(folder), parameters, model_files_from=source, config_changes=changes)
         else:
             for _ in parameters:
                 pass
@@ -363,3 +369,21 @@ class TrainerWorker:
         }
         torch.cuda.reset_peak_memory_stats()
         return peaks
+
+
+def classifier_config(module: Any) -> dict[str, Any]:
+    """The entries of config.json of a model with a value head that differ from those of the causal language model.
+
+    transformers scores the last token that is not `pad_token_id`. If that is an end-of-sequence token, the score would
+    be that of the token before it; so there is none then, and transformers refuses batches instead.
+    """
+    config = module.config
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return {
+        "architectures": [type(module).__name__],
+        "num_labels": 1,
+        "id2label": {"0": "score"},
+        "label2id": {"score": 0},
+        "problem_type": "regression",  # vLLM applies no activation
+        "pad_token_id": None if config.pad_token_id in ends else config.pad_token_id,
+    }

@@ -48,21 +48,26 @@ class HeldOut:
         return {"val/loss": loss, "val/perplexity": perplexity, "val/num_tokens": float(count)}
 
     def samples(self, model: ModelHandle) -> list[dict[str, Any]]:
-        """Greedy responses to the first prompts, as lines of `rollouts/`; the reward is 1 for the demonstrated one."""
-        chosen = self._demonstrations[: self._config.num_samples]
-        end = int(self._tokenizer.eos_token_id)
-        found = greedy_responses(
-            model, [item.prompt_ids for item in chosen], max_tokens=self._config.sample_tokens, end=end
-        )
-        return [
-            {
-                "prompt": str(self._tokenizer.decode(list(item.prompt_ids))),
-                "response": str(self._tokenizer.decode(response)),
-                "reward": float(response == _first_turn(item)),
-                "demonstrated": str(self._tokenizer.decode(_first_turn(item))),
-            }
-            for item, response in zip(chosen, found, strict=True)
-        ]
+        """Greedy responses to the first prompts, see `greedy_samples`."""
+        return greedy_samples(model, self._demonstrations, self._tokenizer, self._config)
+
+
+def greedy_samples(
+    model: ModelHandle, demonstrations: Sequence[DemonstrationLike], tokenizer: Decoder, config: FineTuningConfig
+) -> list[dict[str, Any]]:
+    """Greedy responses to the first prompts, as lines of `rollouts/`; the reward is 1 for the demonstrated one."""
+    chosen = demonstrations[: config.num_samples]
+    end = int(tokenizer.eos_token_id)
+    found = greedy_responses(model, [item.prompt_ids for item in chosen], max_tokens=config.sample_tokens, end=end)
+    return [
+        {
+            "prompt": str(tokenizer.decode(list(item.prompt_ids))),
+            "response": str(tokenizer.decode(response)),
+            "reward": float(response == _first_turn(item)),
+            "demonstrated": str(tokenizer.decode(_first_turn(item))),
+        }
+        for item, response in zip(chosen, found, strict=True)
+    ]
 
 
 def greedy_responses(

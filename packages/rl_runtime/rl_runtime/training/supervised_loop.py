@@ -1,42 +1,30 @@
 """The loop of a supervised run: optimizer steps, with validation and checkpoints."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ckpt import Checkpoint
-from ds_engine import StepStats
 from rl_data import PromptSampler
 from run_kit import StopRequest
 
 from ..config import FineTuningConfig, TrainingConfig
 from ..ranks.model_handle import ModelHandle
 from .checkpoints import RunCheckpoints, load_and_say, save_or_say
-from .held_out import HeldOut
 from .loop import Restart
 from .metrics import update_metrics
+from .objective import Example, Objective
 from .record import RunRecord
-from .supervised import DemonstrationLike, response_lens
-
-
-class LongDemonstration(DemonstrationLike, Protocol):
-    """A demonstration that knows its length."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-
-Learn = Callable[[ModelHandle, Sequence[DemonstrationLike]], StepStats]
-"""One optimizer step on a batch of demonstrations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedResult:
-    """The loss on the held-out demonstrations before the first and after the last step (None without validation)."""
+    """Loss and accuracy on the held-out examples before the first and after the last step; None: not measured."""
 
     loss_before: float | None
     loss_after: float | None
     last_step: int
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
 
     def describe(self) -> str:
         """The losses in one line; empty without validation."""
@@ -47,7 +35,7 @@ class SupervisedResult:
 
 
 class SupervisedLoop:
-    """Trains on shuffled epochs of the demonstrations."""
+    """Trains on shuffled epochs of the examples."""
 
     def __init__(
         self,
@@ -55,20 +43,20 @@ class SupervisedLoop:
         config: FineTuningConfig,
         *,
         model: ModelHandle,
-        demonstrations: Sequence[LongDemonstration],
+        objective: Objective,
+        examples: Sequence[Example],
         sampler: PromptSampler,
-        held_out: HeldOut | None,
         checkpoints: RunCheckpoints,
         record: RunRecord,
     ) -> None:
-        """`sampler` draws from the demonstrations; the checkpoints save its state."""
+        """`sampler` draws from the examples; the checkpoints save its state and that of the objective."""
         self._trainer, self._config, self._model = trainer, config, model
-        self._demonstrations, self._sampler, self._held_out = demonstrations, sampler, held_out
+        self._objective, self._examples, self._sampler = objective, examples, sampler
         self._checkpoints, self._record = checkpoints, record
-        self._num_steps = config.num_steps(len(demonstrations))
+        self._num_steps = config.num_steps(len(examples))
 
     def run(
-        self, learn: Learn, resume_from: Checkpoint | None, *, stop: StopRequest, restart: Restart | None = None
+        self, resume_from: Checkpoint | None, *, stop: StopRequest, restart: Restart | None = None
     ) -> SupervisedResult:
         """Takes all steps, or those after the checkpoint's.
 
@@ -81,40 +69,48 @@ class SupervisedLoop:
             if resume_from is not None:
                 load_and_say(self._checkpoints, resume_from, self._record.info)
                 done = resume_from.step
+            elif self._objective.prepare is not None:
+                self._objective.prepare(self._model)
             if restart is not None:
                 self._record.rewind(done, {} if resume_from is None else resume_from.state.get("metrics", {}))
                 self._record.info(restart.describe())
-            before = None
+            before: dict[str, float] = {}
             if self._trainer.val_before_train:
-                before = self._record.first("val/loss") if restart is not None else self._validate(done)
+                before = self._recorded() if restart is not None else self._validate(done)
             with stop.listen("stopping after this step, with a checkpoint and the model; again: stop now, without"):
-                last, after = self._steps(done + 1, learn, stop)
-        return SupervisedResult(loss_before=before, loss_after=after, last_step=last)
+                last, after = self._steps(done + 1, stop)
+        return SupervisedResult(
+            loss_before=before.get("val/loss"),
+            loss_after=after.get("val/loss"),
+            accuracy_before=before.get("val/accuracy"),
+            accuracy_after=after.get("val/accuracy"),
+            last_step=last,
+        )
 
-    def _steps(self, first: int, learn: Learn, stop: StopRequest) -> tuple[int, float | None]:
-        """The steps from `first` on; returns the last step taken and the last held-out loss."""
-        after = None
+    def _steps(self, first: int, stop: StopRequest) -> tuple[int, dict[str, float]]:
+        """The steps from `first` on; returns the last step taken and the last metrics that have a held-out loss."""
+        after: dict[str, float] = {}
         for step in range(first, self._num_steps + 1):
-            metrics = self._step(step, learn, stop)
-            after = metrics.get("val/loss", after)
+            metrics = self._step(step, stop)
+            after = metrics if "val/loss" in metrics else after
             if stop.signal and step < self._num_steps:
                 if not self._checkpoints.is_due(step):
                     save_or_say(self._checkpoints, step, metrics, self._record.info)
                 return step, after
         return self._num_steps, after
 
-    def _step(self, step: int, learn: Learn, stop: StopRequest) -> dict[str, float]:
+    def _step(self, step: int, stop: StopRequest) -> dict[str, float]:
         """One step, with the validation and the checkpoint that follow it; returns its metrics."""
-        held_out: dict[str, float] = {}
+        objective, held_out = self._objective, dict[str, float]()
         with self._record.step(step) as timer:
             batch = self._next_batch(step)
             with timer.phase("update"):
-                metrics = update_metrics("sft", [learn(self._model, batch)])
-            metrics["sft/num_targets"] = float(response_lens(batch).sum())
-            metrics["sft/epoch"] = self._num_drawn(step) / len(self._demonstrations)
-            if self._held_out is not None and self._validates(step, stop):
+                metrics = update_metrics(objective.name, [objective.learn(self._model, batch)])
+            metrics |= {f"{objective.name}/{name}": value for name, value in objective.describe(batch).items()}
+            metrics[f"{objective.name}/epoch"] = self._num_drawn(step) / len(self._examples)
+            if objective.held_out is not None and self._validates(step, stop):
                 with timer.phase("validation", outside=True):
-                    held_out = self._held_out.metrics(self._model)
+                    held_out = objective.held_out.metrics(self._model)
             if self._checkpoints.is_due(step):
                 with timer.phase("checkpoint"):
                     save_or_say(self._checkpoints, step, metrics | held_out, self._record.info)
@@ -125,23 +121,29 @@ class SupervisedLoop:
         return metrics | held_out
 
     def _num_drawn(self, step: int) -> int:
-        """Demonstrations of the first `step` steps; the last step has what is left."""
-        return min(step * self._config.batch_size, self._config.num_drawn(len(self._demonstrations)))
+        """Examples of the first `step` steps; the last step has what is left."""
+        return min(step * self._config.batch_size, self._config.num_drawn(len(self._examples)))
 
-    def _next_batch(self, step: int) -> list[LongDemonstration]:
+    def _next_batch(self, step: int) -> list[Example]:
         size = self._num_drawn(step) - self._num_drawn(step - 1)
-        return [self._demonstrations[index] for index in self._sampler.next(size)]
+        return [self._examples[index] for index in self._sampler.next(size)]
 
     def _validates(self, step: int, stop: StopRequest) -> bool:
         if step == self._num_steps:
             return self._trainer.val_after_train
         return not stop.signal and self._trainer.test_freq > 0 and step % self._trainer.test_freq == 0
 
-    def _validate(self, step: int) -> float | None:
-        """The held-out loss, written down; None without held-out demonstrations."""
-        return None if self._held_out is None else self._log_held_out(step, self._held_out.metrics(self._model))
+    def _recorded(self) -> dict[str, float]:
+        """The first held-out loss and accuracy that the run has logged."""
+        found = {name: self._record.first(name) for name in ("val/loss", "val/accuracy")}
+        return {name: value for name, value in found.items() if value is not None}
 
-    def _log_held_out(self, step: int, metrics: dict[str, float]) -> float:
-        assert self._held_out is not None
-        self._record.log_held_out(step, metrics, self._held_out.samples(self._model))
-        return metrics["val/loss"]
+    def _validate(self, step: int) -> dict[str, float]:
+        """The held-out metrics, written down; empty without held-out examples."""
+        held_out = self._objective.held_out
+        return {} if held_out is None else self._log_held_out(step, held_out.metrics(self._model))
+
+    def _log_held_out(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        assert self._objective.held_out is not None
+        self._record.log_held_out(step, metrics, self._objective.held_out.samples(self._model))
+        return metrics

@@ -22,13 +22,16 @@ class Panel:
     section: Section = "curves"
 
 
+_SUPERVISED = ("sft", "reward", "dpo", "ipo", "kto")
+_LOSSES = ("actor/loss", *(f"{name}/loss" for name in _SUPERVISED))
+_SUPERVISED_NORMS = tuple(f"{name}/grad_norm" for name in _SUPERVISED)
 # The panels in their order, with patterns (as in file names) for the metrics that they show.
 _KNOWN = (
     Panel(title="Score", unit="", metrics=("critic/score/mean", "critic/rewards/mean")),
     Panel(title="Rewards", unit="", metrics=("reward/*/mean",)),
     Panel(title="Held-out", unit="", metrics=("val/*accuracy*", "val/*score*")),
-    Panel(title="Loss", unit="", metrics=("actor/loss", "sft/loss", "val/loss", "critic/vf_loss", "critic/loss")),
-    Panel(title="Gradient norm", unit="", metrics=("actor/grad_norm", "critic/grad_norm", "sft/grad_norm")),
+    Panel(title="Loss", unit="", metrics=(*_LOSSES, "val/loss", "critic/vf_loss", "critic/loss")),
+    Panel(title="Gradient norm", unit="", metrics=("actor/grad_norm", "critic/grad_norm", *_SUPERVISED_NORMS)),
     Panel(title="Critic", unit="", metrics=("critic/explained_variance", "critic/values/mean", "critic/returns/mean")),
     Panel(title="Throughput", unit="tokens/s per device", metrics=("perf/throughput",)),
     Panel(title="Step time", unit="s", metrics=("timing_s/*",), kind="stack", section="time"),

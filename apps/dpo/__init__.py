@@ -1,0 +1,1 @@
+"""DPO, IPO and KTO on DeepSpeed and Ray."""

@@ -1,0 +1,63 @@
+"""Configuration of the preference-training app."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rl_runtime import LearningRates, PreferenceJobConfig, TrainingConfig
+from rl_runtime.app.supervised_config import ExampleKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """The preference loss."""
+
+    loss: Literal["dpo", "ipo", "kto"] = "dpo"
+    """`dpo` (arXiv:2305.18290) and `ipo` (arXiv:2310.12036) learn from pairs, `kto` (arXiv:2402.01306) from responses
+    that are labeled one by one."""
+    beta: float = 0.1
+    """How close the policy stays to the reference, the initial policy; a large value keeps it close."""
+    label_smoothing: float = 0.0
+    """`dpo`: share of pairs whose labels are taken to be the wrong way round; 0 to below 0.5."""
+    desirable_weight: float = 1.0
+    """`kto`: weight of desirable responses. With as many of both kinds the paper advises 1 to 3/2 times the weight of
+    undesirable ones."""
+    undesirable_weight: float = 1.0
+    """`kto`: weight of undesirable responses."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < float("inf"):
+            raise ValueError(f"beta is {self.beta}; allowed: above 0")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing is {self.label_smoothing}; allowed: 0 to below 0.5")
+        for name, default, loss in (
+            ("label_smoothing", 0.0, "dpo"),
+            ("desirable_weight", 1.0, "kto"),
+            ("undesirable_weight", 1.0, "kto"),
+        ):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} is {value}; allowed: 0 or more")
+            if value != default and self.loss != loss:
+                raise ValueError(f"{name} is {value}; allowed: {default:g} with loss={self.loss}; it belongs to {loss}")
+        if not self.desirable_weight + self.undesirable_weight:
+            raise ValueError("undesirable_weight is 0; allowed: above 0 where desirable_weight is 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoConfig(PreferenceJobConfig):
+    """The preference-training app."""
+
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(experiment="dpo", best_metric="val/accuracy")
+    )
+
+    @property
+    def examples(self) -> ExampleKind:
+        """What the run learns from."""
+        return "labeled" if self.algorithm.loss == "kto" else "pairs"
+
+    @property
+    def learning_rates(self) -> LearningRates:
+        """What `supervised.optim.lr=null` becomes."""
+        return LearningRates(full=1e-6, lora=1e-5, builtin=3e-4)

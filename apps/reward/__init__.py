@@ -1,0 +1,1 @@
+"""Reward models on DeepSpeed and Ray."""

@@ -1,0 +1,41 @@
+"""Configuration of the reward-model app."""
+
+from dataclasses import dataclass, field
+
+from rl_runtime import LearningRates, PreferenceJobConfig, TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """The Bradley-Terry loss."""
+
+    center_coef: float = 0.0
+    """Weight of (chosen score + rejected score)^2, which keeps the scores of a pair around 0 (arXiv:2312.09244 takes
+    0.01); the loss alone leaves their sum open."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.center_coef < float("inf"):
+            raise ValueError(f"center_coef is {self.center_coef}; allowed: 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(PreferenceJobConfig):
+    """The reward-model app."""
+
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(experiment="reward", best_metric="val/accuracy")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.supervised.num_samples:
+            raise ValueError(
+                f"supervised.num_samples is {self.supervised.num_samples}; allowed: 0, because a reward model answers "
+                "no prompts"
+            )
+
+    @property
+    def learning_rates(self) -> LearningRates:
+        """What `supervised.optim.lr=null` becomes."""
+        return LearningRates(full=1e-5, lora=1e-4, builtin=1e-3)

@@ -1,0 +1,103 @@
+"""Reward models: `python -m apps.reward.main [preset=NAME] [section.key=value ...]`, `--help` lists every key.
+
+A value head scores a response at its last token, and learns from pairs (docs/preference.md). A step draws
+`supervised.batch_size` pairs, scores both responses of each in one packed row, and descends on the Bradley-Terry loss;
+the column `margin` says how much better the chosen response is. Every `trainer.test_freq` steps the accuracy on
+held-out pairs is measured. `trainer.resume=auto` continues a run from its newest checkpoint, bit for bit.
+
+The model is written to `<run folder>/model` as a sequence classifier with one label, which transformers loads and
+`vllm serve --runner pooling` serves. Without a model and data the app runs the preset `demo`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import ds_engine
+import rl_core
+import rl_runtime
+import run_kit
+from apps.reward.config import RewardConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_data import PreferencePair
+
+
+def reward_loss(
+    outputs: "ds_engine.ValueOutputs", batch: "rl_core.PackedBatch", *, num_pairs: int, center_coef: float
+) -> "ds_engine.LossOutput":
+    """The micro batch's share of the mean Bradley-Terry loss over all `num_pairs` pairs of the step."""
+    chosen_P, rejected_P = rl_runtime.of_pairs(outputs.values_K)
+    margins_P, _ = rl_runtime.of_pairs(rl_runtime.of_responses(batch, "margins"))
+    loss_P = rl_core.bradley_terry_loss(chosen_P, rejected_P, margins_P, center_coef=center_coef)
+    shares = {name: values_P.sum() / num_pairs for name, values_P in compare(chosen_P, rejected_P).items()}
+    return ds_engine.LossOutput(loss=loss_P.sum() / num_pairs, metrics=shares)
+
+
+def compare(chosen_P: "torch.Tensor", rejected_P: "torch.Tensor") -> "dict[str, torch.Tensor]":
+    """Per pair: 1 where the chosen response has the higher score (1/2 if equal), the difference, and the mean."""
+    higher_P = (chosen_P > rejected_P).float() + 0.5 * (chosen_P == rejected_P).float()
+    return {"accuracy": higher_P, "margin": chosen_P - rejected_P, "score": (chosen_P + rejected_P) / 2}
+
+
+def learn(
+    model: "rl_runtime.ModelHandle", pairs: "Sequence[PreferencePair]", *, config: RewardConfig
+) -> "ds_engine.StepStats":
+    """One optimizer step on pairs."""
+    loss = partial(reward_loss, num_pairs=len(pairs), center_coef=config.algorithm.center_coef)
+    columns = {"margins": rl_runtime.margins_of(pairs)}
+    with rl_runtime.score_batch(rl_runtime.responses_of(pairs), columns, group_size=2) as batch:
+        return model.update(batch.mini_batches[0], loss)
+
+
+def measure(
+    model: "rl_runtime.ModelHandle", *, pairs: "Sequence[PreferencePair]", config: RewardConfig
+) -> dict[str, float]:
+    """Loss, accuracy and mean scores on held-out pairs."""
+    responses = rl_runtime.responses_of(pairs)
+    scores_S = rl_runtime.scores(model, responses, batch_size=2 * config.supervised.batch_size)
+    chosen_P, rejected_P = rl_runtime.of_pairs(scores_S)
+    margins_P, _ = rl_runtime.of_pairs(rl_runtime.margins_of(pairs))
+    loss_P = rl_core.bradley_terry_loss(chosen_P, rejected_P, margins_P, center_coef=config.algorithm.center_coef)
+    found = {"loss": loss_P, **compare(chosen_P, rejected_P)}
+    return {name: float(values_P.mean()) for name, values_P in found.items()}
+
+
+def compose(run: "rl_runtime.SupervisedRun", config: RewardConfig) -> "rl_runtime.Objective":
+    """What is learned: which response of a pair is the better one."""
+    held_out = rl_runtime.HeldOutPreferences(partial(measure, pairs=run.held_out, config=config))
+    return rl_runtime.Objective(
+        name="reward", learn=partial(learn, config=config), held_out=held_out if run.held_out else None
+    )
+
+
+def check(config: RewardConfig) -> "rl_runtime.SupervisedPlan":
+    """Refuses settings that cannot work before any process starts; plans the devices and the resume."""
+    return rl_runtime.check_run(config, head="value")
+
+
+def main(config: RewardConfig) -> None:
+    """Trains on the pairs and writes the model, also when a signal stops it before the last step."""
+    choice = rl_runtime.choose_supervised(config)
+    config = choice.config
+    rl_runtime.run_supervised(config, check(config), partial(compose, config=config), choice=choice, head="value")
+
+
+def cli(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs the app from its command line; `argv` defaults to the arguments of the process."""
+    run_kit.run_cli(
+        RewardConfig,
+        main,
+        app_name="apps.reward.main",
+        preset_dir=Path(__file__).parent / "presets",
+        argv=argv,
+        default_preset="demo",
+        default_preset_unless=("model.path", "supervised.files"),
+    )
+
+
+if __name__ == "__main__":
+    cli()

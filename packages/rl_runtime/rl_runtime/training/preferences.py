@@ -1,0 +1,229 @@
+"""Preferences on the ranks: pairs as groups of a train batch, log-probs of a reference, and held-out preferences.
+
+Shapes: P pairs, S = 2 P sequences (chosen, rejected, chosen, …), K targets of all sequences.
+"""
+
+import base64
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_core import PackedBatch, SequenceData, broadcast_to_tokens, segment_sum
+
+from ..config import FineTuningConfig
+from ..errors import InputError
+from ..ranks.model_handle import ModelHandle
+from ..ranks.train_batch import TrainBatch
+from .held_out import Decoder, greedy_samples
+from .supervised import DemonstrationLike, response_lens, sequences
+
+
+class PairLike(Protocol):
+    """Two responses to one prompt."""
+
+    @property
+    def chosen(self) -> DemonstrationLike: ...
+    @property
+    def rejected(self) -> DemonstrationLike: ...
+
+
+class MarginPair(PairLike, Protocol):
+    """A pair that says how much better its chosen response is."""
+
+    @property
+    def margin(self) -> float: ...
+
+
+@runtime_checkable
+class LabeledLike(Protocol):
+    """A response that is labeled on its own, and the response to another prompt."""
+
+    @property
+    def response(self) -> DemonstrationLike: ...
+    @property
+    def unrelated(self) -> DemonstrationLike: ...
+    @property
+    def is_desirable(self) -> bool: ...
+
+
+def responses_of(pairs: Sequence[PairLike]) -> list[DemonstrationLike]:
+    """The responses of all pairs: chosen, rejected, chosen, …"""
+    return [one for pair in pairs for one in (pair.chosen, pair.rejected)]
+
+
+def margins_of(pairs: Sequence[MarginPair]) -> Tensor:
+    """How much better the chosen response of each pair is, for both of its responses: float32 [S]."""
+    return torch.tensor([pair.margin for pair in pairs for _ in range(2)], dtype=torch.float32)
+
+
+def with_labels(preferences: Sequence[PairLike | LabeledLike]) -> tuple[list[DemonstrationLike], Tensor]:
+    """The responses of pairs or of labeled responses, and float32 [S]: 1 for chosen and desirable ones, else 0."""
+    found: list[tuple[DemonstrationLike, float]] = []
+    for one in preferences:
+        if isinstance(one, LabeledLike):
+            found.append((one.response, float(one.is_desirable)))
+        else:
+            found += [(one.chosen, 1.0), (one.rejected, 0.0)]
+    return [response for response, _ in found], torch.tensor([label for _, label in found], dtype=torch.float32)
+
+
+def response_batch(
+    responses: Sequence[DemonstrationLike], columns: Mapping[str, Tensor], *, group_size: int = 1
+) -> TrainBatch:
+    """A train batch of responses whose tokens are the targets; `of_responses` reads the columns in a loss.
+
+    Args:
+        columns: float32 [S] by name, one value per response.
+        group_size: 2 for pairs, which stay together in one micro batch.
+    """
+    lens_S = response_lens(responses)
+    per_token = {name: broadcast_to_tokens(values_S, lens_S) for name, values_S in columns.items()}
+    return TrainBatch(sequences(responses), columns=per_token, group_size=group_size)
+
+
+def score_batch(
+    responses: Sequence[DemonstrationLike], columns: Mapping[str, Tensor] | None = None, *, group_size: int = 1
+) -> TrainBatch:
+    """A train batch with one target per response, so that a value head scores it at its last token: K = S.
+
+    Args:
+        columns: float32 [S] by name.
+    """
+    # A target is predicted by the token before it, so a placeholder follows the last token.
+    rows = [SequenceData(prompt_ids=[*one.prompt_ids, *one.response_ids], response_ids=[0]) for one in responses]
+    return TrainBatch(rows, columns=columns, group_size=group_size)
+
+
+def of_responses(batch: PackedBatch, name: str) -> Tensor:
+    """The column `name` of a micro batch of `response_batch` as one value per response, [S]."""
+    first_S = batch.response_lens_S.cumsum(0) - batch.response_lens_S
+    return batch.columns[name][first_S]
+
+
+def log_ratios(log_probs_K: Tensor, batch: PackedBatch) -> Tensor:
+    """log p(y | x) - log p_ref(y | x) of each response of a micro batch, [S]; its column `ref` has the latter."""
+    return segment_sum(log_probs_K, batch.response_lens_S) - of_responses(batch, "ref")
+
+
+def of_pairs(values_S: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of the chosen and of the rejected responses, [P] each."""
+    return values_S[0::2], values_S[1::2]
+
+
+def sequence_log_probs(model: ModelHandle, responses: Sequence[DemonstrationLike], *, batch_size: int) -> Tensor:
+    """log p(y | x) of each response, float32 [S], without gradients.
+
+    Args:
+        batch_size: responses that are sent to the ranks at once.
+    """
+    found: list[float] = []
+    for start in range(0, len(responses), batch_size):
+        with TrainBatch(sequences(responses[start : start + batch_size])) as batch:
+            found += [float(column.sum(dtype="float64")) for column in model.log_probs(batch).log_probs]
+    return torch.tensor(found, dtype=torch.float32)
+
+
+def scores(model: ModelHandle, responses: Sequence[DemonstrationLike], *, batch_size: int) -> Tensor:
+    """A value head's score at the last token of each response, float32 [S], without gradients.
+
+    Args:
+        batch_size: responses that are sent to the ranks at once.
+    """
+    found: list[float] = []
+    for start in range(0, len(responses), batch_size):
+        with score_batch(responses[start : start + batch_size]) as batch:
+            found += [float(value) for (value,) in model.values(batch)]
+    return torch.tensor(found, dtype=torch.float32)
+
+
+class ReferenceLogProbs:
+    """log p_ref(y | x) of every response of a run, computed once by the initial policy and kept in each checkpoint.
+
+    So there is no second model, and a resumed run, on any number of ranks, has the same bits.
+    """
+
+    def __init__(self, preferences: Iterable[PairLike | LabeledLike], *, batch_size: int) -> None:
+        """Computes nothing yet.
+
+        Args:
+            preferences: all whose responses, unrelated ones too, will be asked for.
+            batch_size: responses that are sent to the ranks at once.
+        """
+        self._responses = {
+            _key(response): response
+            for one in preferences
+            for response in (
+                (one.response, one.unrelated) if isinstance(one, LabeledLike) else (one.chosen, one.rejected)
+            )
+        }
+        self._batch_size = batch_size
+        self._values: dict[Any, float] = {}
+
+    def compute(self, model: ModelHandle) -> None:
+        """Computes all log-probs with `model`, which becomes the reference."""
+        rows = sequence_log_probs(model, list(self._responses.values()), batch_size=self._batch_size)
+        self._values = dict(zip(self._responses, rows.tolist(), strict=True))
+
+    def of(self, responses: Sequence[DemonstrationLike]) -> Tensor:
+        """Their log-probs, float32 [S]."""
+        return torch.tensor([self._values[_key(one)] for one in responses], dtype=torch.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The log-probs in the order of the responses, and a checksum of these."""
+        values = np.array([self._values[key] for key in self._responses], dtype="<f4")
+        return {"responses": self._checksum(), "log_probs": base64.b64encode(values.tobytes()).decode()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises InputError if the log-probs are those of other responses."""
+        if state["responses"] != self._checksum():
+            raise InputError(
+                "the checkpoint has reference log-probs of other preferences; resume with the files, model, "
+                "supervised.max_length and trainer.seed of the run that wrote it"
+            )
+        values = np.frombuffer(base64.b64decode(state["log_probs"]), dtype="<f4")
+        self._values = dict(zip(self._responses, values.tolist(), strict=True))
+
+    def _checksum(self) -> str:
+        checksum = 0
+        for ids in (ids for key in self._responses for ids in key[:2]):
+            checksum = zlib.crc32(np.array([len(ids), *ids], dtype="<i4").tobytes(), checksum)
+        return f"{len(self._responses)} {checksum:08x}"
+
+
+def _key(one: DemonstrationLike) -> tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...] | None]:
+    mask = one.response_mask
+    return tuple(one.prompt_ids), tuple(one.response_ids), None if mask is None else tuple(mask)
+
+
+class HeldOutPreferences:
+    """The held-out preferences of a run, measured by a function, with greedy responses to the first prompts."""
+
+    def __init__(
+        self,
+        measure: Callable[[ModelHandle], Mapping[str, float]],
+        prompts: Sequence[DemonstrationLike] = (),
+        tokenizer: Decoder | None = None,
+        config: FineTuningConfig | None = None,
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            measure: metrics by name without `val/`; `loss` among them.
+            prompts: desirable responses with their prompts.
+            tokenizer, config: of a model that answers prompts.
+        """
+        self._measure, self._prompts, self._tokenizer, self._config = measure, prompts, tokenizer, config
+
+    def metrics(self, model: ModelHandle) -> dict[str, float]:
+        """The measured metrics."""
+        return {f"val/{name}": value for name, value in self._measure(model).items()}
+
+    def samples(self, model: ModelHandle) -> list[dict[str, Any]]:
+        """See `HeldOut.samples`."""
+        if self._tokenizer is None or self._config is None:
+            return []
+        return greedy_samples(model, self._prompts, self._tokenizer, self._config)

@@ -1,0 +1,330 @@
+"""Reward models and preference training: exact means whatever the split, bad input, and real ranks."""
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import transformers
+from hypothesis import given
+
+import apps.dpo.main as dpo
+import apps.reward.main as reward
+import rl_core
+import rl_runtime
+from apps.dpo.config import AlgorithmConfig, DpoConfig
+from apps.reward.config import AlgorithmConfig as RewardAlgorithm
+from apps.reward.config import RewardConfig
+from ds_engine import TokenOutputs, ValueOutputs
+from plinth_testing import write_tiny_model
+from rl_core import BatchConfig, PackedBatch, pack
+from rl_data import DataConfig, Demonstration, LabeledResponse, PreferencePair, build_tiny_model, load_pairs
+from rl_runtime.config import ModelConfig, PreferenceTaskSize, PreferenceTrainingConfig, SupervisedConfig
+from rl_runtime.errors import InputError
+from rl_runtime.ranks.train_batch import TrainBatch, assignment
+from rollout_vllm import RolloutConfig, ServerGroup, classification_reward
+from run_kit import load_config
+
+REPO = Path(__file__).resolve().parents[1]
+PRESETS = {"reward": RewardConfig, "dpo": DpoConfig}
+
+
+def make_pairs(lens: Sequence[tuple[int, int]]) -> list[PreferencePair]:
+    """Pairs whose responses have these numbers of tokens; every token differs."""
+    ids = iter(range(10_000))
+    return [
+        PreferencePair(
+            Demonstration((next(ids), next(ids)), tuple(next(ids) for _ in range(chosen))),
+            Demonstration((next(ids), next(ids)), tuple(next(ids) for _ in range(rejected))),
+            margin=index / 4,
+        )
+        for index, (chosen, rejected) in enumerate(lens)
+    ]
+
+
+def micro_batches(batch: TrainBatch, num_replicas: int, limit: BatchConfig) -> list[PackedBatch]:
+    """What the ranks get of a train batch, with its columns."""
+    rows = batch._sequences
+    plan = assignment(rows, range(len(rows)), num_replicas, limit, 1, group_size=batch._group_size)
+    columns = {name: column_K.split(batch._lens) for name, column_K in batch._columns.items()}
+    packed = [(micro, pack([rows[i] for i in micro], column_names=())) for replica in plan for micro in replica]
+    return [
+        one.with_columns(**{name: torch.cat([parts[i] for i in micro]) for name, parts in columns.items()})
+        for micro, one in packed
+        if micro
+    ]
+
+
+def log_probs_of(batch: PackedBatch) -> torch.Tensor:
+    """A policy whose log-prob of a token depends on the token alone."""
+    return -((batch.target_ids_K * 37 % 101).float() / 50)
+
+
+LENS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=9)
+LIMITS = st.one_of(
+    st.builds(BatchConfig, token_budget=st.integers(1, 40)), st.builds(BatchConfig, micro_batch_size=st.integers(1, 4))
+)
+
+
+@given(lens=LENS, num_replicas=st.integers(1, 4), limit=LIMITS)
+def test_a_pair_is_in_one_micro_batch_and_every_pair_counts_once(
+    lens: list[tuple[int, int]], num_replicas: int, limit: BatchConfig
+) -> None:
+    pairs = make_pairs(lens)
+    rows = rl_runtime.response_batch(rl_runtime.responses_of(pairs), {}, group_size=2)._sequences
+    plan = assignment(rows, range(len(rows)), num_replicas, limit, 1, group_size=2)
+    assert len({len(replica) for replica in plan}) == 1, "ranks have different numbers of micro batches"
+    micros = [micro for replica in plan for micro in replica]
+    assert sorted(index for micro in micros for index in micro) == list(range(len(rows)))
+    for micro in micros:
+        assert [index + 1 for index in micro[0::2]] == micro[1::2], "a pair is divided"
+        assert all(index % 2 == 0 for index in micro[0::2])
+    size, budget = limit.micro_batch_size, limit.token_budget
+    for micro in micros:
+        assert size is None or len(micro) <= 2 * size
+        num_tokens = sum(len(rows[i].prompt_ids) + len(rows[i].response_ids) for i in micro)
+        assert budget is None or num_tokens <= budget or len(micro) == 2
+
+
+@given(lens=LENS, num_replicas=st.integers(1, 4), limit=LIMITS, kind=st.sampled_from(["dpo", "ipo", "kto"]))
+def test_preference_losses_are_the_mean_over_the_batch_whatever_its_split(
+    lens: list[tuple[int, int]], num_replicas: int, limit: BatchConfig, kind: Any
+) -> None:
+    pairs, config = make_pairs(lens), AlgorithmConfig(loss=kind, beta=0.3)
+    given_: Any = pairs
+    if kind == "kto":
+        given_ = [LabeledResponse(p.chosen, bool(len(p.rejected.response_ids) % 2), p.rejected) for p in pairs]
+    responses, labels_S = rl_runtime.with_labels(given_)
+    ref_S = torch.linspace(-3, 1, len(responses))
+    batch = rl_runtime.response_batch(
+        responses, {"ref": ref_S, "labels": labels_S}, group_size=len(responses) // len(given_)
+    )
+    loss = partial(dpo.preference_loss, num=len(given_), kl=0.2, config=config)
+    found = [
+        loss(TokenOutputs(log_probs_K=log_probs_of(one), entropy_K=log_probs_of(one)), one)
+        for one in micro_batches(batch, num_replicas, limit)
+    ]
+    whole_K = [log_probs_of(pack([row], column_names=())) for row in batch._sequences]
+    ratios_S = torch.stack([row.sum() for row in whole_K]) - ref_S
+    assert float(sum(one.loss for one in found)) == pytest.approx(
+        float(dpo.losses(ratios_S, labels_S, 0.2, config).mean()), rel=1e-5, abs=1e-6
+    )
+    for name, values in dpo.statistics(ratios_S, labels_S, 0.2, config).items():
+        assert float(sum(one.metrics[name] for one in found)) == pytest.approx(float(values.mean()), rel=1e-4, abs=1e-5)
+
+
+@given(lens=LENS, num_replicas=st.integers(1, 4), limit=LIMITS)
+def test_reward_losses_are_the_mean_over_the_pairs_whatever_their_split(
+    lens: list[tuple[int, int]], num_replicas: int, limit: BatchConfig
+) -> None:
+    pairs = make_pairs(lens)
+    responses = rl_runtime.responses_of(pairs)
+    batch = rl_runtime.score_batch(responses, {"margins": rl_runtime.margins_of(pairs)}, group_size=2)
+    last = {one.response_ids[-1]: (one.response_ids[-1] * 37 % 101) / 50 for one in responses}
+    loss = partial(reward.reward_loss, num_pairs=len(pairs), center_coef=0.1)
+    total = 0.0
+    for one in micro_batches(batch, num_replicas, limit):
+        # The target is behind the last token of the response, whose score is read.
+        scores_S = torch.tensor([last[int(token)] for token in one.input_ids_T[one.target_index_K]])
+        total += float(loss(ValueOutputs(values_K=scores_S), one).loss)
+    chosen_P = torch.tensor([last[pair.chosen.response_ids[-1]] for pair in pairs])
+    rejected_P = torch.tensor([last[pair.rejected.response_ids[-1]] for pair in pairs])
+    margins_P = torch.tensor([pair.margin for pair in pairs])
+    expected_P = rl_core.bradley_terry_loss(chosen_P, rejected_P, margins_P, center_coef=0.1)
+    assert total == pytest.approx(float(expected_P.mean()), rel=1e-5)
+
+
+def test_a_broken_group_is_refused() -> None:
+    one = make_pairs([(1, 1)])[0].chosen
+    with pytest.raises(ValueError, match="a mini batch has 3 samples; allowed: multiples of group_size=2"):
+        rl_runtime.response_batch([one] * 3, {}, group_size=2)
+
+
+class FixedModel:
+    """Ranks whose log-probs of a token depend on the token alone."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def log_probs(self, batch: TrainBatch) -> Any:
+        self.num_calls += 1
+        rows = [log_probs_of(pack([row], column_names=())).numpy() for row in batch._sequences]
+        return type("Columns", (), {"log_probs": rows})
+
+
+@given(lens=LENS, batch_size=st.integers(1, 7))
+def test_reference_log_probs_survive_a_checkpoint_bit_for_bit_and_belong_to_their_responses(
+    lens: list[tuple[int, int]], batch_size: int
+) -> None:
+    pairs, model = make_pairs(lens), FixedModel()
+    responses = rl_runtime.responses_of(pairs)
+    given_: Any = model
+    ref = rl_runtime.ReferenceLogProbs([*pairs, pairs[0]], batch_size=batch_size)
+    ref.compute(given_)
+    assert model.num_calls == -(-len(responses) // batch_size), "a response that occurs twice is computed once"
+    again = rl_runtime.ReferenceLogProbs(pairs, batch_size=3)
+    again.load_state_dict(json.loads(json.dumps(ref.state_dict())))
+    assert torch.equal(again.of(responses), ref.of(responses))
+    assert ref.of(responses[-1:]).item() == pytest.approx(
+        float(log_probs_of(pack([rl_core.SequenceData(prompt_ids=[0], response_ids=responses[-1].response_ids)])).sum())
+    )
+    changed = [*pairs[:-1], replace(pairs[-1], chosen=Demonstration((1,), (2, 3)))]
+    with pytest.raises(InputError, match="reference log-probs of other preferences"):
+        rl_runtime.ReferenceLogProbs(changed, batch_size=3).load_state_dict(ref.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AlgorithmConfig(beta=0.0), "beta is 0.0; allowed: above 0"),
+        (lambda: AlgorithmConfig(label_smoothing=0.5), "label_smoothing is 0.5; allowed: 0 to below 0.5"),
+        (lambda: AlgorithmConfig(loss="ipo", label_smoothing=0.1), "label_smoothing is 0.1; allowed: 0 with loss=ipo"),
+        (lambda: AlgorithmConfig(desirable_weight=2.0), "desirable_weight is 2.0; allowed: 1 with loss=dpo"),
+        (
+            lambda: AlgorithmConfig(loss="kto", undesirable_weight=-1.0),
+            "undesirable_weight is -1.0; allowed",
+        ),
+        (
+            lambda: AlgorithmConfig(loss="kto", desirable_weight=0.0, undesirable_weight=0.0),
+            "undesirable_weight is 0; allowed: above 0",
+        ),
+        (lambda: RewardAlgorithm(center_coef=-0.1), "center_coef is -0.1; allowed: 0 or more"),
+        (
+            lambda: RewardConfig(supervised=PreferenceTrainingConfig(num_samples=1)),
+            "supervised.num_samples is 1; allowed: 0, because a reward model",
+        ),
+        (
+            lambda: DpoConfig(supervised=PreferenceTrainingConfig(val_size=5)),
+            "supervised.val_size is 5; allowed: 0 with the built-in model",
+        ),
+        (lambda: PreferenceTrainingConfig(turns="each"), "turns is each; allowed: all"),
+        (lambda: PreferenceTaskSize(kind="stones"), "kind is stones; allowed: arithmetic"),
+        (lambda: PreferenceTaskSize(num_val_pairs=0), "num_val_pairs is 0; allowed: 1 or more"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_files_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(build_tiny_model(tmp_path / "model")))
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "1 + 1", "chosen": "2", "rejected": "3"}\n{"question": "1", "chosen": "2"}\n')
+    config = DpoConfig(model=model, supervised=PreferenceTrainingConfig(files=(str(data),)))
+    with pytest.raises(InputError, match=r"supervised.files: .*line 2, column 'rejected'"):
+        rl_runtime.check_run(config)
+    with pytest.raises(InputError, match=r"supervised\.files is empty: the built-in preferences belong to"):
+        rl_runtime.check_run(replace(config, supervised=PreferenceTrainingConfig()))
+    data.write_text('{"question": "1 + 1", "chosen": "2", "rejected": "3"}\n')
+    with pytest.raises(InputError, match=r"warm_start\.files is empty: the built-in demonstrations belong to"):
+        rl_runtime.check_run(replace(config, warm_start=SupervisedConfig(steps=2)))
+
+
+def test_the_learning_rate_is_chosen_for_the_app() -> None:
+    for app, rate, of_lora in (("reward", 1e-5, 1e-4), ("dpo", 1e-6, 1e-5)):
+        config = PRESETS[app]()
+        assert rl_runtime.choose_supervised(config).config.supervised.optim.lr == config.learning_rates.builtin
+        assert (config.learning_rates.full, config.learning_rates.lora) == (rate, of_lora)
+
+
+@pytest.mark.parametrize("app", PRESETS)
+def test_the_demo_passes_the_checks(app: str, tmp_path: Path) -> None:
+    folder = REPO / "apps" / app / "presets"
+    files = [folder / "demo.yaml", folder / "overlays" / "tiny.yaml"]
+    config = load_config(PRESETS[app], presets=files, overrides=[f"trainer.output_dir={tmp_path}"])
+    choice = rl_runtime.choose_supervised(config)
+    plan = rl_runtime.check_run(choice.config, head="value" if app == "reward" else "lm")
+    assert plan.placement.num_ranks == 2
+
+
+def held_out(run: Path) -> list[dict[str, float]]:
+    with (run / "metrics.tsv").open() as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    return [{name: float(row[name]) for name in row if name.startswith("val/")} for row in rows if row["val/loss"]]
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_reward_model_learns_and_transformers_gives_its_scores(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+    app = start_app(tmp_path, "preset=demo", "overlay=tiny", "supervised.steps=8", app="reward")
+    assert app.finish() == 0, app.output
+    assert not app.survivors()
+    (run,) = tmp_path.iterdir()
+    found = held_out(run)
+    assert len(found) == 5
+    assert found[-1]["val/loss"] < found[0]["val/loss"]
+    assert "held-out accuracy  " in app.output
+
+    config = json.loads((run / "model" / "config.json").read_text())
+    assert (config["architectures"], config["num_labels"]) == (["Qwen3ForSequenceClassification"], 1)
+    model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(run / "model", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
+    pairs = load_pairs([run / "task" / "val_pairs.parquet"], tokenizer, DataConfig(max_prompt_length=48))
+    scores = [
+        [float(model(torch.tensor([[*one.prompt_ids, *one.response_ids]])).logits[0, 0]) for one in both]
+        for both in ((pair.chosen, pair.rejected) for pair in pairs)
+    ]
+    margins = [chosen - rejected for chosen, rejected in scores]
+    assert sum(margins) / len(margins) == pytest.approx(found[-1]["val/margin"], abs=1e-4)
+    assert sum(margin > 0 for margin in margins) / len(margins) == pytest.approx(found[-1]["val/accuracy"], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_policy_learns_from_pairs_and_starts_as_its_reference(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+    extra = ("supervised.optim.lr=1e-3", "supervised.num_samples=2", "supervised.sample_tokens=4")
+    app = start_app(tmp_path, "preset=demo", "overlay=tiny", *extra, app="dpo")
+    assert app.finish() == 0, app.output
+    (run,) = tmp_path.iterdir()
+    found = held_out(run)
+    assert len(found) == 3
+    assert found[0]["val/loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert abs(found[0]["val/chosen_reward"]) < 1e-5
+    assert found[-1]["val/loss"] < found[0]["val/loss"]
+    assert (run / "model" / "model.safetensors").is_file()
+    assert len((run / "rollouts" / "step_000004.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_steps_and_scores_on_real_ranks_are_those_of_transformers(tmp_path: Path) -> None:
+    """DPO, IPO, KTO and reward models, ZeRO-1 to 3, LoRA, sequence parallelism."""
+    script = Path(__file__).with_name("preference_worker.py")
+    command = [sys.executable, str(script), str(write_tiny_model(tmp_path / "model")), str(tmp_path / "out")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, cwd=REPO)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_vllm_server_gives_the_scores_of_the_reward_model(tmp_path: Path, start_app: Callable[..., Any]) -> None:
+    app = start_app(tmp_path, "preset=demo", "overlay=tiny", app="reward")
+    assert app.finish() == 0, app.output
+    (run,) = tmp_path.iterdir()
+    model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(run / "model", dtype=torch.float32)
+    with torch.no_grad():  # scores of an almost untrained model are near 0, where an activation would be hard to see
+        model.score.weight.mul_(20)
+    model.save_pretrained(run / "model")
+    prompts = [[5, 6, 7, 8], [11, 3, 42, 9, 17, 23], [20, 21, 2]]
+    with torch.no_grad():
+        expected = [float(model(torch.tensor([ids])).logits[0, 0]) for ids in prompts]
+    config = RolloutConfig(max_model_len=256, kv_cache_gib=0.05, dtype="float32", cpu_threads=1, stop_grace_s=3.0)
+    with ServerGroup.launch(run / "model", config, log_dir=tmp_path, extra_args=["--runner", "pooling"]) as group:
+        for use_activation in (False, True):  # the folder says that there is none
+            with classification_reward(group.endpoints[0], use_activation=use_activation, timeout_s=300) as service:
+                while service.submit(prompts[0]).result(300).kind == "connection":  # the server starts
+                    group.check()
+                    time.sleep(0.5)
+                found = [service.submit(ids).result(300).score for ids in prompts]
+            assert found == pytest.approx(expected, abs=1e-3)
+    assert max(map(abs, expected)) > 1 or min(expected) < 0, "a sigmoid could not be told from no activation"
