@@ -6,6 +6,7 @@ and checks all others itself.
 
 import posixpath
 import re
+from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
@@ -76,6 +77,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
     return files
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Writes the search index as a script too: a page that is opened as a file can read nothing else."""
+    index = Path(config.site_dir, "search", "search_index.json")
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text(encoding='utf-8')}\n", encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
