@@ -24,7 +24,7 @@ from rl_data import DataError, find_model_folder
 from rollout_vllm import RolloutConfig, ServerMemory, estimate_server_memory
 from rollout_vllm.servers.checks import kv_value_bytes
 
-from ..config import BUILTIN_MODEL, DEFAULT_NUM_RANKS, LearningRates, ModelConfig
+from ..config import BUILTIN_MODEL, DEFAULT_NUM_RANKS, FrozenModel, LearningRates, ModelConfig
 from ..errors import InputError
 from ..launch.gpus import Gpu
 from ..launch.session import read_memory
@@ -55,6 +55,7 @@ _MOVED_PER_S = 20e9
 """Bytes that a rank is expected to move between GPU and pinned host memory in a second."""
 _AMPERE = (8, 0)
 """Compute capability of the first GPUs with bfloat16 and FlashAttention."""
+_NO_SHAPES: Mapping[str, ModelShape | None] = {}
 _ALONE = 0.9
 """Share of a GPU that a server without a rank beside it uses."""
 
@@ -111,9 +112,8 @@ def choose_settings(config: JobConfigT) -> Choice[JobConfigT]:
     prepare_driver(config.trainer.device)
     gpus, host_bytes = read_memory(config.trainer)
     shape = _read_shape(config.model.path) if gpus else None
-    scores = gpus and config.reward.model_on_ranks
-    reward_shape = _read_shape(str(config.reward.model), key="reward.model") if scores else None
-    return choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes, reward_shape=reward_shape)
+    frozen = {model.key: _read_shape(model.path, key=model.key) for model in config.frozen_models if gpus}
+    return choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes, frozen_shapes=frozen)
 
 
 def choose_supervised(config: SupervisedJobConfigT) -> Choice[SupervisedJobConfigT]:
@@ -207,7 +207,7 @@ def choose_for(
     gpus: Sequence[Gpu],
     shape: ModelShape | None,
     host_bytes: int | None = None,
-    reward_shape: ModelShape | None = None,
+    frozen_shapes: Mapping[str, ModelShape | None] = _NO_SHAPES,
 ) -> Choice[JobConfigT]:
     """The rule of `choose_settings`, as a pure function.
 
@@ -215,7 +215,7 @@ def choose_for(
         gpus: the GPUs that the run may use; none: the CPU.
         shape: sizes of the model; None: it is so small that its memory does not matter.
         host_bytes: free memory of this host, or of all hosts; None: unknown, and not limited.
-        reward_shape: sizes of the reward model on the ranks; None: there is none.
+        frozen_shapes: sizes of `config.frozen_models` by their keys; None: as for `shape`.
 
     Raises:
         InputError: the training states alone exceed a GPU, or what turns move exceeds the host's memory.
@@ -231,7 +231,7 @@ def choose_for(
     if gpus and shape is not None:
         free, total = min(gpu.free_bytes for gpu in gpus), min(gpu.total_bytes for gpu in gpus)
         host = math.inf if host_bytes is None else host_bytes * _HOST_USABLE
-        return _choose_memory(choice, free, total, shape, reward_shape, host)
+        return _choose_memory(choice, free, total, shape, frozen_shapes, host)
     choice = choice.with_default("trainer.take_turns", "never", "the default")
     return _choose_sizes(choice, gradient_checkpointing=False, token_budget=DEFAULT_TOKEN_BUDGET, why="the default")
 
@@ -441,12 +441,12 @@ def _choose_memory(
     free: int,
     total: int,
     shape: ModelShape,
-    reward_shape: ModelShape | None,
+    frozen_shapes: Mapping[str, ModelShape | None],
     host: float,
 ) -> Choice[JobConfigT]:
     """Turns, recomputation, micro batches and the server's share."""
     usable = int(free * _USABLE)
-    plans = list(_plans(choice.config, shape, reward_shape, total))
+    plans = list(_plans(choice.config, shape, frozen_shapes, total))
     in_host = [plan for plan in plans if plan.host_bytes <= host]
     plan = next((p for p in in_host if p.gpu_bytes <= usable), None)
     if plan is None:
@@ -558,7 +558,9 @@ def _choose_sizes(
     return choice.with_default("batch.token_budget", token_budget, why)
 
 
-def _plans(config: JobConfig, shape: ModelShape, reward_shape: ModelShape | None, total: int) -> Iterator[_Plan]:
+def _plans(
+    config: JobConfig, shape: ModelShape, frozen_shapes: Mapping[str, ModelShape | None], total: int
+) -> Iterator[_Plan]:
     """All ways in the order of preference; at least one."""
     is_open = any(model.engine.gradient_checkpointing is None for model in config.models)
     budgets: Sequence[int | None] = _TOKEN_BUDGETS
@@ -568,7 +570,7 @@ def _plans(config: JobConfig, shape: ModelShape, reward_shape: ModelShape | None
     for turns in _turns(config):
         for shares in _KV_SHARES:
             for recompute, budget in sizes:
-                rank = _rank_memory(config, shape, reward_shape, recompute, budget)
+                rank = _rank_memory(config, shape, frozen_shapes, recompute, budget)
                 for share in shares:
                     yield _Plan(
                         turns=turns,
@@ -602,7 +604,11 @@ def _shares_gpus(config: JobConfig) -> bool:
 
 
 def _rank_memory(
-    config: JobConfig, shape: ModelShape, reward_shape: ModelShape | None, recompute: bool, budget: int | None
+    config: JobConfig,
+    shape: ModelShape,
+    frozen_shapes: Mapping[str, ModelShape | None],
+    recompute: bool,
+    budget: int | None,
 ) -> _Rank:
     """The rank with the most, and what the ranks move in turns."""
     tokens = budget or config.batch.max_packed_tokens
@@ -624,8 +630,9 @@ def _rank_memory(
         )
         (alone if model.own_ranks else shared).append(estimate)
     frozen = shared[0].weights.device if config.keeps_reference else 0
-    if reward_shape is not None:
-        frozen += _reward_weights(config, reward_shape)
+    for frozen_model in config.frozen_models:
+        if (its_shape := frozen_shapes.get(frozen_model.key)) is not None:
+            frozen += _frozen_bytes(config, frozen_model, its_shape, tokens)
     groups = [shared, *([estimate] for estimate in alone)]
     states = [sum(map(_states, group)) for group in groups]
     beside = [n + frozen * (group is shared) for n, group in zip(states, groups, strict=True)]
@@ -645,11 +652,19 @@ def _rank_memory(
     )
 
 
-def _reward_weights(config: JobConfig, shape: ModelShape) -> int:
-    """Device bytes of the reward model's weights on a rank. Its forward pass needs less than an update of the actor."""
+def _frozen_bytes(config: JobConfig, model: FrozenModel, shape: ModelShape, tokens: int) -> int:
+    """Device bytes of a frozen model on a rank while the actor is updated, which takes more than its own forward pass.
+
+    These are its weights; with its distributions also the hidden states of a micro batch of `tokens` tokens and, at
+    stage 3, a copy of the whole LM head.
+    """
     engine = replace(config.actor, lora=None)
     dp = max(1, config.trainer.rank_count // engine.sequence_parallel)
-    return estimate_memory(shape, engine, dp=dp, tokens_per_micro_batch=1, head="value").weights.device
+    found = estimate_memory(shape, engine, dp=dp, tokens_per_micro_batch=1, head=model.head).weights.device
+    if not model.keeps_distributions:
+        return found
+    size = 4 if engine.model_dtype == "float32" else 2
+    return found + size * shape.hidden * (tokens + (shape.vocab if engine.zero.stage == 3 else 0))
 
 
 def _states(estimate: MemoryEstimate) -> int:
