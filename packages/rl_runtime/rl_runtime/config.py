@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from ds_engine import OptimConfig
+from ds_engine import Head, OptimConfig
 from rl_data import REWARDS, Reward, RewardConfig, TurnsTrained, make_reward
 from rollout_vllm.config import read_api_key
 from run_kit import EXPERIMENT_PATTERN
@@ -58,6 +58,18 @@ def _check_at_least(minimum: int, config: object, *names: str) -> None:
 
 BUILTIN_MODEL = "builtin:tiny"
 """The name of the model that the project builds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenModel:
+    """A model of another folder on the actor's ranks, without an optimizer, with the settings of the actor's engine."""
+
+    key: str
+    """The configuration key that names it."""
+    path: str
+    head: Head = "lm"
+    keeps_distributions: bool = False
+    """Whether an update reads its distributions over the whole vocabulary: its hidden states and its whole LM head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,6 +495,13 @@ class ScoringConfig(RewardConfig):
     def model_on_ranks(self) -> bool:
         """Whether the reward model is on the trainer's ranks; its scores then come after the rollout."""
         return self.model is not None and self.url is None
+
+    @property
+    def frozen_models(self) -> "tuple[FrozenModel, ...]":
+        """The reward model, if it is on the trainer's ranks."""
+        if not self.model_on_ranks:
+            return ()
+        return (FrozenModel(key="reward.model", path=str(self.model), head="value"),)
 
     @property
     def adds_up(self) -> bool:
