@@ -271,10 +271,11 @@ def test_a_reward_model_learns_and_transformers_gives_its_scores(tmp_path: Path,
     model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(run / "model", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
     pairs = load_pairs([run / "task" / "val_pairs.parquet"], tokenizer, DataConfig(max_prompt_length=48))
-    scores = [
-        [float(model(torch.tensor([[*one.prompt_ids, *one.response_ids]])).logits[0, 0]) for one in both]
-        for both in ((pair.chosen, pair.rejected) for pair in pairs)
-    ]
+    with torch.no_grad():
+        scores = [
+            [float(model(torch.tensor([[*one.prompt_ids, *one.response_ids]])).logits[0, 0]) for one in both]
+            for both in ((pair.chosen, pair.rejected) for pair in pairs)
+        ]
     margins = [chosen - rejected for chosen, rejected in scores]
     assert sum(margins) / len(margins) == pytest.approx(found[-1]["val/margin"], abs=1e-4)
     assert sum(margin > 0 for margin in margins) / len(margins) == pytest.approx(found[-1]["val/accuracy"], abs=1e-6)
