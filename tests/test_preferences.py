@@ -208,6 +208,7 @@ def test_reference_log_probs_survive_a_checkpoint_bit_for_bit_and_belong_to_thei
         ),
         (lambda: PreferenceTrainingConfig(turns="each"), "turns is each; allowed: all"),
         (lambda: PreferenceTaskSize(kind="stones"), "kind is stones; allowed: arithmetic"),
+        (lambda: PreferenceTaskSize(slip_share=1.5), "slip_share is 1.5; allowed: 0 to 1"),
         (lambda: PreferenceTaskSize(num_val_pairs=0), "num_val_pairs is 0; allowed: 1 or more"),
     ],
 )

@@ -746,9 +746,14 @@ class PreferenceTaskSize(TaskSize):
     """Number of training pairs."""
     num_val_pairs: int = 256
     """Number of held-out pairs; their operands are in no training pair and no demonstration."""
+    slip_share: float = 0.0
+    """Share of pairs whose rejected response is the right calculation but for one wrong number and what follows from
+    it. A reward model that a policy will learn from needs them: they are the mistakes of the trained policy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_at_least(1, self, "num_pairs", "num_val_pairs")
+        if not 0 <= self.slip_share <= 1:
+            raise ValueError(f"slip_share is {self.slip_share}; allowed: 0 to 1")
         if self.kind != "arithmetic":
             raise ValueError(f"kind is {self.kind}; allowed: arithmetic, the only built-in task with preferences")
