@@ -98,13 +98,19 @@ def reached(project: Path, available: dict[str, Distribution], own: dict[str, Pa
             waiting += [(needed, True) for needed in _declared(own[name], wanted.extras)]
             continue
         found = available.get(name) or available.get(_OTHER_BUILDS.get(name, ""))
-        if found is None or not wanted.specifier.contains(found.version.partition("+")[0], prereleases=True):
+        if found is None or not _allows(wanted, found.version):
             if direct:
                 raise UndeclaredError(f"{wanted} is declared; installed: {found.version if found else 'none'}")
             continue  # a choice of the pins: 3rdparty/cpu-overrides.txt
         third_party[canonicalize_name(found.metadata["Name"])] = found
         waiting += [(needed, False) for needed in _applying(found.requires or [], wanted.extras)]
     return Environment(third_party, siblings)
+
+
+def _allows(wanted: Requirement, version: str) -> bool:
+    """Also a build of an allowed version: 2.13.0+cpu is 2.13.0, and some ask for ==2.13.0+cpu."""
+    versions = (version, version.partition("+")[0])
+    return any(wanted.specifier.contains(one, prereleases=True) for one in versions)
 
 
 def _declared(folder: Path, extras: Iterable[str]) -> Iterator[Requirement]:
