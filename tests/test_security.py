@@ -66,6 +66,7 @@ def test_code_of_a_model_folder_is_not_run_whatever_the_user_answers(
     config = {"model_type": "hostile", "architectures": ["Model"], "auto_map": classes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Tok", "auto_map": classes}))
+    (tmp_path / "vocab.json").write_text("{}")  # a folder without such a file is refused before anything reads it
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\n")
     with pytest.raises((ModelError, ModelFolderError, ValueError), match=r"custom code|trust_remote_code"):
         load(str(tmp_path))

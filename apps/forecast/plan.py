@@ -6,7 +6,8 @@ from apps.forecast.phases import Job
 from ds_engine import ModelShape, estimate_memory
 from rl_core import BatchError, batch_layout
 from rl_runtime import InputError
-from rl_runtime.app.choices import Choice, choose_for
+from rl_runtime.app.choice import Choice
+from rl_runtime.app.choices import choose_for
 from rl_runtime.launch.gpus import Gpu
 from rl_runtime.launch.placement import Node, Placement, plan_placement
 

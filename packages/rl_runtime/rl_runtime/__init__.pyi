@@ -1,4 +1,4 @@
-from .app.choices import Choice as Choice
+from .app.choice import Choice as Choice
 from .app.choices import choose_settings as choose_settings
 from .app.choices import choose_supervised as choose_supervised
 from .app.inputs import Inputs as Inputs
