@@ -231,6 +231,11 @@ install_stack() {
 download() {
   local house python sums
   house=$(cd "$called_in" && mkdir -p "$1" && cd "$1" && pwd -P) || die "cannot write to $1"
+  # Of two files of one version pip would take one whose hash is not in the list.
+  [ -z "$(ls -A "$house")" ] || cmp -s "$house/$stack.txt" "$list" ||
+    die "$house has files, and not those of this checkout's $list" "Name an empty folder."
+  cp "$list" "$house/$stack.txt"
+  rm -f "$house"/plinth*
   python=$(find_python)
   venv=$root/.cache/download
   say "${stack^^} stack for $(uname -m) and $("$python" --version): downloading the $(grep -c == "$list") distributions of $list"
@@ -244,7 +249,6 @@ download() {
   DS_BUILD_OPS=0 pip download --no-deps --no-build-isolation --dest "$house" -r "$(pins -v -E "^torch==$([ "$stack" = cpu ] || echo never)")"
   say "building the packages"
   "$venv/bin/python" scripts/build.py --out "$house" >> "$log" 2>&1 || { tail -n 30 "$log" >&2; die "the packages cannot be built"; }
-  cp "$list" "$house/$stack.txt"
   rm -f "$house/SHA256SUMS"
   sums=$(cd "$house" && LC_ALL=C && sha256sum -- *)
   echo "$sums" > "$house/SHA256SUMS"

@@ -31,8 +31,8 @@ install_torch() { # install_torch torch==VERSION
   local index=${PLINTH_TORCH_INDEX-https://download.pytorch.org/whl/cpu}
   into --no-deps ${index:+--retries 1 --extra-index-url "$index"} "$1+cpu" 2> /dev/null && return
   echo "test-with: no CPU build of $1 here: taking the CUDA build and its libraries"
-  # Each torch has its own Triton; nothing else may differ from .venv.
-  grep -vE '^(torch|triton)==' 3rdparty/cpu.txt > "$site.constraints"
+  # Each torch has its own Triton; nothing else may differ from .venv. With hashes pip would want those of torch, too.
+  cut -d' ' -f1 3rdparty/cpu.txt | grep -vE '^(torch|triton)==' > "$site.constraints"
   into --constraint "$site.constraints" "$1"
 }
 

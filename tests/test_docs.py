@@ -1,7 +1,9 @@
 """Markdown files of the repository: links and anchors exist, code blocks parse, every config key is documented."""
 
 import ast
+import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,74 @@ def test_reference_lists_every_key_with_documentation(command: str) -> None:
         if isinstance(entry, Key):
             assert sum(block.startswith(f"`{entry.path}` {{: #{entry.path} }}\n") for block in blocks) == 1, entry.path
     assert [block for block in blocks if "Not documented." in block] == []
+
+
+ENTRIES = {entry.path: isinstance(entry, Key) for cls in CONFIGS.values() for entry in entries(cls)}
+"""Dotted paths of all keys (True) and sections of all commands."""
+NAMED = re.compile(r"(?<![\w./:-])([a-z_]+(?:\.\w+)+)(?![\w./(*\u2026-])")
+"""`section.key`, and not a part of an address, a path, a call or a pattern."""
+OTHERS = {"algorithm.clip_hihg", "actor.zero.stag", "batch.columns", "batch.response_lens_S"}
+"""Typos that a page shows on purpose, and attributes of Python objects."""
+
+
+def unknown_keys(text: str) -> set[str]:
+    """What a page has in code that looks like a key of some command and is none."""
+    shell = [block.text for block in code_blocks(text) if block.language in ("bash", "sh", "console")]
+    named = {found for code in [*re.findall(r"`([^`\n]+)`", text), *shell] for found in NAMED.findall(code)}
+    sections = {path.split(".")[0] for path in ENTRIES}
+    files = re.compile(r".*\.(csv|json|jsonl|md|parquet|py|sh|tsv|txt|yaml)")
+    return {
+        key for key in named - OTHERS if key.split(".")[0] in sections and not files.fullmatch(key) and not _exists(key)
+    }
+
+
+def _exists(key: str) -> bool:
+    """A key or a section, or below a key whose value is a mapping; the user chooses the names of terms."""
+    path = re.sub(r"^reward\.terms\.\w+", "reward.terms.NAME", key)
+    above = [path[: dot.start()] for dot in re.finditer(r"\.", path)]
+    return path in ENTRIES or any(ENTRIES.get(one, False) for one in above)
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.name not in ("from-verl.md", "CHANGELOG.md")], ids=name
+)
+def test_keys_that_a_page_names_exist(file: Path) -> None:
+    assert unknown_keys(file.read_text(encoding="utf-8")) == set()
+
+
+def test_a_wrong_key_is_seen() -> None:
+    text = "`trainer.max_stale=1` `reward.terms.mine.weight` `metrics.tsv` `actor.zero.stages`\n\n"
+    text += "```bash\nplinth grpo algorithm.losss=ipo data.chat_template_kwargs.enable_thinking=false\n```\n"
+    assert unknown_keys(text) == {"trainer.max_stale", "actor.zero.stages", "algorithm.losss"}
+
+
+def _commands() -> set[str]:
+    """The commands of `plinth`, as the distributions of this repository register them."""
+    files = [*REPO.glob("packages/*/pyproject.toml"), REPO / "apps/pyproject.toml"]
+    projects = [tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files]
+    return {command for project in projects for command in project.get("entry-points", {}).get("plinth.commands", {})}
+
+
+COMMANDS = _commands()
+MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+PRESETS = {path.stem for path in REPO.glob("apps/*/presets/**/*.yaml")}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.name != "CHANGELOG.md"], ids=name)
+def test_commands_targets_presets_and_modules_of_shell_lines_exist(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    shell = [block.text for block in code_blocks(text) if block.language in ("bash", "sh", "console", "")]
+    lines = [
+        line.strip().removeprefix("$ ") for line in [*re.findall(r"`([^`\n]+)`", text), *"\n".join(shell).split("\n")]
+    ]
+    for line in lines:
+        if found := re.match(r"plinth ([a-z-]+)", line):
+            assert found[1] in COMMANDS, line
+        if found := re.match(r"make ([a-z-]+)", line):
+            assert found[1] in MAKE_TARGETS, line
+        for module in re.findall(r"python -m ((?:apps|benchmarks|scripts)\.[\w.]+)", line):
+            parts = REPO / module.replace(".", "/")
+            assert parts.with_suffix(".py").is_file() or (parts / "__main__.py").is_file(), line
+        if line.startswith(("plinth ", "python -m apps.")):
+            given = re.findall(r"\b(?:preset|overlay)=([a-z_0-9]+)(?![\w./])", line)
+            assert set(given) <= PRESETS, line

@@ -157,6 +157,32 @@ def test_states_in_turns_take_time() -> None:
     assert phases(job("workload_w", "model.path=qwen2.5-7b"))["turns"].seconds == pytest.approx(12.2, abs=0.1)
 
 
+ON_RANKS = ["teacher.on=ranks", "teacher.model=llama-3.1-8b"]
+
+
+@pytest.mark.parametrize(
+    ("models", "name", "num_weights"),
+    [(["reward.model=llama-3.1-8b"], "reward.model", 7.50e9), (ON_RANKS, "teacher.model", 8.03e9)],
+)
+def test_a_frozen_model_of_8b_is_counted(models: list[str], name: str, num_weights: float) -> None:
+    """Its bf16 weights on each of 64 ranks at stage 3, and its pass between those of the actor.
+
+    A reward model has no LM head, so its pass has two operations for each of the 6.98e9 weights of its layers.
+    """
+    config = load_config(ForecastConfig, presets=[PRESETS / "llama_70b_64_gpus.yaml"], overrides=models)
+    without = load_config(ForecastConfig, presets=[PRESETS / "llama_70b_64_gpus.yaml"])
+    (choice, planned), (plain, _) = plan_job(config), plan_job(without)
+    assert choice.rank_bytes - plain.rank_bytes == pytest.approx(2 * num_weights / 64, rel=0.01)
+    found = phases(planned)
+    assert list(found)[:3] == ["generation", "old log-probs", name]
+    shape = planned.frozen_shapes[name]
+    lengths = {"prompt": planned.config.prompt_length, "response": planned.config.response_length}
+    flops = layer_flops(shape, **lengths) if name == "reward.model" else forward_flops(shape, **lengths)
+    products = flops * planned.num_samples / 64 / planned.rates.matmul_tflops / 1e12
+    assert f"({products:.1f} s products" in found[name].limit
+    assert found[name].seconds < found["old log-probs"].seconds / 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -173,6 +199,9 @@ def test_states_in_turns_take_time() -> None:
         (["actor.lora.rank=8"], "actor.lora: is set; allowed: null"),
         (["rollout.urls=[http://10.0.0.1:8000]"], "rollout.urls: is set; allowed: none"),
         (["cluster.num_host=8"], "cluster.num_hosts"),
+        (["reward.model=nowhere"], "reward.model is nowhere"),
+        (["teacher.model=qwen3-0.6b"], "teacher.on: is server; allowed: ranks"),
+        ([*ON_RANKS, "teacher.model=qwen2.5-7b"], "divisor of the 28 attention heads of teacher.model"),
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,6 +208,7 @@ def test_reference_log_probs_survive_a_checkpoint_bit_for_bit_and_belong_to_thei
         ),
         (lambda: PreferenceTrainingConfig(turns="each"), "turns is each; allowed: all"),
         (lambda: PreferenceTaskSize(kind="stones"), "kind is stones; allowed: arithmetic"),
+        (lambda: PreferenceTaskSize(slip_share=1.5), "slip_share is 1.5; allowed: 0 to 1"),
         (lambda: PreferenceTaskSize(num_val_pairs=0), "num_val_pairs is 0; allowed: 1 or more"),
     ],
 )
@@ -270,10 +271,11 @@ def test_a_reward_model_learns_and_transformers_gives_its_scores(tmp_path: Path,
     model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(run / "model", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
     pairs = load_pairs([run / "task" / "val_pairs.parquet"], tokenizer, DataConfig(max_prompt_length=48))
-    scores = [
-        [float(model(torch.tensor([[*one.prompt_ids, *one.response_ids]])).logits[0, 0]) for one in both]
-        for both in ((pair.chosen, pair.rejected) for pair in pairs)
-    ]
+    with torch.no_grad():
+        scores = [
+            [float(model(torch.tensor([[*one.prompt_ids, *one.response_ids]])).logits[0, 0]) for one in both]
+            for both in ((pair.chosen, pair.rejected) for pair in pairs)
+        ]
     margins = [chosen - rejected for chosen, rejected in scores]
     assert sum(margins) / len(margins) == pytest.approx(found[-1]["val/margin"], abs=1e-4)
     assert sum(margin > 0 for margin in margins) / len(margins) == pytest.approx(found[-1]["val/accuracy"], abs=1e-6)

@@ -7,17 +7,31 @@ from typing import Any
 
 import pytest
 
+import apps.distill.main
 import apps.grpo.main
 import apps.ppo.main
+import apps.reward.main
+import rl_runtime
+from apps.distill.config import DistillConfig
+from apps.dpo.config import DpoConfig
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
-from rl_runtime import JobConfig, job_layout
+from apps.reward.config import RewardConfig
+from rl_data import build_tiny_model
+from rl_runtime import JobConfig, SupervisedJobConfig, job_layout
 from run_kit import load_config
 from run_kit.config.loader import given_keys
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
-CONFIGS: dict[str, type[JobConfig]] = {"grpo": GrpoConfig, "ppo": PpoConfig}
-CHECKS: dict[str, Any] = {"grpo": apps.grpo.main.check, "ppo": apps.ppo.main.check}
+CONFIGS: dict[str, type[JobConfig]] = {"grpo": GrpoConfig, "ppo": PpoConfig, "distill": DistillConfig}
+CHECKS: dict[str, Any] = {
+    "grpo": apps.grpo.main.check,
+    "ppo": apps.ppo.main.check,
+    "distill": apps.distill.main.check,
+    "reward": apps.reward.main.check,
+    "dpo": rl_runtime.check_run,
+}
+OF_PREFERENCES: dict[str, type[SupervisedJobConfig]] = {"reward": RewardConfig, "dpo": DpoConfig}
 ALGORITHMS = [
     *(("grpo", name) for name in ("grpo", "dr_grpo", "dapo", "rloo", "remax", "gspo", "cispo")),
     *(("grpo", name) for name in ("reinforce_pp", "reinforce_pp_baseline")),
@@ -25,6 +39,7 @@ ALGORITHMS = [
 ]
 """Presets of an algorithm, which are applied over a run's."""
 FILES = [(app, path.stem) for app in CONFIGS for path in sorted(APPS.glob(f"{app}/presets/*.yaml"))]
+PREFERENCE_PRESETS = [(app, path.stem) for app in OF_PREFERENCES for path in sorted(APPS.glob(f"{app}/presets/*.yaml"))]
 PRESETS = [preset for preset in FILES if preset not in ALGORITHMS]
 SIX_CASES = [f"zero{stage}_{offload}" for offload in ("no_offload", "cpu_offload") for stage in (1, 2, 3)]
 
@@ -138,6 +153,10 @@ def load(app: str, preset: str, *overlays: Path) -> JobConfig:
     return load_config(CONFIGS[app], presets=[preset_file(app, preset), *overlays])
 
 
+def overlay(app: str) -> Path:
+    return preset_file(app, "overlays/tiny")
+
+
 def at(config: object, path: str) -> Any:
     for word in path.split("."):
         config = getattr(config, word)
@@ -150,9 +169,9 @@ def test_document_4_accumulates_32_micro_batches() -> None:
 
 
 def test_every_documented_run_has_its_preset() -> None:
-    assert set(DOCUMENTED) | {("grpo", "demo"), ("grpo", "calculator"), ("grpo", "game"), ("ppo", "demo")} == set(
-        PRESETS
-    )
+    built_in = {("grpo", "demo"), ("grpo", "calculator"), ("grpo", "game"), ("ppo", "demo"), ("distill", "demo")}
+    assert set(DOCUMENTED) | built_in == set(PRESETS)
+    assert set(PREFERENCE_PRESETS) == {("reward", "demo"), ("dpo", "demo")}
 
 
 @pytest.mark.parametrize(("app", "preset"), PRESETS)
@@ -180,9 +199,11 @@ def test_the_comment_of_an_algorithm_preset_names_its_paper_and_when_to_choose_i
 
 
 @pytest.mark.parametrize(("app", "preset"), PRESETS)
-def test_with_the_tiny_overlay_the_same_case_starts_on_two_cores(app: str, preset: str) -> None:
+def test_with_the_tiny_overlay_the_same_case_starts_on_two_cores(app: str, preset: str, tmp_path: Path) -> None:
     config = load(app, preset)
-    tiny = load(app, preset, APPS / app / "presets" / "overlays" / "tiny.yaml")
+    tiny = load(app, preset, overlay(app))
+    if isinstance(tiny, DistillConfig):
+        tiny = replace(tiny, teacher=replace(tiny.teacher, model=str(build_tiny_model(tmp_path))))
     assert len(CHECKS[app](tiny).placement.ranks) == config.trainer.rank_count
     assert tiny.model.path == "builtin:tiny"
     assert tiny.actor.dtype == "float32"
@@ -197,3 +218,23 @@ def test_with_the_tiny_overlay_the_same_case_starts_on_two_cores(app: str, prese
     assert layout.num_mini_batches >= 2
     assert layout.gradient_accumulation_steps >= (1 if preset == "dp2_sp2" else 2)
     assert tiny.trainer == replace(config.trainer, device="cpu", cpu_threads_per_rank=1, take_turns=None)
+
+
+@pytest.mark.parametrize(("app", "preset"), PREFERENCE_PRESETS)
+def test_presets_of_preference_training_start_alone_and_with_the_tiny_overlay(
+    app: str, preset: str, tmp_path: Path
+) -> None:
+    files = [preset_file(app, preset)]
+    alone, tiny = (
+        load_config(OF_PREFERENCES[app], presets=paths, overrides=[f"trainer.output_dir={tmp_path}"])
+        for paths in (files, [*files, overlay(app)])
+    )
+    for config in (alone, tiny):
+        chosen = rl_runtime.choose_supervised(config).config
+        assert chosen.supervised.optim.lr == (config.supervised.optim.lr or config.learning_rates.builtin)
+        assert CHECKS[app](chosen).placement.num_ranks == 2
+    # What makes it the same case.
+    assert at(tiny, "algorithm") == at(alone, "algorithm")
+    assert replace(tiny.engine, dtype=alone.engine.dtype, gradient_checkpointing=None) == replace(
+        alone.engine, gradient_checkpointing=None
+    )

@@ -78,6 +78,19 @@ def test_bad_arguments_are_refused(tmp_path: Path, options: list[str], stack: st
     assert done.stderr.startswith("setup: error:")
 
 
+def test_a_wheelhouse_does_not_mix_two_lists(tmp_path: Path) -> None:
+    """pip would take any of two files of one version, and refuse the one whose hash is not in the list."""
+    house = tmp_path / "wheelhouse"
+    house.mkdir()
+    (house / "torch-2.13.0-py3-none-any.whl").touch()
+    (house / "cpu.txt").write_text("torch==2.13.0\n")
+    done = run_setup(tmp_path, "--download", str(house), stack="cpu")
+    assert done.returncode == 1
+    assert f"{house} has files, and not those of this checkout's 3rdparty/cpu.txt" in done.stderr
+    assert "Name an empty folder." in done.stderr
+    assert sorted(path.name for path in house.iterdir()) == ["cpu.txt", "torch-2.13.0-py3-none-any.whl"]
+
+
 def pins(name: str) -> dict[str, str]:
     lines = (LISTS / name).read_text().splitlines()
     return dict(line.split()[0].split("==") for line in lines)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from rl_runtime import JobConfig, PolicyConfig, TeacherConfig, TrainerConfig
+from rl_runtime import FrozenModel, JobConfig, PolicyConfig, TeacherConfig, TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,11 @@ class DistillConfig(JobConfig):
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(experiment="distill"))
+
+    @property
+    def frozen_models(self) -> tuple[FrozenModel, ...]:
+        """The reward model and the teacher, if they are on the ranks."""
+        return (*super().frozen_models, *self.teacher.frozen_models)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,7 +18,7 @@ from rl_runtime import (
     Validation,
     prepare_driver,
 )
-from rl_runtime.app.choices import Choice
+from rl_runtime.app.choice import Choice
 from rl_runtime.app.inputs import chat_format
 from rl_runtime.ranks.environment import GpuId, visible_gpus
 from rollout_vllm import RolloutClient, ServerGroup

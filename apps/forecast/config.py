@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, fields
 
-from rl_runtime import JobConfig, PolicyConfig
+from rl_runtime import FrozenModel, JobConfig, PolicyConfig, TeacherConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,8 @@ class ForecastConfig(JobConfig):
     """A forecast of memory, traffic and seconds of a training step. All keys of a job are allowed."""
 
     algorithm: PolicyConfig = field(default_factory=PolicyConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    """The teacher of a distillation on the ranks; a step without `teacher.model` has none."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     rates: RatesConfig = field(default_factory=RatesConfig)
     prompt_tokens: int | None = None
@@ -87,6 +89,8 @@ class ForecastConfig(JobConfig):
                 raise ValueError(f"{name} is {value}; allowed: 1 to {most} ({limit}), or null for the latter")
         if self.rollout.urls:
             raise ValueError("rollout.urls is set; allowed: none, the servers' hosts are part of the forecast")
+        if self.teacher.model is not None and self.teacher.on == "server":
+            raise ValueError("teacher.on is server; allowed: ranks, the GPUs of a teacher's servers are not planned")
         if self.actor.lora is not None:
             raise ValueError("actor.lora is set; allowed: null, the traffic of adapters is not planned")
 
@@ -94,6 +98,11 @@ class ForecastConfig(JobConfig):
     def keeps_reference(self) -> bool:
         """With a KL term."""
         return self.algorithm.kl_coef > 0
+
+    @property
+    def frozen_models(self) -> tuple[FrozenModel, ...]:
+        """The reward model and the teacher on the ranks."""
+        return (*super().frozen_models, *self.teacher.frozen_models)
 
     @property
     def prompt_length(self) -> int:

@@ -50,7 +50,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def model_shape(path: str) -> ModelShape:
+def model_shape(path: str, *, key: str = "model.path") -> ModelShape:
     """The sizes of a published configuration (a name in `PUBLISHED`), or of a Hugging Face folder.
 
     Raises:
@@ -61,4 +61,4 @@ def model_shape(path: str) -> ModelShape:
     except (DataError, ValueError) as error:
         names = ", ".join(PUBLISHED)
         allowed = f"a Hugging Face folder of {', '.join(FAMILIES)}, or one of {names}"
-        raise InputError(f"model.path is {path}: {error}; allowed: {allowed}") from error
+        raise InputError(f"{key} is {path}: {error}; allowed: {allowed}") from error

@@ -5,6 +5,7 @@ and gathers overlap, so the slower one counts; all-to-alls of sequence paralleli
 backward pass do not overlap with anything.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from apps.forecast.config import ForecastConfig, RatesConfig
@@ -13,7 +14,7 @@ from apps.forecast.work import decode_bytes, forward_flops, layer_flops
 from ds_engine import MemoryEstimate, ModelShape
 from ds_engine.planning.traffic import Traffic, exchanged_bytes, forward_traffic, update_traffic
 from rl_core import BatchLayout
-from rl_runtime import Placement
+from rl_runtime import FrozenModel, Placement
 from rollout_vllm.servers.checks import kv_value_bytes
 from weight_sync.transports.routes import plan_transports
 
@@ -42,6 +43,8 @@ class Job:
     config: ForecastConfig
     """Without open settings."""
     shape: ModelShape
+    frozen_shapes: Mapping[str, ModelShape]
+    """Sizes of `config.frozen_models` by their keys."""
     placement: Placement
     layout: BatchLayout
     memory: MemoryEstimate
@@ -101,6 +104,7 @@ def step_phases(job: Job) -> list[Phase]:
     phases = [generation(job), log_probs(job, "old log-probs")]
     if job.config.keeps_reference:
         phases.append(log_probs(job, "ref log-probs"))
+    phases += [frozen_pass(job, model) for model in job.config.frozen_models]
     phases.append(updates(job))
     if job.moved_bytes:
         seconds = job.moved_bytes / job.rates.turns_gb_per_s / 1e9
@@ -164,9 +168,31 @@ def _kv_bytes_per_token(job: Job) -> int:
 
 def log_probs(job: Job, name: str) -> Phase:
     """A pass without gradients over all sequences of the step."""
+    return _forward(job, name, job.shape)
+
+
+def frozen_pass(job: Job, model: FrozenModel) -> Phase:
+    """The pass of a reward model or a teacher.
+
+    The logits of a teacher with `teacher.signal=full`, which the updates compute, are not in the forecast.
+    """
+    has_logits = model.head == "lm" and not model.keeps_distributions
+    return _forward(job, model.key, job.frozen_shapes[model.key], has_logits=has_logits)
+
+
+def _forward(job: Job, name: str, shape: ModelShape, *, has_logits: bool = True) -> Phase:
     micro_batches = job.micro_batches(job.num_samples * job.layout.sp // job.num_ranks)
-    links = _ring(job, forward_traffic(job.shape, job.config.actor, world_size=job.num_ranks)).times(micro_batches)
-    return _trained(job, name, passes=1, samples=job.num_samples, micro_batches=micro_batches, links=links)
+    links = _ring(job, forward_traffic(shape, job.config.actor, world_size=job.num_ranks)).times(micro_batches)
+    return _passes(
+        job,
+        name,
+        shape,
+        passes=1,
+        samples=job.num_samples,
+        micro_batches=micro_batches,
+        links=links,
+        has_logits=has_logits,
+    )
 
 
 def updates(job: Job) -> Phase:
@@ -174,9 +200,10 @@ def updates(job: Job) -> Phase:
     actor, number = job.config.actor, job.layout.num_mini_batches
     micro_batches = job.micro_batches(job.layout.train_batch_size // job.layout.dp)
     overlapping, after = update_traffic(job.shape, actor, world_size=job.num_ranks, num_micro_batches=micro_batches)
-    return _trained(
+    return _passes(
         job,
         "updates",
+        job.shape,
         passes=4 if actor.gradient_checkpointing else 3,
         samples=job.num_samples,
         micro_batches=micro_batches * number,
@@ -185,26 +212,37 @@ def updates(job: Job) -> Phase:
     )
 
 
-def _trained(
-    job: Job, name: str, *, passes: int, samples: int, micro_batches: int, links: Links, after: Links | None = None
+def _passes(
+    job: Job,
+    name: str,
+    shape: ModelShape,
+    *,
+    passes: int,
+    samples: int,
+    micro_batches: int,
+    links: Links,
+    after: Links | None = None,
+    has_logits: bool = True,
 ) -> Phase:
     """Passes over `samples` sequences: 1 without gradients, 3 with, 4 with recomputation of all layers.
 
     Args:
         links: bytes that are sent while the GPU computes.
         after: bytes that are sent when it has nothing to compute.
+        has_logits: the LM head computes the logits of the responses.
     """
     config, rates, after = job.config, job.rates, after or Links()
     lengths = {"prompt": config.prompt_length, "response": config.response_length}
-    flops = min(passes, 3) * forward_flops(job.shape, **lengths)
-    flops += layer_flops(job.shape, **lengths) / config.actor.checkpoint_every if passes > 3 else 0.0
+    forward = forward_flops if has_logits else layer_flops
+    flops = min(passes, 3) * forward(shape, **lengths)
+    flops += layer_flops(shape, **lengths) / config.actor.checkpoint_every if passes > 3 else 0.0
     computing = flops * samples / job.num_ranks / rates.matmul_tflops / 1e12
-    launching = micro_batches * job.shape.num_layers * rates.host_ms_per_layer / 1e3
+    launching = micro_batches * shape.num_layers * rates.host_ms_per_layer / 1e3
     launching *= _FORWARD_SHARE if passes == 1 else 1.0
     sending = job.link_seconds(links)
     tokens = job.tokens * samples * job.layout.sp // job.num_ranks
     # Recomputation exchanges heads again: as often as there are passes, but for the backward pass, which counts once.
-    exchanged = exchanged_bytes(job.shape, config.actor, tokens=tokens) * (1 if passes == 1 else passes - 1)
+    exchanged = exchanged_bytes(shape, config.actor, tokens=tokens) * (1 if passes == 1 else passes - 1)
     seconds, limit = max(
         (computing, "matrix products"),
         (sending, "network" if links.network / config.cluster.network_gb_per_s * 1e-9 == sending else "NVLink"),

@@ -6,7 +6,8 @@ from apps.forecast.phases import Job
 from ds_engine import ModelShape, estimate_memory
 from rl_core import BatchError, batch_layout
 from rl_runtime import InputError
-from rl_runtime.app.choices import Choice, choose_for
+from rl_runtime.app.choice import Choice
+from rl_runtime.app.choices import choose_for
 from rl_runtime.launch.gpus import Gpu
 from rl_runtime.launch.placement import Node, Placement, plan_placement
 
@@ -24,7 +25,10 @@ def plan_job(config: ForecastConfig) -> tuple[Choice[ForecastConfig], Job]:
     size = int(cluster.gpu_gib * 2**30)
     gpus = (Gpu(name="GPU", total_bytes=size, used_bytes=0),) * (cluster.num_hosts * cluster.gpus_per_host)
     host_bytes = None if cluster.host_gib is None else int(cluster.host_gib * 2**30) * cluster.num_hosts
-    choice = choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes)
+    frozen = {model.key: model_shape(model.path, key=model.key) for model in config.frozen_models}
+    for key, its_shape in frozen.items():
+        _check_sequence_parallel(config, its_shape, key)
+    choice = choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes, frozen_shapes=frozen)
     chosen = choice.config
     sp, ranks = chosen.actor.sequence_parallel, chosen.trainer.rank_count
     try:
@@ -38,11 +42,19 @@ def plan_job(config: ForecastConfig) -> tuple[Choice[ForecastConfig], Job]:
     return choice, Job(
         config=chosen,
         shape=shape,
+        frozen_shapes=frozen,
         placement=placement,
         layout=layout,
         memory=memory,
         moved_bytes=choice.moved_bytes,
     )
+
+
+def _check_sequence_parallel(config: ForecastConfig, shape: ModelShape, key: str) -> None:
+    if shape.num_heads % (sp := config.actor.sequence_parallel):
+        raise InputError(
+            f"actor.sequence_parallel is {sp}; allowed: a divisor of the {shape.num_heads} attention heads of {key}"
+        )
 
 
 def place(config: ForecastConfig) -> Placement:

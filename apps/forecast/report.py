@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from apps.forecast.config import ForecastConfig
 from apps.forecast.phases import CheckpointCost, Job, Phase, checkpoint, sequences_at_once, step_phases
-from rl_runtime.app.choices import Choice
+from rl_runtime.app.choice import Choice
 
 _ROW = "{:<15}{:>9}{:>12}{:>13}  {:<62}{}"
 

@@ -29,13 +29,17 @@ def prompts(number: int) -> list[str]:
 
 def write_workload(folder: Path, *, model: str = "qwen3-0.6b", num_steps: int = 32) -> None:
     """Writes the model and prompts for `num_steps` steps, unless they exist."""
+    if not (folder / "model" / "config.json").is_file():
+        write_random_model(model, folder / "model")
+    write_prompts(folder, NUM_PROMPTS * num_steps)
+
+
+def write_prompts(folder: Path, number: int) -> None:
+    """Writes `train.parquet` with a column `question`."""
     import pyarrow
     import pyarrow.parquet
 
-    if not (folder / "model" / "config.json").is_file():
-        write_random_model(model, folder / "model")
-    texts = prompts(NUM_PROMPTS * num_steps)
-    pyarrow.parquet.write_table(pyarrow.table({"question": texts}), folder / "train.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"question": prompts(number)}), folder / "train.parquet")
 
 
 if __name__ == "__main__":

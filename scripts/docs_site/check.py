@@ -4,10 +4,14 @@
 * Every configuration key and every public name has its place.
 * A Markdown file has as many headings, lists, table rows, code blocks and pictures on the site as on GitHub: MkDocs
   reads another dialect of Markdown, where for example a list needs an empty line before it.
+* Where Chromium is installed: the search of a page that is opened as a file finds a page.
 """
 
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -106,6 +110,30 @@ def problems(site: Path) -> Iterator[str]:
                 yield f"{name}: {difference}"
 
 
+def find_in_browser(site: Path, browser: str, word: str) -> list[str]:
+    """Pages of the site that its search finds in Chromium, without a server, the best first."""
+    page = (site / "index.html").resolve().as_uri() + f"?q={word}"
+    with tempfile.TemporaryDirectory() as profile:
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        # The document is printed once nothing is left to load.
+        command += [f"--user-data-dir={profile}", "--virtual-time-budget=60000", "--dump-dom", page]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    root = re.escape(site.resolve().as_uri())
+    links = re.findall(rf'<a href="{root}/([^"?#]+)[^"]*" class="md-search-result__link"', done.stdout)
+    return list(dict.fromkeys(links))
+
+
+def _search_problems(site: Path, browser: str) -> Iterator[str]:
+    word, page = "staleness", "docs/async.html"
+    try:
+        found = find_in_browser(site, browser, word)
+    except subprocess.SubprocessError as error:
+        yield f"the search cannot be tried: {error}"
+        return
+    if page not in found:
+        yield f"index.html?q={word}: the search finds {', '.join(found) or 'nothing'}, not {page}"
+
+
 def _html(page: str) -> str:
     """The file of a page; that of README.md is index.html."""
     return re.sub(r"(^|/)README\.md$", r"\1index.md", page).removesuffix(".md") + ".html"
@@ -124,13 +152,19 @@ def main() -> int:
     """Checks the site in the folder that the first argument names; returns the exit code."""
     site = Path(sys.argv[1])
     found = list(problems(site))
+    browser = next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
+    if browser is not None:
+        found += _search_problems(site, browser)
     for problem in found:
         print(f"error: {problem}", file=sys.stderr)
     if not found:
         num_keys = sum(isinstance(entry, Key) for cls in pages.config_classes().values() for entry in entries(cls))
         num_names = sum(len(pages.public_names(package)) for package in pages.packages())
         num_pages = len(list(site.rglob("*.html")))
-        print(f"docs: {site}: {num_pages} pages with {num_keys} keys and {num_names} public names")
+        print(
+            f"docs: {site}: {num_pages} pages with {num_keys} keys and {num_names} public names, "
+            + ("its search tried" if browser else "its search not tried (no Chromium)")
+        )
     return int(bool(found))
 
 

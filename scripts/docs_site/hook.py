@@ -6,6 +6,7 @@ and checks all others itself.
 
 import posixpath
 import re
+from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
@@ -36,9 +37,19 @@ class _Links(Treeprocessor):
                 element.set("href", place + anchor)
 
 
-class _LinksExtension(Extension):
+class _LongCells(Treeprocessor):
+    """Marks table cells with sentences, which docs/site.css gives more width on a phone."""
+
+    def run(self, root: Element) -> None:
+        for cell in root.iter("td"):
+            if len("".join(cell.itertext())) > 80:
+                cell.set("class", "long")
+
+
+class _PlinthExtension(Extension):
     def extendMarkdown(self, md: Markdown) -> None:
         md.treeprocessors.register(_Links(md), "plinth_links", 1)
+        md.treeprocessors.register(_LongCells(md), "plinth_long_cells", 0)
 
 
 def _place(path: str) -> str:
@@ -51,7 +62,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.nav = pages.expand_nav(config.nav or [], known)
     # Anchors are GitHub's.
     config.mdx_configs.setdefault("toc", {})["slugify"] = lambda text, separator: slug(text)
-    config.markdown_extensions.append(_LinksExtension())  # type: ignore[arg-type]
+    config.markdown_extensions.append(_PlinthExtension())  # type: ignore[arg-type]
     return config
 
 
@@ -76,6 +87,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
     return files
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Writes the search index as a script too: a page that is opened as a file can read nothing else."""
+    index = Path(config.site_dir, "search", "search_index.json")
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text(encoding='utf-8')}\n", encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,13 +38,20 @@ def write_task(
     num_demonstrations: int = 4096,
     num_pairs: int = 0,
     num_val_pairs: int = 0,
+    slip_share: float = 0.0,
     seed: int = 0,
 ) -> TaskFiles:
     """Write train.parquet, val.parquet and demonstrations.parquet to `folder`, which is created if necessary.
 
     With `num_pairs` and `num_val_pairs`, pairs.parquet and val_pairs.parquet too. The same arguments give the same
-    rows. The seed also selects what only the validation data has. Raises ValueError for a count below 1, and for pairs
-    of another task than arithmetic.
+    rows. The seed also selects what only the validation data has.
+
+    Args:
+        slip_share: share of pairs whose rejected response is the right calculation but for one wrong number and what
+            follows from it.
+
+    Raises:
+        ValueError: a count is below 1, a share is not from 0 to 1, or another task than arithmetic has pairs.
     """
     counts = {"num_train": num_train, "num_val": num_val, "num_demonstrations": num_demonstrations}
     for name, count in counts.items():
@@ -52,14 +60,17 @@ def write_task(
     for name, count in (("num_pairs", num_pairs), ("num_val_pairs", num_val_pairs)):
         if count < 0 or (count and kind != "arithmetic"):
             raise ValueError(f"{name}={count!r}: must be at least 0, and 0 unless kind is 'arithmetic'")
+    if not 0 <= slip_share <= 1:
+        raise ValueError(f"slip_share={slip_share!r}: must be from 0 to 1")
     rng = random.Random(seed)
     made = stones.rows(rng, **counts) if kind == "stones" else arithmetic.rows(kind, rng, **counts)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     names = ("train", "val", "demonstrations")
     files = [_write(folder / f"{name}.parquet", rows) for name, rows in zip(names, made, strict=True)]
+    make_pairs = partial(arithmetic.preferences, slip_share=slip_share)
     pairs = {
-        name: _write(folder / f"{name}.parquet", arithmetic.preferences(random.Random(seed), count, held_out=held_out))
+        name: _write(folder / f"{name}.parquet", make_pairs(random.Random(seed), count, held_out=held_out))
         for name, count, held_out in (("pairs", num_pairs, False), ("val_pairs", num_val_pairs, True))
         if count
     }

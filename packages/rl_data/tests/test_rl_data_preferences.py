@@ -1,9 +1,12 @@
 """Pairs and labeled responses: formats, tokens, and errors that name the row."""
 
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +21,7 @@ from rl_data import (
     load_pairs,
     write_task,
 )
+from rl_data.arithmetic import NUM_NUMBERS, slipped, working
 from rl_data.preferences import _unrelated
 
 CONFIG = DataConfig()
@@ -51,6 +55,38 @@ def test_pairs_of_the_built_in_task_share_the_prompt_and_end(tmp_path: Path, tok
     alone = write_task(tmp_path / "alone", num_train=2, num_val=2, num_demonstrations=2)
     assert alone.pairs is None
     assert alone.demonstrations.read_bytes() == files.demonstrations.read_bytes()
+
+
+@given(seed=st.integers(0, 10**6), x=st.integers(1, 50), y=st.integers(1, 50))
+def test_a_slip_is_one_wrong_number_and_what_follows_from_it(seed: int, x: int, y: int) -> None:
+    right, wrong = working(x, y), slipped(random.Random(seed), x, y)
+    numbers = [[int(n) for n in re.findall(r"\d+", text)] for text in (right, wrong)]
+    assert len(numbers[0]) == len(numbers[1]) == NUM_NUMBERS
+    assert numbers[1][-1] != x + y
+    assert re.sub(r"\d+", "n", right) == re.sub(r"\d+", "n", wrong)
+    a, b, ones, d, e, carry, tens, answer = numbers[1]
+    x_ones, x_tens, y_ones, y_tens = x % 10, x // 10, y % 10, y // 10
+    slips = [a != x_ones, b != y_ones, ones != a + b, d != x_tens, e != y_tens, carry != ones // 10]
+    assert sum(slips) + (tens != d + e + carry) + (answer != 10 * tens + ones % 10) == 1
+
+
+def test_the_share_of_slips_changes_the_rejected_responses_alone(tmp_path: Path) -> None:
+    def pairs(share: float) -> list[dict[str, Any]]:
+        counts = {"num_train": 2, "num_val": 2, "num_demonstrations": 2, "num_pairs": 300}
+        files = write_task(tmp_path / str(share), slip_share=share, **counts)
+        assert files.pairs is not None
+        return pq.read_table(files.pairs).to_pylist()
+
+    def num_shown(rows: list[dict[str, Any]]) -> int:
+        """Rejected responses that are calculations."""
+        return sum("\n" in row["rejected"] for row in rows)
+
+    without, half, all_ = pairs(0), pairs(0.5), pairs(1)
+    assert num_shown(all_) == 300
+    assert num_shown(without) < num_shown(half) < 300
+    assert all(row["chosen"].split()[-1] != row["rejected"].split()[-1] for row in half)
+    with pytest.raises(ValueError, match=r"slip_share=1\.5: must be from 0 to 1"):
+        pairs(1.5)
 
 
 def test_every_format_gives_the_tokens_of_demonstrations(tmp_path: Path, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-from .app.choices import Choice as Choice
+from .app.choice import Choice as Choice
 from .app.choices import choose_settings as choose_settings
 from .app.choices import choose_supervised as choose_supervised
 from .app.inputs import Inputs as Inputs
@@ -32,6 +32,7 @@ from .app.teacher import check_teacher as check_teacher
 from .app.teacher import open_teacher as open_teacher
 from .app.training_run import TrainingRun as TrainingRun
 from .config import FineTuningConfig as FineTuningConfig
+from .config import FrozenModel as FrozenModel
 from .config import LearningRates as LearningRates
 from .config import ModelConfig as ModelConfig
 from .config import PreferenceTrainingConfig as PreferenceTrainingConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from ds_engine import OptimConfig
+from ds_engine import Head, OptimConfig
 from rl_data import REWARDS, Reward, RewardConfig, TurnsTrained, make_reward
 from rollout_vllm.config import read_api_key
 from run_kit import EXPERIMENT_PATTERN
@@ -58,6 +58,18 @@ def _check_at_least(minimum: int, config: object, *names: str) -> None:
 
 BUILTIN_MODEL = "builtin:tiny"
 """The name of the model that the project builds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenModel:
+    """A model of another folder on the actor's ranks, without an optimizer, with the settings of the actor's engine."""
+
+    key: str
+    """The configuration key that names it."""
+    path: str
+    head: Head = "lm"
+    keeps_distributions: bool = False
+    """Whether an update reads its distributions over the whole vocabulary: its hidden states and its whole LM head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -485,6 +497,13 @@ class ScoringConfig(RewardConfig):
         return self.model is not None and self.url is None
 
     @property
+    def frozen_models(self) -> "tuple[FrozenModel, ...]":
+        """The reward model, if it is on the trainer's ranks."""
+        if not self.model_on_ranks:
+            return ()
+        return (FrozenModel(key="reward.model", path=str(self.model), head="value"),)
+
+    @property
     def adds_up(self) -> bool:
         """Whether the score is a sum of named values, to which rewards of episodes belong."""
         return bool(self.terms) or self.model is not None
@@ -727,9 +746,14 @@ class PreferenceTaskSize(TaskSize):
     """Number of training pairs."""
     num_val_pairs: int = 256
     """Number of held-out pairs; their operands are in no training pair and no demonstration."""
+    slip_share: float = 0.0
+    """Share of pairs whose rejected response is the right calculation but for one wrong number and what follows from
+    it. A reward model that a policy will learn from needs them: they are the mistakes of the trained policy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_at_least(1, self, "num_pairs", "num_val_pairs")
+        if not 0 <= self.slip_share <= 1:
+            raise ValueError(f"slip_share is {self.slip_share}; allowed: 0 to 1")
         if self.kind != "arithmetic":
             raise ValueError(f"kind is {self.kind}; allowed: arithmetic, the only built-in task with preferences")

@@ -1,7 +1,7 @@
 """Settings chosen for the devices of a run: the pure rule, on GPUs that this machine lacks."""
 
 import dataclasses
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,11 +14,13 @@ from rl_core import BatchConfig
 from rl_data import DataConfig
 from rl_runtime import (
     FineTuningConfig,
+    FrozenModel,
     InputError,
     JobConfig,
     ModelConfig,
     SupervisedConfig,
     SupervisedJobConfig,
+    TeacherConfig,
     TrainedModel,
     TrainerConfig,
     TrainingConfig,
@@ -422,21 +424,61 @@ def test_the_memory_plan_counts_a_reward_model_on_the_ranks(stage: Any, share: f
     """Its bf16 weights beside the actor's; a vector takes the place of the LM head."""
     job = config(reward=ScoringConfig(model="folder"), actor=EngineConfig(zero=ZeroConfig(stage=stage)))
     without = choose_for(job, gpus=gpus(2), shape=QWEN3_06B)
-    counted = choose_for(job, gpus=gpus(2), shape=QWEN3_06B, reward_shape=QWEN2_7B)
+    counted = choose_for(job, gpus=gpus(2), shape=QWEN3_06B, frozen_shapes={"reward.model": QWEN2_7B})
     num_weights = sum(weight.size for weight in QWEN2_7B.weights("value"))
     assert counted.rank_bytes - without.rank_bytes == pytest.approx(2 * num_weights * share, rel=0.03)
 
 
 def test_a_reward_model_waits_in_host_memory_where_the_reference_does() -> None:
     job = config(
+        reward=ScoringConfig(model="folder"),
         trainer=TrainerConfig(take_turns="both", num_ranks=2),
         actor=EngineConfig(gradient_checkpointing=True, zero=ZeroConfig(stage=3)),
     )
     without, counted = (
-        choose_for(job, gpus=gpus(2), shape=QWEN3_06B, host_bytes=500 * GIB, reward_shape=shape)
+        choose_for(job, gpus=gpus(2), shape=QWEN3_06B, host_bytes=500 * GIB, frozen_shapes={"reward.model": shape})
         for shape in (None, QWEN2_7B)
     )
     grown = counted.rank_bytes - without.rank_bytes
     assert grown > 6 * GIB
     assert counted.host_bytes - without.host_bytes == 2 * grown
     assert counted.moved_bytes - without.moved_bytes == 2 * grown
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DistillationConfig(JobConfig):
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+
+    @property
+    def frozen_models(self) -> tuple[FrozenModel, ...]:
+        return (*super().frozen_models, *self.teacher.frozen_models)
+
+
+@pytest.mark.parametrize(("stage", "share"), [(2, 1.0), (3, 0.5)])
+@pytest.mark.parametrize("signal", ["sampled", "full"])
+def test_the_memory_plan_counts_a_teacher_on_the_ranks(stage: Any, share: float, signal: Any) -> None:
+    """Its bf16 weights; with `full` also hidden states and, where weights are sharded, a whole LM head."""
+    sections = {name: getattr(config(), name) for name in ("data", "sampling", "validation")}
+    job = _DistillationConfig(
+        **sections,
+        batch=BatchConfig(train_batch_size=64, mini_batch_size=32, token_budget=4096),
+        actor=EngineConfig(gradient_checkpointing=True, zero=ZeroConfig(stage=stage)),
+        teacher=TeacherConfig(model="folder", on="ranks", signal=signal),
+    )
+    without = choose_for(job, gpus=gpus(2), shape=QWEN3_06B)
+    counted = choose_for(job, gpus=gpus(2), shape=QWEN3_06B, frozen_shapes={"teacher.model": QWEN2_7B})
+    expected = 2 * sum(weight.size for weight in QWEN2_7B.weights()) * share
+    if signal == "full":
+        expected += 2 * QWEN2_7B.hidden * (4096 + (QWEN2_7B.vocab if stage == 3 else 0))
+    assert counted.rank_bytes - without.rank_bytes == pytest.approx(expected, rel=0.01)
+
+
+def test_models_that_are_served_take_no_memory_of_the_ranks() -> None:
+    served = ScoringConfig(model="folder", url="http://a:1", service="reward_model")
+    job = _DistillationConfig(reward=served, teacher=TeacherConfig(model="folder"))
+    assert job.frozen_models == ()
+    on_ranks = replace(job, reward=ScoringConfig(model="r"), teacher=TeacherConfig(model="t", on="ranks"))
+    assert [(model.key, model.path, model.head) for model in on_ranks.frozen_models] == [
+        ("reward.model", "r", "value"),
+        ("teacher.model", "t", "lm"),
+    ]

@@ -253,6 +253,15 @@ def test_ranks_and_servers_get_the_ids_of_the_list(two_gpus: None, monkeypatch: 
     assert [gpu.total_bytes for gpu in read_gpus((1, 0))] == [80 * 2**30] * 2
 
 
+def test_segments_of_gpu_ranks_grow_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert rank_env([0], 1)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_ALLOC_CONF" not in rank_env([], 1)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")  # Ray's workers inherit it
+    assert "PYTORCH_ALLOC_CONF" not in rank_env([0], 1)
+
+
 def test_compiled_code_is_kept_in_one_folder_if_it_can_be_written(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     kept = cache_variables({"PLINTH_CACHE_DIR": str(folder), "XDG_CACHE_HOME": "/proc/nowhere"})

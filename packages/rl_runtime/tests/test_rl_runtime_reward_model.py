@@ -54,7 +54,8 @@ def sample(prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], score: fl
 @pytest.fixture(scope="module")
 def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model with the vocabulary of the built-in model, but smaller."""
-    return make_classifier(build_tiny_model(tmp_path_factory.mktemp("reward"), seed=4, hidden_size=64), seed=5)
+    folder = build_tiny_model(tmp_path_factory.mktemp("reward"), seed=4, hidden_size=64, num_heads=2, num_kv_heads=1)
+    return make_classifier(folder, seed=5)
 
 
 # ----------------------------------------------------------------- bad input

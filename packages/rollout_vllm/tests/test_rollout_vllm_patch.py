@@ -150,7 +150,7 @@ def test_abort_of_other_requests_is_that_of_stock_vllm(tokenizer: Any, patched: 
 def test_installed_vllm_has_every_declared_part() -> None:
     rows = records()
     assert {row["name"]: row["state"] for row in rows} == {patch.name: "active" for patch in PATCHES}
-    assert all(row["reason"] and row["tested"] == "vllm>=0.26,<0.34" for row in rows)
+    assert all(row["reason"] and row["tested"] == "vllm>=0.26,<0.33" for row in rows)
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
@@ -167,7 +167,7 @@ def test_renamed_part_of_vllm_leaves_its_own_path(patch: Patch, capsys: pytest.C
 
 
 def test_untested_vllm_runs_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch_module, "_untested", lambda: "vllm 0.99 is not tested (>=0.26,<0.34 is)")
+    monkeypatch.setattr(patch_module, "_untested", lambda: "vllm 0.99 is not tested (>=0.26,<0.33 is)")
     assert not BUFFERING.check()
     assert {row["state"] for row in records()} == {"stock path"}
     assert callable(system_utils.get_mp_context)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from run_kit import RunFolder, Tracker, TrackingConfig, write_comparison, write_report
+from run_kit import MetricsTable, RunFolder, Tracker, TrackingConfig, write_comparison, write_report
 from run_kit.errors import ReportError
 from run_kit.report.__main__ import main as report_command
 from run_kit.report.data import MAX_ROLLOUTS, MAX_TEXT, read_run
@@ -99,7 +99,7 @@ def test_texts_of_the_model_cannot_break_the_page(page: str) -> None:
 class StrictParser(HTMLParser):
     """Fails where a browser would quietly repair: tags left open or closed twice, ids given twice, unknown entities."""
 
-    VOID = frozenset({"meta", "input", "br", "hr", "img", "link"})
+    VOID = frozenset({"meta", "input", "br", "hr", "img", "link", "wbr"})
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=False)
@@ -248,6 +248,20 @@ def test_memory_of_gpus_is_shown_where_there_are_gpus(tmp_path: Path) -> None:
     assert legends == [["memory/host_gib"], gpu_names]
     both = write_comparison({"c": tmp_path / "cpu", "g": tmp_path / "gpu"}, tmp_path / "c.html").read_text()
     assert "max_memory_reserved_gb" in both.split('id="memory"')[1].split("</section>")[0]
+
+
+def test_a_phase_of_few_steps_counts_for_all_of_them_and_its_name_breaks_at_underscores(tmp_path: Path) -> None:
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        table = MetricsTable(tmp_path / label / "metrics.tsv")
+        for step in range(1, 5):
+            validation = {"timing_s/all_prompts": 2.0} if step == 4 else {}
+            table.log(step, {"timing_s/step": 3.0, "timing_s/gen": 1.0} | validation)
+    alone = write_report(tmp_path / "a").read_text()
+    both = write_comparison({"a": tmp_path / "a", "b": tmp_path / "b"}, tmp_path / "c.html").read_text()
+    assert '>all_prompts</td><td class="num">2.00</td><td class="num">0.500</td>' in alone
+    assert '>all_<wbr>prompts</td><td class="num">0.500</td><td class="num">0.500</td>' in both
+    assert "timing_<wbr>s/<wbr>all_<wbr>prompts" in alone
 
 
 def test_reports_from_the_command_line(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,6 +235,27 @@ def test_panels_come_in_order_and_only_when_there_is_data() -> None:
     assert choose_panels([]) == []
 
 
+def test_preferences_have_panels_of_their_own() -> None:
+    columns = ["val/margin", "dpo/loss", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward"]
+    shown = {panel.title: panel.metrics for panel in choose_panels(columns)}
+    assert list(shown) == ["Loss", "Margin", "Implicit rewards"]
+    assert shown["Margin"] == ("dpo/margin", "val/margin")
+    assert shown["Implicit rewards"] == ("dpo/chosen_reward", "dpo/rejected_reward")
+
+
+@pytest.mark.parametrize(
+    ("columns", "unit"),
+    [
+        (["memory/host_gib"], "GiB"),
+        (["perf/max_memory_reserved_gb"], "GB"),
+        (["memory/host_gib", "perf/max_memory_reserved_gb"], "GiB (host), GB (GPU)"),
+    ],
+)
+def test_the_unit_of_memory_is_that_of_what_is_shown(columns: list[str], unit: str) -> None:
+    assert [panel.unit for panel in choose_panels(columns)] == [unit]
+    assert all(panel.unit == ("GB" if panel.title.endswith("_gb") else "GiB") for panel in single_panels(columns))
+
+
 def test_a_panel_and_its_plots_in_comparisons_belong_to_one_section() -> None:
     columns = ["critic/score/mean", "timing_s/step", "timing_s/gen", "rollout/mismatch_ess", "memory/host_peak_gib"]
     sections = {name: panel.section for panel in choose_panels(columns) for name in panel.metrics}

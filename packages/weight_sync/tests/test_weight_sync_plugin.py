@@ -257,7 +257,7 @@ def test_installed_vllm_has_every_declared_part() -> None:
     rows = records()
     assert {row["name"]: row["problem"] for row in rows if row["state"] != "active"} == {}
     assert len(rows) == 7
-    assert all(row["reason"] and row["tested"] == "vllm>=0.26,<0.34" for row in rows)
+    assert all(row["reason"] and row["tested"] == "vllm>=0.26,<0.33" for row in rows)
 
 
 @pytest.mark.parametrize("patch", [pytest.param(patch, id=patch.name) for patch in PATCHES])
@@ -278,8 +278,8 @@ def test_renamed_part_of_vllm_is_refused_by_name(patch: Patch) -> None:
 
 
 def test_untested_vllm_is_refused_or_runs_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch_module, "_untested", lambda: "vllm 0.99 is not tested (>=0.26,<0.34 is)")
-    with pytest.raises(SyncConfigError, match=r"stale replies cannot work: vllm 0.99 .* Install vllm>=0.26,<0.34"):
+    monkeypatch.setattr(patch_module, "_untested", lambda: "vllm 0.99 is not tested (>=0.26,<0.33 is)")
+    with pytest.raises(SyncConfigError, match=r"stale replies cannot work: vllm 0.99 .* Install vllm>=0.26,<0.33"):
         stale_replies.PATCH.check()
     exact = replace(stale_replies.PATCH, stock=True)
     PATCHES.remove(exact)

@@ -1,103 +1,45 @@
 """Settings that a configuration leaves open (null), chosen for the devices on which the run starts.
 
-`choose_settings` reads the GPUs; `choose_for` is the pure rule. A setting that is given is never changed. On GPUs the
-memory plan counts the trainer (`ds_engine.estimate_memory`) and the server on the same GPU
-(`rollout_vllm.estimate_server_memory`): activations are recomputed, micro batches shrink and the KV cache gives way,
-in this order, until both fit. If they never do, they take turns: servers sleep while the trainer works, and if that is
-not enough, optimizer states and gradients wait in host memory while the servers generate.
+`choose_settings` reads the GPUs; `choose_for` is the pure rule. A setting that is given is never changed.
+`memory_choices` divides the memory of the GPUs.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from ds_engine import EngineConfig, MemoryEstimate, ModelShape, estimate_memory
-from ds_engine.dtypes import nf4_bytes
+from ds_engine import EngineConfig, ModelShape
 from ds_engine.planning.model_shape import FAMILIES, read_shape
 from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rl_data import DataError, find_model_folder
-from rollout_vllm import RolloutConfig, ServerMemory, estimate_server_memory
-from rollout_vllm.servers.checks import kv_value_bytes
 
 from ..config import BUILTIN_MODEL, DEFAULT_NUM_RANKS, LearningRates, ModelConfig
 from ..errors import InputError
 from ..launch.gpus import Gpu
 from ..launch.session import read_memory
 from ..ranks.environment import prepare_driver
-from ..rollout.memory_turns import sleep_level
+from .choice import Choice, ConfigT, value_of, with_value
 from .job_config import JobConfig, JobConfigT
-from .supervised_config import SupervisedJobConfig, SupervisedJobConfigT
+from .memory_choices import (
+    choose_budget,
+    choose_memory,
+    choose_sizes,
+    choose_supervised_memory,
+    longest_sequence,
+    samples_per_server,
+)
+from .supervised_config import SupervisedJobConfigT
 
-ConfigT = TypeVar("ConfigT")
-BudgetT = TypeVar("BudgetT", int, int | None)
-Turns = Literal["never", "servers", "both"]
-"""Values of `trainer.take_turns`, in the order in which they are tried."""
-
-_TOKEN_BUDGETS = (DEFAULT_TOKEN_BUDGET, 8_192, 4_096)
 _MOST_SEQUENCES = 512
 """Sequences for which vLLM captures CUDA graphs."""
-_KV_SHARES = ((1.0, 0.75, 0.5), (0.25, 0.1))
-"""Sizes of the KV cache, relative to all sequences of a step at full length; the second group is a last resort."""
-_FRAGMENTATION = 1.12
-"""Reserved over allocated bytes of what torch's allocator gets and returns in every step; states are allocated once."""
-_TRAINER_BYTES = 2 * 2**30
-"""CUDA context, communicators and the buckets of the weight sync of a rank."""
-_USABLE = 0.97
-"""Share of a GPU's free memory that is planned."""
 _HOST_USABLE = 0.9
 """Share of the host's free memory that is planned."""
-_MOVED_PER_S = 20e9
-"""Bytes that a rank is expected to move between GPU and pinned host memory in a second."""
 _AMPERE = (8, 0)
 """Compute capability of the first GPUs with bfloat16 and FlashAttention."""
-_ALONE = 0.9
-"""Share of a GPU that a server without a rank beside it uses."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice(Generic[ConfigT]):
-    """A configuration without open settings, and why each was chosen."""
-
-    config: ConfigT
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """Dotted key -> why it has its value; given settings are not among them."""
-    devices: str = "the CPU"
-    memory: str = ""
-    """The memory plan in one line; empty without one."""
-    rank_bytes: int = 0
-    """Planned bytes of a rank at its peak."""
-    server_bytes: int = 0
-    """Planned bytes of the server on the rank's GPU, awake."""
-    gpu_bytes: int = 0
-    """Planned bytes of both, in the turn with the most if they take turns."""
-    host_bytes: int = 0
-    """Planned bytes of host memory that turns need."""
-    moved_bytes: int = 0
-    """Bytes that one GPU and the host exchange in a step for turns, in both directions."""
-
-    def with_default(self, key: str, value: Any, why: str) -> Choice[ConfigT]:
-        """Sets an open setting."""
-        if _value(self.config, key) is not None:
-            return self
-        return replace(self, config=_with_value(self.config, key, value), reasons={**self.reasons, key: why})
-
-    def lines(self) -> list[str]:
-        """What was chosen, for the user: at most three lines."""
-        if not self.reasons:
-            return []
-        chosen = ", ".join(f"{key}={_text(_value(self.config, key))}" for key in self.reasons)
-        return [f"chosen for {self.devices}: {chosen}", *([self.memory] if self.memory else [])]
-
-    def comment(self) -> str:
-        """What was chosen and why, one setting a line."""
-        lines = [f"{key}={_text(_value(self.config, key))}: {why}" for key, why in self.reasons.items()]
-        head = [f"Chosen for {self.devices}; every other value was given or is a default."] if lines else []
-        return "\n".join([*head, *lines, *([self.memory] if self.memory else [])])
+_NO_SHAPES: Mapping[str, ModelShape | None] = {}
 
 
 def choose_settings(config: JobConfigT) -> Choice[JobConfigT]:
@@ -111,9 +53,8 @@ def choose_settings(config: JobConfigT) -> Choice[JobConfigT]:
     prepare_driver(config.trainer.device)
     gpus, host_bytes = read_memory(config.trainer)
     shape = _read_shape(config.model.path) if gpus else None
-    scores = gpus and config.reward.model_on_ranks
-    reward_shape = _read_shape(str(config.reward.model), key="reward.model") if scores else None
-    return choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes, reward_shape=reward_shape)
+    frozen = {model.key: _read_shape(model.path, key=model.key) for model in config.frozen_models if gpus}
+    return choose_for(config, gpus=gpus, shape=shape, host_bytes=host_bytes, frozen_shapes=frozen)
 
 
 def choose_supervised(config: SupervisedJobConfigT) -> Choice[SupervisedJobConfigT]:
@@ -142,9 +83,9 @@ def choose_supervised_for(
     works, why = _compiles(config.engine, shape) if gpus else (False, "off on the CPU")
     choice = choice.with_default("engine.compile", works, why)
     if shape is not None:
-        return _choose_supervised_memory(choice, shape, min(gpu.free_bytes for gpu in gpus))
+        return choose_supervised_memory(choice, shape, min(gpu.free_bytes for gpu in gpus))
     choice = choice.with_default("engine.gradient_checkpointing", False, "the default")
-    return _choose_budget(choice, DEFAULT_TOKEN_BUDGET, "the default")
+    return choose_budget(choice, DEFAULT_TOKEN_BUDGET, "the default")
 
 
 def _choose_learning_rate(
@@ -159,55 +100,13 @@ def _choose_learning_rate(
     return choice.with_default(f"{section}.optim.lr", rate, why)
 
 
-def _choose_supervised_memory(
-    choice: Choice[SupervisedJobConfigT], shape: ModelShape, free: int
-) -> Choice[SupervisedJobConfigT]:
-    """Recomputation and micro batches: the largest micro batches that fit, without recomputation if possible."""
-    config, usable = choice.config, int(free * _USABLE)
-    given = config.engine.gradient_checkpointing
-    budgets = (config.batch.max_packed_tokens,) if config.token_budget or config.micro_batch_size else _TOKEN_BUDGETS
-    if config.micro_batch_size and config.supervised.max_length:
-        budgets = (config.micro_batch_size * config.supervised.max_length,)
-    plans = _sizes((False, True) if given is None else (given,), budgets)
-    estimates = {plan: _supervised_memory(config, shape, *plan) for plan in plans}
-    peaks = {plan: _reserved(_states(one), one.activations.device) for plan, one in estimates.items()}
-    states = _states(estimates[plans[-1]])
-    if states > usable and shape.is_exact:
-        raise InputError(
-            f"model.path: weights, gradients and optimizer states of a rank take {_gib(states)}, and a GPU has "
-            f"{_gib(free)} free; use more GPUs with engine.zero.stage=3, engine.zero.offload.optimizer=cpu, or "
-            "engine.lora.rank=16"
-        )
-    best = next((plan for plan in plans if peaks[plan] <= usable), None)
-    why = "fits into memory" if best else "the smallest that is tried"
-    recompute, budget = best = best or plans[-1]
-    line = f"memory of a GPU: {_gib(peaks[best])} for a rank at its peak, of {_gib(free)} free"
-    if peaks[best] > usable:
-        line += "; expect it to run out of memory: use engine.zero.stage=3, zero.offload, LoRA or more GPUs"
-    choice = choice.with_default("engine.gradient_checkpointing", recompute, why)
-    return replace(_choose_budget(choice, budget, why), memory=line, rank_bytes=peaks[best])
-
-
-def _supervised_memory(config: SupervisedJobConfig, shape: ModelShape, recompute: bool, budget: int) -> MemoryEstimate:
-    sp = config.engine.sequence_parallel
-    engine = replace(config.engine, optim=config.supervised.optim, gradient_checkpointing=recompute)
-    dp = max(1, config.trainer.rank_count // sp)
-    return estimate_memory(shape, engine, dp=dp, tokens_per_micro_batch=budget * sp)
-
-
-def _choose_budget(choice: Choice[SupervisedJobConfigT], budget: int, why: str) -> Choice[SupervisedJobConfigT]:
-    if choice.config.micro_batch_size is not None:
-        return choice
-    return choice.with_default("token_budget", budget, why)
-
-
 def choose_for(
     config: JobConfigT,
     *,
     gpus: Sequence[Gpu],
     shape: ModelShape | None,
     host_bytes: int | None = None,
-    reward_shape: ModelShape | None = None,
+    frozen_shapes: Mapping[str, ModelShape | None] = _NO_SHAPES,
 ) -> Choice[JobConfigT]:
     """The rule of `choose_settings`, as a pure function.
 
@@ -215,7 +114,7 @@ def choose_for(
         gpus: the GPUs that the run may use; none: the CPU.
         shape: sizes of the model; None: it is so small that its memory does not matter.
         host_bytes: free memory of this host, or of all hosts; None: unknown, and not limited.
-        reward_shape: sizes of the reward model on the ranks; None: there is none.
+        frozen_shapes: sizes of `config.frozen_models` by their keys; None: as for `shape`.
 
     Raises:
         InputError: the training states alone exceed a GPU, or what turns move exceeds the host's memory.
@@ -231,9 +130,9 @@ def choose_for(
     if gpus and shape is not None:
         free, total = min(gpu.free_bytes for gpu in gpus), min(gpu.total_bytes for gpu in gpus)
         host = math.inf if host_bytes is None else host_bytes * _HOST_USABLE
-        return _choose_memory(choice, free, total, shape, reward_shape, host)
+        return choose_memory(choice, free, total, shape, frozen_shapes, host)
     choice = choice.with_default("trainer.take_turns", "never", "the default")
-    return _choose_sizes(choice, gradient_checkpointing=False, token_budget=DEFAULT_TOKEN_BUDGET, why="the default")
+    return choose_sizes(choice, gradient_checkpointing=False, token_budget=DEFAULT_TOKEN_BUDGET, why="the default")
 
 
 def _read_shape(path: str, *, key: str = "model.path") -> ModelShape | None:
@@ -322,10 +221,10 @@ def _choose_kernels(choice: Choice[ConfigT], sections: Iterable[str], gpus: Sequ
     of_gpu = f"on GPUs of compute capability {oldest[0]}.{oldest[1]}"
     for section in sections:
         choice = choice.with_default(f"{section}.dtype", "float16", f"no bfloat16 {of_gpu}")
-        if _value(choice.config, key := f"{section}.attention") == "auto":
+        if value_of(choice.config, key := f"{section}.attention") == "auto":
             reasons = {**choice.reasons, key: f"no FlashAttention {of_gpu}"}
-            choice = replace(choice, config=_with_value(choice.config, key, "sdpa"), reasons=reasons)
-        if _value(choice.config, f"{section}.dtype") == "bfloat16":
+            choice = replace(choice, config=with_value(choice.config, key, "sdpa"), reasons=reasons)
+        if value_of(choice.config, f"{section}.dtype") == "bfloat16":
             raise InputError(f"{section}.dtype is bfloat16; allowed: float16 or float32 {of_gpu}, or null")
     return choice
 
@@ -341,11 +240,11 @@ def _choose_speed(choice: Choice[JobConfigT], on_gpu: bool, shape: ModelShape | 
         why = "CUDA graphs decode faster" if graphs else "CUDA graphs need a GPU, and pay off from some 100M parameters"
         choice = choice.with_default("rollout.enforce_eager", not graphs, why)
         if on_gpu:
-            samples = _samples_per_server(choice.config)
+            samples = samples_per_server(choice.config)
             most = min(_MOST_SEQUENCES, samples)
             why = "all samples of a step at once" if most == samples else "as many as CUDA graphs are captured for"
             choice = choice.with_default("rollout.max_num_seqs", most, why)
-            longest = _longest(config)
+            longest = longest_sequence(config)
             choice = choice.with_default("rollout.max_model_len", longest, "the longest prompt and response")
     return choice
 
@@ -360,362 +259,3 @@ def _compiles(engine: EngineConfig, shape: ModelShape | None) -> tuple[bool, str
     if engine.zero.offload.param == "nvme":
         return False, "weights on NVMe are fetched in hooks inside the layers"
     return True, "compiled layers train faster"
-
-
-def _samples_per_server(config: JobConfig) -> int:
-    prompts = config.batch.train_batch_size + config.oversampling.extra_prompts
-    return -(-prompts * config.sampling.n // config.rollout.server_count)
-
-
-def _longest(config: JobConfig) -> int:
-    """Tokens of the longest prompt and response."""
-    return config.data.max_prompt_length + max(config.sampling.max_tokens, config.validation.max_tokens)
-
-
-# --------------------------------------------------------------------- memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rank:
-    """Bytes of the rank with the most, in each turn."""
-
-    peak: int
-    """At the peak of a training step."""
-    states: int
-    """Those of weights, gradients and optimizer alone."""
-    beside: int
-    """While the servers generate, if everything stays on the GPU."""
-    kept: int
-    """While the servers generate, if the states are moved."""
-    moved: int
-    """What is moved."""
-    moved_on_host: int
-    """What all ranks move; they are on one host."""
-    saved_on_host: int
-    """Copies of all ranks for a checkpoint in the background."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """One way to divide a GPU between a rank and a server."""
-
-    turns: Turns
-    recompute: bool
-    token_budget: int | None
-    kv_share: float
-    rank: _Rank
-    server: ServerMemory | None
-    level_1: bool
-    """Sleeping servers keep their weights in host memory."""
-    servers_on_host: int
-
-    @property
-    def gpu_bytes(self) -> int:
-        """Bytes of the rank and the server in the turn with the most."""
-        if self.server is None:
-            return self.rank.peak
-        if self.turns == "never":
-            return self.rank.peak + self.server.total
-        generating = self.rank.kept if self.turns == "both" else self.rank.beside
-        return max(self.rank.peak + self.server.asleep, generating + self.server.total)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that turns need, with the copies for checkpoints."""
-        if self.turns == "never" or self.server is None:
-            return 0
-        weights = self.server.weights * self.servers_on_host if self.level_1 else 0
-        moved = self.rank.moved_on_host if self.turns == "both" else 0
-        return moved + weights + self.rank.saved_on_host
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that one GPU and the host exchange in a step, in both directions."""
-        if self.server is None or self.turns == "never":
-            return 0
-        return 2 * ((self.rank.moved if self.turns == "both" else 0) + (self.server.weights if self.level_1 else 0))
-
-
-def _choose_memory(
-    choice: Choice[JobConfigT],
-    free: int,
-    total: int,
-    shape: ModelShape,
-    reward_shape: ModelShape | None,
-    host: float,
-) -> Choice[JobConfigT]:
-    """Turns, recomputation, micro batches and the server's share."""
-    usable = int(free * _USABLE)
-    plans = list(_plans(choice.config, shape, reward_shape, total))
-    in_host = [plan for plan in plans if plan.host_bytes <= host]
-    plan = next((p for p in in_host if p.gpu_bytes <= usable), None)
-    if plan is None:
-        _refuse_what_cannot_fit(plans, usable, free, host, shape)
-    fits = plan is not None
-    plan = plan or min(in_host, key=lambda p: p.gpu_bytes)
-    why = "fits into memory" if fits else "the smallest that is tried"
-    choice = choice.with_default("trainer.take_turns", plan.turns, _why_turns(plan))
-    choice = _choose_sizes(choice, gradient_checkpointing=plan.recompute, token_budget=plan.token_budget, why=why)
-    if plan.server is not None:
-        choice = _choose_share(choice, plan, total)
-    elif not choice.config.rollout.urls:
-        choice = choice.with_default("rollout.gpu_memory_utilization", _ALONE, "the server has its GPU alone")
-    is_estimate = "" if shape.is_exact else " (upper bounds: the planner knows only the sizes of its parameters)"
-    line = _memory_line(plan, free) + is_estimate
-    if not fits:
-        line += "; expect it to run out of memory: use actor.zero.stage=3, zero.offload, LoRA or more GPUs"
-    server_bytes = plan.server.total if plan.server is not None else 0
-    return replace(
-        choice,
-        memory=line,
-        rank_bytes=plan.rank.peak,
-        server_bytes=server_bytes,
-        gpu_bytes=plan.gpu_bytes,
-        host_bytes=plan.host_bytes,
-        moved_bytes=plan.moved_bytes,
-    )
-
-
-def _refuse_what_cannot_fit(plans: Sequence[_Plan], usable: int, free: int, host: float, shape: ModelShape) -> None:
-    """Raises InputError if no way can work; a plan that only its estimated activations make too large may be tried."""
-    states = plans[-1].rank.states
-    if states > usable and shape.is_exact:
-        raise InputError(
-            f"model.path: weights, gradients and optimizer states of a rank take {_gib(states)}, and a "
-            f"GPU has {_gib(free)} free; use more GPUs with actor.zero.stage=3, "
-            "actor.zero.offload.optimizer=cpu, or actor.lora.rank=16"
-        )
-    fits_gpu = [plan for plan in plans if plan.gpu_bytes <= usable]
-    if (fits_gpu and shape.is_exact) or not any(plan.host_bytes <= host for plan in plans):
-        needed = min(plan.host_bytes for plan in fits_gpu or plans)
-        raise InputError(
-            f"model.path: ranks and servers fit on {_gib(free)} of GPU memory only in turns, which need "
-            f"{_gib(needed)} of host memory, and {_gib(host)} can be used; train adapters (actor.lora.rank=16), or use "
-            "more GPUs with actor.zero.stage=3"
-        )
-
-
-def _why_turns(plan: _Plan) -> str:
-    if plan.server is None:
-        return "no server shares a GPU with a rank"
-    if plan.turns == "never":
-        return "rank and server fit side by side"
-    return "rank and server do not fit side by side"
-
-
-def _memory_line(plan: _Plan, free: int) -> str:
-    """The memory plan for the user."""
-    rank, server = plan.rank, plan.server
-    if server is None:
-        return f"memory of a GPU: {_gib(rank.peak)} for a rank at its peak, of {_gib(free)} free"
-    of_server = f"(weights {server.weights / 2**30:.1f}, KV cache {server.kv_cache / 2**30:.1f})"
-    if plan.turns == "never":
-        return (
-            f"memory of a GPU: {_gib(rank.peak)} for a rank at its peak, {_gib(server.total)} for the server "
-            f"{of_server}, of {_gib(free)} free"
-        )
-    line = (
-        f"memory of a GPU in turns: {_gib(rank.peak)} for a rank at its peak and {_gib(server.asleep)} for a sleeping "
-        f"server; {_gib(server.total)} for the server {of_server} and "
-        f"{_gib(rank.kept if plan.turns == 'both' else rank.beside)} for a waiting rank, of {_gib(free)} free"
-    )
-    if not plan.moved_bytes:
-        return f"{line}; nothing is moved, servers discard their weights"
-    what = [
-        *(["optimizer states and gradients"] if plan.turns == "both" else []),
-        *(["the servers' weights"] if plan.level_1 else []),
-    ]
-    seconds = plan.moved_bytes / _MOVED_PER_S
-    return (
-        f"{line}; {' and '.join(what)} wait in host memory ({_gib(plan.host_bytes)}): {seconds:.0f} s a step, "
-        f"estimated at {_MOVED_PER_S / 1e9:.0f} GB/s"
-    )
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
-
-
-def _choose_share(choice: Choice[JobConfigT], plan: _Plan, total: int) -> Choice[JobConfigT]:
-    """The server's KV cache, and the share of the GPU that vLLM wants to find free at its start."""
-    assert plan.server is not None
-    rollout = choice.config.rollout
-    if rollout.gpu_memory_utilization is None:
-        gib = round(plan.server.kv_cache * rollout.tensor_parallel_size / 2**30, 2)
-        why = f"{plan.kv_share:.0%} of all sequences at full length"
-        choice = choice.with_default("rollout.kv_cache_gib", max(gib, 0.01), why)
-    share = min(0.99, math.ceil(plan.server.total / total * 100) / 100)
-    return choice.with_default("rollout.gpu_memory_utilization", share, "what the server needs")
-
-
-def _choose_sizes(
-    choice: Choice[JobConfigT], *, gradient_checkpointing: bool, token_budget: int | None, why: str
-) -> Choice[JobConfigT]:
-    for model in choice.config.models:
-        choice = choice.with_default(f"{model.section}.gradient_checkpointing", gradient_checkpointing, why)
-    if choice.config.batch.micro_batch_size is not None:
-        return choice
-    return choice.with_default("batch.token_budget", token_budget, why)
-
-
-def _plans(config: JobConfig, shape: ModelShape, reward_shape: ModelShape | None, total: int) -> Iterator[_Plan]:
-    """All ways in the order of preference; at least one."""
-    is_open = any(model.engine.gradient_checkpointing is None for model in config.models)
-    budgets: Sequence[int | None] = _TOKEN_BUDGETS
-    if config.batch.micro_batch_size is not None or config.batch.token_budget is not None:
-        budgets = (config.batch.token_budget,)
-    sizes = _sizes((False, True) if is_open else (False,), budgets)
-    for turns in _turns(config):
-        for shares in _KV_SHARES:
-            for recompute, budget in sizes:
-                rank = _rank_memory(config, shape, reward_shape, recompute, budget)
-                for share in shares:
-                    yield _Plan(
-                        turns=turns,
-                        recompute=recompute,
-                        token_budget=budget,
-                        kv_share=share,
-                        rank=rank,
-                        server=_server_memory(config, shape, share, total),
-                        level_1=sleep_level(adapters_alone=config.rollout.max_lora_rank is not None) == 1,
-                        servers_on_host=config.rollout.server_count * config.rollout.tensor_parallel_size,
-                    )
-
-
-def _sizes(recompute: Sequence[bool], budgets: Sequence[BudgetT]) -> list[tuple[bool, BudgetT]]:
-    """Whether to recompute and the size of micro batches, in the order of preference."""
-    sizes = list(itertools.product(recompute, budgets))
-    # Small micro batches without recomputation are no better than larger ones with it.
-    return [size for size in sizes if size != (False, _TOKEN_BUDGETS[-1])] if len(recompute) > 1 else sizes
-
-
-def _turns(config: JobConfig) -> tuple[Turns, ...]:
-    """The values of `trainer.take_turns` to try."""
-    if config.trainer.take_turns is not None:
-        return (config.trainer.take_turns,)
-    return ("never", "servers", "both") if _shares_gpus(config) and not config.trainer.max_staleness else ("never",)
-
-
-def _shares_gpus(config: JobConfig) -> bool:
-    """Whether servers are on the ranks' GPUs."""
-    return not config.rollout.urls and config.trainer.colocate
-
-
-def _rank_memory(
-    config: JobConfig, shape: ModelShape, reward_shape: ModelShape | None, recompute: bool, budget: int | None
-) -> _Rank:
-    """The rank with the most, and what the ranks move in turns."""
-    tokens = budget or config.batch.max_packed_tokens
-    if config.batch.micro_batch_size is not None:
-        tokens = config.batch.micro_batch_size * _longest(config)
-    shared: list[MemoryEstimate] = []
-    alone: list[MemoryEstimate] = []
-    for model in config.models:
-        engine = model.engine
-        if engine.gradient_checkpointing is None:
-            engine = replace(engine, gradient_checkpointing=recompute)
-        ranks = model.own_ranks or config.trainer.rank_count
-        estimate = estimate_memory(
-            shape,
-            engine,
-            dp=max(1, ranks // engine.sequence_parallel),
-            tokens_per_micro_batch=max(tokens, _longest(config)) * engine.sequence_parallel,
-            head=model.head,
-        )
-        (alone if model.own_ranks else shared).append(estimate)
-    frozen = shared[0].weights.device if config.keeps_reference else 0
-    if reward_shape is not None:
-        frozen += _reward_weights(config, reward_shape)
-    groups = [shared, *([estimate] for estimate in alone)]
-    states = [sum(map(_states, group)) for group in groups]
-    beside = [n + frozen * (group is shared) for n, group in zip(states, groups, strict=True)]
-    # The weights of the actor stay for the push; all other states move.
-    kept = [sum(e.buffers.device for e in group) + (group is shared) * shared[0].weights.device for group in groups]
-    moved = [n - k for n, k in zip(beside, kept, strict=True)]
-    return _Rank(
-        peak=max(_reserved(n, max(e.activations.device for e in g)) for n, g in zip(beside, groups, strict=True)),
-        states=max(states),
-        beside=max(beside) + _TRAINER_BYTES,
-        kept=max(kept) + _TRAINER_BYTES,
-        moved=max(moved),
-        moved_on_host=sum(n * group[0].num_ranks for n, group in zip(moved, groups, strict=True)),
-        saved_on_host=sum(e.num_ranks * (e.weights.device + e.optimizer.device) for group in groups for e in group)
-        if config.trainer.save_freq
-        else 0,
-    )
-
-
-def _reward_weights(config: JobConfig, shape: ModelShape) -> int:
-    """Device bytes of the reward model's weights on a rank. Its forward pass needs less than an update of the actor."""
-    engine = replace(config.actor, lora=None)
-    dp = max(1, config.trainer.rank_count // engine.sequence_parallel)
-    return estimate_memory(shape, engine, dp=dp, tokens_per_micro_batch=1, head="value").weights.device
-
-
-def _states(estimate: MemoryEstimate) -> int:
-    """Device bytes of weights, gradients, optimizer and buffers."""
-    return estimate.device_bytes - estimate.activations.device
-
-
-def _reserved(states: int, activations: int) -> int:
-    """Device bytes of a rank whose step needs `activations` beside `states`."""
-    return states + int(activations * _FRAGMENTATION) + _TRAINER_BYTES
-
-
-def _server_memory(config: JobConfig, shape: ModelShape, kv_share: float, total: int) -> ServerMemory | None:
-    """The server on a rank's GPU; None if there is none."""
-    rollout = config.rollout
-    if not _shares_gpus(config):
-        return None
-    size = 4 if rollout.dtype == "float32" else 2
-    per_token = 2 * shape.num_layers * shape.kv_width * kv_value_bytes(rollout)
-    sequences = rollout.max_num_seqs or 256
-    longest = rollout.max_model_len or _longest(config)
-    needed = max(longest, int(min(sequences, _samples_per_server(config)) * min(longest, _longest(config)) * kv_share))
-    if rollout.kv_cache_gib is not None:
-        needed = int(rollout.kv_cache_gib * 2**30 / per_token)
-    memory = estimate_server_memory(
-        weight_bytes=_server_weights(rollout, shape, size),
-        kv_bytes_per_token=per_token,
-        kv_tokens=needed,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        vocab=shape.vocab,
-        max_num_seqs=sequences,
-        tensor_parallel_size=rollout.tensor_parallel_size,
-        element_bytes=size,
-        graphs=not rollout.enforce_eager,
-    )
-    if rollout.gpu_memory_utilization is not None and rollout.kv_cache_gib is None:
-        # vLLM fills its share with the KV cache.
-        rest = int(rollout.gpu_memory_utilization * total) - memory.total + memory.kv_cache
-        return replace(memory, kv_cache=max(0, rest))
-    return memory
-
-
-def _server_weights(rollout: RolloutConfig, shape: ModelShape, size: int) -> int:
-    """Bytes of a server's weights with `size` bytes per element. In NF4, one dequantized matrix comes on top."""
-    total = sum(weight.size for weight in shape.weights())
-    if rollout.quantization == "none":
-        return size * total
-    matrices = [weight.size for weight in shape.linear_layers()]
-    rounded = shape.num_layers * sum(matrices)
-    return size * (total - rounded + max(matrices)) + shape.num_layers * sum(map(nf4_bytes, matrices))
-
-
-# ------------------------------------------------------------------ dotted keys
-
-
-def _value(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def _with_value(config: Any, key: str, value: Any) -> Any:
-    name, _, rest = key.partition(".")
-    return replace(config, **{name: _with_value(getattr(config, name), rest, value) if rest else value})
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

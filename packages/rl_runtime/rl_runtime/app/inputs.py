@@ -70,6 +70,7 @@ def load_inputs(
             num_demonstrations=task.num_demonstrations,
             num_pairs=task.num_pairs if isinstance(task, PreferenceTaskSize) else 0,
             num_val_pairs=task.num_val_pairs if isinstance(task, PreferenceTaskSize) else 0,
+            slip_share=task.slip_share if isinstance(task, PreferenceTaskSize) else 0.0,
             seed=seed,
         )
         train, val, demonstrations = (str(written.train),), (str(written.val),), (str(written.demonstrations),)

@@ -15,6 +15,7 @@ from weight_sync import SyncConfig
 from ..config import (
     DynamicSamplingConfig,
     EpisodeConfig,
+    FrozenModel,
     ModelConfig,
     OversamplingConfig,
     ScoringConfig,
@@ -172,6 +173,11 @@ class JobConfig:
     def keeps_reference(self) -> bool:
         """Whether the ranks keep a frozen copy of the first policy (`Job.reference`)."""
         return False
+
+    @property
+    def frozen_models(self) -> tuple[FrozenModel, ...]:
+        """Models of other folders that the actor's ranks keep beside the trained ones."""
+        return self.reward.frozen_models
 
     @property
     def greedy_baseline(self) -> bool:

@@ -30,7 +30,8 @@ from ..training.loop import LoopResult, Restart, TrainingLoop
 from ..training.record import RunRecord
 from ..training.reward_model import RewardModel
 from ..training.uploads import open_uploader
-from .choices import Choice, divides
+from .choice import Choice
+from .choices import divides
 from .inputs import chat_format, load_inputs
 from .job import Algorithm, Job, JobPlan
 from .job_config import JobConfig, JobConfigT

@@ -30,7 +30,7 @@ from ..training.objective import Objective
 from ..training.record import RunRecord
 from ..training.supervised_loop import SupervisedLoop, SupervisedResult
 from ..training.uploads import check_checkpoint_url, open_uploader
-from .choices import Choice
+from .choice import Choice
 from .inputs import Inputs, load_examples, load_inputs
 from .preflight import (
     check_architectures,

@@ -214,7 +214,8 @@ class HeldOutPreferences:
         Args:
             measure: metrics by name without `val/`; `loss` among them.
             prompts: desirable responses with their prompts.
-            tokenizer, config: of a model that answers prompts.
+            tokenizer: of a model that answers prompts.
+            config: how many prompts are answered, and with how many tokens.
         """
         self._measure, self._prompts, self._tokenizer, self._config = measure, prompts, tokenizer, config
 

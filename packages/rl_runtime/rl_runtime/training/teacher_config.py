@@ -6,6 +6,8 @@ from typing import Literal
 from rl_core import DivergenceKind
 from rollout_vllm import RolloutConfig
 
+from ..config import FrozenModel
+
 Signal = Literal["sampled", "top_k", "full"]
 
 
@@ -58,3 +60,10 @@ class TeacherConfig:
                 f"server.max_lora_rank is {self.server.max_lora_rank}; allowed: null, because servers of vLLM 0.32 "
                 "with LoRA enabled fail on log-probs of given tokens"
             )
+
+    @property
+    def frozen_models(self) -> tuple[FrozenModel, ...]:
+        """The teacher, if it is on the trainer's ranks."""
+        if self.on != "ranks" or self.model is None:
+            return ()
+        return (FrozenModel(key="teacher.model", path=self.model, keeps_distributions=self.signal == "full"),)

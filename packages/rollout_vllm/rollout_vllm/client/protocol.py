@@ -1,4 +1,4 @@
-"""JSON of the completion request and its response: pure functions (OpenAI API of vLLM 0.26 to 0.33).
+"""JSON of the completion request and its response: pure functions (OpenAI API of vLLM 0.26 to 0.32).
 
 The request is /v1/completions with token ids as the prompt. It uses these vLLM extensions: `return_token_ids` (token
 ids of the response), `return_tokens_as_token_ids` (log-prob tokens as "token_id:17", the fallback for servers without

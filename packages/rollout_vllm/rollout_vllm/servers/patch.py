@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-TESTED = ">=0.26,<0.34"
+TESTED = ">=0.26,<0.33"
 """vLLM's tested versions."""
 
 IDS_ONLY = "plinth_ids_only"

@@ -73,8 +73,8 @@ pre { background:var(--card); border:1px solid var(--edge); border-radius:8px; p
   nav div { flex-wrap:nowrap; overflow-x:auto; scrollbar-width:none; white-space:nowrap; padding:9px 14px; }
   .tiles { grid-template-columns:repeat(auto-fill,minmax(150px,1fr)); gap:8px; } .tile b { font-size:16px; }
   .stack svg { width:760px; max-width:none; } .share { display:none; }
-  table { font-size:13px; } th, td { padding:4px 6px; } .wide th { overflow-wrap:anywhere; min-width:70px; }
-  .wide td:first-child { white-space:normal; overflow-wrap:anywhere; min-width:160px; } }
+  table { font-size:13px; } th, td { padding:4px 6px; } .wide th { min-width:70px; }
+  .wide td:first-child { white-space:normal; min-width:150px; } }
 @media print { nav, .bar-row, button { display:none; } }
 """
 STYLE = CHART_STYLE + _PAGE_STYLE

@@ -12,7 +12,16 @@ from ..tracking.panels import Section, choose_panels, measured_columns, single_p
 from ..tracking.summary import tail_mean
 from .data import MAX_ROLLOUTS, read_run, spread
 from .overview import config_differences, overview
-from .page import METRIC_FILTER, assemble, figure, figure_grid, number_table, phase_order, rollouts_section
+from .page import (
+    METRIC_FILTER,
+    assemble,
+    figure,
+    figure_grid,
+    number_table,
+    phase_order,
+    rollouts_section,
+    seconds_a_step,
+)
 from .shared_prompts import Record, SharedPrompt, shared_prompts
 from .sides import Response, Side, side_by_side
 from .svg import Series, line_chart, stack_chart
@@ -82,7 +91,7 @@ def _time(tables: Mapping[str, MetricsTable]) -> str:
     """Mean seconds per step: one bar per run, and a table of phases with one column per run."""
     columns = columns_of(tables.values())
     phases = phase_order([name for name in columns if name.startswith("timing_s/")])
-    means = {name: [fmean(table.series(name)[1] or [math.nan]) for table in tables.values()] for name in phases}
+    means = {name: [seconds_a_step(table, name) for table in tables.values()] for name in phases}
     if not means:
         return ""
     chart = ""

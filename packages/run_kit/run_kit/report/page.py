@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -156,10 +157,16 @@ def _time(table: MetricsTable, panels: Sequence[Panel]) -> str:
         for name, values in zip(panel.metrics, heights, strict=True)
         if table.series(name)[0]
     ]
-    return figure(panel, series, stack_chart(series, title=panel.title)) + _time_table(table, len(steps))
+    return figure(panel, series, stack_chart(series, title=panel.title)) + _time_table(table)
 
 
-def _time_table(table: MetricsTable, num_steps: int) -> str:
+def seconds_a_step(table: MetricsTable, phase: str) -> float:
+    """Total of a phase divided by the number of timed steps, also of those without the phase; NaN if it never ran."""
+    values = table.series(phase)[1]
+    return math.fsum(values) / (len(table.series("timing_s/step")[1]) or len(values)) if values else math.nan
+
+
+def _time_table(table: MetricsTable) -> str:
     total_s = math.fsum(table.series("timing_s/step")[1])
     rows = []
     for name in phase_order([n for n in table.columns if n.startswith("timing_s/")]):
@@ -172,7 +179,7 @@ def _time_table(table: MetricsTable, num_steps: int) -> str:
         pad = 10 + 20 * path.count("/")
         rows.append(
             f'<tr><td style="padding-left:{pad}px">{escape(path.rpartition("/")[2])}</td>'
-            f'<td class="num">{seconds:.2f}</td><td class="num">{seconds / num_steps:.3f}</td>'
+            f'<td class="num">{seconds:.2f}</td><td class="num">{seconds_a_step(table, name):.3f}</td>'
             f'<td class="num">{100 * share:.1f}%</td><td class="share"><div class="track">'
             f'<div class="fill" style="width:{min(100.0, 100 * share):.1f}%"></div></div></td></tr>'
         )
@@ -208,15 +215,20 @@ def _summary_table(table: MetricsTable, names: Sequence[str], body_id: str = "")
 
 def number_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], body_id: str = "") -> str:
     """A table whose rows are a name and cells aligned to the right; `body_id` lets the page filter the rows."""
-    titles = "".join(f"<th{' class=num' if i else ''}>{escape(text)}</th>" for i, text in enumerate(head))
+    titles = "".join(f"<th{' class=num' if i else ''}>{_breakable(text)}</th>" for i, text in enumerate(head))
     lines = "".join(
-        f'<tr data-name="{escape(name.lower(), quote=True)}"><td>{escape(name)}</td>'
+        f'<tr data-name="{escape(name.lower(), quote=True)}"><td>{_breakable(name)}</td>'
         + "".join(f'<td class="num">{escape(cell)}</td>' for cell in cells)
         + "</tr>"
         for name, cells in rows
     )
     mark = f' id="{body_id}"' if body_id else ""
     return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody{mark}>{lines}</tbody></table></div>'
+
+
+def _breakable(name: str) -> str:
+    """HTML of a name that a narrow table may break after `/`, `_` and `.`."""
+    return re.sub(r"([/_.])(?=\w)", r"\1<wbr>", escape(name))
 
 
 def rollouts_section(records: Sequence[dict[str, Any]], num_rollouts: int) -> str:

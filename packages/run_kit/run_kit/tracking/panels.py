@@ -22,7 +22,8 @@ class Panel:
     section: Section = "curves"
 
 
-_SUPERVISED = ("sft", "reward", "dpo", "ipo", "kto")
+_PREFERENCES = ("reward", "dpo", "ipo", "kto")
+_SUPERVISED = ("sft", *_PREFERENCES)
 _LOSSES = ("actor/loss", *(f"{name}/loss" for name in _SUPERVISED))
 _SUPERVISED_NORMS = tuple(f"{name}/grad_norm" for name in _SUPERVISED)
 # The panels in their order, with patterns (as in file names) for the metrics that they show.
@@ -31,6 +32,12 @@ _KNOWN = (
     Panel(title="Rewards", unit="", metrics=("reward/*/mean",)),
     Panel(title="Held-out", unit="", metrics=("val/*accuracy*", "val/*score*")),
     Panel(title="Loss", unit="", metrics=(*_LOSSES, "val/loss", "critic/vf_loss", "critic/loss")),
+    Panel(title="Margin", unit="", metrics=(*(f"{name}/margin" for name in _PREFERENCES), "val/margin")),
+    Panel(
+        title="Implicit rewards",
+        unit="",
+        metrics=tuple(f"{name}/{side}_reward" for name in _PREFERENCES for side in ("chosen", "rejected")),
+    ),
     Panel(title="Gradient norm", unit="", metrics=("actor/grad_norm", "critic/grad_norm", *_SUPERVISED_NORMS)),
     Panel(title="Critic", unit="", metrics=("critic/explained_variance", "critic/values/mean", "critic/returns/mean")),
     Panel(title="Throughput", unit="tokens/s per device", metrics=("perf/throughput",)),
@@ -50,7 +57,7 @@ _KNOWN = (
     ),
     Panel(
         title="Memory",
-        unit="GiB (host), GB (GPU)",
+        unit="GiB",
         metrics=("memory/host_peak_gib", "perf/max_memory_reserved_gb", "memory/*_gib", "perf/*memory*_gb"),
         section="memory",
     ),
@@ -106,7 +113,8 @@ def choose_panels(columns: Sequence[str], *, limit: int = 12) -> list[Panel]:
     for known in _KNOWN:
         names = _stack_parts(columns) if known.kind == "stack" else _matching(columns, known.metrics)
         if names:
-            panels.append(replace(known, metrics=tuple(names[: _MAX_METRICS.get(known.title, 4)])))
+            shown = tuple(names[: _MAX_METRICS.get(known.title, 4)])
+            panels.append(replace(known, metrics=shown, unit=_unit(known, shown)))
     if not panels:
         panels = [Panel(title=name, unit="", metrics=(name,)) for name in columns]
     return panels[:limit]
@@ -121,10 +129,16 @@ def single_panels(columns: Sequence[str], *, each: int | None = None) -> list[Pa
     found = []
     for panel in choose_panels(columns):
         for name in ("timing_s/step",) if panel.kind == "stack" else panel.metrics[:each]:
-            unit = "GB" if name.endswith("_gb") else panel.unit
             section: Section = "curves" if panel.kind == "stack" else panel.section  # a whole step is a curve
-            found.append(Panel(title=name, unit=unit, metrics=(name,), section=section))
+            found.append(Panel(title=name, unit=_unit(panel, (name,)), metrics=(name,), section=section))
     return found
+
+
+def _unit(panel: Panel, names: Sequence[str]) -> str:
+    """GPUs count their memory in GB, hosts in GiB; every other unit is the panel's."""
+    ends = {"GB": any(name.endswith("_gb") for name in names), "GiB": any(name.endswith("_gib") for name in names)}
+    found = [unit for unit, is_used in ends.items() if is_used]
+    return "GiB (host), GB (GPU)" if len(found) == 2 else found[0] if found else panel.unit
 
 
 def _matching(columns: Sequence[str], patterns: Sequence[str]) -> list[str]:

@@ -70,7 +70,7 @@ def check_server(endpoint: Endpoint, *, timeout_s: float = 120.0) -> None:
 
 
 class ServerControl:
-    """Synchronous HTTP client of one server's weight-transfer routes (VLLM_SERVER_DEV_MODE=1), vLLM 0.26 to 0.33.
+    """Synchronous HTTP client of one server's weight-transfer routes (VLLM_SERVER_DEV_MODE=1), vLLM 0.26 to 0.32.
 
     Opens a connection per call: uvicorn drops idle connections after seconds, and a sync makes about ten calls. Every
     method raises ServerError.

@@ -1,4 +1,4 @@
-"""The weight-transfer engine that vLLM creates in every worker, for vLLM 0.26 to 0.33.
+"""The weight-transfer engine that vLLM creates in every worker, for vLLM 0.26 to 0.32.
 
 vLLM calls ``init_transfer_engine`` (a pusher claims this worker), ``start_weight_update``, ``update_weights`` (once per
 sync: the worker connects to the pusher and returns when it has loaded everything) and ``finish_weight_update``.

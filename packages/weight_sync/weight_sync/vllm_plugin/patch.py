@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from ..errors import SyncConfigError
 
-TESTED = ">=0.26,<0.34"
+TESTED = ">=0.26,<0.33"
 """vLLM's tested versions."""
 
 PATCHES: "list[Patch]" = []

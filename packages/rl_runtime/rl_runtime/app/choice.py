@@ -1,0 +1,65 @@
+"""A configuration whose open settings were chosen, with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(Generic[ConfigT]):
+    """A configuration without open settings, and why each was chosen."""
+
+    config: ConfigT
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Dotted key -> why it has its value; given settings are not among them."""
+    devices: str = "the CPU"
+    memory: str = ""
+    """The memory plan in one line; empty without one."""
+    rank_bytes: int = 0
+    """Planned bytes of a rank at its peak."""
+    server_bytes: int = 0
+    """Planned bytes of the server on the rank's GPU, awake."""
+    gpu_bytes: int = 0
+    """Planned bytes of both, in the turn with the most if they take turns."""
+    host_bytes: int = 0
+    """Planned bytes of host memory that turns need."""
+    moved_bytes: int = 0
+    """Bytes that one GPU and the host exchange in a step for turns, in both directions."""
+
+    def with_default(self, key: str, value: Any, why: str) -> Choice[ConfigT]:
+        """Sets an open setting."""
+        if value_of(self.config, key) is not None:
+            return self
+        return replace(self, config=with_value(self.config, key, value), reasons={**self.reasons, key: why})
+
+    def lines(self) -> list[str]:
+        """What was chosen, for the user: at most three lines."""
+        if not self.reasons:
+            return []
+        chosen = ", ".join(f"{key}={_text(value_of(self.config, key))}" for key in self.reasons)
+        return [f"chosen for {self.devices}: {chosen}", *([self.memory] if self.memory else [])]
+
+    def comment(self) -> str:
+        """What was chosen and why, one setting a line."""
+        lines = [f"{key}={_text(value_of(self.config, key))}: {why}" for key, why in self.reasons.items()]
+        head = [f"Chosen for {self.devices}; every other value was given or is a default."] if lines else []
+        return "\n".join([*head, *lines, *([self.memory] if self.memory else [])])
+
+
+def value_of(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def with_value(config: Any, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    return replace(config, **{name: with_value(getattr(config, name), rest, value) if rest else value})
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
