@@ -17,6 +17,7 @@ import argparse
 import itertools
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -259,13 +260,20 @@ def cases(stages: Iterable[int], contestants: Iterable[str]) -> list[tuple[int, 
     return [(0, "ddp")] * ("ddp" in names) + list(staged)
 
 
+def free_port() -> int:
+    """A port of the loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def work(args: argparse.Namespace) -> None:
     """Run one rank of one case."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    init_distributed(rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), device)
+    init_distributed(rank, size, "127.0.0.1", args.store_port, device)
     result = measure(args.contestants[0], args.stages[0], args, args.folder, device)
     if rank == 0:
         print(json.dumps(result), flush=True)
@@ -288,6 +296,7 @@ def main() -> None:
     parser.add_argument("--keep-gib", type=float, default=0.5, help="GiB of logits that the fused op may keep")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--store-port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if "RANK" in os.environ:
         work(args)
@@ -304,7 +313,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_random_model(args.model, Path(folder))
         for stage, name in cases(args.stages, args.contestants):
-            case = ["--folder", folder, "--stages", str(stage), "--contestants", name]
+            # torchrun itself listens at MASTER_PORT.
+            case = ["--folder", folder, "--stages", str(stage), "--contestants", name, "--store-port", str(free_port())]
             ran = subprocess.run([*launch, *sys.argv[1:], *case], stdout=subprocess.PIPE, text=True, check=False)
             lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
             print(lines[-1] if lines else f"stage {stage}, {name}: failed with exit code {ran.returncode}", flush=True)
