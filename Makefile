@@ -7,9 +7,11 @@ TYPED := $(patsubst %/py.typed,%,$(wildcard packages/*/*/py.typed))
 WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 # Two ranks and a server share the cores: one compute thread each is fastest.
 export OMP_NUM_THREADS ?= 1
+# The list that `make audit` reads.
+STACK ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants dist alone sbom pictures clean distclean
+.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants dist alone licenses sbom audit pictures clean distclean
 
 help: ## Show this list
 	@echo "Plinth. Targets:"
@@ -55,8 +57,18 @@ dist: setup ## Build the wheel and the sdist of every package into dist/, reprod
 alone: setup ## Test each package alone: its wheel, what it declares and nothing else, its fast tests
 	$(PYTHON) scripts/test_alone.py $(ARGS)
 
+licenses: setup ## Print the license of every installed distribution; fails for one that is not allowed (make test checks it too)
+	$(PYTHON) scripts/licenses.py
+
 sbom: setup ## Write the software bills of materials (CycloneDX) of both stacks into dist/
 	$(PYTHON) scripts/sbom.py $(ARGS)
+
+# Without hashes: pip-audit wants them for all or for none, and torch in the CPU list has none.
+audit: setup ## Look up known vulnerabilities of the pins of STACK=cpu or cuda (installs pip-audit into .cache/audit; not in CI)
+	$(PYTHON) -m venv .cache/audit
+	.cache/audit/bin/python -m pip install --quiet pip-audit
+	sed 's/ .*//' 3rdparty/$(STACK).txt > .cache/audit/pins.txt
+	.cache/audit/bin/pip-audit --strict --no-deps --disable-pip -r .cache/audit/pins.txt
 
 pictures: setup ## Make README's pictures from a finished run: ARGS='outputs/RUN --browser PYTHON' (PyQt6-WebEngine)
 	$(PYTHON) scripts/pictures.py $(ARGS)

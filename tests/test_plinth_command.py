@@ -1,6 +1,7 @@
 """The `plinth` command over the installed packages and apps."""
 
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -11,7 +12,7 @@ from run_kit.commands import GROUP, main
 
 APPS = Path(__file__).resolve().parents[1] / "apps"
 COMMANDS = {"grpo", "ppo", "sft", "evaluate", "bench", "forecast", "ckpt", "report", "plan", "prepare", "runs", "slurm"}
-COMMANDS |= {"rayjob", "completion"}
+COMMANDS |= {"rayjob", "completion", "distill", "reward", "dpo", "doctor"}
 
 
 def test_every_command_is_registered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,6 +30,14 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         code = exit_.code
     assert code in (0, None)
     assert len(capsys.readouterr().out) > 50
+
+
+def test_a_function_in_the_working_folder_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "my_reward.py").write_text("def score(response_text, prompt):\n    return 1.0\n")
+    command = [Path(sys.executable).with_name("plinth"), "grpo", "reward.function=my_reward:scores"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: reward.function is 'my_reward:scores', but my_reward has no function 'scores'\n"
 
 
 def test_bash_completes_the_apps_in_a_third_of_a_second(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,9 +114,9 @@ def find_in_browser(site: Path, browser: str, word: str) -> list[str]:
     """Pages of the site that its search finds in Chromium, without a server, the best first."""
     page = (site / "index.html").resolve().as_uri() + f"?q={word}"
     with tempfile.TemporaryDirectory() as profile:
-        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         # The document is printed once nothing is left to load.
-        command += ["--virtual-time-budget=60000", "--dump-dom", page]
+        command += [f"--user-data-dir={profile}", "--virtual-time-budget=60000", "--dump-dom", page]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     root = re.escape(site.resolve().as_uri())
     links = re.findall(rf'<a href="{root}/([^"?#]+)[^"]*" class="md-search-result__link"', done.stdout)
@@ -125,7 +125,11 @@ def find_in_browser(site: Path, browser: str, word: str) -> list[str]:
 
 def _search_problems(site: Path, browser: str) -> Iterator[str]:
     word, page = "staleness", "docs/async.html"
-    found = find_in_browser(site, browser, word)
+    try:
+        found = find_in_browser(site, browser, word)
+    except subprocess.SubprocessError as error:
+        yield f"the search cannot be tried: {error}"
+        return
     if page not in found:
         yield f"index.html?q={word}: the search finds {', '.join(found) or 'nothing'}, not {page}"
 

@@ -1,6 +1,7 @@
 """Bounded staleness: the schedule, and `RolloutsAhead` under thousands of interleavings of what can happen."""
 
 import json
+import random
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -154,7 +155,7 @@ class Servers:
             job.num_returned = len(job.versions)
         self.version = version
 
-    def finish(self, job: Job, num_failed: int) -> None:
+    def finish(self, job: Job, num_failed: int, *, scores_differ: bool = True) -> None:
         job.versions.append(self.version)
         items = [
             Experience(
@@ -167,7 +168,7 @@ class Servers:
                 rollout_log_probs=None,
                 finish_reason="stop",
                 version_spans=tuple(map(tuple, spans(job.versions))),
-                score=float(index),
+                score=float(index * scores_differ),
             )
             for index in range(NUM_SAMPLES - num_failed)
         ]
@@ -185,14 +186,22 @@ def prompts(count: int) -> list[Prompt]:
 class AheadMachine(RuleBasedStateMachine):
     """A training loop whose servers, pushes, checkpoints and deaths come in any order."""
 
-    @initialize(batch_size=st.integers(1, 3), staleness=st.integers(1, 3), extra=st.integers(0, 2), drop=st.booleans())
-    def begin(self, batch_size: int, staleness: int, extra: int, drop: bool) -> None:
+    @initialize(
+        batch_size=st.integers(1, 3),
+        staleness=st.integers(1, 3),
+        extra=st.integers(0, 2),
+        drop=st.booleans(),
+        rounds=st.integers(0, 2),
+    )
+    def begin(self, batch_size: int, staleness: int, extra: int, drop: bool, rounds: int) -> None:
+        self.rounds = 0 if extra else rounds
         self.settings: dict[str, Any] = {
             "batch_size": batch_size,
             "max_staleness": staleness,
             "last_step": LAST_STEP,
             "extra_groups": min(extra, batch_size),
             "stale": "drop" if drop and extra else "finish",
+            "replaces": self.rounds > 0,
         }
         ahead_module._CHECK_S = 0.0  # nothing else happens while the loop waits
         self.step, self.ledger, self.saved = 0, {}, None
@@ -211,6 +220,7 @@ class AheadMachine(RuleBasedStateMachine):
             sampler=self.sampler,
             sampling=SamplingConfig(n=NUM_SAMPLES),
             draw=lambda count: [data[i] for i in self.sampler.next(count)],
+            dynamic_sampling=DynamicSamplingConfig(max_rounds=self.rounds),
         )
         client: Any = self.servers
         self.ahead = RolloutsAhead(rollouts, client, Schedule(**self.settings), check=lambda: None)
@@ -238,9 +248,10 @@ class AheadMachine(RuleBasedStateMachine):
         job.versions += [self.servers.version] * tokens
 
     @precondition(lambda self: self.servers.running)
-    @rule(data=st.data(), num_failed=st.sampled_from([0, 0, 0, 1, 2]))
-    def finish(self, data: st.DataObject, num_failed: int) -> None:
-        self.servers.finish(data.draw(st.sampled_from(self.servers.running)), num_failed)
+    @rule(data=st.data(), num_failed=st.sampled_from([0, 0, 0, 1, 2]), scores_differ=st.booleans())
+    def finish(self, data: st.DataObject, num_failed: int, scores_differ: bool) -> None:
+        job = data.draw(st.sampled_from(self.servers.running))
+        self.servers.finish(job, num_failed, scores_differ=scores_differ)
 
     @precondition(lambda self: self.step < LAST_STEP)
     @rule(saves=st.booleans(), data=st.data())
@@ -248,7 +259,13 @@ class AheadMachine(RuleBasedStateMachine):
         """A step, for which the servers finish what it waits for."""
         step = self.step + 1
         order = data.draw(st.permutations(self.servers.running))
-        self.ahead._check = lambda: self.servers.finish(next(j for j in order if not j.future.done()), 0)
+        chance = random.Random(data.draw(st.integers(0, 999)))
+
+        def finish_one() -> None:  # also of the groups that replace others meanwhile
+            job = next(job for job in (*order, *self.servers.running) if not job.future.done())
+            self.servers.finish(job, 0, scores_differ=chance.random() < 0.5)
+
+        self.ahead._check = finish_one
         try:
             collected = self.ahead.collect(step, lambda _: nullcontext())
         except RolloutFailed:  # ends the run
@@ -262,6 +279,7 @@ class AheadMachine(RuleBasedStateMachine):
             sample = (item.group_key, item.sample_index)
             assert sample not in self.ledger, "a sample is trained on twice"
             self.ledger[sample] = step
+        self.check_replacements(collected)
         self.ended = {group.key for group in collected.ended}
         for key in self.ended:
             for index in range(NUM_SAMPLES):
@@ -273,6 +291,21 @@ class AheadMachine(RuleBasedStateMachine):
             num_tokens = sorted(len(group["samples"][0]["response_ids"]) for group in saved)
             assert num_tokens == sorted(job.num_returned for job in self.servers.running)
         self.publish()
+
+    def check_replacements(self, collected: Any) -> None:
+        """With dynamic sampling a step trains on groups whose scores differ, and has no group more than it needs."""
+        if not self.rounds:
+            return
+        batch_size = self.settings["batch_size"]
+        scores: dict[str, set[float]] = {}
+        for item in collected.batch.items:
+            scores.setdefault(item.group_key, set()).add(item.score)
+        assert all(len(found) == NUM_SAMPLES for found in scores.values())
+        assert len(scores) <= batch_size
+        useless = [group for group in collected.ended if len({item.score for item in group.items}) < NUM_SAMPLES]
+        assert len(collected.ended) == batch_size + min(len(useless), self.rounds * batch_size)
+        if len(scores) < batch_size:
+            assert len(collected.ended) == batch_size * (1 + self.rounds), "groups were missing, and rounds were left"
 
     @rule()
     def kill(self) -> None:
@@ -299,7 +332,13 @@ class AheadMachine(RuleBasedStateMachine):
         ahead = self.settings["max_staleness"] - bool(self.settings["extra_groups"])
         steps = min(LAST_STEP, self.step + 1 + ahead) - self.step
         extra = self.settings["extra_groups"]
-        assert len(self.ahead._groups) == max(0, steps) * self.settings["batch_size"] + extra
+        by_step = Counter(ticket.step for ticket in self.ahead._schedule.tickets)
+        size = self.settings["batch_size"]
+        if not self.rounds:
+            assert len(self.ahead._groups) == max(0, steps) * size + extra
+        else:
+            assert sorted(by_step) == list(range(self.step + 1, self.step + 1 + max(0, steps)))
+            assert all(size <= count <= size * (1 + self.rounds) for count in by_step.values())
 
 
 TestAhead = AheadMachine.TestCase
@@ -329,7 +368,10 @@ SECTIONS: dict[str, Any] = {
         ({"trainer": {"stale_groups": "drop"}}, "stale_groups is drop; allowed: finish with trainer.max_staleness=0"),
         ({"trainer": STALE | {"stale_groups": "drop"}}, "allowed: finish without oversampling.extra_prompts"),
         ({"trainer": STALE, "rollout": {"deterministic": True}}, "rollout.deterministic is True; allowed: false with"),
-        ({"trainer": STALE, "dynamic_sampling": {"max_rounds": 2}}, "max_rounds is 2; allowed: 0 with trainer.max_s"),
+        (
+            {"trainer": STALE, "dynamic_sampling": {"max_rounds": 2}, "oversampling": {"extra_prompts": 1}},
+            "max_rounds is 2; allowed: 0 with trainer.max_staleness=1 and oversampling.extra_prompts=1",
+        ),
         ({"trainer": STALE, "oversampling": {"extra_prompts": 99}}, "extra_prompts is 99; allowed: at most batch"),
         (
             {"trainer": STALE, "oversampling": {"extra_prompts": 1, "partial_rollouts": False}},
@@ -353,10 +395,12 @@ def test_groups_of_another_batch_are_not_resumed() -> None:
         sampler=PromptSampler(9),
         sampling=SamplingConfig(n=NUM_SAMPLES),
         draw=lambda count: prompts(count),
+        dynamic_sampling=DynamicSamplingConfig(),
     )
 
-    def ahead(batch_size: int) -> RolloutsAhead:
-        schedule = Schedule(batch_size=batch_size, max_staleness=1, last_step=3)
+    def ahead(batch_size: int, max_rounds: int = 0) -> RolloutsAhead:
+        rollouts.dynamic_sampling = DynamicSamplingConfig(max_rounds=max_rounds)
+        schedule = Schedule(batch_size=batch_size, max_staleness=1, last_step=3, replaces=max_rounds > 0)
         return RolloutsAhead(rollouts, servers, schedule, check=lambda: None)
 
     first = ahead(2)
@@ -368,3 +412,11 @@ def test_groups_of_another_batch_are_not_resumed() -> None:
     ahead(3).load_state_dict({"partial_rollouts": []})
     with pytest.raises(InputError, match=r"1 unfinished groups of a run with trainer\.max_staleness=0"):
         ahead(2).load_state_dict({"partial_rollouts": [{}]})
+    replacing = ahead(2, max_rounds=1)
+    replacing.published(0)
+    servers.finish(servers.running[0], 0, scores_differ=False)
+    replacing.published(0)
+    state = json.loads(json.dumps(replacing.state_dict()))
+    ahead(2, max_rounds=2).load_state_dict(state)
+    with pytest.raises(InputError, match=r"dynamic_sampling.max_rounds is 0, .* replace others; allowed: above 0"):
+        ahead(2).load_state_dict(state)

@@ -53,6 +53,7 @@ def test_a_loss_travels_by_import_path_with_its_settings() -> None:
     assert LossSpec.of(policy_loss).load() is policy_loss
 
 
+@pytest.mark.skipif(not (REPO / "apps").is_dir(), reason="the package is tested alone, without the apps")
 def test_a_loss_of_the_running_program_gets_the_programs_module_name() -> None:
     program = (
         "import runpy, sys; sys.argv = ['apps.ppo.main', '--help']\n"

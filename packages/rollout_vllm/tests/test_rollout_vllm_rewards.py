@@ -51,6 +51,9 @@ def shout():
         print("x" * 100_000, flush=True)
     os.write(2, b"to stderr")
     return 1.0
+def whisper():
+    print("one line")
+    return 1.0
 def batch(texts, what):
     values = [float(len(text)) for text in texts]
     if what == "raise":
@@ -182,6 +185,13 @@ def test_a_batched_call_gives_an_outcome_for_each_response(pool: RewardPool, fun
         assert [o.kind for o in outcomes] == [first, second], what
         assert message in outcomes[0].message
         assert outcomes[1].score == (2.0 if second == "ok" else None)
+
+
+def test_what_the_last_call_prints_is_kept(functions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    with RewardPool(timeout_s=20.0, printed_dir=str(tmp_path)) as pool:
+        assert pool.submit(functions.whisper).result(60).score == 1.0
+    assert (tmp_path / "reward_0.log").read_text() == "one line\n"
 
 
 def test_printed_output_is_bounded_and_not_in_the_terminal(

@@ -7,6 +7,7 @@ The function takes the arguments after NAME and returns an exit code, or ends th
 import ast
 import difflib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -41,9 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = f"{commands[name].value}, which the package {_package(commands[name])} registers, cannot be loaded"
         print(f"error: {what} ({error}); install that package again", file=sys.stderr)
         return 2
+    _find_modules_of_working_folder()
     INVOKED_AS.set(f"plinth {name}")
     code = command(arguments[1:])
     return code if isinstance(code, int) else 0
+
+
+def _find_modules_of_working_folder() -> None:
+    """Adds the working folder to the import path, as `python -m` does, for functions that the user names in keys.
+
+    It comes last, so that no file in it hides an installed module. `PYTHONSAFEPATH` turns this off.
+    """
+    if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
 
 
 def _overview(commands: dict[str, EntryPoint]) -> str:

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,21 @@ def test_a_command_gets_its_arguments_and_its_exit_code_is_returned(capsys: pyte
     finally:
         INVOKED_AS.reset(token)
     assert capsys.readouterr().out == "plinth echo a=1 --help\n"
+
+
+def test_modules_of_the_working_folder_are_found_after_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    token = INVOKED_AS.set("")
+    try:
+        commands.main(["echo"])
+        commands.main(["echo"])
+    finally:
+        INVOKED_AS.reset(token)
+    assert sys.path[-1] == str(tmp_path)
+    assert sys.path.count(str(tmp_path)) == 1
 
 
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,10 +112,11 @@ class JobConfig:
                 f"sync.running_requests is {self.sync.running_requests}; allowed: wait {with_it} and rollout.urls: "
                 "existing servers do not label tokens with policy versions"
             )
-        if self.dynamic_sampling.max_rounds:
+        if self.dynamic_sampling.max_rounds and oversampling.extra_prompts:
             raise ValueError(
-                f"dynamic_sampling.max_rounds is {self.dynamic_sampling.max_rounds}; allowed: 0 {with_it}, whose "
-                "groups are drawn before the scores of the step are known"
+                f"dynamic_sampling.max_rounds is {self.dynamic_sampling.max_rounds}; allowed: 0 {with_it} and "
+                f"oversampling.extra_prompts={oversampling.extra_prompts}, whose steps train on the groups that end "
+                "first: use one of the two"
             )
         if oversampling.extra_prompts > self.batch.train_batch_size:
             raise ValueError(

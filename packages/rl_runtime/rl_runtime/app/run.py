@@ -281,5 +281,6 @@ def _rollouts(job: Job, scorer: Scorer, servers: RolloutServers) -> StepRollouts
         max_staleness=config.trainer.max_staleness,
         last_step=config.trainer.total_training_steps,
         stale=config.trainer.stale_groups,
+        replaces=config.dynamic_sampling.max_rounds > 0,
     )
     return RolloutsAhead(rollouts, job.session.client, schedule, check=servers.check)

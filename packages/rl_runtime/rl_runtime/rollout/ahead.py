@@ -6,6 +6,7 @@ event loop, which generates and scores it, also while new weights arrive.
 
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from rollout_vllm.client.group_run import fresh_group
 
 from ..errors import InputError, RolloutFailed
 from ..experience import Experience, ExperienceBatch, Phase, PromptLike
+from .dynamic_sampling import is_informative, select_informative
 from .partial_rollouts import PartialRollout
 from .phase import Collected, Finish, RolloutMeter, ScoredGroup, largest
 from .schedule import Schedule
@@ -80,6 +82,8 @@ class RolloutsAhead:
                 self._start(number, group)
         for step, num_groups in self._schedule.due():
             self._draw(step, num_groups)
+        self._note_ended()
+        self._replace()
 
     def collect(self, step: int, timed: Phase) -> Collected:
         """The scored samples of a step; phase `gen` is the time for which the trainer waits for them.
@@ -96,7 +100,11 @@ class RolloutsAhead:
         taken = self._schedule.take(step)
         ended = [self._groups.pop(ticket.number).scored for ticket in taken]
         collected = self._collected(step, [group for group in ended if group is not None])
-        metrics |= self._metrics(step, collected.batch) | self._waits(started)
+        dynamic, size = self._rollouts.dynamic_sampling, self._schedule.batch_size
+        if dynamic.max_rounds:
+            num_rounds = -(-len(taken) // size)
+            collected = select_informative(collected, dynamic, num_groups=size, num_rounds=num_rounds, step=step)
+        metrics |= collected.metrics | self._metrics(step, collected.batch) | self._waits(started)
         if self._schedule.extra_groups:
             metrics["rollout/num_stale_awaited"] = float(num_awaited)
             metrics["rollout/num_stale_dropped"] = float(len(given_up))
@@ -113,6 +121,17 @@ class RolloutsAhead:
         if gone:
             self._draw(step, len(gone))
         return gone
+
+    def _replace(self) -> None:
+        """Dynamic sampling: draws a group for each whose scores do not differ, in all rounds of a step at most."""
+        dynamic = self._rollouts.dynamic_sampling
+        if not dynamic.max_rounds:
+            return
+        scored = [(number, group.scored) for number, group in self._groups.items() if group.scored is not None]
+        useless = [number for number, group in scored if not is_informative(group.items, dynamic)]
+        at_most = dynamic.max_rounds * self._schedule.batch_size
+        for step, num_groups in self._schedule.replacements(useless, at_most=at_most):
+            self._draw(step, num_groups)
 
     def _draw(self, step: int, num_groups: int) -> None:
         prompts = self._rollouts.draw(num_groups)
@@ -131,12 +150,19 @@ class RolloutsAhead:
         Raises:
             RolloutFailed: the reward hangs.
         """
+        self._replace()
         while not self._schedule.is_ready(step):
             try:
                 self._end(self._ended.get(timeout=_CHECK_S))
+                self._replace()
             except queue.Empty:
                 self._check()
             self._phase.check_scorer(step)
+
+    def _note_ended(self) -> None:
+        """Notes the results of all groups that have ended."""
+        while not self._ended.empty():
+            self._end(self._ended.get())
 
     def _end(self, number: int) -> None:
         """Notes the result of a group; raises what ended its task."""
@@ -192,8 +218,7 @@ class RolloutsAhead:
 
         A response in flight has its tokens up to the last push of weights; an episode starts again.
         """
-        while not self._ended.empty():
-            self._end(self._ended.get())
+        self._note_ended()
         partial = {group.prompt_id: group for group in self._partial_groups()}
         return {
             "schedule": self._schedule.state_dict(),
@@ -220,8 +245,8 @@ class RolloutsAhead:
         """Restores the result of `state_dict`; `published` starts the groups.
 
         Raises:
-            InputError: the checkpoint has groups of another batch size or number of samples, or unfinished groups of a
-                run without staleness.
+            InputError: the checkpoint has groups of another batch size or number of samples, unfinished groups of a
+                run without staleness, or more groups of a step than a run without dynamic sampling trains on.
         """
         if "schedule" not in state:
             if groups := state.get("partial_rollouts"):
@@ -241,6 +266,12 @@ class RolloutsAhead:
                     f"{key} is {own[key]}, but the checkpoint has groups that were drawn ahead with {value}; allowed: "
                     f"{value}"
                 )
+        largest_step = max(Counter(ticket["step"] for ticket in state["schedule"]["tickets"]).values(), default=0)
+        replaces = self._rollouts.dynamic_sampling.max_rounds > 0
+        if largest_step > self._schedule.batch_size and not replaces:
+            raise InputError(
+                "dynamic_sampling.max_rounds is 0, but the checkpoint has groups that replace others; allowed: above 0"
+            )
         self._groups = {int(number): self._group_of(saved) for number, saved in state["groups"].items()}
         ended = [number for number, group in self._groups.items() if group.scored is not None]
         self._schedule.load_state_dict(state["schedule"], has_ended=ended)

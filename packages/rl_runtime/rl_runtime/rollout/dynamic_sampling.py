@@ -38,42 +38,60 @@ class DynamicSampling:
         return self._draw(num_replacements(selection))
 
     def select(self, collected: Collected, *, step: int) -> Collected:
-        """Splits the batch into the informative groups to train on and the dropped ones; adds metrics.
-
-        Raises:
-            RolloutFailed: no group is informative.
-        """
-        items = collected.batch.items
-        selection, score_mean = self._select(items), float(collected.batch.scores_N.mean())
-        what = (
-            f"{selection.num_groups} of {self._num_groups} groups have scores that differ: {selection.num_dropped} "
-            f"groups were dropped in {self._num_rounds} rounds (mean score of all samples {score_mean:.4g})"
-        )
-        if not selection.num_groups:
-            raise RolloutFailed(
-                f"step {step}: {what}; nothing is left to train on. Use prompts of other difficulty, a larger "
-                "sampling.n, or dynamic_sampling.max_rounds=0 to train on such groups"
-            )
-        chosen = set(selection.index.tolist())
-        train = ExperienceBatch(items=tuple(item for i, item in enumerate(items) if i in chosen))
-        metrics = {
-            "rollout/num_sampling_rounds": float(self._num_rounds),
-            "rollout/num_dropped_groups": float(selection.num_dropped),
-            "rollout/num_surplus_groups": float(selection.num_surplus),
-            "rollout/num_generated_samples": float(len(items)),
-            "rollout/trained_score_mean": float(train.scores_N.mean()),
-        }
-        return replace(
-            collected,
-            batch=train,
-            dropped=ExperienceBatch(items=tuple(item for i, item in enumerate(items) if i not in chosen)),
-            metrics=collected.metrics | metrics,
-            note=what if selection.num_missing else "",
+        """See `select_informative`."""
+        return select_informative(
+            collected, self._config, num_groups=self._num_groups, num_rounds=self._num_rounds, step=step
         )
 
     def _select(self, items: Sequence[Experience]) -> DynamicSelection:
-        batch = ExperienceBatch(items=tuple(items))
-        return select_groups(batch.scores_N, batch.group_ids_N, self._num_groups, min_spread=self._config.min_spread)
+        return _selection(items, self._config, self._num_groups)
+
+
+def select_informative(
+    collected: Collected, config: DynamicSamplingConfig, *, num_groups: int, num_rounds: int, step: int
+) -> Collected:
+    """Splits the batch into the informative groups to train on, `num_groups` at most, and the others; adds metrics.
+
+    Raises:
+        RolloutFailed: no group is informative.
+    """
+    items = collected.batch.items
+    selection, score_mean = _selection(items, config, num_groups), float(collected.batch.scores_N.mean())
+    what = (
+        f"{selection.num_groups} of {num_groups} groups have scores that differ: {selection.num_dropped} "
+        f"groups were dropped in {num_rounds} rounds (mean score of all samples {score_mean:.4g})"
+    )
+    if not selection.num_groups:
+        raise RolloutFailed(
+            f"step {step}: {what}; nothing is left to train on. Use prompts of other difficulty, a larger "
+            "sampling.n, or dynamic_sampling.max_rounds=0 to train on such groups"
+        )
+    chosen = set(selection.index.tolist())
+    train = replace(collected.batch, items=tuple(item for i, item in enumerate(items) if i in chosen))
+    metrics = {
+        "rollout/num_sampling_rounds": float(num_rounds),
+        "rollout/num_dropped_groups": float(selection.num_dropped),
+        "rollout/num_surplus_groups": float(selection.num_surplus),
+        "rollout/num_generated_samples": float(len(items)),
+        "rollout/trained_score_mean": float(train.scores_N.mean()),
+    }
+    return replace(
+        collected,
+        batch=train,
+        dropped=replace(collected.batch, items=tuple(item for i, item in enumerate(items) if i not in chosen)),
+        metrics=collected.metrics | metrics,
+        note=what if selection.num_missing else "",
+    )
+
+
+def is_informative(group: Sequence[Experience], config: DynamicSamplingConfig) -> bool:
+    """Whether the scores of the samples of one group differ."""
+    return bool(group) and _selection(group, config, 1).num_groups == 1
+
+
+def _selection(items: Sequence[Experience], config: DynamicSamplingConfig, num_groups: int) -> DynamicSelection:
+    batch = ExperienceBatch(items=tuple(items))
+    return select_groups(batch.scores_N, batch.group_ids_N, num_groups, min_spread=config.min_spread)
 
 
 def num_replacements(selection: DynamicSelection) -> int:

@@ -5,7 +5,8 @@ version that sampled one of its tokens; it is at most `max_staleness`. The group
 as the servers hold version s - 1 - `max_staleness`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -36,6 +37,8 @@ class Schedule:
     Args:
         stale: `finish`: a step waits for the groups that would be too old for the next one. `drop`: it does not, and
             groups that have become too old are given up and replaced.
+        replaces: groups are replaced when their scores turn out to teach nothing (`replacements`). A step is then ready
+            when all groups that were drawn for it have ended, and takes them all; no `extra_groups`.
     """
 
     def __init__(
@@ -46,9 +49,11 @@ class Schedule:
         last_step: int,
         extra_groups: int = 0,
         stale: StaleGroups = "finish",
+        replaces: bool = False,
     ) -> None:
+        assert not (replaces and extra_groups), "a step would not take all of its groups"
         self.batch_size, self.extra_groups, self.max_staleness = batch_size, extra_groups, max_staleness
-        self._last_step, self._stale = last_step, stale
+        self._last_step, self._stale, self._replaces = last_step, stale, replaces
         self._num_ahead = max_staleness - bool(extra_groups)
         self._version = 0
         self._drawn_for = 0
@@ -98,6 +103,18 @@ class Schedule:
         """The group has no tokens and starts now, with the version on the servers."""
         self._tickets[number] = replace(self._tickets[number], version=self._version)
 
+    def replacements(self, useless: Collection[int], *, at_most: int) -> list[tuple[int, int]]:
+        """(step, number of groups) to be drawn now in place of groups that have ended and that nothing is learned from.
+
+        Args:
+            useless: the numbers of all such groups; they stay until their step takes them.
+            at_most: replacements of a step, including earlier ones.
+        """
+        drawn = Counter(ticket.step for ticket in self._tickets.values())
+        wanted = Counter(self._tickets[number].step for number in useless)
+        missing = {step: min(count, at_most) - (drawn[step] - self.batch_size) for step, count in wanted.items()}
+        return [(step, count) for step, count in sorted(missing.items()) if count > 0]
+
     def give_up(self, step: int) -> list[Ticket]:
         """Removes the groups that are too old for `step`; the caller draws as many for it in their place."""
         gone = [t for t in self._window(step) if self._staleness(t, step) > self.max_staleness]
@@ -107,7 +124,10 @@ class Schedule:
 
     def is_ready(self, step: int) -> bool:
         """Whether the groups of `step` have ended."""
-        ended = sum(ticket.has_ended for ticket in self._window(step))
+        window = self._window(step)
+        ended = sum(ticket.has_ended for ticket in window)
+        if self._replaces:
+            return ended == len(window) >= self.batch_size
         return ended >= self.batch_size and all(ticket.has_ended for ticket in self.awaited(step))
 
     def awaited(self, step: int) -> list[Ticket]:
@@ -117,14 +137,16 @@ class Schedule:
         return [t for t in self._window(step) if self._staleness(t, step) >= self.max_staleness]
 
     def take(self, step: int) -> list[Ticket]:
-        """Removes and returns the `batch_size` groups that `step` trains on, in the order in which they were drawn.
+        """Removes and returns the groups that `step` trains on, in the order in which they were drawn.
 
-        Those that would be too old for the next step are among them; further ones are the first that were drawn.
+        These are `batch_size`, except with `replaces`: those that would be too old for the next step, and the first
+        ones that were drawn.
         """
         assert self.is_ready(step)
         ended = [ticket for ticket in self._window(step) if ticket.has_ended]
         oldest_first = sorted(ended, key=lambda ticket: (ticket.version, ticket.number))
-        taken = sorted(oldest_first[: self.batch_size], key=lambda ticket: ticket.number)
+        count = len(ended) if self._replaces else self.batch_size
+        taken = sorted(oldest_first[:count], key=lambda ticket: ticket.number)
         for ticket in taken:
             assert self._staleness(ticket, step) <= self.max_staleness
             del self._tickets[ticket.number]

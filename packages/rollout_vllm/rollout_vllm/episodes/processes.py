@@ -1,8 +1,10 @@
 """Processes that call users' code and leave nothing running when they end. Linux."""
 
 import ctypes
+import io
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,9 +37,16 @@ def run_kept(
     printed: file to which what the child and its processes print is appended, up to `MAX_PRINTED_BYTES`; the rest is
     dropped. "": all of it is dropped. None: the terminal.
     """
+    copier: threading.Thread | None = None
+
+    def end(*_: object) -> None:
+        _kill_descendants()
+        _wait_for_copy(copier)
+        os._exit(0)
+
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if launcher is not None and os.getppid() != launcher:
         return
@@ -53,16 +62,15 @@ def run_kept(
             work(pipe)
         return
     pipe.close()
-    copier = threading.Thread(target=_copy_printed, args=(output[0], printed), daemon=True) if output else None
-    if output and copier:
+    if output is not None:
         os.close(output[1])
+        copier = threading.Thread(target=_copy_printed, args=(output[0], printed), daemon=True)
         copier.start()
     ended = status = 0
     while ended != child:
         ended, status = os.wait()
     _kill_descendants()
-    if copier:
-        copier.join(timeout=1.0)
+    _wait_for_copy(copier)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:  # by a signal: end in the same way
         with suppress(OSError):  # SIGKILL has no handler
@@ -81,6 +89,9 @@ def _print_into(reader: int, writer: int) -> None:
     for standard in (1, 2):
         os.dup2(writer, standard)
     os.close(writer)
+    # A worker is killed in the end: what waits in a buffer of this process would be lost.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def _copy_printed(source: int, path: str | None) -> None:
@@ -99,14 +110,15 @@ def _copy_printed(source: int, path: str | None) -> None:
         room -= len(part)
 
 
+def _wait_for_copy(copier: threading.Thread | None) -> None:
+    """Waits until what the ended processes printed is in the file; at most a second, since one may have escaped."""
+    if copier is not None:
+        copier.join(timeout=1.0)
+
+
 def _prctl(option: int, value: int) -> None:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _end(*_: object) -> None:
-    _kill_descendants()
-    os._exit(0)
 
 
 def _kill_descendants() -> None:
