@@ -143,8 +143,9 @@ def make_environment(folder: Path, environment: Environment, wheels: Iterable[Pa
     """
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
-    links = folder / "third_party"
-    links.mkdir()
+    # Hypothesis reads every module that is not below a folder of this name for constants to try: minutes for torch.
+    links = folder / "third_party" / "site-packages"
+    links.mkdir(parents=True)
     for found in environment.third_party.values():
         for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
             link = links / top

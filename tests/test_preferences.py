@@ -284,7 +284,12 @@ def test_a_reward_model_learns_and_transformers_gives_its_scores(tmp_path: Path,
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_policy_learns_from_pairs_and_starts_as_its_reference(tmp_path: Path, start_app: Callable[..., Any]) -> None:
-    extra = ("supervised.optim.lr=1e-3", "supervised.num_samples=2", "supervised.sample_tokens=4")
+    extra = (
+        "trainer.num_ranks=1",
+        "supervised.optim.lr=1e-3",
+        "supervised.num_samples=2",
+        "supervised.sample_tokens=4",
+    )
     app = start_app(tmp_path, "preset=demo", "overlay=tiny", *extra, app="dpo")
     assert app.finish() == 0, app.output
     (run,) = tmp_path.iterdir()

@@ -2,6 +2,9 @@
 
     python -m benchmarks.engine_step.run [--gpus 2] [--stages 1 2 3] [--device cpu --model qwen3-tiny]
     python -m benchmarks.engine_step.run --gpus 2 --contestants ours --sequence-parallel 2
+    python -m benchmarks.engine_step.run --gpus 2 --stages 2 3 --contestants ddp plain ours
+
+`ddp` has no ZeRO stage: it runs once, and its line says stage 0.
 
 Each rank (with sequence parallelism each group of ranks) trains on the same number of sequences of equal length, so the
 plain step has no padding. The plain step computes an fp32 log-softmax of all logits and SDPA attention, with unmodified
@@ -100,6 +103,34 @@ class Plain:
         self.engine.destroy()
 
 
+class Ddp:
+    """torch's DistributedDataParallel: fp32 parameters, autocast to bf16, the plain step's forward and loss."""
+
+    def __init__(self, case: Case) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=torch.float32, attn_implementation="sdpa")
+        if case.recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.to(case.device).train()
+        devices = [case.device.index] if case.device.type == "cuda" else None
+        self.model = torch.nn.parallel.DistributedDataParallel(model, device_ids=devices)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+        self.ids_SL = case.ids_SL.to(case.device)
+
+    def step(self) -> None:
+        with torch.autocast(self.ids_SL.device.type, torch.bfloat16):
+            logits_SLV = self.model(input_ids=self.ids_SL, use_cache=False).logits[:, :-1]
+        log_p_SLV = logits_SLV.float().log_softmax(-1)
+        (-log_p_SLV.gather(-1, self.ids_SL[:, 1:, None]).mean()).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        pass
+
+
 class Ours:
     """ds_engine on one packed micro batch with rl_core's fused op and, optionally, the collective guard."""
 
@@ -129,6 +160,7 @@ class Ours:
 
 CONTESTANTS: dict[str, Callable[[Case], Any]] = {
     "plain": Plain,
+    "ddp": Ddp,
     "ours": Ours,
     "guarded": partial(Ours, guard="auto"),
     "toggled": Ours,  # alternates between turns with and without the guard
@@ -220,6 +252,13 @@ def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device
     }
 
 
+def cases(stages: Iterable[int], contestants: Iterable[str]) -> list[tuple[int, str]]:
+    """(stage, contestant) of each process group; DDP, which has no stage, first and once."""
+    names = list(contestants)
+    staged = itertools.product(stages, (name for name in names if name != "ddp"))
+    return [(0, "ddp")] * ("ddp" in names) + list(staged)
+
+
 def work(args: argparse.Namespace) -> None:
     """Run one rank of one case."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -255,14 +294,16 @@ def main() -> None:
         return
     if args.turns < 2:
         parser.error("--turns must be 2 or more: the standard error needs at least two")
-    if args.gpus % args.sequence_parallel or (args.sequence_parallel > 1 and "plain" in args.contestants):
-        parser.error("--sequence-parallel must divide --gpus, and plain does not support it: use --contestants ours")
+    if args.gpus % args.sequence_parallel or (args.sequence_parallel > 1 and {"plain", "ddp"} & set(args.contestants)):
+        parser.error(
+            "--sequence-parallel must divide --gpus, and plain and ddp do not support it: use --contestants ours"
+        )
     # --standalone selects a free port, so that one host can run several cases at a time.
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += [f"--nproc-per-node={args.gpus}", "-m", __spec__.name]
     with tempfile.TemporaryDirectory() as folder:
         write_random_model(args.model, Path(folder))
-        for stage, name in itertools.product(args.stages, args.contestants):
+        for stage, name in cases(args.stages, args.contestants):
             case = ["--folder", folder, "--stages", str(stage), "--contestants", name]
             ran = subprocess.run([*launch, *sys.argv[1:], *case], stdout=subprocess.PIPE, text=True, check=False)
             lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import CheckpointUsageError, UntrustedFileError
 from ..upstream import Patch
+from .zero_checkpoint import ENUM_MEMBER
 
 #: Classes that DeepSpeed stores besides tensors and plain values. They hold numbers; creating one has no side effects.
 _DEEPSPEED_CLASSES = (
@@ -79,7 +80,7 @@ class _SafeReader:
 
         ENGINE.calls["checkpoint_engine"] += 1
         try:
-            with torch.serialization.safe_globals(self._classes):
+            with torch.serialization.safe_globals([*self._classes, ENUM_MEMBER]):
                 return torch.load(path, map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
             raise UntrustedFileError(f"{path}: cannot be read safely: {str(error).splitlines()[0]}") from error

@@ -12,8 +12,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from enum import Enum, IntEnum
 from functools import cached_property
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ShardError
@@ -49,15 +51,31 @@ class _Inert:
             self.__dict__.update(state)
 
 
-class _Number(int):
+class _Stage(IntEnum):
     """Stand-in for DeepSpeed's enumeration of stages."""
 
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+
+
+def _member(enumeration: type, name: str) -> Enum:
+    """A member of an enumeration by its name. No other attribute of anything is returned."""
+    if not issubclass(enumeration, Enum) or name not in enumeration.__members__:
+        raise UnpicklingError(f"{enumeration.__name__} has no member {name!r}")
+    return enumeration.__members__[name]
+
+
+#: Python 3.11.0 to 3.11.3, that of Debian 12 among them, pickles members of enumerations as calls of getattr.
+ENUM_MEMBER = (_member, "builtins.getattr")
 
 _STAND_INS = (
     (_Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Inert, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (_Number, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    ENUM_MEMBER,
 )
 
 

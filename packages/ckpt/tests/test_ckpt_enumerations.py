@@ -1,0 +1,49 @@
+"""Members of enumerations in DeepSpeed's files, in both forms in which versions of Python pickle them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from ckpt import ShardError, UntrustedFileError
+from ckpt.zero.deepspeed_load import _SafeReader
+from ckpt.zero.zero_checkpoint import _load
+
+
+class Call:
+    """Pickles as a call of `function`."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def reader() -> _SafeReader:
+    return _SafeReader(SimpleNamespace(), ())
+
+
+@pytest.mark.parametrize("stage", list(ZeroStageEnum), ids=lambda stage: stage.name)
+@pytest.mark.parametrize("by_name", [True, False], ids=["3.11.0 to 3.11.3", "others"])
+def test_stages_of_every_python_are_read(tmp_path: Path, stage: ZeroStageEnum, by_name: bool) -> None:
+    call = Call(getattr, ZeroStageEnum, stage.name) if by_name else Call(ZeroStageEnum, stage.value)
+    torch.save({"zero_stage": call}, tmp_path / "a.pt")
+    assert reader().load(str(tmp_path / "a.pt")) == {"zero_stage": stage}
+    assert _load(tmp_path / "a.pt") == {"zero_stage": stage.value}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(ZeroStageEnum, "__class__"), (ZeroStageEnum, "from_bytes"), (LossScaler, "__init__")]
+)
+def test_nothing_else_is_an_attribute(tmp_path: Path, owner: type, name: str) -> None:
+    torch.save({"zero_stage": Call(getattr, owner, name)}, tmp_path / "a.pt")
+    with pytest.raises(UntrustedFileError, match=r"a\.pt: cannot be read safely"):
+        reader().load(str(tmp_path / "a.pt"))
+    with pytest.raises(ShardError, match=r"a\.pt: cannot be read safely"):
+        _load(tmp_path / "a.pt")
