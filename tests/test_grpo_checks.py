@@ -1,5 +1,6 @@
 """Configurations that the GRPO app refuses before any process starts; its check runs in this process."""
 
+import functools
 from pathlib import Path
 
 import pyarrow as pa
@@ -121,7 +122,9 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["trainer.step_timeout_s=1e10"], "trainer.step_timeout_s: got 10000000000.0; allowed: at most 1e.09 seconds"),
     ],
 )
-def test_refused(overrides: list[str], message: str) -> None:
+def test_refused(overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `auto` would join the Ray of another test: Ray looks for its processes.
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", functools.cache(set))
     with pytest.raises(ValueError, match=message):
         check(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
 
