@@ -352,7 +352,7 @@ def test_models_without_a_common_prompt_have_no_differences() -> None:
 class Tags(HTMLParser):
     """Open and close tags in order; fails where they do not nest."""
 
-    VOID = ("meta", "input", "br")
+    VOID = ("meta", "input", "br", "wbr")
 
     def __init__(self, text: str) -> None:
         super().__init__()
