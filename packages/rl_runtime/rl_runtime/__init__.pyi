@@ -22,8 +22,8 @@ from .app.preflight import check_states as check_states
 from .app.preflight import check_supervised as check_supervised
 from .app.resume import find_checkpoint as find_checkpoint
 from .app.run import run_job as run_job
-from .app.supervised_config import PreferenceJobConfig as PreferenceJobConfig
-from .app.supervised_config import SupervisedJobConfig as SupervisedJobConfig
+from .app.supervised_job_config import PreferenceJobConfig as PreferenceJobConfig
+from .app.supervised_job_config import SupervisedJobConfig as SupervisedJobConfig
 from .app.supervised_run import SupervisedPlan as SupervisedPlan
 from .app.supervised_run import SupervisedRun as SupervisedRun
 from .app.supervised_run import check_run as check_run

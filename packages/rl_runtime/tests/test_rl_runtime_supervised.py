@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ds_engine import EngineConfig, OptimConfig, StepStats
 from plinth_testing import write_tiny_model
 from rl_data import DataConfig, Demonstration, PromptSampler
-from rl_runtime.app.supervised_config import SupervisedJobConfig
+from rl_runtime.app.supervised_job_config import SupervisedJobConfig
 from rl_runtime.app.supervised_run import check_lengths, hold_out
 from rl_runtime.config import FineTuningConfig, TrainingConfig
 from rl_runtime.errors import InputError

@@ -31,7 +31,7 @@ from .memory_choices import (
     longest_sequence,
     samples_per_server,
 )
-from .supervised_config import SupervisedJobConfigT
+from .supervised_job_config import SupervisedJobConfigT
 
 _MOST_SEQUENCES = 512
 """Sequences for which vLLM captures CUDA graphs."""

@@ -68,7 +68,7 @@ from ..rollout.episodes import load_environment, load_rollout, reset_once
 from ..rollout.scoring import load_answer, load_functions, prepare_rewards
 from ..training.local_disks import check_storage
 from .inputs import load_inputs
-from .supervised_config import ExampleKind
+from .supervised_job_config import ExampleKind
 
 
 @contextmanager
