@@ -16,12 +16,12 @@ from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, Zero
 from plinth_testing import run_ranks
 from rl_core import BatchConfig, linear_log_prob
 from rl_data import Demonstration
-from rl_runtime.config import FineTuningConfig
 from rl_runtime.ranks import trainer_worker
 from rl_runtime.ranks.model_handle import ModelHandle
 from rl_runtime.ranks.trainer_worker import TrainerWorker
 from rl_runtime.training.held_out import HeldOut, greedy_responses
 from rl_runtime.training.supervised import supervised_step
+from rl_runtime.training.supervised_config import FineTuningConfig
 
 END = 1
 CASES: dict[str, tuple[ZeroConfig, int, LoraConfig | None]] = {

@@ -12,17 +12,11 @@ from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit import TrackingConfig, run_cli
 from weight_sync import SyncConfig
 
-from ..config import (
-    DynamicSamplingConfig,
-    EpisodeConfig,
-    FrozenModel,
-    ModelConfig,
-    OversamplingConfig,
-    ScoringConfig,
-    SupervisedConfig,
-    TaskSize,
-    TrainerConfig,
-)
+from ..config import FrozenModel, ModelConfig, TrainerConfig
+from ..rollout.config import DynamicSamplingConfig, EpisodeConfig, OversamplingConfig
+from ..rollout.scoring_config import ScoringConfig
+from ..training.supervised_config import SupervisedConfig
+from .task_config import TaskSize
 
 
 @dataclass(frozen=True, kw_only=True)
