@@ -1,6 +1,7 @@
 from .app.choice import Choice as Choice
 from .app.choices import choose_settings as choose_settings
 from .app.choices import choose_supervised as choose_supervised
+from .app.cli import run_job_cli as run_job_cli
 from .app.inputs import Inputs as Inputs
 from .app.inputs import load_inputs as load_inputs
 from .app.job import Algorithm as Algorithm
@@ -10,7 +11,6 @@ from .app.job import check_job as check_job
 from .app.job import job_layout as job_layout
 from .app.job_config import JobConfig as JobConfig
 from .app.job_config import TrainedModel as TrainedModel
-from .app.job_config import run_job_cli as run_job_cli
 from .app.preflight import check_architectures as check_architectures
 from .app.preflight import check_cluster as check_cluster
 from .app.preflight import check_engine as check_engine
