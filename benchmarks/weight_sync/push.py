@@ -1,12 +1,12 @@
 """Measures and verifies weight pushes into one vLLM server that starts with random weights.
 
-    python benchmarks/weight_sync/push.py --device cpu --model 126m
-    python benchmarks/weight_sync/push.py --device cuda --model 0.6b --transport ipc --transport shm --one-by-one
-    python benchmarks/weight_sync/push.py --device cuda --model 0.6b --transport nccl --server-gpu 1 \
+    python -m benchmarks.weight_sync.push --device cpu --model 126m
+    python -m benchmarks.weight_sync.push --device cuda --model 0.6b --transport ipc --transport shm --one-by-one
+    python -m benchmarks.weight_sync.push --device cuda --model 0.6b --transport nccl --server-gpu 1 \
         --one-by-one --vllm nccl-packed --vllm nccl
-    torchrun --nproc-per-node 2 benchmarks/weight_sync/push.py --device cuda --model 0.6b --zero-stage 3
-    torchrun --nproc-per-node 2 benchmarks/weight_sync/push.py --device cpu --model tiny --zero-stage 3
-    PYTHONPATH=. torchrun --nproc-per-node 1 benchmarks/weight_sync/push.py --device cuda --model 0.6b --zero-stage 3 \
+    torchrun --nproc-per-node 2 -m benchmarks.weight_sync.push --device cuda --model 0.6b --zero-stage 3
+    torchrun --nproc-per-node 2 -m benchmarks.weight_sync.push --device cpu --model tiny --zero-stage 3
+    torchrun --nproc-per-node 1 -m benchmarks.weight_sync.push --device cuda --model 0.6b --zero-stage 3 \
         --transport ipc --vllm ipc-packed
 
 Prints one line per transport: best and median seconds with their phases, GB/s, and the log-prob difference between
@@ -32,14 +32,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import vllm_engines
 
+from benchmarks.weight_sync import vllm_engines
 from rollout_vllm.servers.command import inherited_environment
 from weight_sync import ModuleSource, SyncConfig, SyncReport, WeightPusher, ZeroSource, server_args, server_env
+
+Transport = Literal["auto", "shm", "ipc", "nccl", "tcp"]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -194,7 +196,7 @@ class OneByOne(SyncConfig):
         return 1
 
 
-def measure(source: Any, model: Any, endpoint: Any, transport: str, args: argparse.Namespace, rank: int) -> None:
+def measure(source: Any, model: Any, endpoint: Any, transport: Transport, args: argparse.Namespace, rank: int) -> None:
     """Verify once, time the repeats with each bucket size, compare log-probs, and print. Runs on every rank."""
     if not args.skip_verify:
         config = SyncConfig(verify=True, transport=transport, bucket_mib=args.bucket_mib[0])
@@ -265,7 +267,7 @@ def log_prob_difference(model: Any, endpoint: Any) -> float:
     log_probs = model(ids).logits[0].float().log_softmax(-1)
     ours = [float(log_probs[len(prompt) - 1 + i, token]) for i, token in enumerate(response)]
     pairs = zip(ours, choice["logprobs"]["token_logprobs"], strict=True)
-    return statistics.mean(abs(a - b) for a, b in pairs)
+    return float(statistics.mean(abs(a - b) for a, b in pairs))
 
 
 @contextlib.contextmanager
