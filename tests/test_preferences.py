@@ -254,6 +254,7 @@ def held_out(run: Path) -> list[dict[str, float]]:
     return [{name: float(row[name]) for name in row if name.startswith("val/")} for row in rows if row["val/loss"]]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_reward_model_learns_and_transformers_gives_its_scores(tmp_path: Path, start_app: Callable[..., Any]) -> None:
@@ -281,6 +282,7 @@ def test_a_reward_model_learns_and_transformers_gives_its_scores(tmp_path: Path,
     assert sum(margin > 0 for margin in margins) / len(margins) == pytest.approx(found[-1]["val/accuracy"], abs=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_policy_learns_from_pairs_and_starts_as_its_reference(tmp_path: Path, start_app: Callable[..., Any]) -> None:
