@@ -27,7 +27,7 @@ demo: setup ## Run GRPO end to end: built-in model and task, 2 DeepSpeed ranks, 
 test: setup ## Run unit, property and multi-process tests and a short end-to-end run; ARGS='-m gpu' tests the GPUs
 	$(PYTHON) -m pytest $(WORKERS) -m "not long and not thorough" $(ARGS)
 
-test-long: setup ## Run the longer runs of whole apps, which CI adds to those of make test
+test-long: setup ## Run the tests of half a minute or more, which CI adds to those of make test
 	$(PYTHON) -m pytest $(WORKERS) -m "long and not thorough" $(ARGS)
 
 test-all: setup ## Run all tests, also the thorough ones: kill and resume, reshape, bench, compiled layers, memory plans

@@ -301,6 +301,7 @@ def test_a_policy_learns_from_pairs_and_starts_as_its_reference(tmp_path: Path, 
     assert len((run / "rollouts" / "step_000004.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_steps_and_scores_on_real_ranks_are_those_of_transformers(tmp_path: Path) -> None:
     """DPO, IPO, KTO and reward models, ZeRO-1 to 3, LoRA, sequence parallelism."""
