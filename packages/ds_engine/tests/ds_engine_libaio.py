@@ -51,7 +51,7 @@ def compiler_without_debug_symbols(folder: Path) -> str:
     """A g++ in `folder`, for CXX: DeepSpeed asks for debug symbols, which are half of the operator's compile time."""
     folder.mkdir()
     script = folder / "g++"  # torch warns of a compiler with another name
-    script.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -g0\n')
+    script.write_text(f'#!/bin/sh\nexec {shutil.which("c++")} "$@" -g0\n')
     script.chmod(0o755)
     return str(script)
 
