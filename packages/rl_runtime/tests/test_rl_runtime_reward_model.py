@@ -250,7 +250,6 @@ def by_transformers(folder: Path) -> list[float]:
         return [float(model(torch.tensor([[*prompt, *response]])).logits[0, 0]) for prompt, response in SAMPLES]
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_two_ranks_compute_the_scores_of_transformers(reward_folder: Path, tmp_path: Path) -> None:
     """Packed, at ZeRO stages 2 and 3, without and with sequence parallelism, in float32: within 1e-4."""

@@ -256,7 +256,6 @@ def test_training_that_cannot_work_is_refused(settings: dict[str, Any], message:
         FineTuningConfig(**settings)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_losses_and_responses_are_those_of_transformers_on_the_exported_model(tmp_path: Path) -> None:
     """ZeRO-1, 2 and 3, sequence parallelism, CPU offload, LoRA and NF4; training uses the fused log-prob operator."""
