@@ -31,15 +31,15 @@ if _heavy_stack and _passed_on in os.environ:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With pytest-xdist, a package's tests that start processes run on one worker: they share servers and ranks.
 
-    Those of tests/ share nothing beyond their file. Tests that start processes run first, so that no worker ends with a
-    long group; the packages' groups are the longest and come first in `testpaths`.
+    Those of tests/ share nothing beyond their file. Groups run first, so that no worker ends with a long one; the
+    packages' groups are the longest and come first in `testpaths`.
     """
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             if starts_processes(item):
                 path = item.path.relative_to(config.rootpath)
                 item.add_marker(pytest.mark.xdist_group(str(path if path.parts[0] == "tests" else path.parent)))
-        items.sort(key=lambda item: not starts_processes(item))
+        items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
 def starts_processes(item: pytest.Item) -> bool:
