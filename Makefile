@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 TYPED := $(patsubst %/py.typed,%,$(wildcard packages/*/*/py.typed))
 # Tests that start processes wait much of their time, so three workers suit two cores. conftest.py groups these tests by
-# folder and runs them first; xdist's default order, by group size, would run the longest groups last.
+# package and runs them first; xdist's default order, by group size, would run the longest groups last.
 WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 # Two ranks and a server share the cores: one compute thread each is fastest.
 export OMP_NUM_THREADS ?= 1
@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 STACK ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-fast bench-gpu mutants lint format pants dist alone licenses sbom audit pictures clean distclean
+.PHONY: help setup demo test test-long test-all test-fast bench-gpu mutants lint format pants dist alone licenses sbom audit pictures clean distclean
 
 help: ## Show this list
 	@echo "Plinth. Targets:"
@@ -25,13 +25,16 @@ demo: setup ## Run GRPO end to end: built-in model and task, 2 DeepSpeed ranks, 
 	$(PYTHON) -m apps.grpo.main $(ARGS)
 
 test: setup ## Run unit, property and multi-process tests and a short end-to-end run; ARGS='-m gpu' tests the GPUs
-	$(PYTHON) -m pytest $(WORKERS) -m "not thorough" $(ARGS)
+	$(PYTHON) -m pytest $(WORKERS) -m "not long and not thorough" $(ARGS)
 
-test-all: setup ## Run these and the thorough tests: kill and resume, reshape, bench, compiled layers, memory plans
+test-long: setup ## Run the tests of half a minute or more, which CI adds to those of make test
+	$(PYTHON) -m pytest $(WORKERS) -m "long and not thorough" $(ARGS)
+
+test-all: setup ## Run all tests, also the thorough ones: kill and resume, reshape, bench, compiled layers, memory plans
 	$(PYTHON) -m pytest $(WORKERS) $(ARGS)
 
 test-fast: setup ## Run unit and property tests only
-	$(PYTHON) -m pytest $(WORKERS) -m "not slow and not e2e and not thorough" $(ARGS)
+	$(PYTHON) -m pytest $(WORKERS) -m "not slow and not e2e and not long and not thorough" $(ARGS)
 
 mutants: setup ## Plant faults one at a time in a copy of the tree and report which the tests catch (not in CI)
 	$(PYTHON) scripts/mutants.py $(ARGS)

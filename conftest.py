@@ -29,12 +29,18 @@ if _heavy_stack and _passed_on in os.environ:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With pytest-xdist, a folder's tests that start processes run on one worker: they share servers and ranks.
+    """With pytest-xdist, a package's tests that start processes run on one worker: they share servers and ranks.
 
-    They run first, whole applications before all others, so that no worker ends with a long group.
+    Those of tests/ share nothing beyond their file. Groups run first, so that no worker ends with a long one; the
+    packages' groups are the longest and come first in `testpaths`.
     """
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            if item.get_closest_marker("slow") or item.get_closest_marker("e2e"):
-                item.add_marker(pytest.mark.xdist_group(str(item.path.parent.relative_to(config.rootpath))))
-        items.sort(key=lambda item: (item.get_closest_marker("e2e") is None, item.get_closest_marker("slow") is None))
+            if starts_processes(item):
+                path = item.path.relative_to(config.rootpath)
+                item.add_marker(pytest.mark.xdist_group(str(path if path.parts[0] == "tests" else path.parent)))
+        items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
+def starts_processes(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("slow", "e2e"))

@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
 """
-_FAST = "not slow and not e2e and not thorough and not gpu"
+_FAST = "not slow and not e2e and not long and not thorough and not gpu"
 
 
 class UndeclaredError(Exception):

@@ -53,6 +53,7 @@ def routes(cluster: Any) -> str:
     return rf"weights: rank 0 -> http://{here}:\d+: shm; http://{there}:\d+: tcp"
 
 
+@pytest.mark.long
 def test_two_hosts_train(tmp_path: Path, start_app: Callable[..., Any], start_cluster: Callable[..., Any]) -> None:
     """A rank and a server on each; the trainer's log-probs are those of both servers, at each step's weights."""
     cluster = start_cluster(2)

@@ -88,6 +88,7 @@ def write_verl_rows(path: Path, num_rows: int, words: int) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
+@pytest.mark.long
 def test_a_dead_rank_is_replaced_a_second_ends_the_run_by_name_and_it_resumes(
     tmp_path: Path, start_app: StartApp
 ) -> None:

@@ -110,6 +110,7 @@ def test_micro_batches_share_the_critics_loss() -> None:
     assert share([-0.4], [0.0]) == pytest.approx({"loss": 0.5 * 0.4**2 / 3, "clip_fraction": 0.0})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_three_steps_train_adapters_and_critic(tmp_path: Path, start_app: Callable[..., Any]) -> None:

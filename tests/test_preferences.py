@@ -256,6 +256,7 @@ def held_out(run: Path) -> list[dict[str, float]]:
     return [{name: float(row[name]) for name in row if name.startswith("val/")} for row in rows if row["val/loss"]]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_reward_model_learns_and_transformers_gives_its_scores(tmp_path: Path, start_app: Callable[..., Any]) -> None:
@@ -283,6 +284,7 @@ def test_a_reward_model_learns_and_transformers_gives_its_scores(tmp_path: Path,
     assert sum(margin > 0 for margin in margins) / len(margins) == pytest.approx(found[-1]["val/accuracy"], abs=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_policy_learns_from_pairs_and_starts_as_its_reference(tmp_path: Path, start_app: Callable[..., Any]) -> None:
@@ -299,6 +301,7 @@ def test_a_policy_learns_from_pairs_and_starts_as_its_reference(tmp_path: Path, 
     assert len((run / "rollouts" / "step_000004.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_steps_and_scores_on_real_ranks_are_those_of_transformers(tmp_path: Path) -> None:
     """DPO, IPO, KTO and reward models, ZeRO-1 to 3, LoRA, sequence parallelism."""

@@ -16,6 +16,7 @@ from run_kit.runs import list_runs
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 
+@pytest.mark.long
 def test_the_loss_falls_and_the_model_loads(tmp_path: Path, start_app: Callable[..., Any]) -> None:
     app = start_app(
         tmp_path,

@@ -42,6 +42,7 @@ def check_ledger(rows: list[SampleRow], *, steps: int, groups: int, samples: int
     assert numbers == list(range(steps * groups)), "a group was lost"
 
 
+@pytest.mark.long
 def test_servers_generate_ahead_and_a_resumed_run_loses_nothing(tmp_path: Path, start_app: Callable[..., Any]) -> None:
     ahead = ("trainer.max_staleness=1", "trainer.save_freq=2")
     first = start_app(tmp_path, *SMALL, *ahead, "trainer.total_training_steps=6", "trainer.experiment=first")

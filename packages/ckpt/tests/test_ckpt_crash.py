@@ -157,14 +157,15 @@ print(step, inside)
 """
 
 
-def test_killed_a_hundred_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [25, pytest.param(100, marks=pytest.mark.thorough)])
+def test_killed_again_and_again(tmp_path: Path, num_kills: int) -> None:
     """SIGKILL at random instants; each process resumes from the newest good checkpoint."""
-    command = [sys.executable, "-c", _KILLER, str(tmp_path), "100"]
+    command = [sys.executable, "-c", _KILLER, str(tmp_path), str(num_kills)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, result.stderr
     newest, num_inside_a_save = map(int, result.stdout.split())
-    assert newest > 10
-    assert num_inside_a_save > 20
+    assert newest > num_kills / 10
+    assert num_inside_a_save > num_kills / 5
 
 
 _RANKS_KILLER = """

@@ -20,6 +20,7 @@ def kill(folder: Path, *, stage: int, num_kills: int) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.long
 def test_killed_a_few_times(tmp_path: Path) -> None:
     kill(tmp_path, stage=2, num_kills=3)
 

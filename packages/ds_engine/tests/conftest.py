@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ds_engine_libaio import libaio_variables, small_torch_header
+from ds_engine_libaio import compiler_without_debug_symbols, libaio_variables, small_torch_header
 
 from plinth_testing import RankPool, RankServer, write_tiny_model
 
@@ -45,6 +45,7 @@ def nvme_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
         if not AsyncIOBuilder().is_compatible(verbose=False):
             pytest.skip("there is no C++ compiler, or it cannot link libaio")
+        environment.setenv("CXX", compiler_without_debug_symbols(folder / "bin"))
         script = Path(__file__).with_name("ds_engine_rank.py")
         with RankServer(script, folder) as server, RankPool(server, 2, folder, timeout_s=1500) as pool:
             yield pool

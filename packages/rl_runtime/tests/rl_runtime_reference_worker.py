@@ -66,4 +66,9 @@ def main(folder: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
+    # Before the fork: otherwise every rank imports them.
+    import deepspeed  # noqa: F401
+    import peft  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
     run_ranks(partial(main, sys.argv[1]))

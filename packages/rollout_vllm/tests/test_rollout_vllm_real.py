@@ -451,6 +451,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_failed_starts_and_killed_launchers_leave_no_process(model_folder: Path, tmp_path: Path) -> None:
     """Both concurrently, since each starts a server."""
     broken = tmp_path / "broken"

@@ -8,7 +8,7 @@ import torch
 import weight_sync_helpers as helpers
 from weight_sync_helpers import Server, assert_serves
 
-from plinth_testing import launch_ranks
+from plinth_testing import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ def test_two_ranks_of_every_stage(server: Server, old_model: Any, tmp_path: Path
     helpers.save_model(old_model, tmp_path / "model")
     out = tmp_path / "weights.pt"
     arguments = ["--folder", tmp_path / "model", "--url", server.url, "--api-key", server.api_key, "--out", out]
-    launch_ranks(Path(__file__).with_name("weight_sync_zero_worker.py"), *arguments, timeout_s=180)
+    run_script(Path(__file__).with_name("weight_sync_zero_worker.py"), *arguments, timeout_s=180)
     trained = helpers.tiny_model(seed=1)
     trained.load_state_dict(torch.load(out), strict=False)
     assert not torch.equal(trained.model.norm.weight, old_model.model.norm.weight)

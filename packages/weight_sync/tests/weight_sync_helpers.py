@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -21,6 +23,7 @@ import torch
 
 import plinth_testing as testing
 from plinth_testing import NetworkHost, free_port, start_process, stop_process
+from plinth_testing.processes import CPU_ENVIRONMENT, die_with_parent
 from weight_sync import SyncConfig, TensorSource, WeightManifest, server_args, server_env
 from weight_sync.channel import MAX_HELLO_BYTES, Listener
 from weight_sync.push.session import PushSession
@@ -35,8 +38,24 @@ class Server:
 
     url: str
     api_key: str | None
-    process: subprocess.Popen[bytes]
+    process: "subprocess.Popen[bytes] | ForkedProcess"
     log: Path
+
+
+class ForkedProcess:
+    """A process that is not this one's child, with what the tests use of a Popen. It has a process group of its own."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._descriptor = pid, os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """0 when it has ended, whatever its exit status."""
+        return 0 if select.select([self._descriptor], [], [], 0)[0] else None
+
+    def wait(self, timeout: float) -> int:
+        if not select.select([self._descriptor], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return 0
 
 
 def tiny_model(family: str = "qwen3", *, seed: int, tied: bool = True, hidden: int = 64) -> Any:
@@ -127,21 +146,46 @@ def start_server(
     config = SyncConfig()
     port = port or free_port()
     address = host.address if host else "127.0.0.1"
-    command = [sys.executable, str(Path(__file__).with_name("weight_sync_server.py")), "--model", str(folder)]
-    command += ["--host", address, "--port", str(port), "--dtype", "float32", "--max-model-len", "128"]
-    command += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "policy"]
-    command += ["--kv-cache-memory-bytes", "64M", "--no-enable-chunked-prefill"]
-    command += ["--logprobs-mode", "processed_logprobs"]
-    command += [*server_args(config, "cpu"), *extra_args]
+    arguments = ["--model", str(folder)]
+    arguments += ["--host", address, "--port", str(port), "--dtype", "float32", "--max-model-len", "128"]
+    arguments += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "policy"]
+    arguments += ["--kv-cache-memory-bytes", "64M", "--no-enable-chunked-prefill"]
+    arguments += ["--logprobs-mode", "processed_logprobs"]
+    arguments += [*server_args(config, "cpu"), *extra_args]
     if api_key:
-        command += ["--api-key", api_key]
-    env = {**server_env(config), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        arguments += ["--api-key", api_key]
+    url = f"http://{address}:{port}"
+    if host is None:
+        forked = _forker()
+        forked.stdin.write(json.dumps({"arguments": arguments, "log": str(log), "env": extra_env or {}}) + "\n")
+        forked.stdin.flush()
+        return Server(url, api_key, ForkedProcess(int(forked.stdout.readline())), log)
+    command = host.command(sys.executable, str(SERVER), *arguments)
+    return Server(url, api_key, start_process(command, log, _server_env() | (extra_env or {})), log)
+
+
+SERVER = Path(__file__).with_name("weight_sync_server.py")
+
+
+def _server_env() -> dict[str, str]:
     # vLLM compiles two functions of its sampler even in eager mode, and the engine busy-waits for a worker in another
     # process; both cost too much on the two cores of a test run.
-    env |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    env |= {"VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "", **(extra_env or {})}
-    command = host.command(*command) if host else command
-    return Server(f"http://{address}:{port}", api_key, start_process(command, log, env), log)
+    env = {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    return server_env(SyncConfig()) | env | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@functools.cache
+def _forker() -> Any:
+    """The process that imports vLLM once and forks the servers; it dies with the test run."""
+    return subprocess.Popen(
+        [sys.executable, str(SERVER)],
+        env={**os.environ, **CPU_ENVIRONMENT, **_server_env()},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
 
 
 def wait_healthy(server: Server, timeout_s: float = 420.0) -> None:

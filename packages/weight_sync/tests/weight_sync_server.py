@@ -1,20 +1,66 @@
-"""vLLM's OpenAI server with a forked engine and forked workers: one import of vLLM per server instead of three or more.
+"""vLLM's OpenAI servers with forked engines and workers: vLLM is imported once, not three times for each server.
 
-Safe on the CPU with one OpenMP thread, which the helpers set: no thread pool exists yet at the fork.
+    python weight_sync_server.py ARGUMENTS...    one server
+    python weight_sync_server.py                 forks a server for each line of the standard input, a JSON object with
+                                                 `arguments`, `log` and `env`, and prints its process id
+
+Safe on the CPU with one OpenMP thread, which the helpers set: no thread exists yet at a fork.
 """
 
+import json
 import multiprocessing
+import os
 import runpy
+import signal
 import sys
 
+from plinth_testing.processes import die_with_parent
+
+
+def serve(arguments: list[str]) -> None:
+    """Run one server in this process."""
+    sys.argv = ["weight-sync-test-server", *arguments]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
+
+
+def fork_server(arguments: list[str], log: str, env: dict[str, str]) -> int:
+    """The process id of a server with a process group of its own, which ends with this process."""
+    if pid := os.fork():
+        return pid
+    try:
+        os.setsid()
+        die_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        files = (os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644))
+        for target, file in ((0, files[0]), (1, files[1]), (2, files[1])):
+            os.dup2(file, target)
+        os.environ.update(env)
+        serve(arguments)
+    except SystemExit as ended:
+        os._exit(int(bool(ended.code)))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM's log
     from vllm.utils import system_utils
 
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_model_runner
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    import vllm.v1.worker.cpu_worker
 
-    sys.argv[0] = "weight-sync-test-server"
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
+    if sys.argv[1:]:
+        serve(sys.argv[1:])
+    else:
+        import vllm.entrypoints.openai.api_server  # noqa: F401
+
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork of one thread of several"
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # servers that end are not waited for
+        for line in sys.stdin:
+            print(fork_server(**json.loads(line)), file=answers, flush=True)

@@ -1,7 +1,6 @@
-"""One rank of a DeepSpeed job that trains a step and pushes. Run by test_weight_sync_zero.py."""
+"""Two ranks of a DeepSpeed job that trains a step and pushes. Run by test_weight_sync_zero.py."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from transformers.integrations import HfDeepSpeedConfig
+from transformers.models.qwen3 import modeling_qwen3  # noqa: F401  (once, before the fork)
 
+from plinth_testing import run_ranks
 from weight_sync import WeightPusher, ZeroSource, plan_buckets
 from weight_sync.tensors import slot_view
 
@@ -130,15 +131,13 @@ def check_updates_and_packings(engine: Any, rank: int) -> None:
     assert all(torch.equal(value, reference[name]) for name, value in full_weights(engine).items())
 
 
-def main() -> None:
+def main(rank: int) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder")
     parser.add_argument("--url")
     parser.add_argument("--api-key")
     parser.add_argument("--out")
     args = parser.parse_args()
-    rank = int(os.environ["RANK"])
-    torch.set_num_threads(1)
     # Not needed, and a killed compiler leaves a lock that later processes wait for indefinitely.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
@@ -176,4 +175,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_ranks(main)
