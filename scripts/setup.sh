@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Creates .venv: Python 3.11, a pinned stack, and editable installs of the packages and apps. The stack is the CUDA one of
-# 3rdparty/cuda.txt on a host with an NVIDIA GPU, otherwise the CPU one of 3rdparty/cpu.txt. Both lists have hashes,
-# which pip compares; only torch's CPU build has none.
+# Creates .venv: a Python, a pinned stack, and editable installs of the packages and apps. The stack is the CUDA one of
+# 3rdparty/cuda.txt on a host with an NVIDIA GPU, otherwise the CPU one of 3rdparty/cpu.txt. Both lists have hashes of the
+# files for Python 3.11, 3.12 and 3.13, which pip compares; only torch's CPU build has none.
 #
 #   scripts/setup.sh            install what is missing; does nothing if the stamp is current
 #   scripts/setup.sh --force    reinstall everything into the existing .venv
@@ -10,7 +10,7 @@
 #                               machines without network, and install nothing
 #
 # PLINTH_STACK         cpu or cuda: the stack to install (else: what the machine has). cuda needs no driver, for images
-# PLINTH_PYTHON        the Python 3.11 to use (else: python3.11 on PATH, python3 if it is 3.11, pyenv's)
+# PLINTH_PYTHON        the Python to use (else: that of .venv; or the first of 3.11, 3.12 and 3.13 on PATH, or pyenv's)
 # PLINTH_TORCH_INDEX   extra index for torch's CPU wheel (else PyTorch's own; empty: none)
 # PLINTH_WHEELHOUSE    a folder that --download wrote: install from it and from nowhere else, without network
 set -euo pipefail
@@ -28,6 +28,8 @@ log=.cache/setup.log
 # CUDA version of torch's wheel, and the oldest driver for it.
 needed_cuda=13.0
 needed_driver=580.65.06
+# The Pythons whose files the lists have, the one of the tests first. scripts/lock.sh has them, too.
+pythons="3.11 3.12 3.13"
 
 say() { printf 'setup: %s\n' "$*"; }
 die() {
@@ -77,12 +79,14 @@ check_driver() {
 choose_stack
 torch_index=${PLINTH_TORCH_INDEX-https://download.pytorch.org/whl/cpu}
 
-# Refuses a wheelhouse of another list, or with a damaged file; else makes it pip's only source.
+# use_wheelhouse X.Y : refuses a wheelhouse of another list or Python, or with a damaged file; else makes it pip's only source.
 use_wheelhouse() {
   local house again="On a machine with network: PLINTH_STACK=$stack scripts/setup.sh --download FOLDER"
   house=$(cd "$called_in" && cd "$PLINTH_WHEELHOUSE" 2> /dev/null && pwd -P) && [ -f "$house/SHA256SUMS" ] ||
     die "PLINTH_WHEELHOUSE=$PLINTH_WHEELHOUSE is not a folder that --download wrote" "$again"
   cmp -s "$house/$stack.txt" "$list" || die "$house does not have the files of this checkout's $list" "$again"
+  grep -qxF "$1" "$house/pythons.txt" 2> /dev/null || die "$house has no files for Python $1" \
+    "It has those for Python $(paste -sd ' ' "$house/pythons.txt" 2> /dev/null): PLINTH_PYTHON=/path/to/python names one." "$again"
   say "checking the files in $house"
   (cd "$house" && sha256sum --check --quiet SHA256SUMS >&2) || die "files in $house are missing or damaged (see above)" "$again"
   export PIP_NO_INDEX=1 PIP_FIND_LINKS=file://${house// /%20}
@@ -99,28 +103,43 @@ stack_line="stack $(cat "$list" scripts/setup.sh | sha256sum | cut -c1-40) $root
 packages_line="packages $({ ls -d packages/*/pyproject.toml apps/pyproject.toml 2> /dev/null || true; } | xargs -r sha256sum | sha256sum | cut -c1-40)"
 [ "${1:-}" != --force ] || rm -f "$stamp"
 stamped() { [ -x "$venv/bin/python" ] && grep -qxF "$1" "$stamp" 2> /dev/null; }
-if [ "${1:-}" != --download ] && stamped "$stack_line" && stamped "$packages_line"; then
+
+# python_version PYTHON : its X.Y if it is one of $pythons and can create an environment; else nothing, and status 1.
+python_version() {
+  "$1" -c 'import sys, venv, ensurepip
+version = "%d.%d" % sys.version_info[:2]
+sys.exit(version not in sys.argv[1].split() or print(version))' "$pythons" 2> /dev/null
+}
+
+# The Python of .venv stays unless PLINTH_PYTHON names another one.
+keeps_python() {
+  [ -z "${PLINTH_PYTHON:-}" ] || [ "$(python_version "$PLINTH_PYTHON")" = "$(python_version "$venv/bin/python")" ]
+}
+if [ "${1:-}" != --download ] && keeps_python && stamped "$stack_line" && stamped "$packages_line"; then
   exit 0
 fi
 
-is_311() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' > /dev/null 2>&1; }
-
 find_python() {
-  local candidate
+  local candidate version candidates=()
   if [ -n "${PLINTH_PYTHON:-}" ]; then
-    is_311 "$PLINTH_PYTHON" || die "PLINTH_PYTHON=$PLINTH_PYTHON is not a Python 3.11 with venv and ensurepip"
+    [ -n "$(python_version "$PLINTH_PYTHON")" ] ||
+      die "PLINTH_PYTHON=$PLINTH_PYTHON is not a Python with venv and ensurepip of these versions: $pythons"
     echo "$PLINTH_PYTHON"
     return
   fi
-  for candidate in python3.11 python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11.*/bin/python3.11; do
-    if is_311 "$candidate"; then
+  version=$(python_version "$venv/bin/python") && candidates+=("$(readlink -f "$venv/bin/python")")
+  for version in $pythons; do
+    candidates+=("python$version" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$version".*/bin/"python$version")
+  done
+  for candidate in "${candidates[@]}" python3; do
+    if [ -n "$(python_version "$candidate")" ]; then
       echo "$candidate"
       return
     fi
   done
-  die "no usable Python 3.11 found" \
-    "Looked for python3.11 and python3 on PATH, and for pyenv's. It needs the modules venv and ensurepip." \
-    "Debian and Ubuntu: apt-get install python3.11 python3.11-venv python3.11-dev" \
+  die "no usable Python found: ${pythons// /, }" \
+    "Looked for them on PATH and among pyenv's. They need the modules venv and ensurepip." \
+    "Debian and Ubuntu: apt-get install python3.11 python3.11-venv python3.11-dev (or python3.12, python3.13)" \
     "Elsewhere: \`uv python install 3.11\` or \`pyenv install 3.11\`, then PLINTH_PYTHON=/path/to/python3.11 scripts/setup.sh"
 }
 
@@ -136,7 +155,7 @@ check_compiler() {
 check_headers() {
   "$1" -c 'import pathlib, sys, sysconfig; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())' ||
     die "no Python.h beside $1: Triton cannot launch kernels without it" \
-      "Debian and Ubuntu: apt-get install python3.11-dev" "PLINTH_PYTHON=/path/to/python3.11 names another Python."
+      "Debian and Ubuntu: apt-get install python$(python_version "$1")-dev" "PLINTH_PYTHON=/path/to/python3.11 names another Python."
 }
 
 # What is installed, and the downloaded wheels beside it while pip works.
@@ -188,14 +207,14 @@ install_cpu_torch() {
 
 # The stack in .venv by its torch; nothing if it has none.
 installed_stack() {
-  compgen -G "$venv/lib/python3.11/site-packages/torch-*+cpu.dist-info" > /dev/null && echo cpu && return
-  compgen -G "$venv/lib/python3.11/site-packages/torch-*.dist-info" > /dev/null && echo cuda || true
+  compgen -G "$venv/lib/python3.*/site-packages/torch-*+cpu.dist-info" > /dev/null && echo cpu && return
+  compgen -G "$venv/lib/python3.*/site-packages/torch-*.dist-info" > /dev/null && echo cuda || true
 }
 
 create_venv() {
   local found
   found=$(installed_stack)
-  if is_311 "$venv/bin/python" && [ "${found:-$stack}" = "$stack" ]; then return; fi
+  if [ "$(python_version "$venv/bin/python")" = "$(python_version "$1")" ] && [ "${found:-$stack}" = "$stack" ]; then return; fi
   check_disk
   say "creating .venv with $("$1" --version)${found:+ in place of the one with the ${found^^} stack}"
   "$1" -m venv --clear "$venv"
@@ -211,7 +230,7 @@ install_stack() {
     check_driver
     check_headers "$python"
   fi
-  [ -z "${PLINTH_WHEELHOUSE:-}" ] || use_wheelhouse
+  [ -z "${PLINTH_WHEELHOUSE:-}" ] || use_wheelhouse "$(python_version "$python")"
   create_venv "$python"
   sed -i '/^stack /d' "$stamp" 2> /dev/null || true
   say "installing the $(grep -c == "$list") pinned distributions of $list (some minutes the first time)"
@@ -221,7 +240,7 @@ install_stack() {
   # Its build imports torch and must not compile operators: they are compiled on first use.
   DS_BUILD_OPS=0 pip install --no-deps --no-compile --no-build-isolation -r "$(pins '^deepspeed==')"
   # Byte-compile on all cores; pip would use one.
-  "$venv/bin/python" -m compileall -q -j 0 "$venv/lib/python3.11/site-packages" > /dev/null 2>&1 || true
+  "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages > /dev/null 2>&1 || true
   check_stack
   echo "$stack_line" >> "$stamp"
   say "the stack is installed after $((SECONDS - started)) s"
@@ -238,6 +257,8 @@ download() {
   rm -f "$house"/plinth*
   python=$(find_python)
   venv=$root/.cache/download
+  { cat "$house/pythons.txt" 2> /dev/null || true; python_version "$python"; } | sort -uV > .cache/pythons.txt
+  mv .cache/pythons.txt "$house/pythons.txt"
   say "${stack^^} stack for $(uname -m) and $("$python" --version): downloading the $(grep -c == "$list") distributions of $list"
   "$python" -m venv --clear "$venv"
   pip install --no-deps -r "$(pins -E '^(pip|setuptools|wheel)==')"
@@ -303,6 +324,6 @@ if [ "${1:-}" = --download ]; then
   download "$2"
   exit 0
 fi
-stamped "$stack_line" || install_stack
+{ keeps_python && stamped "$stack_line"; } || install_stack
 stamped "$packages_line" || install_packages
 say "ready: .venv"

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,38 @@ def test_a_wheelhouse_does_not_mix_two_lists(tmp_path: Path) -> None:
     assert f"{house} has files, and not those of this checkout's 3rdparty/cpu.txt" in done.stderr
     assert "Name an empty folder." in done.stderr
     assert sorted(path.name for path in house.iterdir()) == ["cpu.txt", "torch-2.13.0-py3-none-any.whl"]
+
+
+def test_a_wheelhouse_without_files_for_this_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = tmp_path / "wheelhouse"
+    house.mkdir()
+    (house / "SHA256SUMS").touch()
+    (house / "pythons.txt").write_text("3.9\n")
+    shutil.copy(LISTS / "cpu.txt", house)
+    monkeypatch.setenv("PLINTH_WHEELHOUSE", str(house))
+    monkeypatch.setenv("PLINTH_PYTHON", sys.executable)
+    done = run_setup(tmp_path, stack="cpu")
+    assert done.returncode == 1
+    assert f"{house} has no files for Python {sys.version_info.major}.{sys.version_info.minor}" in done.stderr
+    assert "It has those for Python 3.9: PLINTH_PYTHON=/path/to/python names one." in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_another_program_than_python_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLINTH_PYTHON", "/bin/true")
+    done = run_setup(tmp_path, stack="cpu")
+    assert done.returncode == 1
+    assert (
+        "PLINTH_PYTHON=/bin/true is not a Python with venv and ensurepip of these versions: 3.11 3.12 3.13"
+        in done.stderr
+    )
+
+
+def test_both_scripts_have_the_same_pythons() -> None:
+    setup, lock = ((REPO / "scripts" / name).read_text() for name in ("setup.sh", "lock.sh"))
+    [installed] = re.findall(r'^pythons="(.+)"$', setup, re.MULTILINE)
+    locked = re.findall(r'^(?:python|other_pythons)="?([0-9. ]+)"?$', lock, re.MULTILINE)
+    assert installed == " ".join(locked)
 
 
 def pins(name: str) -> dict[str, str]:

@@ -301,7 +301,7 @@ def test_a_page_of_a_run_with_one_step_and_nothing_else(tmp_path: Path) -> None:
         ({"metrics.tsv": "a\tb\n"}, "not a metrics table"),
         ({"summary.json": "{"}, "Expecting"),
         ({"summary.json": "[]"}, "expected a JSON object"),
-        ({"summary.json": "[" * 9000}, "recursion"),
+        ({"summary.json": "[" * 100_000}, "recursion"),
         ({"metrics.tsv": "step\ta\n\udcff\t1\n"}, "line 2: a cell is not a number"),
         ({"rollouts/step_000001.jsonl": "\n[]\n"}, "line 2: not a rollout"),
         ({"rollouts/step_000001.jsonl": '{"step": 1, "prompt": "p", "reward": 1}\n'}, "line 1: not a rollout"),

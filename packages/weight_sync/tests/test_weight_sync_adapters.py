@@ -69,7 +69,7 @@ def test_adapter_is_served_next_to_the_base_model(lora_server: Server, old_model
         assert pusher.push(3).num_attempts == 2
     assert assert_serves(lora_server, second, NAME) <= 1e-4
     assert assert_serves(lora_server, old_model) <= 1e-4
-    assert helpers.call(lora_server, "GET", "/weight_info")[1] == {"weight_version": "3"}
+    helpers.assert_reports_version(lora_server, 3)
 
 
 def test_mismatched_adapter_is_rejected_and_the_previous_version_stays(lora_server: Server, server: Server) -> None:

@@ -73,7 +73,7 @@ def transports_of(servers: list[Server]) -> dict[str, str]:
 
 def assert_all_serve(servers: list[Server], model: Any, version: int) -> None:
     for server in servers:
-        assert helpers.call(server, "GET", "/weight_info")[1] == {"weight_version": str(version)}
+        helpers.assert_reports_version(server, version)
         assert assert_serves(server, model) <= 1e-4
 
 
@@ -191,7 +191,7 @@ def test_a_worker_that_dies_fails_the_push_on_all_servers(
             pusher.push(2)
         far.process.wait(20)
         assert is_paused(here)
-        assert helpers.call(here, "GET", "/weight_info")[1] == {"weight_version": "1"}
+        helpers.assert_reports_version(here, 1)
     wait_until(lambda: Resources.now() == before, 20)
     with WeightPusher(ModuleSource(old_model), [here]) as pusher:
         assert pusher.push(3).transports == {here.url: "shm"}
