@@ -7,7 +7,10 @@ import multiprocessing
 import runpy
 import sys
 
+from plinth_testing.processes import end_forks_with_parent
+
 if __name__ == "__main__":
+    end_forks_with_parent()  # else a killed test run leaves vLLM's engine core
     from vllm.utils import system_utils
 
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
