@@ -11,7 +11,7 @@ import pytest
 
 import apps.distill.main as distill
 from apps.distill.config import DistillConfig
-from rl_data import DataError, build_tiny_model, check_same_vocabulary, load_tokenizer
+from rl_data import DataError, build_tiny_model, check_same_vocabulary, load_tokenizer, write_task
 from rl_runtime import InputError
 from rl_runtime.training.ledger import read_samples
 from run_kit import ConfigError, load_config
@@ -84,6 +84,11 @@ def test_a_teacher_that_cannot_teach_is_refused_before_any_process_starts(tmp_pa
     with pytest.raises(InputError, match=r"teacher\.gpus is \[0\]; allowed: none on the CPU"):
         distill.check(demo(f"teacher.model={teacher}", "teacher.gpus=[0]"))
     distill.check(demo(f"teacher.model={teacher}", "teacher.on=ranks", "sampling.temperature=0.7"))
+
+
+def test_a_model_without_prompts_is_refused_before_any_process_starts(teacher: Path) -> None:
+    with pytest.raises(InputError, match=r"data\.train is \[\]; allowed with model\.path=.*: files with prompts"):
+        distill.check(demo(f"teacher.model={teacher}", f"model.path={teacher}"))
 
 
 def test_the_same_ids_with_another_end_of_sequence_are_another_vocabulary(teacher: Path) -> None:
@@ -170,8 +175,11 @@ def test_a_teacher_that_equals_the_student_agrees_on_every_stale_token(
     weights = load_file(peaked / "model.safetensors")
     weights["model.norm.weight"] *= 20.0  # the logits of random weights are nearly equal
     save_file(weights, peaked / "model.safetensors", metadata={"format": "pt"})
-    same = (f"model.path={peaked}", f"teacher.model={peaked}", "actor.optim.lr=1e-12", *options)
-    app = start_app(tmp_path / "out", *AHEAD, *same, "trainer.total_training_steps=5", app="distill")
+    task = write_task(tmp_path / "task", num_train=64, num_val=4, num_demonstrations=4, seed=1)
+    same = (f"model.path={peaked}", f"data.train=[{task.train}]", f"teacher.model={peaked}", *options)
+    app = start_app(
+        tmp_path / "out", *AHEAD, *same, "actor.optim.lr=1e-12", "trainer.total_training_steps=5", app="distill"
+    )
     for row in steps_of(finished(app), app, steps=5):
         assert abs(float(row["teacher/kl"])) < 1e-3
         assert float(row["rollout/log_prob_mismatch"]) < 1e-3 or "keep" in "".join(options)
@@ -188,7 +196,8 @@ def test_a_student_learns_from_stale_samples_while_its_teacher_is_killed(
     run = (f"teacher.model={teacher}", "trainer.total_training_steps=8", "trainer.save_freq=4")
     app = start_app(tmp_path, *AHEAD, *run, app="distill")
     app.wait_for("step 2/8")
-    [server] = [process for process in app.children("_serve.py") if str(teacher) in process.cmdline()]
+    of_teacher = [process for process in app.children("_serve.py") if str(teacher) in process.cmdline()]
+    [server] = [process for process in of_teacher if "_supervise.py" not in " ".join(process.cmdline())]
     server.kill()
     rows = steps_of(finished(app), app, steps=8)
     assert "teacher server 0 died: " in app.output
