@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 
 import apps.distill.main as distill
 from apps.distill.config import DistillConfig
-from rl_data import DataError, build_tiny_model, check_same_vocabulary, load_tokenizer
+from rl_data import DataError, build_tiny_model, check_same_vocabulary, load_tokenizer, write_task
 from rl_runtime import InputError
+from rl_runtime.training.ledger import read_samples
 from run_kit import ConfigError, load_config
+from tests.test_staleness import check_ledger
 
 PRESETS = Path(__file__).resolve().parents[1] / "apps" / "distill" / "presets"
 SHORT = (
@@ -83,6 +86,11 @@ def test_a_teacher_that_cannot_teach_is_refused_before_any_process_starts(tmp_pa
     distill.check(demo(f"teacher.model={teacher}", "teacher.on=ranks", "sampling.temperature=0.7"))
 
 
+def test_a_model_without_prompts_is_refused_before_any_process_starts(teacher: Path) -> None:
+    with pytest.raises(InputError, match=r"data\.train is \[\]; allowed with model\.path=.*: files with prompts"):
+        distill.check(demo(f"teacher.model={teacher}", f"model.path={teacher}"))
+
+
 def test_the_same_ids_with_another_end_of_sequence_are_another_vocabulary(teacher: Path) -> None:
     ours, theirs = load_tokenizer(teacher), load_tokenizer(teacher)
     check_same_vocabulary(ours, theirs)
@@ -123,4 +131,79 @@ def test_a_student_trains(
     for row in steps:
         assert {name for name in row if name.startswith("teacher/")} == metrics
         assert all(float(row[name]) > 0 for name in metrics)
+        assert float(row["actor/grad_norm"]) > 0
+
+
+AHEAD = (
+    "preset=demo",
+    "warm_start.steps=0",
+    "task.num_val=16",
+    "batch.train_batch_size=4",
+    "batch.mini_batch_size=2",
+    "sampling.n=2",
+    "rollout.max_samples_in_flight=4",  # so that groups are in flight at every push
+    "trainer.num_ranks=1",
+    "trainer.val_before_train=false",
+    "trainer.val_after_train=false",
+    "trainer.max_staleness=2",
+)
+
+
+def steps_of(rows: list[dict[str, str]], app: Any, *, steps: int) -> list[dict[str, str]]:
+    """The rows of all steps, of which some trained on samples of an older policy, and none twice."""
+    found = [row for row in rows if row.get("actor/loss")]
+    assert len(found) == steps
+    assert max(float(row["staleness/max"]) for row in found) > 0
+    [run] = app.output_dir.glob("*/samples.tsv")
+    check_ledger(read_samples(run.parent), steps=steps, groups=4, samples=2, max_staleness=2)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options", [("teacher.signal=top_k", "teacher.top_k=64"), ("teacher.on=ranks", "sync.running_requests=keep")]
+)
+def test_a_teacher_that_equals_the_student_agrees_on_every_stale_token(
+    tmp_path: Path, teacher: Path, start_app: Callable[..., Any], options: tuple[str, ...]
+) -> None:
+    """The student keeps its weights, so that a log-prob of another token would be far from its own."""
+    from safetensors.torch import load_file, save_file
+
+    scaled = shutil.copytree(teacher, tmp_path / "scaled")
+    weights = load_file(scaled / "model.safetensors")
+    weights["model.norm.weight"] *= 4.0  # the logits of random weights are nearly equal
+    save_file(weights, scaled / "model.safetensors", metadata={"format": "pt"})
+    task = write_task(tmp_path / "task", num_train=64, num_val=4, num_demonstrations=4, seed=1)
+    same = (f"model.path={scaled}", f"data.train=[{task.train}]", f"teacher.model={scaled}", *options)
+    app = start_app(
+        tmp_path / "out", *AHEAD, *same, "actor.optim.lr=1e-12", "trainer.total_training_steps=5", app="distill"
+    )
+    for row in steps_of(finished(app), app, steps=5):
+        assert abs(float(row["teacher/kl"])) < 1e-3
+        assert 0.5 < float(row["actor/entropy"]) < 3.5, "responses differ, and so do the log-probs of their tokens"
+        if "teacher.top_k=64" in options:
+            assert float(row["teacher/divergence"]) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.thorough
+def test_a_student_learns_from_stale_samples_while_its_teacher_is_killed(
+    tmp_path: Path, teacher: Path, start_app: Callable[..., Any]
+) -> None:
+    run = (f"teacher.model={teacher}", "trainer.total_training_steps=8", "trainer.save_freq=4")
+    app = start_app(tmp_path, *AHEAD, *run, app="distill")
+    app.wait_for("step 2/8")
+    of_teacher = [process for process in app.children("_serve.py") if str(teacher) in process.cmdline()]
+    [server] = [process for process in of_teacher if "_supervise.py" not in " ".join(process.cmdline())]
+    server.kill()
+    rows = steps_of(finished(app), app, steps=8)
+    assert "teacher server 0 died: " in app.output
+    assert "teacher server 0 restarted: " in app.output
+    assert "algorithm.rollout_correction.mode=truncate" in app.output
+    for row in rows:
+        assert 0 < float(row["rollout/correction_ess"]) <= 1
+        assert float(row["teacher/kl"]) > 0
         assert float(row["actor/grad_norm"]) > 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from apps.evaluate.checks import find_folder
 from apps.evaluate.comparison import compare, compare_all
@@ -174,9 +175,14 @@ def test_a_run_with_adapters_knows_how_to_merge_them_or_says_why_not(tmp_path: P
     assert find_targets(sweep(run)).targets[0].lora == {"lora_alpha": 8, "use_rslora": True}
     (run / "config.yaml").write_text(plain.replace("FORMAT", "plain").replace("actor", "engine"))
     assert find_targets(sweep(run)).targets[0].lora is not None
+    assert find_targets(sweep(run)).targets[0].nf4 is None
     (run / "config.yaml").write_text(plain.replace("FORMAT", "nf4"))
-    with pytest.raises(InputError, match=r"NF4 base .* model.path="):
+    with pytest.raises(InputError, match=r"lacks actor\.dtype.*model\.path="):
         find_targets(sweep(run))
+    (run / "config.yaml").write_text(plain.replace("FORMAT", "nf4").replace("actor: {", "actor: {dtype: float16, "))
+    nf4 = find_targets(sweep(run)).targets[0].nf4
+    assert nf4 is not None
+    assert nf4.model_dtype == "float16"
 
 
 def test_folders_of_checkpoints_are_found_in_the_order_of_their_steps(tmp_path: Path) -> None:
@@ -477,14 +483,16 @@ def test_an_environment_scores_the_model_of_a_running_server(tmp_path: Path, cap
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.thorough
+@pytest.mark.parametrize("base_format", ["plain", "nf4"])
 def test_checkpoints_of_a_run_with_adapters_are_the_models_that_it_trained(
-    tmp_path: Path, start_app: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, start_app: Callable[..., Any], capfd: pytest.CaptureFixture[str], base_format: str
 ) -> None:
     trained = start_app(
         tmp_path / "trained",
         *("trainer.total_training_steps=2", "trainer.save_freq=1", "task.num_val=16", "warm_start.steps=0"),
         *("validation.n=2", "trainer.val_after_train=false"),
         *("actor.lora.rank=4", "actor.lora.alpha=16", "actor.optim.lr=1e-2"),
+        f"actor.lora.base_format={base_format}",
         *("reward.terms.brief.function=length", "reward.terms.brief.options.target=10"),
     )
     assert trained.finish() == 0, trained.output
@@ -510,3 +518,8 @@ def test_checkpoints_of_a_run_with_adapters_are_the_models_that_it_trained(
     assert len(last) == 16
     assert np.mean([one == other for one, other in zip(second, last, strict=True)]) > 0.9
     assert first != second
+    with find_targets(sweep(run)).targets[-1].open(find_targets(sweep(run)).config, tmp_path) as merged:
+        ours, of_run = (load_file(folder / "model.safetensors") for folder in (merged, run / "model"))
+    assert ours.keys() == of_run.keys()
+    for name, tensor in ours.items():
+        np.testing.assert_allclose(tensor, of_run[name], atol=1e-6, err_msg=name)

@@ -15,16 +15,23 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 
 import apps.bench.plan as bench_plan
+import apps.distill.main as distill
 import apps.evaluate.main as evaluate
+import apps.forecast.plan as forecast_plan
 import apps.grpo.main as grpo
 import apps.ppo.main as ppo
+import apps.reward.main as reward
 import apps.sft.main as sft
 import ds_engine.__main__ as ds_engine_cli
 import rl_runtime
 from apps.bench.config import SixCaseConfig, StageGateConfig
+from apps.distill.config import DistillConfig
+from apps.dpo.config import DpoConfig
 from apps.evaluate.config import EvaluateConfig
+from apps.forecast.config import ForecastConfig
 from apps.grpo.config import GrpoConfig
 from apps.ppo.config import PpoConfig
+from apps.reward.config import RewardConfig
 from apps.sft.config import SftConfig
 from rl_data import build_tiny_model
 from run_kit import load_config, run_cli, to_yaml
@@ -59,17 +66,28 @@ def rl_app(config_cls: type, check: Callable[[Any], object], name: str) -> App:
     )
 
 
+def supervised_app(config_cls: type, check: Callable[[Any], object], name: str) -> App:
+    start = partial(run_cli, app_name=name, preset_dir=APPS / name / "presets", default_preset="demo")
+    return App(
+        config_cls=config_cls,
+        start=start,
+        check=lambda config: check(rl_runtime.choose_supervised(config).config),
+    )
+
+
 BENCH = partial(run_cli, app_name="bench", preset_dir=APPS / "bench" / "presets")
 BY_NAME = {
     "grpo": rl_app(GrpoConfig, grpo.check, "grpo"),
     "ppo": rl_app(PpoConfig, ppo.check, "ppo"),
-    "sft": App(
-        config_cls=SftConfig,
-        start=partial(run_cli, app_name="sft", preset_dir=APPS / "sft" / "presets", default_preset="demo"),
-        check=lambda config: sft.check(rl_runtime.choose_supervised(config).config),
-    ),
+    "distill": rl_app(DistillConfig, distill.check, "distill"),
+    "sft": supervised_app(SftConfig, sft.check, "sft"),
+    "reward": supervised_app(RewardConfig, reward.check, "reward"),
+    "dpo": supervised_app(DpoConfig, rl_runtime.check_run, "dpo"),
     "six_case": App(config_cls=SixCaseConfig, start=BENCH, check=bench_plan.plan_six),
     "stage_gate": App(config_cls=StageGateConfig, start=BENCH, check=bench_plan.plan_gate),
+    "forecast": App(
+        config_cls=ForecastConfig, start=partial(run_cli, app_name="forecast"), check=forecast_plan.plan_job
+    ),
     "evaluate": App(config_cls=EvaluateConfig, start=partial(run_cli, app_name="evaluate"), check=evaluate.check),
 }
 KEYS = {name: [e for e in entries(app.config_cls) if isinstance(e, Key)] for name, app in BY_NAME.items()}

@@ -1,6 +1,5 @@
 """Configurations that the GRPO app refuses before any process starts; its check runs in this process."""
 
-import functools
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,6 +10,7 @@ from apps.grpo.config import GrpoConfig
 from apps.grpo.main import check
 from benchmarks.random_model import write_random_model
 from rl_runtime import Choice, InputError, choose_settings
+from rl_runtime.launch import auto_address
 from rl_runtime.ranks.environment import cache_variables
 from run_kit import load_config
 
@@ -57,7 +57,7 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["trainer.device=cuda"], "GPUs"),
         (["trainer.ray_address=cluster"], "trainer.ray_address is 'cluster'; allowed: auto, or host:port"),
         (["trainer.ray_address=127.0.0.1:9"], "no Ray cluster can be joined there"),
-        (["trainer.ray_address=auto"], "trainer.ray_address is auto: no Ray cluster can be joined there"),
+        (["trainer.ray_address=auto"], "trainer.ray_address is auto, but this host is no node of a Ray cluster"),
         (["trainer.ranks_per_node=0"], "trainer.ranks_per_node: is 0; allowed: 1 or more"),
         (["rollout.urls=http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
         (["rollout.urls=http://198.51.100.7:9", "sync.transport=shm"], "works within one host only"),
@@ -123,8 +123,7 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
     ],
 )
 def test_refused(overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # `auto` would join the Ray of another test: Ray looks for its processes.
-    monkeypatch.setattr("ray._private.services.find_gcs_addresses", functools.cache(set))
+    monkeypatch.setattr(auto_address, "read_raylets", lambda _: iter(()))  # a cluster of this host would be joined
     with pytest.raises(ValueError, match=message):
         check(load_config(GrpoConfig, presets=[DEMO], overrides=overrides))
 

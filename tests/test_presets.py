@@ -171,7 +171,7 @@ def test_document_4_accumulates_32_micro_batches() -> None:
 def test_every_documented_run_has_its_preset() -> None:
     built_in = {("grpo", "demo"), ("grpo", "calculator"), ("grpo", "game"), ("ppo", "demo"), ("distill", "demo")}
     assert set(DOCUMENTED) | built_in == set(PRESETS)
-    assert set(PREFERENCE_PRESETS) == {("reward", "demo"), ("dpo", "demo")}
+    assert set(PREFERENCE_PRESETS) == {("reward", "demo"), ("dpo", "demo"), ("dpo", "ipo")}
 
 
 @pytest.mark.parametrize(("app", "preset"), PRESETS)

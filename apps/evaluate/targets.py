@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+import ds_engine
 from apps.evaluate.config import EvaluateConfig
 from ckpt import describe_files, export_deepspeed, export_merged
 from ckpt.manifest import folder_name
@@ -39,6 +40,8 @@ class Target:
     path: Path | None = None
     lora: dict[str, Any] | None = None
     """Settings of the adapters in a checkpoint of a run."""
+    nf4: ds_engine.EngineConfig | None = None
+    """The engine that trained these adapters on a base in NF4; None: on a plain one."""
 
     def digest(self) -> str | None:
         """SHA-256 over the checksums of the files that make the model; None without a path.
@@ -74,9 +77,9 @@ class Target:
             else:
                 assert self.step is not None
                 checkpoint = CheckpointReader(self.path.parent).load(self.step)
-                export_deepspeed(
-                    checkpoint.path, out, model_files_from=base, tag=config.checkpoints.role, lora=self.lora
-                )
+                rounded = None if self.nf4 is None else ds_engine.nf4_base(str(base), self.nf4)
+                role = config.checkpoints.role
+                export_deepspeed(checkpoint.path, out, model_files_from=base, tag=role, lora=self.lora, base=rounded)
             yield out
 
 
@@ -139,9 +142,10 @@ def _chosen(config: EvaluateConfig, found: list[int]) -> list[int]:
 def _of_run(config: EvaluateConfig, root: Path) -> Targets:
     run = root.parent
     tree = _run_config(run)
-    lora = _lora(tree, run, config.checkpoints.role)
+    role = config.checkpoints.role
+    lora, nf4 = _lora(tree, role), _nf4(tree, run, role)
     targets = [
-        Target(name=folder_name(step), step=step, kind="checkpoint", path=root / folder_name(step), lora=lora)
+        Target(name=folder_name(step), step=step, kind="checkpoint", path=root / folder_name(step), lora=lora, nf4=nf4)
         for step in _chosen(config, CheckpointReader(root).steps())
     ]
     notes = []
@@ -192,20 +196,24 @@ def _held_out(run: Path, tree: dict[str, Any]) -> tuple[str, ...]:
     return (files,) if isinstance(files, str) else tuple(map(str, files))
 
 
-def _lora(tree: dict[str, Any], run: Path, role: str) -> dict[str, Any] | None:
-    """PEFT's settings of the run's adapters.
-
-    Raises InputError for a quantized base, whose weights the checkpoint holds in no form that a folder could.
-    """
+def _lora(tree: dict[str, Any], role: str) -> dict[str, Any] | None:
+    """PEFT's settings of the run's adapters."""
     lora = _section(tree, role, "lora") or _section(tree, "engine", "lora")  # engine: of the SFT app
-    if lora is None:
+    return None if lora is None else {"lora_alpha": lora["alpha"], "use_rslora": bool(lora.get("rslora"))}
+
+
+def _nf4(tree: dict[str, Any], run: Path, role: str) -> ds_engine.EngineConfig | None:
+    """The run's engine, if it rounds its base to NF4: the checkpoint has the adapters, the model folder the base."""
+    section = role if _section(tree, role, "lora") else "engine"
+    if _section(tree, section, "lora", "base_format") != "nf4":
         return None
-    if _section(lora, "base_format") == "nf4":
+    dtype = _section(tree, section, "dtype")
+    if dtype is None:
         raise InputError(
-            f"checkpoints.folder is {run}, whose {role} has an NF4 base (lora.base_format); allowed: plain. Evaluate "
-            f"the merged model that the run exports at its end: model.path={run / 'model'}"
+            f"checkpoints.folder is {run}, whose config.yaml lacks {section}.dtype, in which its NF4 base is computed; "
+            f"evaluate the merged model that the run exports at its end: model.path={run / 'model'}"
         )
-    return {"lora_alpha": lora["alpha"], "use_rslora": bool(lora.get("rslora"))}
+    return ds_engine.EngineConfig(dtype=dtype)
 
 
 # ---------------------------------------------------------------- folders checkpoint-100, checkpoint-200, ...

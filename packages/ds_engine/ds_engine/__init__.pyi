@@ -31,6 +31,7 @@ from .guard.collective_guard import CollectiveGuard as CollectiveGuard
 from .guard.collective_guard import mark as mark
 from .guard.collective_guard import record_collectives as record_collectives
 from .model.loading import check_model as check_model
+from .model.loading import nf4_base as nf4_base
 from .planning.memory_plan import MemoryEstimate as MemoryEstimate
 from .planning.memory_plan import estimate_memory as estimate_memory
 from .planning.model_shape import ModelShape as ModelShape

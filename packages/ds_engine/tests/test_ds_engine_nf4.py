@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import shutil
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -23,11 +25,12 @@ from ds_engine_testkit import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ds_engine import EngineConfig, LoraConfig, ModelError, OffloadConfig, OptimConfig, ZeroConfig, dense_log_prob
 from ds_engine.model import nf4 as nf4_module
-from ds_engine.model.loading import load_model
+from ds_engine.model.loading import load_model, nf4_base
 from ds_engine.model.lora import adapter_settings, adapter_tensors, add_adapters, whole_tensors
 from ds_engine.model.nf4 import VALUES, Nf4Linear, Nf4Packing, quantize_base
 from ds_engine.model.packed_model import install_packed_forward, packed_inputs
@@ -248,6 +251,29 @@ def test_bad_settings() -> None:
 
 
 Rounded = tuple[Path, Path, dict[str, torch.Tensor]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_folder_becomes_the_base_of_an_engine_without_one(tiny_model: Path, dtype: str) -> None:
+    """For exports of checkpoints, which hold the adapters alone."""
+    base = nf4_base(str(tiny_model), EngineConfig(dtype=dtype))
+    engine = load_model(str(tiny_model), config(2, dtype=dtype), device=CPU, ds_config={})
+    layers = {f"{n}.weight": layer for n, layer in engine.named_modules() if isinstance(layer, Nf4Linear)}
+    of_folder = load_file(tiny_model / "model.safetensors")
+    assert layers.keys() < of_folder.keys()
+    for name, tensor in of_folder.items():
+        used_K = layers[name].packed.unpack(layers[name].weight) if name in layers else tensor
+        assert torch.equal(base(name, tensor), used_K), name
+
+
+def test_a_folder_with_other_names_is_no_base(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "other")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    tensors["renamed"] = tensors.pop(name)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"other has no {re.escape(name)} \(1 of \d+ linear layers\)"):
+        nf4_base(str(folder), EngineConfig(dtype="float32"))
 
 
 @pytest.fixture(scope="module")

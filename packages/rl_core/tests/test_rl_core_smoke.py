@@ -49,3 +49,20 @@ def test_errors_pickle() -> None:
         error = pickle.loads(pickle.dumps(kind("said why")))
         assert isinstance(error, (kind, ValueError))
         assert str(error) == "said why"
+
+
+def test_kernels_are_not_specialized_on_the_number_of_tokens() -> None:
+    """Else each compiles again in the middle of a run, at the first number that is no multiple of 16."""
+    pytest.importorskip("triton")
+    from rl_core.fused_log_prob import hopper_kernels, triton_kernels
+
+    modules = (hopper_kernels, triton_kernels)
+    kernels = [value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")]
+    assert len(kernels) == 9
+    for kernel in kernels:
+        fixed = ("hidden", "weight", "bias", "share", "out")  # of a tensor with rows of 16 bytes or more
+        for parameter in getattr(kernel, "params", ()):  # the interpreter's kernels have none
+            if parameter.name == "num_tokens":
+                assert parameter.do_not_specialize
+            elif parameter.name.endswith("_ptr") and not parameter.name.startswith(fixed):
+                assert parameter.do_not_specialize_on_alignment, f"{kernel.__name__}: {parameter.name}"

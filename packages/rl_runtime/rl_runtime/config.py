@@ -247,8 +247,9 @@ class TrainerConfig(TrainingConfig):
     the trainer works. `both`: besides, optimizer states and gradients wait in host memory while the servers generate.
     null: side by side if that fits, else in turns."""
     max_server_restarts: int = 3
-    """Restarts of each rollout server that died or hangs; it gets the current weights before it serves. With 0 a dead
-    server ends the run. Existing servers (`rollout.urls`) are never restarted."""
+    """Restarts of each rollout server that died or hangs; it gets the current weights before it serves. Servers of a
+    teacher are restarted as often. With 0 a dead server ends the run. Existing servers (`rollout.urls`) are never
+    restarted."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

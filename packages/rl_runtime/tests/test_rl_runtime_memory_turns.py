@@ -19,6 +19,7 @@ from rl_runtime_sleeping_server import SleepingServer, sleeping_servers, wait_fo
 from rl_runtime.errors import RankError, RlRuntimeError
 from rl_runtime.ranks.trainer_worker import TrainerWorker
 from rl_runtime.rollout import servers as rollout_servers
+from rl_runtime.rollout import watched_servers
 from rl_runtime.rollout.memory_turns import MemoryTurns, Turn, put_to_sleep, sleep_level
 from rl_runtime.rollout.servers import RolloutServers
 from rollout_vllm import Endpoint, Request, RolloutClient, RolloutConfig, SamplingConfig, ServerGroup, WatchEvent
@@ -138,9 +139,9 @@ class Rig:
             report=self.lines.append,
             timeout_s=timeout_s,
         )
-        real = rollout_servers.ServerWatch
+        real = watched_servers.ServerWatch
         if watch is not None:
-            rollout_servers.ServerWatch = watch  # type: ignore[misc, assignment]
+            watched_servers.ServerWatch = watch  # type: ignore[misc, assignment]
         try:
             self.fleet = RolloutServers(
                 group,
@@ -152,7 +153,7 @@ class Rig:
                 turns=self.turns,
             )
         finally:
-            rollout_servers.ServerWatch = real  # type: ignore[misc]
+            watched_servers.ServerWatch = real  # type: ignore[misc]
         for server in servers:  # as run_job does before it builds the engines
             server.sleep(level)
 

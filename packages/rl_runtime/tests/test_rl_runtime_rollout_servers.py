@@ -9,6 +9,7 @@ import pytest
 
 from rl_runtime.errors import RankError, RankLost, RlRuntimeError
 from rl_runtime.rollout import servers as rollout_servers
+from rl_runtime.rollout import watched_servers
 from rl_runtime.rollout.servers import RolloutServers
 from rollout_vllm import Endpoint, ServerDiedError, WatchEvent
 from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
@@ -108,7 +109,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
     monkeypatch.setattr(rollout_servers, "_NOTICE_S", 0.5)
     servers, actor, client, lines = [Server(), Server()], Actor(), Client(), list[str]()
     watch = Watch(servers)
-    monkeypatch.setattr(rollout_servers, "ServerWatch", lambda *args, **kwargs: watch)
+    monkeypatch.setattr(watched_servers, "ServerWatch", lambda *args, **kwargs: watch)
     fleet = RolloutServers(
         Servers(servers),  # type: ignore[arg-type]
         client,  # type: ignore[arg-type]

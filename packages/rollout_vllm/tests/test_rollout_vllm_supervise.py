@@ -134,6 +134,50 @@ def test_killed_supervisor_ends_the_command(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+# The entry script as vLLM uses it: an engine core that is forked or spawned, and forks a worker.
+SERVE = """
+import importlib.util, multiprocessing, os, sys, time
+from pathlib import Path
+
+def worker(folder):
+    (folder / "worker").write_text(str(os.getpid()))
+    time.sleep(600)
+
+def engine(folder):
+    child = multiprocessing.get_context("fork").Process(target=worker, args=(folder,))
+    child.start()
+    (folder / "engine").write_text(str(os.getpid()))
+    time.sleep(600)
+
+name = __name__ if __name__ == "__mp_main__" else "serve"
+spec = importlib.util.spec_from_file_location(name, sys.argv[1])
+serve = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(serve)
+if __name__ == "__main__":
+    serve.end_forks_with_parent()
+    child = multiprocessing.get_context(sys.argv[3]).Process(target=engine, args=(Path(sys.argv[2]),))
+    child.start()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_killed_front_end_ends_the_engine_core_and_its_worker(tmp_path: Path, method: str) -> None:
+    """Without a supervisor, which may have been killed too."""
+    script, names = tmp_path / "server.py", ("engine", "worker")
+    script.write_text(SERVE)
+    serve = str(Path(SUPERVISE).with_name("_serve.py"))
+    front_end = subprocess.Popen([sys.executable, str(script), serve, str(tmp_path), method], start_new_session=True)
+    try:
+        wait_until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in names))
+        pids = [int((tmp_path / name).read_text()) for name in names]
+        assert all(map(running, pids))
+    finally:
+        front_end.kill()
+        front_end.wait()
+    wait_until(lambda: not any(map(running, pids)), 20)
+
+
 def test_each_server_has_a_folder_of_sockets_that_goes_with_it(tmp_path: Path) -> None:
     env = os.environ | {"VLLM_RPC_BASE_PATH": str(tmp_path)}
     endpoint = Endpoint("http://127.0.0.1:9")

@@ -16,11 +16,13 @@ from rollout_vllm import (
     RolloutClient,
     RolloutConfigError,
     SamplingConfig,
+    ScoringError,
     ServerDiedError,
     ServerGroup,
     ServerLostError,
     ServerStartError,
     ServerWatch,
+    TokenScorer,
 )
 from rollout_vllm.servers.process import ServerProcess
 from rollout_vllm.servers.watch import version_problem
@@ -31,11 +33,11 @@ NOBODY = Endpoint("http://127.0.0.1:9", "k", "policy")
 class ScriptedServer:
     """A server that answers every request. While `loading` is set, `wait_ready` blocks until `stop` is called."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, *routes: web.RouteDef) -> None:
         async def healthy(_: web.Request) -> web.Response:
             return web.Response()
 
-        self._app = AppThread(web.get("/health", healthy))
+        self._app = AppThread(web.get("/health", healthy), *routes)
         self.index, self.endpoint = 0, Endpoint(self._app.url, "k", "policy")
         self.log_path, self.alive = tmp_path / "log", True
         self.num_starts, self.loading = 0, False
@@ -119,6 +121,37 @@ def test_stop_aborts_a_restart(server: ScriptedServer) -> None:
         watch.stop(abort_restarts=True)
         assert time.monotonic() - begin < 20
         assert (events(watch), server.alive) == (["died"], False)
+
+
+@pytest.mark.parametrize("max_restarts", [1, 0])
+def test_a_scorer_repeats_what_a_dead_server_owed(tmp_path: Path, max_restarts: int) -> None:
+    """A teacher has the weights of its folder, so that nothing is pushed to it."""
+
+    async def score(request: web.Request) -> web.StreamResponse:
+        if server.num_starts == 0:  # it dies of the request
+            server.alive = False
+            assert request.transport is not None
+            request.transport.close()
+        places = [{str(token): {"logprob": -float(token)}} for token in (await request.json())["prompt"]]
+        return web.json_response({"choices": [{"prompt_logprobs": [None, *places[1:]]}]})
+
+    server = ScriptedServer(tmp_path, web.post("/v1/completions", score))
+    group = ServerGroup([server.endpoint], [server], 60.0)
+    config = config_for_tests(retry_base_s=0.01)
+    with (
+        TokenScorer(group.endpoints, config) as scorer,
+        ServerWatch(group, scorer, on_restart=lambda *_: None, max_restarts=max_restarts) as watch,
+    ):
+        if max_restarts:
+            scores = scorer.run(scorer.score([([1], [2, 3]), ([4], [5])]))
+            assert [found.log_probs.tolist() for found in scores] == [[-2, -3], [-5]]
+            assert events(watch) == ["died", "restarted"]
+        else:
+            with pytest.raises(ScoringError, match="no server is left"):
+                scorer.run(scorer.score([([1], [2, 3])]))
+            assert events(watch) == ["died", "given_up"]
+            with pytest.raises(ServerDiedError, match="max_restarts=0"):
+                watch.check()
 
 
 def test_server_that_cannot_start_is_given_up(tmp_path: Path) -> None:

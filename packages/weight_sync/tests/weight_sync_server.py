@@ -14,7 +14,7 @@ import runpy
 import signal
 import sys
 
-from plinth_testing.processes import die_with_parent
+from plinth_testing.processes import die_with_parent, end_forks_with_parent
 
 
 def serve(arguments: list[str]) -> None:
@@ -45,6 +45,7 @@ def fork_server(arguments: list[str], log: str, env: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
+    end_forks_with_parent()  # else a killed test run leaves vLLM's engine core
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's log
     from vllm.utils import system_utils

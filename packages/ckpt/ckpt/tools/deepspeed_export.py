@@ -49,6 +49,7 @@ def export_deepspeed(
     overwrite: bool = False,
     on_tensor: Callable[[str, int], None] | None = None,
     lora: Mapping[str, Any] | None = None,
+    base: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
 ) -> HfExport:
     """Write the Hugging Face folder `out` from a DeepSpeed checkpoint of ZeRO-1, 2 or 3, without a process group.
 
@@ -56,7 +57,8 @@ def export_deepspeed(
     weights are the fp32 master weights, cast to `dtype`; None: to that of each tensor in `model_files_from`, or else in
     its config.json. `on_tensor` gets each tensor's name and its size in bytes in the checkpoint, before it is written.
     `lora`: PEFT's settings (`lora_alpha`, `use_rslora`) of the adapters in the checkpoint; they are merged into the
-    weights of `model_files_from`, their base model.
+    weights of `model_files_from`, their base model. `base`: (name, tensor) of that folder -> the tensor with which the
+    adapters were trained, where it differs (a quantized base).
 
     Raises ShardError as `ZeroCheckpoint` does, ExportError as `save_hf_folder` and `merge_lora` do, for LoRA adapters
     without `lora`, and without a `dtype` where the model folder states none.
@@ -68,7 +70,9 @@ def export_deepspeed(
         stored = iterate_deepspeed_weights(shards)
         if lora is not None:  # a checkpoint holds the adapters; its base model is the folder
             adapters = ((name, tensor) for name, tensor in stored if ".lora_" in name)
-            stored = merge_lora(chain(adapters, read_folder(Path(model_files_from))), lora)
+            folder = read_folder(Path(model_files_from))
+            used = folder if base is None else ((name, base(name, tensor)) for name, tensor in folder)
+            stored = merge_lora(chain(adapters, used), lora)
         for name, tensor in stored:
             if ".lora_" in name:
                 raise ExportError(

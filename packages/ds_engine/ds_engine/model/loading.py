@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +18,7 @@ from .attention import ATTENTION_NAME, register_packed_attention
 from .compilation import compile_layers
 from .folder_names import drop_unused_conversions
 from .lora import add_adapters
-from .nf4 import quantize_base
+from .nf4 import nf4_weights, quantize_base, round_to_nf4
 from .packed_model import install_packed_forward, mark_rows
 from .parts import VALUE_HEAD
 from .recomputation import enable_checkpointing
@@ -112,6 +112,40 @@ def load_model(
     drop_unused_conversions(model)
     _restore_fp32_buffers(model)
     return model
+
+
+def nf4_base(model_path: str, config: EngineConfig) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """A function from (name, tensor) of the folder to the tensor that an engine with `lora.base_format="nf4"` uses.
+
+    It rounds the weights of the backbone's linear layers to NF4 and back, on the tensor's device, and returns the
+    others unchanged. Starts no process and loads no weights.
+
+    Raises:
+        ModelError: the folder or its configuration cannot be read, or the folder has other names than the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(_read_config(model_path))
+    rounded, dtype = set(nf4_weights(model)), torch_dtype(config.model_dtype)
+    known = _tensor_names(model_path)
+    if missing := sorted(rounded - known):
+        raise ModelError(
+            f"{model_path} has no {missing[0]} ({len(missing)} of {len(rounded)} linear layers): its tensors have "
+            "other names than the model's, so it is not known which ones the engine rounds to NF4"
+        )
+    return lambda name, tensor: round_to_nf4(tensor, dtype) if name in rounded else tensor
+
+
+def _tensor_names(model_path: str) -> set[str]:
+    """Names in the folder's safetensors files."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for path in sorted(Path(model_path).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    return names
 
 
 def check_model(model_path: str, config: EngineConfig, *, head: Head = "lm") -> Trial:

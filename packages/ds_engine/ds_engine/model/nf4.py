@@ -208,6 +208,17 @@ def _packed(linear: nn.Linear, device: torch.device) -> Nf4Linear:
     return Nf4Linear(linear, weight_M, packed)
 
 
+def nf4_weights(model: Any) -> list[str]:
+    """Names of the weights that `quantize_base` quantizes."""
+    return [f"{name}.weight" for name in linear_layers(model, nn.Linear)]
+
+
+def round_to_nf4(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a layer computes with whose weight was loaded in `dtype` and quantized; shape of `weight`, in `dtype`."""
+    packed = Nf4Packing(shape=tuple(weight.shape), dtype=dtype)
+    return packed.unpack(packed.pack(weight.to(dtype)))
+
+
 def nf4_packings(module: nn.Module) -> dict[str, Nf4Packing]:
     """The packing of each NF4 weight in `module`, keyed by parameter name."""
     return {f"{n}.weight": layer.packed for n, layer in module.named_modules() if isinstance(layer, Nf4Linear)}

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .triton_kernels import NEVER_THE_SAME
+from .triton_kernels import ANY_NUMBER_OF_TOKENS
 from .types import MARGIN_BITS
 
 PART_M = gl.constexpr(64)  # rows (tokens) of a tile for each consumer
@@ -217,7 +217,7 @@ def _make_pipe(hidden_desc, weight_desc, CONSUMERS: gl.constexpr, STAGES: gl.con
     return hidden_smem, weight_smem, full, empty
 
 
-@gluon.jit(do_not_specialize=NEVER_THE_SAME)
+@gluon.jit(**ANY_NUMBER_OF_TOKENS)
 def stats_kernel(
     hidden_desc, weight_desc, share_desc, reference_ptr, lse_ptr, entropy_ptr, num_tokens, vocab, hidden_size, scale,
     group_m, KEEP: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
@@ -255,7 +255,7 @@ def stats_kernel(
         )
 
 
-@gluon.jit(do_not_specialize=NEVER_THE_SAME)
+@gluon.jit(**ANY_NUMBER_OF_TOKENS)
 def gradient_kernel(
     hidden_desc, weight_desc, out_desc, lse_ptr, alpha_ptr, beta_ptr, num_tokens, vocab, hidden_size, scale, group_m,
     HAS_BETA: gl.constexpr, STAGES: gl.constexpr,

@@ -16,9 +16,13 @@ LN_2 = tl.constexpr(0.6931471805599453)
 NEGATIVE = tl.constexpr(-1.0e30)  # finite, so that 0 * NEGATIVE is 0 and not NaN
 MARGIN = tl.constexpr(MARGIN_BITS)
 
-#: It differs in almost every call. Triton would compile each kernel twice, for multiples of 16 and for other numbers,
-#: the second time in the middle of a run.
-NEVER_THE_SAME = ("num_tokens",)
+#: The number of tokens differs in almost every call, and with it the alignment of rows of one number per token.
+#: Specialized on them, kernels would compile again within a run: 7 s at the first number that is no multiple of 16.
+_ROWS = ("lse", "entropy", "tile_lse", "tile_entropy", "mean", "reference", "alpha", "beta", "values", "targets")
+ANY_NUMBER_OF_TOKENS = {
+    "do_not_specialize": ("num_tokens",),
+    "do_not_specialize_on_alignment": tuple(f"{name}_ptr" for name in _ROWS),
+}
 
 
 @triton.jit
@@ -79,7 +83,7 @@ def share_base(tile_lse, reference):
     return tl.where(tile_lse > reference + MARGIN, tile_lse, reference)
 
 
-@triton.jit(do_not_specialize=NEVER_THE_SAME)
+@triton.jit(**ANY_NUMBER_OF_TOKENS)
 def tile_stats_kernel(
     hidden_ptr, weight_ptr, bias_ptr, reference_ptr, lse_ptr, entropy_ptr, share_ptr, num_tokens, vocab, hidden_size,
     share_stride, scale, soft_cap, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -118,7 +122,7 @@ def tile_stats_kernel(
         tl.store(share_ptr + offsets, share.to(share_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=NEVER_THE_SAME)
+@triton.jit(**ANY_NUMBER_OF_TOKENS)
 def combine_kernel(
     tile_lse_ptr, tile_entropy_ptr, lse_ptr, mean_ptr, num_tokens, num_tiles, BLOCK_T: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
@@ -149,7 +153,7 @@ def combine_kernel(
     tl.store(mean_ptr + rows, lse_nats - entropy_nats, mask=rows < num_tokens)
 
 
-@triton.jit(do_not_specialize=NEVER_THE_SAME)
+@triton.jit(**ANY_NUMBER_OF_TOKENS)
 def target_kernel(
     hidden_ptr, weight_ptr, bias_ptr, targets_ptr, out_ptr, num_tokens, vocab, hidden_size, inverse_temperature,
     soft_cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -190,7 +194,7 @@ def target_kernel(
     tl.store(out_ptr + rows, tl.where(held, raw * inverse_temperature, 0.0), mask=rows < num_tokens)
 
 
-@triton.jit(do_not_specialize=NEVER_THE_SAME)
+@triton.jit(**ANY_NUMBER_OF_TOKENS)
 def tile_gradient_kernel(
     hidden_ptr, weight_ptr, bias_ptr, out_ptr, lse_ptr, alpha_ptr, beta_ptr, num_tokens, vocab, hidden_size,
     out_stride, scale, soft_cap, HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -223,7 +227,7 @@ def tile_gradient_kernel(
     tl.store(out_ptr + offsets, da.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < vocab)[None, :])
 
 
-@triton.jit(do_not_specialize=NEVER_THE_SAME)
+@triton.jit(**ANY_NUMBER_OF_TOKENS)
 def kept_gradient_kernel(
     share_ptr, tile_lse_ptr, reference_ptr, lse_ptr, alpha_ptr, beta_ptr, num_tokens, num_columns, stride,
     inverse_scale, soft_cap, HAS_BETA: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -251,7 +255,7 @@ def kept_gradient_kernel(
     tl.store(share_ptr + offsets, (share * factor).to(share_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=NEVER_THE_SAME)
+@triton.jit(**ANY_NUMBER_OF_TOKENS)
 def rebase_kernel(
     share_ptr, tile_lse_ptr, reference_ptr, lse_ptr, num_tokens, num_columns, num_tiles, stride, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, TILES: tl.constexpr,
@@ -272,7 +276,7 @@ def rebase_kernel(
             tl.store(share_ptr + offsets, share.to(share_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=NEVER_THE_SAME)
+@triton.jit(**ANY_NUMBER_OF_TOKENS)
 def target_gradient_kernel(
     out_ptr, targets_ptr, values_ptr, num_tokens, first_column, num_columns, out_stride, BLOCK: tl.constexpr
 ):

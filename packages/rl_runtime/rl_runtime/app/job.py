@@ -14,6 +14,8 @@ from rl_core import BatchLayout, batch_layout
 from rl_data import find_model_folder
 from run_kit import check_tracking
 
+from ..config import BUILTIN_MODEL
+from ..errors import InputError
 from ..launch.placement import Placement
 from ..launch.session import Session, plan_session
 from ..ranks.environment import prepare_driver
@@ -171,6 +173,11 @@ def check_job(
     check_functions(config.episode, config.reward)
     is_scored_alone = config.episode.environment is not None and not config.reward.terms
     check_prompt_files(config.model, config.data, rewards=() if is_scored_alone else rewards_of_rows(config.reward))
+    if config.model.path != BUILTIN_MODEL and not config.data.train:
+        raise InputError(
+            f"data.train is []; allowed with model.path={config.model.path}: files with prompts, because only "
+            f"{BUILTIN_MODEL} brings its own task"
+        )
     check_environment(config.episode, config.model, config.data, config.task, seed=config.trainer.seed)
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():

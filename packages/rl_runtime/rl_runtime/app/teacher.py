@@ -1,6 +1,7 @@
 """Checks a teacher before any process starts, and starts it: its servers, or a frozen engine on the ranks."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from rollout_vllm import (
 from ..config import BUILTIN_MODEL, ModelConfig
 from ..errors import InputError
 from ..launch.placement import Placement
+from ..rollout.watched_servers import WatchedServers
 from ..training.teacher import RankTeacher, ServerTeacher
 from ..training.teacher_config import TeacherConfig
 from .job import Job
@@ -73,7 +75,14 @@ def open_teacher(job: Job, teacher: TeacherConfig) -> ServerTeacher | RankTeache
     )
     group, scorer = job.session.enter(group), job.session.enter(TokenScorer(group.endpoints, server))
     job.tracker.info(f"teacher: {folder}, on {', '.join(endpoint.url for endpoint in group.endpoints)}")
-    return ServerTeacher(group, scorer, top_k=top_k, vocab_size=_vocab_size(job.inputs.model_path))
+    watched = None
+    if group.servers and (max_restarts := job.config.trainer.max_server_restarts):
+        watched = WatchedServers(
+            group, scorer, kind="teacher server", max_restarts=max_restarts, report=job.tracker.info
+        )
+        job.session.enter(closing(watched))
+    vocab_size = _vocab_size(job.inputs.model_path)
+    return ServerTeacher(group, scorer, top_k=top_k, vocab_size=vocab_size, watched=watched)
 
 
 def server_config(config: JobConfig, teacher: TeacherConfig, *, on_gpu: bool) -> RolloutConfig:

@@ -30,6 +30,7 @@ from run_kit.machine import gpus
 from ..errors import InputError, PlacementError, RankLost
 from ..ranks.environment import GpuId, python_path
 from ..ranks.worker_group import Seat
+from .auto_address import find_auto_address
 from .gpus import Gpu, known_gpus
 from .local_ray import keeping_sigterm, warn_without_token
 from .placement import Node, Placement, Slot
@@ -68,12 +69,17 @@ def check_address(address: str) -> None:
 def join_cluster(address: str) -> None:
     """Connects this process to the cluster, of which this host must be a node; does nothing if it is connected.
 
+    With `auto` it prints which cluster that is.
+
     Raises:
         InputError: there is no cluster, or it has another version of Ray or Python.
     """
     if ray.is_initialized():
         return
     check_address(address)
+    if address == "auto":
+        address, line = find_auto_address()
+        print(line, flush=True)
     try:
         with keeping_sigterm():
             ray.init(address=address, log_to_driver=True, logging_level=logging.ERROR)

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-from rollout_vllm import ControlError, Endpoint, RolloutClient, ServerGroup, ServerWatch
+from rollout_vllm import ControlError, Endpoint, RolloutClient, ServerGroup
 from weight_sync import ReceiverError, SyncConfig, SyncReport, WeightSyncError
 
 from ..errors import RankError, RankLost, RlRuntimeError
 from ..experience import Phase
 from ..ranks.model_handle import ModelHandle
 from .memory_turns import MemoryTurns, Turn
+from .watched_servers import WatchedServers
 
 _NOTICE_S = 20.0
 """Longest time, in seconds, in which a server's supervisor notices that the server has died."""
@@ -64,32 +65,33 @@ class RolloutServers:
         self._failures_recovered = [0] * len(servers.endpoints)
         self._num_restarts = 0
         self._lost: RankLost | None = None
-        self._num_reported = 0
-        self._reporting, self._counting = threading.Lock(), threading.Lock()
+        self._counting = threading.Lock()
         self._closing = threading.Event()
-        self._watch: ServerWatch | None = None
+        self._watched: WatchedServers | None = None
         if servers.servers and max_restarts:
-            self._watch = ServerWatch(
+            self._watched = WatchedServers(
                 servers,
                 client,
+                kind="rollout server",
                 on_restart=self._push_to_restarted,
                 max_restarts=max_restarts,
                 restarting=nullcontext if turns is None else self._with_memory,
+                report=report,
             )
+        self._watch = None if self._watched is None else self._watched.watch
         self._turns = turns
         if turns is not None and self._watch is not None:
             turns.on_failure = self._restart_failed
 
     def __enter__(self) -> "RolloutServers":
-        if self._watch is not None:
-            self._watch.start()
-            threading.Thread(target=self._report_until_closed, name="report-server-events", daemon=True).start()
+        if self._watched is not None:
+            self._watched.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        if self._watch is not None:
-            self._watch.stop(abort_restarts=True)
+        if self._watched is not None:
+            self._watched.close()
 
     @contextmanager
     def changing_weights(self, phase: Phase = nullcontext) -> Iterator[None]:
@@ -169,29 +171,15 @@ class RolloutServers:
         """
         if self._lost is not None:
             raise self._lost
-        if self._watch is None:
+        if self._watched is None:
             self._servers.check()
         else:
-            self._report_events(self._watch)
-            self._watch.check()
+            self._watched.check()
 
     @property
     def num_restarts(self) -> int:
         """Number of successful restarts."""
         return self._num_restarts
-
-    def _report_until_closed(self) -> None:
-        """Reports events in the background, also while the training loop waits for a restart."""
-        assert self._watch is not None
-        while not self._closing.wait(0.5):
-            self._report_events(self._watch)
-
-    def _report_events(self, watch: ServerWatch) -> None:
-        with self._reporting:
-            events = list(watch.events)
-            for event in events[self._num_reported :]:
-                self._report(f"rollout server {event.server} {event.what.replace('_', ' ')}: {event.detail}")
-            self._num_reported = len(events)
 
     def _push_to_serving(self, version: int) -> SyncReport | None:
         while serving := self._serving():

@@ -14,12 +14,13 @@ from torch import Tensor
 import rl_core
 from ds_engine import LmHead, LossOutput, TokenOutputs
 from rl_core import DivergenceKind
-from rollout_vllm import ServerGroup, TokenScorer, TokenScores
+from rollout_vllm import ScoringError, ServerGroup, TokenScorer, TokenScores
 
 from ..errors import InputError
 from ..experience import ExperienceBatch
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
+from ..rollout.watched_servers import WatchedServers
 from .policy import PolicyConfig
 from .policy_loss import policy_loss
 
@@ -33,9 +34,23 @@ Finish = Callable[[TrainBatch], Mapping[str, Tensor]]
 class ServerTeacher:
     """A teacher on servers. It scores while the ranks compute."""
 
-    def __init__(self, servers: ServerGroup, scorer: TokenScorer, *, top_k: int, vocab_size: int) -> None:
-        """`top_k`: 0 for the sampled tokens alone; `vocab_size`: rows of the student's head."""
+    def __init__(
+        self,
+        servers: ServerGroup,
+        scorer: TokenScorer,
+        *,
+        top_k: int,
+        vocab_size: int,
+        watched: WatchedServers | None = None,
+    ) -> None:
+        """
+        Args:
+            top_k: 0 for the sampled tokens alone.
+            vocab_size: rows of the student's head.
+            watched: restarts the servers, once they are ready; None: one that dies ends the run.
+        """
         self._servers, self._scorer, self._top_k, self._vocab_size = servers, scorer, top_k, vocab_size
+        self._watched = watched
         self._is_ready = False
 
     def start(self, batch: ExperienceBatch) -> Finish:
@@ -43,6 +58,8 @@ class ServerTeacher:
         if not self._is_ready:
             self._servers.wait_ready()
             self._is_ready = True
+            if self._watched is not None:
+                self._watched.start()
         sequences = [(item.prompt.token_ids, item.response_ids) for item in batch.items]
         future = self._scorer.start(self._scorer.score(sequences, top_k=self._top_k))
         return lambda train_batch: self._finish(future, batch, train_batch)
@@ -54,7 +71,7 @@ class ServerTeacher:
     def _finish(
         self, future: Future[list[TokenScores]], batch: ExperienceBatch, train_batch: TrainBatch
     ) -> Mapping[str, Tensor]:
-        columns = teacher_columns(batch, future.result(), self._top_k)
+        columns = teacher_columns(batch, self._scores(future), self._top_k)
         if self._top_k and (largest := int(columns[_TOP_IDS].max())) >= self._vocab_size:
             raise InputError(
                 f"teacher.model proposes token {largest}, which the student's head of {self._vocab_size} rows lacks; "
@@ -62,6 +79,20 @@ class ServerTeacher:
             )
         train_batch.add_columns(columns)
         return {TEACHER_LOG_PROBS: columns[TEACHER_LOG_PROBS]}
+
+    def _scores(self, future: Future[list[TokenScores]]) -> list[TokenScores]:
+        """The teacher's answer.
+
+        Raises:
+            rollout_vllm.ServerDiedError: all its servers are gone.
+            rollout_vllm.ScoringError: they refuse the samples, or do not answer.
+        """
+        try:
+            return future.result()
+        except ScoringError:
+            check = self._servers.check if self._watched is None else self._watched.check
+            check()
+            raise
 
 
 class RankTeacher:

@@ -14,12 +14,12 @@ import aiohttp
 from ..config import RolloutConfig, SamplingConfig
 from ..errors import ControlError, NoServerError
 from ..samples import Endpoint, FirstGroups, GroupResult, PartialGroup, Request
-from .dispatch import Dispatcher
+from .balanced import BalancedClient
 from .group_run import GroupRun, fresh_group
 from .metrics import ClientCounters, Rates, combine, server_metrics
 from .protocol import error_message
 from .request_runner import RequestRunner
-from .transport import HttpClient, cancel, gather_or_cancel
+from .transport import cancel, gather_or_cancel
 
 T = TypeVar("T")
 OnGroup = Callable[[GroupResult], Awaitable[None] | None]
@@ -39,7 +39,7 @@ class Gate:
         self.runs: set[GroupRun] = set()
 
 
-class RolloutClient(HttpClient):
+class RolloutClient(BalancedClient):
     """Generates groups of samples. Every requested sample is returned exactly once, as a `Sample` or a `Failure`.
 
     Use `generate` in a coroutine. In blocking code use `generate_blocking`, or `run` and `start` for any coroutine of
@@ -50,12 +50,8 @@ class RolloutClient(HttpClient):
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig | None = None) -> None:
         if not endpoints:
             raise NoServerError("no endpoints: launch a ServerGroup or set rollout.urls")
-        self.endpoints = tuple(endpoints)
-        self.config = config or RolloutConfig()
-        self._dispatcher = Dispatcher(len(self.endpoints), max_in_flight=self.config.max_samples_in_flight)
-        super().__init__(self.endpoints, self.config, thread_name="rollout-client")
-        self._runner = RequestRunner(self.config, self._transport, self._dispatcher)
-        self._urls = [endpoint.url for endpoint in self.endpoints]
+        super().__init__(endpoints, config or RolloutConfig(), thread_name="rollout-client")
+        self._runner = RequestRunner(self.config, self._transport, self._dispatcher, self._suspect)
         self._rates = Rates()
         self._num_running, self._running_since = 0, 0.0
         self._listed: dict[int, GroupRun] = {}
@@ -266,22 +262,6 @@ class RolloutClient(HttpClient):
         if policy_version is not None:
             self.set_policy_version(policy_version)
         self._dispatcher.resume()
-
-    # ---- servers out of service ----------------------------------------------------------------------------------
-    def block(self, server: int) -> None:
-        """Send no new requests to endpoint number `server` until `unblock`, while it restarts or waits for weights."""
-        self._dispatcher.block(server)
-
-    def unblock(self, server: int) -> None:
-        self._dispatcher.unblock(server)
-
-    def retire(self, server: int) -> None:
-        """Exclude endpoint number `server` permanently. When all are retired, waiting requests end as failures."""
-        self._dispatcher.retire(server)
-
-    def report_suspects_to(self, report: Callable[[int], None] | None) -> None:
-        """Call `report(server)` when a server cannot be reached or does not answer (see ServerWatch)."""
-        self._runner.report_suspect = report
 
     # ---- policy version and metrics ------------------------------------------------------------------------------
     @property

@@ -82,15 +82,22 @@ class _Attempt:
 class RequestRunner:
     """Runs requests through the dispatcher.
 
-    `policy_version` is recorded in completions; `model` overrides the model names of the endpoints.
+    `policy_version` is recorded in completions; `model` overrides the model names of the endpoints. `report_suspect` is
+    called with a server that cannot be reached or does not answer.
     """
 
-    def __init__(self, config: RolloutConfig, transport: Transport, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        transport: Transport,
+        dispatcher: Dispatcher,
+        report_suspect: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self.policy_version = 0
         self.model: str | None = None
         self.counters = ClientCounters()
         self.lock = threading.Lock()  # guards the counters and the attempts, which several event loops share
-        self.report_suspect: Callable[[int], None] | None = None
+        self._report_suspect = report_suspect
         self._config, self._transport, self._dispatcher = config, transport, dispatcher
         self._random = random.Random()
         self._in_flight: dict[str, _Attempt] = {}
@@ -207,9 +214,8 @@ class RequestRunner:
             return  # the server is not at fault
         if failure.decision.blame_server:
             self._dispatcher.failed(server)
-        report = self.report_suspect
-        if report is not None and failure.decision in (CONNECTION_LOST, TIMED_OUT):
-            report(server)
+        if failure.decision in (CONNECTION_LOST, TIMED_OUT):
+            self._report_suspect(server)
         delay = backoff_s(
             attempt,
             base_s=self._config.retry_base_s,

@@ -24,10 +24,10 @@ import numpy.typing as npt
 from ..config import RolloutConfig
 from ..errors import NoServerError, ScoringError
 from ..samples import Endpoint
-from .dispatch import Dispatcher
+from .balanced import BalancedClient
 from .protocol import MalformedAnswerError, error_message
 from .retry import CONNECTION_LOST, MALFORMED, TIMED_OUT, RetryDecision, backoff_s, classify_status
-from .transport import HttpClient, gather_or_cancel
+from .transport import gather_or_cancel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,8 +42,10 @@ class TokenScores:
     """[R, k], theirs."""
 
 
-class TokenScorer(HttpClient):
+class TokenScorer(BalancedClient):
     """Scores sequences on servers, in parallel; `config` has retries, timeouts and the number of requests in flight.
+
+    A `ServerWatch` restarts servers that die.
 
     Thread-safe. In blocking code use `run` and `start` with the coroutine that `score` returns.
     """
@@ -51,10 +53,7 @@ class TokenScorer(HttpClient):
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig | None = None) -> None:
         if not endpoints:
             raise NoServerError("no endpoints: launch a ServerGroup or give urls")
-        self._config = config or RolloutConfig()
-        self._urls = [endpoint.url for endpoint in endpoints]
-        self._dispatcher = Dispatcher(len(endpoints), max_in_flight=self._config.max_samples_in_flight)
-        super().__init__(endpoints, self._config, thread_name="token-scorer")
+        super().__init__(endpoints, config or RolloutConfig(), thread_name="token-scorer")
         self.run, self.start = self._background.run, self._background.submit
 
     async def score(
@@ -68,15 +67,16 @@ class TokenScorer(HttpClient):
                 --max-logprobs.
 
         Raises:
-            ScoringError: a server refused a sequence, or none answered after all retries.
+            ScoringError: a server refused a sequence, none answered after all retries, or all were given up.
         """
         return await gather_or_cancel(self._score(prompt, response, top_k) for prompt, response in sequences)
 
     async def _score(self, prompt: Sequence[int], response: Sequence[int], top_k: int) -> TokenScores:
         avoid = set[int]()
-        for attempt in range(1, self._config.max_retries + 2):
+        for attempt in range(1, self.config.max_retries + 2):
             server = await self._dispatcher.acquire("", 1, avoid)
-            assert server is not None, "no server is ever retired"
+            if server is None:
+                raise ScoringError("no server is left")
             url = self._urls[server]
             try:
                 decision, outcome = await self._attempt(server, prompt, response, top_k)
@@ -85,11 +85,13 @@ class TokenScorer(HttpClient):
             if isinstance(outcome, TokenScores):
                 self._dispatcher.succeeded(server)
                 return outcome
-            if not decision.retry or attempt > self._config.max_retries:
+            if not decision.retry or attempt > self.config.max_retries:
                 break
             avoid = {server} if decision.blame_server else set()
             if decision.blame_server:
                 self._dispatcher.failed(server)
+            if decision in (CONNECTION_LOST, TIMED_OUT):
+                self._suspect(server)
             await asyncio.sleep(self._delay_s(attempt))
         raise ScoringError(f"{url} did not score {len(prompt) + len(response)} tokens: {outcome}")
 
@@ -105,14 +107,14 @@ class TokenScorer(HttpClient):
                 return classify_status(status, message), message
             return MALFORMED, parse_scores(json.loads(raw), response, top_k)
         except TimeoutError:
-            return TIMED_OUT, f"no answer within {self._config.request_timeout_s:g} s"
+            return TIMED_OUT, f"no answer within {self.config.request_timeout_s:g} s"
         except ValueError as error:  # MalformedAnswerError, or not JSON at all
             return MALFORMED, f"malformed answer: {error}"
         except aiohttp.ClientError as error:
             return CONNECTION_LOST, f"{type(error).__name__}: {error}"
 
     def _delay_s(self, attempt: int) -> float:
-        config = self._config
+        config = self.config
         return backoff_s(attempt, base_s=config.retry_base_s, max_s=config.retry_max_s, jitter=random.random())
 
 

@@ -4,10 +4,13 @@ A small script, instead of `-m vllm...`, also prevents vLLM's spawned children f
 as their main module.
 """
 
+import ctypes
 import importlib.util
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ AUTH_MODULE = "plinth_server_auth"
 VERSIONS_MODULE = "plinth_server_policy_versions"
 FORK_VARIABLE = "PLINTH_ROLLOUT_FORK"
 BUFFER_VARIABLE = "PLINTH_ROLLOUT_BUFFER"
+_PR_SET_PDEATHSIG = 1
 
 
 def _load(name: str, file: str) -> Any:
@@ -54,8 +58,37 @@ def buffer_tokens(patch: Any, *, engine_core: bool, front_end: bool) -> None:
         buffering.buffer_in_front_end(patch.BUFFERING.replace, patch.IDS_ONLY)
 
 
+def end_with(parent: int) -> None:
+    """Make the kernel kill this process when its parent process, `parent`, ends.
+
+    The supervisor ends engine core and workers; if it is killed itself, only the front end dies with it.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(1)
+
+
+def end_forks_with_parent() -> None:
+    """Make every process that this one and its forks fork end with its parent.
+
+    Forks of other threads than the main one are left alone: to the kernel, a parent ends with the forking thread.
+    """
+    forking: list[int] = []
+
+    def before() -> None:
+        forking[:] = [os.getpid()] if threading.current_thread() is threading.main_thread() else []
+
+    def in_child() -> None:
+        if forking:
+            end_with(forking[0])
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
 def main() -> None:
     import runpy
+
+    end_forks_with_parent()
 
     _load(AUTH_MODULE, "auth.py")
     versions = _load(VERSIONS_MODULE, "policy_versions.py")
@@ -73,5 +106,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__" and os.environ.get(BUFFER_VARIABLE) == "1":  # a spawned engine core
-    buffer_tokens(_load("plinth_server_patch", "patch.py"), engine_core=True, front_end=False)
+elif __name__ == "__mp_main__":  # a spawned engine core or worker
+    end_with(os.getppid())
+    end_forks_with_parent()
+    if os.environ.get(BUFFER_VARIABLE) == "1":
+        buffer_tokens(_load("plinth_server_patch", "patch.py"), engine_core=True, front_end=False)

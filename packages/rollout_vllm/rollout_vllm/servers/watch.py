@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
-from ..client.client import RolloutClient
+from ..client.balanced import BalancedClient
 from ..errors import RolloutConfigError, ServerDiedError, ServerLostError, ServerStartError
 from ..samples import Endpoint
 from .blocking_http import NO_ANSWER, call
@@ -30,7 +30,7 @@ class WatchEvent:
 
 
 class ServerWatch:
-    """Monitors the servers of a group for a client, with one thread per server.
+    """Monitors the servers of a group for a client (`RolloutClient`, `TokenScorer`), with one thread per server.
 
     on_restart(index, endpoint): called when a restarted server is ready but receives no requests yet. At that time it
     holds the weights of the model folder and no LoRA adapter: push the current weights to this endpoint and return
@@ -51,7 +51,7 @@ class ServerWatch:
     def __init__(
         self,
         group: ServerGroup,
-        client: RolloutClient,
+        client: BalancedClient,
         *,
         on_restart: OnRestart,
         max_restarts: int = 3,

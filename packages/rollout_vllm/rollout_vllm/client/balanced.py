@@ -1,0 +1,43 @@
+"""A client that spreads its requests over several servers and leaves out those that are out of service."""
+
+from collections.abc import Callable, Sequence
+
+from ..config import RolloutConfig
+from ..samples import Endpoint
+from .dispatch import Dispatcher
+from .transport import HttpClient
+
+
+class BalancedClient(HttpClient):
+    """Base class of the clients whose servers a `ServerWatch` can restart."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig, *, thread_name: str) -> None:
+        super().__init__(endpoints, config, thread_name=thread_name)
+        self.endpoints, self.config = tuple(endpoints), config
+        self._urls = [endpoint.url for endpoint in self.endpoints]
+        self._dispatcher = Dispatcher(len(self.endpoints), max_in_flight=config.max_samples_in_flight)
+        self._report_suspect: Callable[[int], None] | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the servers' weights; 0 for a model that never changes."""
+        return 0
+
+    def block(self, server: int) -> None:
+        """Send no new requests to endpoint number `server` until `unblock`, while it restarts or waits for weights."""
+        self._dispatcher.block(server)
+
+    def unblock(self, server: int) -> None:
+        self._dispatcher.unblock(server)
+
+    def retire(self, server: int) -> None:
+        """Exclude endpoint number `server` permanently. When all are retired, waiting requests end as failures."""
+        self._dispatcher.retire(server)
+
+    def report_suspects_to(self, report: Callable[[int], None] | None) -> None:
+        """Call `report(server)` when a server cannot be reached or does not answer (see ServerWatch)."""
+        self._report_suspect = report
+
+    def _suspect(self, server: int) -> None:
+        if (report := self._report_suspect) is not None:
+            report(server)
