@@ -18,8 +18,10 @@ from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.experience import Experience
 from rl_runtime.rollout.config import EpisodeConfig, OversamplingConfig
 from rl_runtime.rollout.episodes import load_rollout
+from rl_runtime.rollout.groups import ScoredGroup, largest
 from rl_runtime.rollout.hang_guard import HangGuard
-from rl_runtime.rollout.phase import RolloutMeter, RolloutPhase, ScoredGroup, largest
+from rl_runtime.rollout.meter import RolloutMeter
+from rl_runtime.rollout.phase import RolloutPhase
 from rl_runtime.rollout.scoring import Scorer, load_reward
 from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.metrics import mismatch
