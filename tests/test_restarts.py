@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.run_folders import assert_equal_runs, only
+from tests.run_folders import assert_equal_runs, exact_metrics, only
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 
