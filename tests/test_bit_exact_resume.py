@@ -4,17 +4,17 @@ One case of GRPO, SFT and DPO each; PLINTH_RESUME_MATRIX=1 runs every ZeRO stage
 critic and KL controller, SFT with adapters whose dropout draws random numbers, KTO and a reward model.
 """
 
-import csv
 import os
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from run_kit.runs import list_runs
+from tests.run_folders import exact_metrics, only
 
 pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
@@ -57,8 +57,6 @@ PREFERENCE_MATRIX = {
 }
 WHOLE = [*MATRIX, *SFT_MATRIX, *PREFERENCE_MATRIX]
 CASES = WHOLE if os.environ.get("PLINTH_RESUME_MATRIX") else ["zero2", "sft", "dpo"]
-# Measured, not computed: they differ from run to run and between hosts.
-NOT_EXACT = ("timing_s/", "perf/", "memory/", "checkpoint/upload_", "sync/total_s", "rollout/tokens_per_s")
 ARGUMENTS = [
     "rollout.deterministic=true",
     "task.num_train=10",  # with 4 prompts a step an epoch ends within the third step
@@ -100,21 +98,6 @@ PREFERENCE_ARGUMENTS = [
     *[argument for argument in SFT_ARGUMENTS if not argument.startswith(("task.", "supervised.val_size="))],
     "supervised.steps=25",  # they are quicker than the instants of the kill
 ]
-
-
-def exact_metrics(run: Path) -> dict[str, dict[str, str]]:
-    """Metrics by step, without measured ones (times, memory) and empty cells."""
-    with (run / "metrics.tsv").open() as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    return {
-        row["step"]: {name: value for name, value in row.items() if value and not name.startswith(NOT_EXACT)}
-        for row in rows
-    }
-
-
-def only(paths: Iterable[Path]) -> Path:
-    (path,) = paths
-    return path
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_data import build_tiny_model
-from tests.test_bit_exact_resume import exact_metrics, only
+from tests.run_folders import exact_metrics, only
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

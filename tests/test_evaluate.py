@@ -28,7 +28,7 @@ from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import RolloutConfig, SamplingConfig, ServerGroup
 from run_kit import MetricsTable, load_config, to_yaml
 from run_kit.cluster.app import App
-from run_kit.config.loader import plain_tree
+from run_kit.config.trees import plain_tree
 from run_kit.runs import list_runs
 
 PRESETS = Path(__file__).resolve().parents[1] / "apps" / "evaluate" / "presets"

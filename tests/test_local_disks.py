@@ -14,9 +14,8 @@ import pytest
 
 from ckpt import RemoteCheckpoints
 from rl_runtime.training.ledger import read_samples
-from tests.test_bit_exact_resume import exact_metrics, only
-from tests.test_restarts import ARGUMENTS, assert_equal_runs, comparable
-from tests.test_staleness import check_ledger
+from tests.run_folders import assert_equal_runs, check_ledger, comparable, exact_metrics, only
+from tests.test_restarts import ARGUMENTS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 

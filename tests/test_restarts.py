@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.test_bit_exact_resume import exact_metrics, only
+from tests.run_folders import assert_equal_runs, exact_metrics, only
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 
@@ -33,22 +33,6 @@ ARGUMENTS = (
     "trainer.save_freq=1",
     "trainer.stall_timeout_s=30",
 )
-
-
-def assert_equal_runs(found: Path, expected: Path) -> None:
-    """Every step was recorded once, with the same numbers, and the policies are equal to the last bit."""
-    assert comparable(found) == comparable(expected)
-    weights = only((expected / "model").glob("*.safetensors"))
-    assert weights.read_bytes() == (found / "model" / weights.name).read_bytes()
-
-
-def comparable(run: Path) -> dict[str, dict[str, str]]:
-    """Exact metrics by step, but those of the push, which a step that was saved and not logged lacks, and of faults."""
-    left_out = ("sync/", "rollout/num_restarts", "rollout/num_retries")
-    return {
-        step: {name: value for name, value in row.items() if not name.startswith(left_out)}
-        for step, row in exact_metrics(run).items()
-    }
 
 
 def last_step(run: Path) -> int:

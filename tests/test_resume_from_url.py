@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ckpt import CheckpointManager, RemoteCheckpoints
-from tests.test_bit_exact_resume import ARGUMENTS, exact_metrics, only
+from tests.run_folders import exact_metrics, only
+from tests.test_bit_exact_resume import ARGUMENTS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 

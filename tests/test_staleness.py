@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rl_runtime.training.ledger import SampleRow, read_samples
-from tests.test_bit_exact_resume import exact_metrics, only
+from rl_runtime.training.ledger import read_samples
+from tests.run_folders import check_ledger, exact_metrics, only
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -29,17 +29,6 @@ SMALL = (
     "trainer.val_before_train=false",
     "trainer.val_after_train=false",
 )
-
-
-def check_ledger(rows: list[SampleRow], *, steps: int, groups: int, samples: int, max_staleness: int) -> None:
-    """Every step has its samples, none is there twice, none is too old, and no prompt is missing."""
-    assert Counter((row.group, row.sample) for row in rows).most_common(1)[0][1] == 1, "a sample is there twice"
-    assert {row.outcome for row in rows} == {"trained"}
-    assert Counter(row.step for row in rows) == dict.fromkeys(range(1, steps + 1), groups * samples)
-    for row in rows:
-        assert 0 <= row.step - 1 - int(row.oldest_version) <= max_staleness, row
-    numbers = sorted({int(row.group.split("/")[1].split(":")[0]) for row in rows})
-    assert numbers == list(range(steps * groups)), "a group was lost"
 
 
 @pytest.mark.long

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from .errors import ShapeError
 
 FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 _VALUES_AT_ONCE = 1 << 22
 """Resampled values in memory at a time: 32 MiB."""

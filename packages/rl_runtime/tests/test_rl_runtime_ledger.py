@@ -7,7 +7,7 @@ import pytest
 
 from rl_data import Prompt
 from rl_runtime.experience import Experience, ExperienceBatch
-from rl_runtime.rollout.phase import Collected, ScoredGroup
+from rl_runtime.rollout.groups import Collected, ScoredGroup
 from rl_runtime.training.ledger import FILE_NAME, SampleLedger, SampleRow, read_samples
 
 

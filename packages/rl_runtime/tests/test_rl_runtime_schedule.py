@@ -29,7 +29,7 @@ from rl_runtime.experience import Experience
 from rl_runtime.rollout import ahead as ahead_module
 from rl_runtime.rollout.ahead import RolloutsAhead
 from rl_runtime.rollout.config import DynamicSamplingConfig, OversamplingConfig
-from rl_runtime.rollout.phase import ScoredGroup
+from rl_runtime.rollout.groups import ScoredGroup
 from rl_runtime.rollout.schedule import Schedule
 from rollout_vllm import PartialGroup, Request, RolloutConfig, SamplingConfig, VersionSpan
 from rollout_vllm.samples import PartialSample

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from rl_runtime.app.preflight import check_functions
 from rl_runtime.errors import InputError
 from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.rollout.config import EpisodeConfig
-from rl_runtime.rollout.scoring import SampleScore, Scorer, rewards_of_rows
+from rl_runtime.rollout.scoring import SampleScore, Scorer, load_reward, rewards_of_rows
 from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.metrics import term_metrics
 from rl_runtime.training.record import rollout_record
@@ -156,3 +157,82 @@ def test_only_rewards_of_the_registry_look_at_rows() -> None:
     assert rewards_of_rows(ScoringConfig(url="http://a/b")) == ()
     found = rewards_of_rows(ScoringConfig(terms=terms(a={"function": "math"}, b={"function": "a:b"})))
     assert found == (make_reward("math"),)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"url": "localhost:8000"}, "url is 'localhost:8000'"),
+        ({"url": "http://a:port/score"}, "url is 'http://a:port/score'; allowed: http"),
+        ({"url": "http:///score"}, "url is"),
+        ({"url": "http://a/b", "function": "a:b"}, "or no function"),
+        ({"url": "http://a", "service": "judge"}, "judge_prompt is null"),
+        ({"service": "pooling"}, "service is 'pooling'"),
+        ({"url": "http://a", "service": "judge", "judge_prompt": "{answer}"}, "judge_prompt is .*KeyError: 'answer'"),
+        ({"url": "http://a", "service": "judge", "judge_prompt": 'as {"score": 1}'}, "for braces"),
+        ({"url": "http://a", "service": "judge", "judge_prompt": "{}"}, "judge_prompt is"),
+        ({"url": "http://a", "judge_prompt": "Grade {response}"}, "null with service=http"),
+        ({"url": "http://a", "service": "pooling", "label": 1}, "label is 1"),
+        ({"url": "http://a", "service": "classification", "label": -1}, "label is -1"),
+        ({"batched": True}, "batched is true; allowed: false without function"),
+        ({"terms": {"a": {"function": "length"}}}, "limit=None"),
+        ({"terms": {"a": {"function": "nonsense"}}}, "function is 'nonsense'; allowed: gsm8k"),
+        ({"terms": {"a": {"function": "math", "weight": math.inf}}}, "weight is inf"),
+        ({"terms": {"a": {"function": "math", "batched": True}}}, "batched is true; allowed: false"),
+        ({"terms": {"a": {"function": "math", "weight": 0}}}, "weight 0 only"),
+        ({"terms": {"a b": {"function": "math"}}}, "terms.a b is a bad name"),
+        (
+            {"terms": {"a": {"function": "math"}}, "method": "flexible"},
+            "method is flexible; allowed: strict with terms",
+        ),
+        ({"terms": {"episode": {"function": "math"}}}, "but not episode"),
+        ({"terms": {"a": {"function": "math"}}, "function": "a:b"}, "terms is given; allowed: empty"),
+        ({"terms": {"a": {"function": "code", "options": {"timeout_s": 30}}}}, "terms.a.options.timeout_s is 30"),
+        ({"num_workers": 0}, "num_workers"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"start_timeout_s": 0}, "start_timeout_s"),
+    ],
+)
+def test_scoring_that_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
+    def scoring() -> ScoringConfig:
+        terms = {name: RewardTermConfig(**term) for name, term in settings.get("terms", {}).items()}
+        return ScoringConfig(**{**settings, "terms": terms})
+
+    with pytest.raises(ValueError, match=message):
+        scoring()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.at_all:f", "cannot be imported"),
+        ("rl_runtime_user_functions", "allowed: package.module:function"),
+        ("rl_runtime_user_functions:absent", "no function 'absent'"),
+        ("rl_runtime_user_functions:not_callable", "no function"),
+        ("rl_runtime_user_functions:takes_too_many", "cannot be called as"),
+    ],
+)
+def test_a_wrong_reward_is_refused(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=f"reward.function is .*{message}"):
+        load_reward(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("import os; os._exit(0)", r"os._exit\(0\)"),
+        ("raise RuntimeError('no\\nlicense')", "RuntimeError: no license"),
+        ("def f(:", "SyntaxError"),
+    ],
+)
+def test_a_module_that_does_not_import_is_refused(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sys.exit(0) in it must not end the run with success."""
+    (tmp_path / "plinth_bad_reward.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    exit_process = os._exit
+    with pytest.raises(InputError, match=f"reward.function is .*plinth_bad_reward cannot be imported .*{message}"):
+        load_reward("plinth_bad_reward:f")
+    assert os._exit is exit_process

@@ -1,8 +1,11 @@
-"""Metrics of held-out prompts: failures have no value, and the names of the metrics."""
+"""Metrics of held-out prompts: failures have no value, names of the metrics; validation in the rollout phase."""
 
 import json
 import math
-from dataclasses import asdict
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_runtime import PromptResult, SampleResult, Validation, prompt_metrics, sample_counts
+from rl_runtime.errors import InputError
+from rl_runtime.experience import Experience
+from rl_runtime.rollout.config import EpisodeConfig
+from rl_runtime.rollout.scoring import Scorer
+from rl_runtime.rollout.scoring_config import ScoringConfig
+from rollout_vllm import SamplingConfig
+
+sys.path.insert(0, str(Path(__file__).parent))  # where a user's own functions are
+
+from rl_runtime_scripted_client import ScriptedClient, phase
+from rl_runtime_user_functions import Prompt
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -73,3 +87,97 @@ def test_results_are_json() -> None:
     found = json.loads(json.dumps(asdict(result([True], num_failed=1, votes=[0]))))
     assert found["samples"][0]["is_right"] is True
     assert found["failures"] == ["server gone"]
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Scorer]:
+    with Scorer(ScoringConfig()) as scorer:
+        yield scorer
+
+
+def test_validation_keeps_single_samples(scorer: Scorer) -> None:
+    result = phase(ScriptedClient([[2], [3]], n=1), scorer).validate(
+        [Prompt("a"), Prompt("b")], SamplingConfig(n=1), step=0
+    )
+    assert result.accuracy == 0.5
+    assert result.num_samples == 2
+
+
+def test_a_validation_with_several_samples_has_pass_at_k_and_the_majority(scorer: Scorer) -> None:
+    # Right is 2. The third prompt lost three samples, so that it has no pass@2 and no pass@4.
+    client = ScriptedClient([[2, 3, 2, 3], [3, 3, 2, 4], [2]], n=4)
+    done: list[None] = []
+    result = phase(client, scorer).validate(
+        [Prompt("a"), Prompt("b"), Prompt("c")],
+        SamplingConfig(n=4),
+        step=0,
+        on_scored=lambda: done.append(None),
+    )
+    assert len(done) == 3
+    assert [found.prompt_id for found in result.prompts] == ["a", "b", "c"]
+    assert [found.votes for found in result.prompts] == [(0, 1, 0, 1), (0, 0, 2, 3), (0,)]
+    assert (result.num_samples, result.num_failed, result.failure) == (9, 3, "server gone")
+    assert result.prompts[2].failures == ("server gone",) * 3
+    metrics = result.metrics()
+    assert metrics["val/accuracy"] == metrics["val/score/mean"] == pytest.approx(4 / 9)
+    assert metrics["val/pass@2"] == pytest.approx((5 / 6 + 1 / 2) / 2)
+    assert metrics["val/pass@4"] == 1.0
+    assert metrics["val/maj@4"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+
+
+def test_a_validation_completes_all_scores_at_once(scorer: Scorer) -> None:
+    """As a reward model does; who is right, and the metrics, follow from the completed scores."""
+    asked: list[int] = []
+
+    def finish(items: Sequence[Experience]) -> list[Experience]:
+        asked.append(len(items))
+        return [replace(item, score=item.response_ids[0] - 2.5, reward_terms={"model": 1.0}) for item in items]
+
+    result = phase(ScriptedClient([[2, 4], [], [3, 2]], n=2), scorer).validate(
+        [Prompt("a"), Prompt("b"), Prompt("c")], SamplingConfig(n=2), step=0, finish=finish
+    )
+    assert asked == [4]
+    assert [[s.score for s in prompt.samples] for prompt in result.prompts] == [[-0.5, 1.5], [], [0.5, -0.5]]
+    assert [prompt.num_right for prompt in result.prompts] == [1, 0, 0]
+    assert result.score_mean == 0.25
+    assert {name for prompt in result.prompts for s in prompt.samples for name in s.terms} == {"model"}
+
+
+def test_a_validation_with_one_sample_has_the_metrics_it_always_had(scorer: Scorer) -> None:
+    result = phase(ScriptedClient([[2], []], n=1), scorer).validate(
+        [Prompt("a"), Prompt("b")], SamplingConfig(n=1), step=0
+    )
+    assert result.metrics() == {
+        "val/accuracy": 1.0,
+        "val/score/mean": 1.0,
+        "val/num_samples": 1,
+        "val/num_failed": 1,
+    }
+    assert result.prompts[0].votes is None
+
+
+def test_a_function_has_no_answers_to_vote_on() -> None:
+    with Scorer(ScoringConfig(function="rl_runtime_user_functions:length_reward")) as own:
+        result = phase(ScriptedClient([[2, 2]], n=2), own).validate([Prompt("a")], SamplingConfig(n=2), step=0)
+    assert result.prompts[0].votes is None
+    assert not any("maj" in name for name in result.metrics())
+
+
+def test_an_episode_that_scores_itself_has_no_answers_to_vote_on(scorer: Scorer) -> None:
+    episode = EpisodeConfig(function="rl_runtime_user_functions:rewards_itself")
+    result = phase(ScriptedClient([], n=2), scorer, episode=episode).validate(
+        [Prompt("a")], SamplingConfig(n=2, max_tokens=8), step=0
+    )
+    assert [sample.score for sample in result.prompts[0].samples] == [0.25, 0.25]
+    assert result.prompts[0].votes is None
+
+
+def test_a_function_of_the_user_finds_the_answers_to_vote_on() -> None:
+    reward = ScoringConfig(
+        function="rl_runtime_user_functions:length_reward", answer="rl_runtime_user_functions:last_word"
+    )
+    with Scorer(reward) as own:
+        result = phase(ScriptedClient([[2, 4, 3, 2]], n=4), own).validate([Prompt("a")], SamplingConfig(n=4), step=0)
+    assert result.prompts[0].votes == (0, -1, 2, 0)
+    with pytest.raises(InputError, match=r"reward.answer is 'json:loads_'"):
+        Scorer(replace(reward, answer="json:loads_"))

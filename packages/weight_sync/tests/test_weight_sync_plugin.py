@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -121,6 +123,39 @@ def plan_of(model: nn.Module, *names: str) -> BucketPlan:
     shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
     entries = [TensorEntry(name=name, shape=shape, dtype="float32") for name, shape in shapes.items()]
     return plan_buckets(WeightManifest.of(entries), 1024)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=3), max_size=4), st.randoms())
+def test_a_module_is_complete_with_the_last_copy_into_its_processed_parameters(modules: Any, chance: Any) -> None:
+    """`modules`: for each parameter, whether it is written in place, and its number of copies of two elements."""
+    targets: list[layout.Target] = []
+    copies: list[layout.Copy] = []
+    for parameters in modules:
+        module = nn.Module()
+        for number, (in_place, num_copies) in enumerate(parameters):
+            live = torch.zeros(8)
+            target = layout.Target(
+                module, f"{number}", f"{number}", live, live, False, not in_place, received=2 * num_copies
+            )
+            targets.append(target)
+            copies += [layout.Copy(target, ((2,), (1,), 0), ((2,), (1,), 0)) for _ in range(num_copies)]
+    chance.shuffle(copies)
+    arrivals = layout.Arrivals(layout.Layout(targets=targets))
+    left, completed = Counter(id(copy.target) for copy in copies), Counter[int]()
+    for copy in copies:
+        if any(left.values()):
+            with pytest.raises(ReceiverError, match="elements are missing"):
+                arrivals.check_complete("are missing")
+        left[id(copy.target)] -= 1
+        found = arrivals.completed_by(copy)
+        completed.update(map(id, found))
+        assert not any(left[id(target)] for target in found)
+        own = [t for t in targets if t.module is copy.target.module and t.received and not t.in_place]
+        expected = [copy.target] if copy.target.in_place else own
+        assert found == (expected if not any(left[id(target)] for target in expected) else [])
+    arrivals.check_complete("are missing")
+    assert completed == dict.fromkeys((id(target) for target in targets if target.received), 1)
 
 
 def test_derived_parameters_are_recomputed_and_not_required(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from statistics import median
 
 from rl_data import PromptSampler
 from rollout_vllm import RolloutConfig
-from run_kit import RunFolder, RunStopped, StopRequest, Tracker
+from run_kit import StopRequest
 from run_kit.config.redaction import yaml_without_secrets
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
@@ -37,7 +37,7 @@ from .job import Algorithm, Job, JobPlan
 from .job_config import JobConfig, JobConfigT
 from .restarts import Restarts
 from .split import describe_split, measured_sides, propose_split
-from .training_run import noting_resume_command, resume_command, resumed_folder, unsavable
+from .training_run import end_stopped, open_run, unsavable
 
 
 def run_job(
@@ -60,18 +60,7 @@ def run_job(
     chosen = choice or Choice(config=config)
     trainer = config.trainer
     start, stop = Laps(), StopRequest()
-    run = RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
-    with (
-        MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
-        Tracker(
-            run,
-            config,
-            num_steps=trainer.total_training_steps,
-            comment=chosen.comment(),
-            resumes=resumed_folder(plan.resume_from),
-        ) as tracker,
-        noting_resume_command(run, trainer),
-    ):
+    with open_run(chosen, num_steps=trainer.total_training_steps, resumed=plan.resume_from) as (run, tracker, memory):
         tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
         for line in (*chosen.lines(), *plan.skipped, *plan.architectures):
             tracker.info(line)
@@ -109,9 +98,7 @@ def run_job(
                     tracker.info(line)
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
         if stop.signal and result.stopped_after is not None:
-            tracker.info(f"stopped by {stop.signal.name} after step {result.stopped_after}")
-            tracker.info(resume_command(run, trainer) or "There is no checkpoint to resume from.")
-            raise RunStopped(stop.signal)
+            end_stopped(run, tracker, trainer, stop.signal, f"{result.stopped_after}")
 
 
 def _run_attempt(

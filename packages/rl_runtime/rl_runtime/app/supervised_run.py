@@ -12,7 +12,7 @@ import numpy as np
 from ckpt import Checkpoint
 from ds_engine import Head
 from rl_data import Demonstration, LabeledResponse, PreferencePair, PromptSampler
-from run_kit import RunFolder, RunStopped, StopRequest, Tracker, check_tracking
+from run_kit import StopRequest, check_tracking
 from run_kit.config.redaction import yaml_without_secrets
 from run_kit.memory import MemorySampler
 from run_kit.profiling import StepProfiler
@@ -44,7 +44,7 @@ from .preflight import (
 from .restarts import Restarts
 from .resume import check_steps_left, find_checkpoint
 from .supervised_job_config import SupervisedJobConfig, SupervisedJobConfigT
-from .training_run import TrainingRun, noting_resume_command, resume_command, resumed_folder, unsavable
+from .training_run import TrainingRun, end_stopped, open_run, unsavable
 from .warm_start import starting_folder
 
 T = TypeVar("T")
@@ -136,18 +136,7 @@ def run_supervised(
         run_kit.RunStopped: a signal ended the run before its last step; the exit code is 128 + the signal.
     """
     trainer, stop, start = config.trainer, StopRequest(), Laps()
-    run = RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
-    with (
-        MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
-        Tracker(
-            run,
-            config,
-            num_steps=config.supervised.steps,
-            comment=choice.comment(),
-            resumes=resumed_folder(plan.resume_from),
-        ) as tracker,
-        noting_resume_command(run, trainer),
-    ):
+    with open_run(choice, num_steps=config.supervised.steps, resumed=plan.resume_from) as (run, tracker, memory):
         tracker.info(f"run folder {run.path}; starting {trainer.rank_count} ranks")
         for line in (*choice.lines(), *plan.lines):
             tracker.info(line)
@@ -177,9 +166,7 @@ def run_supervised(
                 tracker.info(line)
             tracker.summary(result)
         if stop.signal and result.last_step < last_step:
-            tracker.info(f"stopped by {stop.signal.name} after step {result.last_step} of {last_step}")
-            tracker.info(resume_command(run, trainer) or "There is no checkpoint to resume from.")
-            raise RunStopped(stop.signal)
+            end_stopped(run, tracker, trainer, stop.signal, f"{result.last_step} of {last_step}")
 
 
 def hold_out(examples: Sequence[T], size: int, *, seed: int, noun: str = "demonstrations") -> tuple[list[T], list[T]]:

@@ -5,18 +5,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from signal import Signals
+from typing import Any, NoReturn, Protocol
 
 from ckpt import AsyncUploader, Checkpoint
 from ckpt.reader import CheckpointReader
 from ds_engine import EngineConfig
-from run_kit import RunFolder, Tracker
+from run_kit import RunFolder, RunStopped, Tracker, TrackingConfig
 from run_kit.cli import INVOKED_AS
+from run_kit.memory import MemorySampler
 
 from ..config import TrainingConfig
 from ..launch.session import RankSession
 from ..training.local_disks import LocalDisks
 from ..training.uploads import WARM_START_MODEL, remote_run
+from .choice import Choice
 from .inputs import Inputs
 
 
@@ -25,6 +28,9 @@ class AppConfig(Protocol):
 
     @property
     def trainer(self) -> TrainingConfig: ...
+
+    @property
+    def tracking(self) -> TrackingConfig: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,20 +72,35 @@ def unsavable(engines: dict[str, EngineConfig]) -> str:
     return f"{sections[0]}.zero.offload.optimizer is nvme, whose files no checkpoint holds" if sections else ""
 
 
-def resumed_folder(checkpoint: Checkpoint | None) -> Path | None:
-    """The folder of the run that saved the checkpoint; None without one."""
-    return None if checkpoint is None else checkpoint.path.parents[1]
-
-
 @contextmanager
-def noting_resume_command(run: RunFolder, trainer: TrainingConfig) -> Iterator[None]:
-    """Adds the command that resumes the run to an error that ends it, if there is a checkpoint."""
-    try:
-        yield
-    except Exception as error:
-        if command := resume_command(run, trainer):
-            error.add_note(command)
-        raise
+def open_run(
+    choice: Choice[Any], *, num_steps: int, resumed: Checkpoint | None
+) -> Iterator[tuple[RunFolder, Tracker, MemorySampler]]:
+    """A new run folder, what writes into it, and the memory of this process.
+
+    An error that ends the run gets the command that resumes it, if there is a checkpoint.
+    """
+    config: AppConfig = choice.config
+    trainer = config.trainer
+    run = RunFolder.create(trainer.output_dir, trainer.experiment, private=trainer.private_output)
+    former = None if resumed is None else resumed.path.parents[1]
+    with (
+        MemorySampler(interval_s=config.tracking.memory_interval_s) as memory,
+        Tracker(run, config, num_steps=num_steps, comment=choice.comment(), resumes=former) as tracker,
+    ):
+        try:
+            yield run, tracker, memory
+        except Exception as error:
+            if command := resume_command(run, trainer):
+                error.add_note(command)
+            raise
+
+
+def end_stopped(run: RunFolder, tracker: Tracker, trainer: TrainingConfig, signal: Signals, where: str) -> NoReturn:
+    """Says that a signal ended the run after step `where`, and how to resume it. Raises RunStopped."""
+    tracker.info(f"stopped by {signal.name} after step {where}")
+    tracker.info(resume_command(run, trainer) or "There is no checkpoint to resume from.")
+    raise RunStopped(signal)
 
 
 def resume_command(run: RunFolder, trainer: TrainingConfig) -> str:

@@ -18,8 +18,9 @@ from rollout_vllm.client.group_run import fresh_group
 from ..errors import InputError, RolloutFailed
 from ..experience import Experience, ExperienceBatch, Phase, PromptLike
 from .dynamic_sampling import is_informative, select_informative
+from .groups import Collected, Finish, ScoredGroup, largest
+from .meter import RolloutMeter
 from .partial_rollouts import PartialRollout
-from .phase import Collected, Finish, RolloutMeter, ScoredGroup, largest
 from .schedule import Schedule
 from .step_rollouts import StepRollouts
 from .validation import Validation

@@ -11,7 +11,7 @@ from rl_core import DynamicSelection, select_groups
 from ..errors import RolloutFailed
 from ..experience import Experience, ExperienceBatch, PromptLike
 from .config import DynamicSamplingConfig
-from .phase import Collected
+from .groups import Collected
 
 DrawPrompts = Callable[[int], Sequence[PromptLike]]
 """Number of groups that a round shall complete -> the next prompts of the step."""

@@ -4,90 +4,39 @@ Generation, the user's rollout function and scoring run concurrently in the clie
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from dataclasses import dataclass, replace
 from typing import Any, SupportsFloat
-
-import numpy as np
 
 from rollout_vllm import (
     ChatFormat,
     Episode,
     EpisodeGroup,
-    EpisodeResult,
     EpisodeRuns,
     GroupResult,
     PartialGroup,
     Request,
     RolloutClient,
-    Sample,
     SamplingConfig,
     request_seed,
-    token_versions,
 )
 from rollout_vllm.client.group_run import fresh_group
 from rollout_vllm.client.transport import gather_or_cancel
 
 from ..errors import InputError, RolloutFailed
-from ..experience import Experience, ExperienceBatch, Phase, PromptLike, with_token_ids
+from ..experience import Experience, ExperienceBatch, Phase, PromptLike
 from .config import EpisodeConfig, OversamplingConfig
 from .episodes import episode_player
+from .groups import Collected, Finish, GroupScorer, ScoredGroup, largest, with_baseline, with_final_scores
+from .meter import RolloutMeter
 from .partial_rollouts import PartialRollout
 from .scoring import Scorer
 from .validation import PromptResult, Validation, prompt_result
 
-Finish = Callable[[Sequence[Experience]], list[Experience]]
-"""Completes the scores of samples, in their order."""
 MorePrompts = Callable[[Sequence[Experience]], Sequence[PromptLike]]
 """All scored samples of a step so far -> the prompts of its next round of generation, none to end."""
-
-_COUNTERS = {
-    "rollout/num_preemptions": "num_preemptions",
-    "rollout/num_retries": "client/num_retries",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collected:
-    """The train batch of a step and the number of samples left out of it."""
-
-    batch: ExperienceBatch
-    dropped: ExperienceBatch = field(default_factory=lambda: ExperienceBatch(items=()))
-    """Scored samples that are not trained on, because dynamic sampling dropped their group."""
-    num_failed: int
-    reason: str = ""
-    """Why the first of these samples was left out."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the rollout: of the servers, the client, and dynamic sampling."""
-    note: str = ""
-    """A line for the log, if the batch has fewer groups than asked for."""
-    ended: tuple["ScoredGroup", ...] = ()
-    """Every group that ended in this step, those that are not in the batch too."""
-
-    @property
-    def scored(self) -> ExperienceBatch:
-        """All scored samples of the step; their mean score is that of the policy, also with dynamic sampling."""
-        return ExperienceBatch(items=self.batch.items + self.dropped.items)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredGroup:
-    """The scored samples of a group, and the reasons why others have no score."""
-
-    key: str
-    """Name of the group in the run."""
-    num_samples: int
-    """Samples that were asked for."""
-    items: list[Experience]
-    reasons: list[str] = field(default_factory=list)
-    is_stale: bool = False
-    """Whether it was given up because it was too old."""
-    by_episode: bool = False
-    """An episode scored itself: what it answered is not for a reward to extract."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,35 +52,6 @@ class _Round:
     def num_failed(self) -> int:
         """Samples of the ended groups that are not in the batch."""
         return sum(group.num_samples for group in self.ended) - len(self.items)
-
-
-class RolloutMeter:
-    """Metrics of a rollout from the counters of servers and client: their increase since the last reading.
-
-    The counters of a restarted server start at zero; a decrease counts as zero. Metrics that the servers do not have
-    are left out.
-    """
-
-    def __init__(self, client: RolloutClient) -> None:
-        self._client = client
-        self._last: dict[str, float] = {}
-        self._read_at = time.perf_counter()
-
-    async def read(self, gen_s: float | None = None) -> dict[str, float]:
-        """The metrics of the rollout that has just ended and took `gen_s` seconds; default: since the last reading."""
-        last, now = self._last, await self._client.fetch_metrics()
-        self._last, before, self._read_at = now, self._read_at, time.perf_counter()
-        gen_s = self._read_at - before if gen_s is None else gen_s
-
-        def increase(name: str) -> float:
-            return max(0.0, now[name] - last.get(name, 0.0))
-
-        metrics = {"rollout/tokens_per_s": increase("client/response_tokens") / gen_s}
-        metrics |= {ours: increase(name) for ours, name in _COUNTERS.items() if name in now}
-        metrics |= {f"rollout/{name}": now[name] for name in ("num_running", "num_waiting") if name in now}
-        if queries := increase("prefix_cache_queries") if "prefix_cache_queries" in now else 0.0:
-            metrics["rollout/prefix_cache_hit_rate"] = min(1.0, increase("prefix_cache_hits") / queries)
-        return metrics
 
 
 class RolloutPhase:
@@ -156,7 +76,8 @@ class RolloutPhase:
         oversampling: OversamplingConfig | None = None,
         greedy_baseline: bool = False,
     ) -> None:
-        self._client, self._tokenizer, self._scorer, self._seed = client, tokenizer, scorer, seed
+        self._client, self._scorer, self._seed = client, scorer, seed
+        self._group_scorer = GroupScorer(scorer, tokenizer)
         self._episode, self._oversampling = episode or EpisodeConfig(), oversampling or OversamplingConfig()
         self._play = episode_player(self._episode, tokenizer, chat)
         self._greedy_baseline = greedy_baseline
@@ -272,7 +193,7 @@ class RolloutPhase:
         scoring = self._client.run(self._generate(prompts, sampling, -1 - step, None, on_scored=on_scored))
         groups = self._client.run(_all(scoring))
         if finish is not None:
-            groups = _finished(groups, finish)
+            groups = with_final_scores(groups, finish)
         results = self._client.run(self._results(prompts, groups, vote=sampling.n > 1))
         self._client.run(self._meter.read(1.0))  # so that the metrics of the next step exclude the validation
         self.check_scorer(step)
@@ -343,7 +264,7 @@ class RolloutPhase:
         def score_into(tasks: dict[str, asyncio.Task[ScoredGroup]]) -> Callable[[GroupResult | EpisodeGroup], None]:
             def on_group(group: GroupResult | EpisodeGroup) -> None:
                 place, prompt = prompt_of[group.prompt_id]
-                task = tasks[group.prompt_id] = asyncio.create_task(self._score(place, prompt, group))
+                task = tasks[group.prompt_id] = asyncio.create_task(self._group_scorer.score(place, prompt, group))
                 task.add_done_callback(lambda _: on_scored())
 
             return on_group
@@ -358,7 +279,7 @@ class RolloutPhase:
         for prompt_id in prompt_of.keys() - held:
             self._prompts.pop(prompt_id, None)
         for prompt_id, baseline in greedy.items():
-            scoring[prompt_id] = asyncio.create_task(_with_baseline(scoring[prompt_id], baseline))
+            scoring[prompt_id] = asyncio.create_task(with_baseline(scoring[prompt_id], baseline))
         return [scoring[prompt_id] for prompt_id in prompt_of if prompt_id in scoring]
 
     async def _generate_groups(
@@ -416,7 +337,7 @@ class RolloutPhase:
                     keep_rest=False,
                     on_group=ended.append,
                 )
-            return await self._score(0, prompt, ended[0])
+            return await self._group_scorer.score(0, prompt, ended[0])
 
         try:
             if not self._greedy_baseline:
@@ -424,7 +345,7 @@ class RolloutPhase:
             single = replace(sampling, n=1, temperature=0.0)
             async with asyncio.TaskGroup() as both:
                 scoring, greedy = both.create_task(one(sampling)), both.create_task(one(single))
-            return await _with_baseline(scoring, greedy)
+            return await with_baseline(scoring, greedy)
         finally:
             self._prompts.pop(start.prompt_id, None)
 
@@ -471,77 +392,6 @@ class RolloutPhase:
             max_concurrent=self._episode.max_environments if self._episode.environment is not None else None,
         )
 
-    async def _score(self, place: int, prompt: PromptLike, group: GroupResult | EpisodeGroup) -> ScoredGroup:
-        samples = group.samples if isinstance(group, GroupResult) else group.results
-        drafts = [self._draft(place, prompt, sample) for sample in samples]
-        scores = await self._scorer.score(drafts)
-        return ScoredGroup(
-            key=group.prompt_id,
-            num_samples=len(samples) + len(group.failures),
-            items=[
-                replace(draft, score=found.score, reward_terms=found.terms)
-                for draft, found in zip(drafts, scores, strict=True)
-                if found.score is not None
-            ],
-            reasons=[failure.message for failure in group.failures]
-            + [f"no reward: {found.message}" for found in scores if found.score is None],
-            by_episode=not all(math.isnan(draft.score) for draft in drafts),
-        )
-
-    def _draft(self, place: int, prompt: PromptLike, sample: Sample | EpisodeResult) -> Experience:
-        """The sample with the score that its episode gave itself, else NaN."""
-        episode = sample if isinstance(sample, EpisodeResult) else None
-        mask = np.array(sample.response_mask) if isinstance(sample, EpisodeResult) else None
-        log_probs = None if sample.log_probs is None else np.asarray(sample.log_probs, dtype=np.float32)
-        return Experience(
-            prompt=prompt if episode is None else with_token_ids(prompt, episode.prompt_ids),
-            group_id=place,
-            group_key=sample.prompt_id,
-            sample_index=sample.sample_index,
-            response_ids=tuple(sample.response_ids),
-            response_text=self._tokenizer.decode(sample.response_ids, skip_special_tokens=True),
-            response_mask=None if mask is None or mask.all() else mask,
-            rollout_log_probs=log_probs if mask is None or log_probs is None else log_probs[mask],
-            finish_reason=sample.finish_reason,
-            version_spans=_generated_spans(sample),
-            num_turns=1 if episode is None else episode.num_turns,
-            score=math.nan if episode is None or episode.score is None else episode.score,
-            turn_rewards=None
-            if episode is None or episode.turn_rewards is None
-            else np.asarray(episode.turn_rewards, dtype=np.float32),
-        )
-
-
-def largest(groups: Sequence[ScoredGroup], min_samples: int, *, at_most: int) -> list[ScoredGroup]:
-    """The `at_most` groups with the most scored samples, in order, of those with at least `min_samples`."""
-    enough = [group for group in groups if len(group.items) >= min_samples]
-    fullest = sorted(sorted(range(len(enough)), key=lambda i: -len(enough[i].items))[:at_most])
-    return [enough[i] for i in fullest]
-
-
-async def _with_baseline(scoring: Awaitable[ScoredGroup], greedy: Awaitable[ScoredGroup]) -> ScoredGroup:
-    """The samples of a group with the score of its greedy response; none if that failed."""
-    scored, baseline = await scoring, await greedy
-    if not baseline.items:
-        reasons = [f"no greedy response: {reason}" for reason in baseline.reasons]
-        return replace(scored, items=[], reasons=scored.reasons + reasons)
-    score = baseline.items[0].score
-    return replace(scored, items=[replace(item, baseline_score=score) for item in scored.items])
-
-
-def _finished(groups: Sequence[ScoredGroup], finish: Finish) -> list[ScoredGroup]:
-    """The groups with the final scores of their samples, which are computed together."""
-    items = iter(finish([item for group in groups for item in group.items]))
-    return [replace(group, items=[next(items) for _ in group.items]) for group in groups]
-
 
 async def _all(scoring: Sequence[Awaitable[ScoredGroup]]) -> list[ScoredGroup]:
     return await asyncio.gather(*scoring)
-
-
-def _generated_spans(sample: Sample | EpisodeResult) -> tuple[tuple[int, int], ...]:
-    """(policy version, number of consecutive tokens) over the generated tokens."""
-    versions = token_versions(sample.version_spans)
-    if isinstance(sample, EpisodeResult):
-        versions = [version for version, own in zip(versions, sample.response_mask, strict=True) if own]
-    return tuple((version, len(list(run))) for version, run in groupby(versions))

@@ -10,7 +10,8 @@ from rollout_vllm import SamplingConfig
 from ..experience import Phase, PromptLike
 from .config import DynamicSamplingConfig
 from .dynamic_sampling import DrawPrompts, DynamicSampling
-from .phase import Collected, Finish, RolloutPhase
+from .groups import Collected, Finish
+from .phase import RolloutPhase
 from .validation import Validation
 
 

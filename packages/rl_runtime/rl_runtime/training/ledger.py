@@ -12,7 +12,7 @@ from typing import NamedTuple
 from run_kit.tracking.metrics_table import atomic_write, naming_full_disk
 
 from ..experience import Experience
-from ..rollout.phase import Collected, ScoredGroup
+from ..rollout.groups import Collected, ScoredGroup
 
 FILE_NAME = "samples.tsv"
 _HEADER = "step\tgroup\tsample\toutcome\toldest_version\tnewest_version\n"

@@ -15,7 +15,7 @@ from run_kit import StopRequest
 from ..config import TrainerConfig
 from ..errors import RankError, RolloutFailed
 from ..experience import Experience, ExperienceBatch, Phase
-from ..rollout.phase import Collected, Finish
+from ..rollout.groups import Collected, Finish
 from ..rollout.servers import RolloutServers
 from ..rollout.validation import Validation
 from .checkpoints import RunCheckpoints, load_and_say, save_or_say

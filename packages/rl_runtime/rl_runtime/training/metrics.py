@@ -10,7 +10,7 @@ from rl_core import mismatch_metrics, segment_sum
 
 from ..experience import ExperienceBatch, Float32Array
 from ..ranks.model_handle import is_skipped
-from ..rollout.phase import Collected
+from ..rollout.groups import Collected
 
 # Established names; every other mismatch metric is `rollout/mismatch_` and rl_core's name.
 _MISMATCH = {"abs_mean": "log_prob_mismatch", "abs_max": "log_prob_mismatch_max", "kl_k3": "mismatch_kl"}

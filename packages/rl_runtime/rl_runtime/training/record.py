@@ -12,7 +12,7 @@ from run_kit.timing import PhaseTimer
 from ..experience import Experience
 from ..launch.session import RankSession
 from ..ranks.trainer_worker import TrainerWorker
-from ..rollout.phase import Collected
+from ..rollout.groups import Collected
 from ..rollout.validation import Validation
 from .ledger import SampleLedger
 from .metrics import throughput

@@ -10,7 +10,7 @@ from ..errors import RolloutFailed
 from ..experience import Experience
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
-from ..rollout.phase import Collected
+from ..rollout.groups import Collected
 from ..rollout.scoring_config import MODEL_TERM
 
 

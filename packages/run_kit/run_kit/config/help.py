@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from .field_docs import class_doc, field_doc
-from .loader import plain_tree
 from .schema import MISSING, Key, alternatives, choices, entries, nearest_paths, type_text
+from .trees import plain_tree
 
 _WIDTH = 110
 

@@ -1,19 +1,12 @@
 """Config loader: merges dataclass defaults, YAML files and dotted overrides, then validates the result.
 
 Merge order, later wins: the defaults of the dataclass, each YAML file left to right, each `a.b=value` left to
-right. OmegaConf resolves `${other.key}`; pydantic validates. One `ConfigError` reports every
-problem.
+right. OmegaConf resolves `${other.key}`; `validation` validates with pydantic. One `ConfigError` reports every problem.
 """
 
-import dataclasses
 import functools
-import json
-import math
-import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -34,20 +27,14 @@ from .schema import (
     value_hint,
     wants_text,
 )
+from .trees import Layer, leaves, plain_tree, shorten, source_of, value_at
+from .validation import validate
 from .yaml import YamlError, dump, parse_typed
 
 ConfigT = TypeVar("ConfigT")
 
 _BASE = "base"
 """Top-level key of a YAML file: the path of the file it extends."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layer:
-    """One source of values: a file or one override."""
-
-    source: str
-    tree: dict[str, Any]
 
 
 def load_config(cls: type[ConfigT], *, presets: Sequence[Path | str] = (), overrides: Sequence[str] = ()) -> ConfigT:
@@ -68,17 +55,17 @@ def load_config(cls: type[ConfigT], *, presets: Sequence[Path | str] = (), overr
     problems: list[ConfigProblem] = []
     layers = [layer for path in presets for layer in _file_layers(cls, Path(path), problems)]
     layers += [layer for text in overrides if (layer := _override_layer(cls, text, problems)) is not None]
-    layers = [_Layer(source=x.source, tree=_known_part(cls, x.tree, cls, "", x.source, problems)) for x in layers]
+    layers = [Layer(source=x.source, tree=_known_part(cls, x.tree, cls, "", x.source, problems)) for x in layers]
     tree = _merge(cls, layers, problems)
     if tree is None:
         raise ConfigError(problems)
-    return _validate(cls, tree, layers, problems)
+    return validate(cls, tree, layers, problems)
 
 
 def given_keys(cls: type, files: Sequence[Path]) -> set[str]:
     """The dotted keys that YAML files give, with those of the files they are based on; unreadable files give none."""
     layers = [layer for path in files for layer in _file_layers(cls, path, [])]
-    return {path.partition("[")[0] for layer in layers for path, _ in _leaves(layer.tree)}
+    return {path.partition("[")[0] for layer in layers for path, _ in leaves(layer.tree)}
 
 
 def to_yaml(config: Any) -> str:
@@ -86,22 +73,7 @@ def to_yaml(config: Any) -> str:
     return dump(plain_tree(config))
 
 
-def plain_tree(value: Any) -> Any:
-    """Config dataclasses, tuples, paths and enums as dicts, lists and scalars, ready for YAML; `${` is escaped."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: plain_tree(getattr(value, name)) for name in field_hints(type(value))}
-    if isinstance(value, Mapping):
-        return {str(key): plain_tree(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_tree(item) for item in value]
-    if isinstance(value, Enum):
-        return plain_tree(value.value)
-    if isinstance(value, (str, Path)):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))
-    return value
-
-
-def _file_layers(cls: type, path: Path, problems: list[ConfigProblem], below: tuple[Path, ...] = ()) -> list[_Layer]:
+def _file_layers(cls: type, path: Path, problems: list[ConfigProblem], below: tuple[Path, ...] = ()) -> list[Layer]:
     """A file's values, after those of its `base: other.yaml` (a path relative to its own folder)."""
     source = str(path)
     try:
@@ -115,24 +87,24 @@ def _file_layers(cls: type, path: Path, problems: list[ConfigProblem], below: tu
     if tree is None:
         return []
     if not isinstance(tree, dict):
-        message = f"expected a mapping of keys at the top of the file, got {_short(tree)}"
+        message = f"expected a mapping of keys at the top of the file, got {shorten(tree)}"
         problems.append(ConfigProblem(path="", message=message, source=source))
         return []
-    layers = [_Layer(source=source, tree=tree)]
+    layers = [Layer(source=source, tree=tree)]
     if _BASE in tree and _BASE not in field_hints(cls):
         base, below = tree.pop(_BASE), (*below, path.resolve())
         if isinstance(base, str) and (file := (path.parent / base).resolve()) not in below:
             return [*_file_layers(cls, file, problems, below), *layers]
         allowed = f"the path of another file, not of {path.name} itself or one that is based on it"
-        problems.append(ConfigProblem(path=_BASE, message=f"got {_short(base)}; allowed: {allowed}", source=source))
+        problems.append(ConfigProblem(path=_BASE, message=f"got {shorten(base)}; allowed: {allowed}", source=source))
     return layers
 
 
-def _override_layer(cls: type, text: str, problems: list[ConfigProblem]) -> _Layer | None:
+def _override_layer(cls: type, text: str, problems: list[ConfigProblem]) -> Layer | None:
     path, equals, raw = text.partition("=")
     words = path.split(".")
     if not equals or not all(words):
-        message = f"{_short(text)} is not an override; write key=value with a dotted key, as in a.b=1"
+        message = f"{shorten(text)} is not an override; write key=value with a dotted key, as in a.b=1"
         problems.append(ConfigProblem(path="", message=message, source="command line"))
         return None
     try:
@@ -142,7 +114,7 @@ def _override_layer(cls: type, text: str, problems: list[ConfigProblem]) -> _Lay
         return None
     for word in reversed(words):
         value = {word: value}
-    return _Layer(source="command line", tree=value)
+    return Layer(source="command line", tree=value)
 
 
 def _parse_override(raw: str, hint: Any) -> Any:
@@ -164,7 +136,7 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
         and (value is not None or not alternatives(hint)[1])
     ):
         problems.append(
-            ConfigProblem(path=path, message=f"got {_short(value)}; allowed: {allowed_words(hint)}", source=source)
+            ConfigProblem(path=path, message=f"got {shorten(value)}; allowed: {allowed_words(hint)}", source=source)
         )
         return MISSING
     if isinstance(value, list):
@@ -203,7 +175,7 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
             )
         if key not in field_hints(nested):
             near = nearest_paths(root, inner_path)
-            message = f"unknown key (given {_short(inner)}); " + (
+            message = f"unknown key (given {shorten(inner)}); " + (
                 f"nearest: {', '.join(near)}" if near else f"allowed here: {', '.join(field_hints(nested))}"
             )
             problems.append(ConfigProblem(path=inner_path, message=message, source=source))
@@ -212,13 +184,13 @@ def _known_part(root: type, value: Any, hint: Any, path: str, source: str, probl
     return out
 
 
-def _merge(cls: type, layers: Sequence[_Layer], problems: list[ConfigProblem]) -> dict[str, Any] | None:
+def _merge(cls: type, layers: Sequence[Layer], problems: list[ConfigProblem]) -> dict[str, Any] | None:
     """Defaults and layers merged, interpolations resolved; None (and a problem) if an interpolation fails."""
     given: Any = {}
     for layer in layers:
         given = _overlaid(given, layer.tree)
     tree = _overlaid(_default_tree(cls, given), given)
-    if any(_is_interpolation(leaf) for _, leaf in _leaves(given)):
+    if any(_is_interpolation(leaf) for _, leaf in leaves(given)):
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -226,10 +198,10 @@ def _merge(cls: type, layers: Sequence[_Layer], problems: list[ConfigProblem]) -
             resolved = OmegaConf.to_container(OmegaConf.create(_replace_text(tree, *_MISSING_MARK)), resolve=True)
         except OmegaConfBaseException as error:
             path = str(getattr(error, "full_key", "") or "").removesuffix(f".{_COPIED}")
-            value = _at(given, path)
+            value = value_at(given, path)
             first_line = str(error).strip().splitlines()[0]
-            shown = f"cannot resolve {_short(value)}: " if value is not MISSING else ""
-            problems.append(ConfigProblem(path=path, message=f"{shown}{first_line}", source=_source_of(layers, path)))
+            shown = f"cannot resolve {shorten(value)}: " if value is not MISSING else ""
+            problems.append(ConfigProblem(path=path, message=f"{shown}{first_line}", source=source_of(layers, path)))
             return None
         tree = _with_copies(_replace_text(resolved, *reversed(_MISSING_MARK)))
     normal = _normalize(tree, cls)
@@ -261,18 +233,6 @@ def _with_copies(tree: Any) -> Any:
 
 def _is_interpolation(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
-
-
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Path and value of everything in a tree that is no mapping and no list."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _leaves(value, f"{path}.{key}".removeprefix("."))
-    elif isinstance(tree, list):
-        for index, value in enumerate(tree):
-            yield from _leaves(value, f"{path}[{index}]")
-    else:
-        yield path, tree
 
 
 # OmegaConf reads the text ??? as a missing value; here it is ordinary text, so it is masked while resolving.
@@ -333,123 +293,3 @@ def _normalize_scalar(value: Any, hint: Any) -> Any:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and wants_text(hint):
         return str(value)
     return value
-
-
-@functools.cache
-def _adapter(cls: type) -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(cls)
-
-
-def _validate(cls: type[ConfigT], tree: Any, layers: Sequence[_Layer], problems: list[ConfigProblem]) -> ConfigT:
-    from pydantic import ValidationError
-
-    unusable = [
-        ConfigProblem(path=path, message=f"got {_short(value)}; allowed: {allowed}", source=_source_of(layers, path))
-        for path, value in _leaves(tree)
-        if (allowed := _what_fits(path, value))
-    ]
-    if unusable:
-        raise ConfigError([*problems, *unusable])
-    config: ConfigT | None = None
-    try:
-        # JSON mode because its strictness suits users: true is not an integer, but a list is accepted for a tuple.
-        config = _adapter(cast("Any", cls)).validate_json(json.dumps(tree), strict=True)
-    except ValidationError as error:
-        found = error.errors(include_url=False)
-        problems += [_problem(cls, detail, tree, layers) for detail in found]
-    unique = list(dict.fromkeys(problems))
-    if unique:
-        raise ConfigError(unique)
-    assert config is not None
-    return config
-
-
-_MAX_SECONDS = 1e9  # threading.TIMEOUT_MAX is 9e9: waiting longer raises OverflowError
-
-
-def _what_fits(path: str, value: Any) -> str:
-    """What is allowed instead of a number or text that no process, file or tensor can hold; empty if it fits."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number"
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return "an integer of 64 bits"
-    if isinstance(value, (int, float)) and path.endswith("_s") and value > _MAX_SECONDS:
-        return f"at most {_MAX_SECONDS:.0e} seconds; names that end in _s are times"
-    if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
-        return "text without NUL characters and lone surrogates (bytes that are not UTF-8)"
-    return ""
-
-
-_CLEAR_FROM_THE_TYPE = ("_type", "_parsing", "_from_float", "literal_error", "enum", "none_required", "missing")
-"""Ends of pydantic's error types whose message adds nothing to the allowed values."""
-
-
-def _problem(cls: type, detail: Mapping[str, Any], tree: Any, layers: Sequence[_Layer]) -> ConfigProblem:
-    missing = detail["type"] in ("missing", "missing_argument", "missing_keyword_only_argument")
-    loc = detail["loc"]
-    path, hint = _locate(cls, loc)
-    if missing and path.endswith("]"):  # a fixed list that is too short
-        missing, (path, hint) = False, _locate(cls, loc[:-1])
-    source = _source_of(layers, path)
-    if detail["type"] == "value_error":
-        return _check_problem(path, hint, str(detail["ctx"]["error"]), layers)
-    if missing:
-        return ConfigProblem(path=path, message=f"missing; it has no default; allowed: {allowed_words(hint)}")
-    value = _at(tree, path)
-    allowed = allowed_words(hint)
-    if not detail["type"].endswith(_CLEAR_FROM_THE_TYPE):
-        allowed = f"{allowed} ({detail['msg']})"
-    return ConfigProblem(path=path, message=f"got {_short(value)}; allowed: {allowed}", source=source)
-
-
-def _check_problem(path: str, hint: Any, message: str, layers: Sequence[_Layer]) -> ConfigProblem:
-    """A ValueError from `__post_init__`, whose message starts with the field's name by convention."""
-    nested = section_class(hint)
-    match = re.match(r"([A-Za-z_][\w.]*)(\s*[:=]\s*|\s+)", message)
-    if nested is not None and match and match[1].partition(".")[0] in field_hints(nested):
-        inner = f"{path}.{match[1]}" if path else match[1]
-        rest = message[match.end() :]
-        if match[2].strip() == "=":
-            before = next((words for words in (" is not allowed: ", ": must ") if words in rest), ": ")
-            after = {" is not allowed: ": "; allowed: "}.get(before, before.replace(":", ";"))
-            rest = "got " + rest.replace(before, after, 1)
-        return ConfigProblem(path=inner, message=rest, source=_source_of(layers, inner))
-    return ConfigProblem(path=path, message=message)
-
-
-def _locate(cls: type, loc: Sequence[int | str]) -> tuple[str, Any]:
-    """Dotted path and type for pydantic's location, without its markers for union members."""
-    hint: Any = cls
-    path = ""
-    for step in loc:
-        if (inner := inner_hint(hint, step)) is None:
-            break
-        hint, path = inner, f"{path}[{step}]" if isinstance(step, int) else f"{path}.{step}".removeprefix(".")
-    return path, hint
-
-
-def _at(tree: Any, path: str) -> Any:
-    """Value at a path, or MISSING."""
-    for step in re.findall(r"[^.\[\]]+", path):
-        if isinstance(tree, dict) and step in tree:
-            tree = tree[step]
-        elif isinstance(tree, list) and step.isdecimal() and int(step) < len(tree):
-            tree = tree[int(step)]
-        else:
-            return MISSING
-    return tree
-
-
-def _source_of(layers: Sequence[_Layer], path: str) -> str:
-    """The last layer that set the key (or its section)."""
-    key = path.partition("[")[0]
-    return next((layer.source for layer in reversed(layers) if key and _at(layer.tree, key) is not MISSING), "")
-
-
-def _short(value: Any) -> str:
-    if value is MISSING:
-        return "nothing"
-    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .loader import plain_tree
+from .trees import plain_tree
 from .yaml import dump
 
 _MASK = "***"

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from ..errors import ReceiverError
 from ..plan import Bucket, BucketPlan
 from ..tensors import like, slot_view
-from .layout import DryRun, Layout, Target
+from .layout import Arrivals, DryRun, Layout, Target
 from .patch import Patch
 from .processing import first_processing, processed, record_of, take_over
 from .scratch import ScratchPool
@@ -128,18 +128,15 @@ class DirectLoader:
         self._device = device
         self._scratch = scratch
         self._layout = Layout()
-        self._left: dict[Target, int] = {}
-        self._unprocessed: dict[nn.Module, list[Target]] = {}
+        self._arrivals = Arrivals(self._layout)
 
     def begin(self, layout: Layout) -> None:
         """Start a sync."""
         self._layout = layout
-        self._left = {target: target.received for target in layout.targets}
-        self._unprocessed = {}
+        self._arrivals = Arrivals(layout)
         for target in layout.targets:
-            if target.received and not target.in_place:
-                self._unprocessed.setdefault(target.module, []).append(target)
-            elif isinstance(target.module, VocabParallelEmbedding) and 0 < target.received < target.live.numel():
+            is_padded = target.in_place and isinstance(target.module, VocabParallelEmbedding)
+            if is_padded and 0 < target.received < target.live.numel():
                 # A server that started with random weights has some in the padding of its vocabulary too.
                 target.live.data.view(-1)[target.received :].zero_()
 
@@ -154,16 +151,13 @@ class DirectLoader:
             load_by_name(self._model, bucket, bytes_N)
         for slot in bucket.slots:
             for copy in self._layout.copies[slot.name]:
-                self._left[copy.target] -= copy.numel
-                targets = self._unprocessed.get(copy.target.module, [])
-                if targets and not any(self._left[target] for target in targets):
-                    self._process(self._unprocessed.pop(copy.target.module))
+                targets = self._arrivals.completed_by(copy)
+                if targets and not copy.target.in_place:
+                    self._process(targets)
 
     def finish(self) -> None:
         """Check that every parameter is complete. Raises ReceiverError('count', name, ...)."""
-        for target, left in self._left.items():
-            if left:
-                raise ReceiverError("count", target.qualname, f"{left} of {target.received} elements did not arrive")
+        self._arrivals.check_complete("did not arrive")
 
     def abort(self) -> None:
         """Put the live parameters back. ModelLoader releases the scratch buffers."""

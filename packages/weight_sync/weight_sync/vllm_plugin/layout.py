@@ -103,6 +103,32 @@ class Layout:
     """Parameters whose bytes are contiguous in one bucket: bucket index and first byte."""
 
 
+class Arrivals:
+    """What is still to arrive in a pass over the plan, and what a copy completes."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._left = {target: target.received for target in layout.targets}
+        self._unprocessed: dict[nn.Module, list[Target]] = {}
+        for target in layout.targets:
+            if target.received and not target.in_place:
+                self._unprocessed.setdefault(target.module, []).append(target)
+
+    def completed_by(self, copy: Copy) -> list[Target]:
+        """Counts the copy. The parameter that it completes, with all others of its module if that is processed."""
+        self._left[copy.target] -= copy.numel
+        module = copy.target.module
+        targets = [copy.target] if copy.target.in_place else self._unprocessed.get(module, [])
+        if any(self._left[target] for target in targets):
+            return []
+        return targets if copy.target.in_place else self._unprocessed.pop(module, [])
+
+    def check_complete(self, what: str) -> None:
+        """Raises ReceiverError('count', name, ...) for the first parameter of which elements are left."""
+        for target, left in self._left.items():
+            if left:
+                raise ReceiverError("count", target.qualname, f"{left} of {target.received} elements {what}")
+
+
 class DryRun:
     """Builds a Layout, or raises ReceiverError('plan', name, ...) for a tensor or parameter that does not fit."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import ReceiverError
 from ..plan import Bucket
 from ..tensors import like, slot_view
-from .layout import Layout, Target
+from .layout import Arrivals, Layout, Target
 from .processing import difference, processed, record_of
 from .scratch import ScratchPool
 
@@ -27,18 +27,13 @@ class Verifier:
         self._device = device
         self._scratch = scratch
         self._layout = Layout()
-        self._left: dict[Target, int] = {}
-        self._unprocessed: dict[nn.Module, list[Target]] = {}
+        self._arrivals = Arrivals(self._layout)
         self._num_tensors = 0
 
     def begin(self, layout: Layout) -> None:
         """Start a comparison."""
         self._layout = layout
-        self._left = {target: target.received for target in layout.targets}
-        self._unprocessed = {}
-        for target in layout.targets:
-            if target.received and not target.in_place:
-                self._unprocessed.setdefault(target.module, []).append(target)
+        self._arrivals = Arrivals(layout)
         self._num_tensors = 0
 
     def verify(self, bucket: Bucket, bytes_N: Tensor) -> None:
@@ -50,19 +45,13 @@ class Verifier:
                 copy.target.module._parameters[copy.target.name] = scratch  # type: ignore[assignment]
         self._model.load_weights((slot.name, slot_view(bytes_N, slot)) for slot in bucket.slots)
         for copy in copies:
-            self._left[copy.target] -= copy.numel
-            targets = [copy.target] if copy.target.in_place else self._unprocessed.get(copy.target.module, [])
-            if targets and not any(self._left[target] for target in targets):
-                if not copy.target.in_place:
-                    del self._unprocessed[copy.target.module]
+            if targets := self._arrivals.completed_by(copy):
                 self._compare(targets)
         self._num_tensors += len(bucket.slots)
 
     def finish(self) -> int:
         """The number of tensors compared. Raises ReceiverError('count' or 'verify', name, ...)."""
-        for target, left in self._left.items():
-            if left:
-                raise ReceiverError("count", target.qualname, f"{left} elements were not compared")
+        self._arrivals.check_complete("were not compared")
         self._scratch.trim()
         for name, module in self._model.named_modules():
             record = record_of(module)

@@ -1,0 +1,233 @@
+"""The client's pure functions: requests and responses, retries, routing, metrics."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plinth_testing.strategies import json_values
+from rollout_vllm.client.dispatch import Router
+from rollout_vllm.client.group_run import extend
+from rollout_vllm.client.metrics import combine, server_metrics
+from rollout_vllm.client.protocol import Choice, MalformedAnswerError, completion_body, error_message, parse_completion
+from rollout_vllm.client.retry import backoff_s, classify_status
+from rollout_vllm.config import SamplingConfig
+from rollout_vllm.samples import PartialSample
+
+QUICK = settings(deadline=None, derandomize=True)
+
+
+def answer(groups: list[tuple[list[int], list[float]]], **changes: object) -> dict[str, object]:
+    choices = []
+    for index, (ids, values) in enumerate(groups):
+        logprobs = {"token_logprobs": values, "tokens": [f"token_id:{i}" for i in ids]}
+        choices.append({"index": index, "token_ids": ids, "logprobs": logprobs, "finish_reason": "stop"} | changes)
+    return {"choices": choices}
+
+
+groups_strategy = st.lists(
+    st.lists(st.tuples(st.integers(0, 200_000), st.floats(-50, 0)), max_size=6).map(
+        lambda pairs: ([i for i, _ in pairs], [v for _, v in pairs])
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@QUICK
+@given(groups_strategy, st.randoms(use_true_random=False), st.booleans())
+def test_choices_are_in_index_order(
+    groups: list[tuple[list[int], list[float]]], shuffler: random.Random, with_ids: bool
+) -> None:
+    body = answer(groups)
+    shuffler.shuffle(body["choices"])  # type: ignore[arg-type]
+    if not with_ids:  # a server that supports only return_tokens_as_token_ids
+        for choice in body["choices"]:  # type: ignore[attr-defined]
+            del choice["token_ids"]
+    choices = parse_completion(json.loads(json.dumps(body)), len(groups))
+    assert [(c.response_ids, c.log_probs) for c in choices] == groups
+
+
+@QUICK
+@given(groups_strategy)
+def test_without_log_probs_none_are_asked_for_and_none_are_read(groups: list[tuple[list[int], list[float]]]) -> None:
+    body = answer(groups)
+    for choice in body["choices"]:  # type: ignore[attr-defined]
+        choice["logprobs"] = None
+    choices = parse_completion(body, len(groups), log_probs=False)
+    assert [(c.response_ids, c.log_probs) for c in choices] == [(ids, None) for ids, _ in groups]
+    sampling = SamplingConfig(n=2)
+    assert completion_body([1], sampling, model=None, seed=None)["logprobs"] == 0
+    assert "logprobs" not in completion_body([1], sampling, model=None, seed=None, log_probs=False)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [([-1.0], [-2.0], [-1.0, -2.0]), (None, [-2.0], None), ([-1.0], None, None), ([], None, None)],
+)
+def test_a_resumed_response_has_log_probs_if_all_its_parts_do(first: Any, second: Any, expected: Any) -> None:
+    part = PartialSample(sample_index=0, response_ids=[1] * len(first or [1]), log_probs=first)
+    choice = Choice([2] * len(second or [2]), second, "stop")
+    assert extend(part, choice, SamplingConfig(n=1), version=0, last_version=0).log_probs == expected
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        None,
+        [],
+        {},
+        {"choices": "x"},
+        {"choices": []},
+        answer([([1], [-1.0]), ([1], [-1.0]), ([1], [-1.0])]),
+        answer([([1], [-1.0])]),
+        answer([([1], [-1.0]), ([1], [-1.0])], index=0),
+        answer([([1], [-1.0]), ([1, 2], [-1.0])]),
+        answer([([1], [-1.0]), ([1], [float("nan")])]),
+        answer([([1], [-1.0]), ([1], [None])]),  # type: ignore[list-item]
+        answer([([1], [-1.0]), ([1], [-1.0])], finish_reason=None),
+        answer([([1], [-1.0]), ([1], [-1.0])], logprobs=None),
+        answer([([1], [-1.0]), ([1], [-1.0])], token_ids=["a"]),
+        answer([([1], [-1.0]), ([1], [-1.0])], token_ids=None, logprobs={"tokens": ["the"], "token_logprobs": [-1.0]}),
+    ],
+)
+def test_incomplete_responses_are_rejected(bad: object) -> None:
+    with pytest.raises(MalformedAnswerError):
+        parse_completion(bad, 2)
+
+
+@QUICK
+@given(json_values())
+def test_any_other_json_is_rejected(junk: object) -> None:
+    for body in (junk, {"choices": junk}, {"choices": [junk]}, {"choices": [{"index": 0, "logprobs": junk}]}):
+        with pytest.raises(MalformedAnswerError):
+            parse_completion(body, 1)
+
+
+def test_request_overrides_every_server_default() -> None:
+    sampling = SamplingConfig(n=3, temperature=0.7, max_tokens=9, stop_token_ids=(5,), ignore_eos=True, min_tokens=2)
+    body = completion_body([1, 2], sampling, model="policy", seed=7)
+    for field in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "max_tokens"):
+        assert field in body
+    assert (body["n"], body["seed"], body["stop_token_ids"], body["min_tokens"]) == (3, 7, [5], 2)
+    assert "seed" not in completion_body([1], sampling, model=None, seed=None)
+    assert json.loads(json.dumps(body)) == body
+
+
+def test_error_message() -> None:
+    assert error_message(400, '{"error": {"message": "too\\n long"}}') == "HTTP 400: too long"
+    assert error_message(502, "<html>bad gateway</html>") == "HTTP 502: <html>bad gateway</html>"
+    assert error_message(500, "") == "HTTP 500"
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "kind", "retry", "blame"),
+    [
+        (429, "slow down", "server", True, False),
+        (500, "oops", "server", True, True),
+        (503, "", "server", True, True),
+        (408, "", "server", True, True),
+        (400, "This model's maximum context length is 128 tokens", "too_long", False, False),
+        (400, "bad top_p", "refused", False, False),
+        (401, "Unauthorized", "refused", False, False),
+        (404, "no such model", "refused", False, False),
+    ],
+)
+def test_classify_status(status: int, message: str, kind: str, retry: bool, blame: bool) -> None:
+    decision = classify_status(status, message)
+    assert (decision.kind, decision.retry, decision.blame_server) == (kind, retry, blame)
+
+
+@QUICK
+@given(
+    st.integers(1, 1000), st.floats(0.01, 5), st.floats(5, 60), st.floats(0, 1, exclude_max=True), st.floats(-5, 1e6)
+)
+def test_backoff_is_within_its_window(attempt: int, base: float, top: float, jitter: float, after: float) -> None:
+    delay = backoff_s(attempt, base_s=base, max_s=top, jitter=jitter)
+    assert 0 <= delay <= min(top, base * 2.0 ** min(attempt - 1, 60))
+    assert backoff_s(attempt, base_s=base, max_s=top, jitter=jitter, retry_after_s=after) >= min(max(after, 0), top)
+    assert backoff_s(attempt, base_s=base, max_s=top, jitter=jitter, retry_after_s=after) <= top
+
+
+@QUICK
+@given(st.integers(1, 4), st.integers(1, 32), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 99)), max_size=80))
+def test_router_counts_samples_and_respects_its_limit(servers: int, limit: int, steps: list[tuple[int, int]]) -> None:
+    router, in_flight = Router(servers, max_in_flight=limit), list[tuple[int, int]]()
+    for now, (action, number) in enumerate(steps):
+        if action <= 2:
+            cost = number % 9 + 1
+            chosen = router.pick(f"g{number % 5}", cost, now)
+            free = [s for s in range(servers) if not router.blocked[s]]
+            if chosen is None:
+                assert not free or any(router.load[s] > 0 for s in free)  # a request in flight will wake the queue
+            else:
+                assert chosen in free
+                in_flight.append((chosen, cost))
+                alone = sum(1 for s, _ in in_flight if s == chosen) == 1
+                assert router.load[chosen] <= limit or alone
+        elif action == 3 and in_flight:
+            router.finish(*in_flight.pop(number % len(in_flight)))
+        elif action == 4:
+            router.failed(number % servers, now)
+        else:
+            (router.block if number % 2 else router.unblock)(number % servers)
+        assert router.load == [sum(c for s, c in in_flight if s == index) for index in range(servers)]
+
+
+def test_router_balances_load_and_keeps_affinity() -> None:
+    router = Router(3, max_in_flight=1000)
+    homes = {g: router.pick(g, 8, 0.0) for g in map(str, range(30))}
+    assert set(Counter(homes.values()).values()) == {10}
+    for group, home in homes.items():
+        assert home is not None
+        router.finish(home, 8)
+        assert router.pick(group, 8, 0.0) == home
+
+
+def test_router_cools_failed_servers_down_and_probes_when_all_are_down() -> None:
+    router = Router(2, max_in_flight=100, cooldown_s=1.0)
+    router.failed(0, 0.0)
+    assert [router.pick(str(i), 1, 0.5) for i in range(3)] == [1, 1, 1]
+    router.failed(1, 0.5)
+    assert router.pick("x", 1, 0.6) == 0  # its cooldown ends first
+    assert router.pick("y", 1, 0.6, avoid=[0]) == 0  # no other server is available
+    router.failed(0, 1.1)
+    assert router.pick("z", 1, 2.0) == 1  # the second cooldown of server 0 is longer
+    router.block(0)
+    router.block(1)
+    assert router.pick("w", 1, 99.0) is None
+    router.unblock(0)
+    assert router.pick("w", 1, 99.0) == 0
+
+
+METRICS = """# HELP vllm:num_requests_running Number
+vllm:num_requests_running{engine="0",model_name="policy"} 3.0
+vllm:kv_cache_usage_perc{engine="0"} 0.5
+vllm:prefix_cache_queries_total{engine="0"} 10.0
+vllm:prefix_cache_hits_total{engine="0"} 4.0
+vllm:request_success_total{finished_reason="stop"} 2.0
+vllm:request_success_total{finished_reason="length"} 5.0
+vllm:e2e_request_latency_seconds_bucket{le="+Inf"} 7 1395066363000
+broken
+nan_metric NaN
+"""
+
+
+def test_metrics() -> None:
+    one = server_metrics(METRICS)
+    assert one == {"num_running": 3.0, "kv_cache_usage": 0.5, "prefix_cache_queries": 10.0, "prefix_cache_hits": 4.0}
+    both = combine([one, one, {}])
+    assert both["num_running"] == 6.0
+    assert both["kv_cache_usage"] == 0.5
+    assert both["prefix_cache_hit_rate"] == 0.4
+    assert both["server_1/num_running"] == 3.0
+    assert combine([]) == {}
+    assert server_metrics(METRICS + 'vllm:num_requests_running{engine="1"} 4.0\n')["num_running"] == 7.0  # all labels
+    with pytest.raises(ValueError, match="three"):
+        server_metrics("vllm:num_requests_running three\n")

@@ -1,0 +1,53 @@
+"""Compares run folders: exact metrics, models, the ledger of samples."""
+
+import csv
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from rl_runtime.training.ledger import SampleRow
+
+# Measured, not computed: they differ from run to run and between hosts.
+NOT_EXACT = ("timing_s/", "perf/", "memory/", "checkpoint/upload_", "sync/total_s", "rollout/tokens_per_s")
+
+
+def only(paths: Iterable[Path]) -> Path:
+    (path,) = paths
+    return path
+
+
+def exact_metrics(run: Path) -> dict[str, dict[str, str]]:
+    """Metrics by step, without measured ones (times, memory) and empty cells."""
+    with (run / "metrics.tsv").open() as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    return {
+        row["step"]: {name: value for name, value in row.items() if value and not name.startswith(NOT_EXACT)}
+        for row in rows
+    }
+
+
+def comparable(run: Path) -> dict[str, dict[str, str]]:
+    """Exact metrics by step, but those of the push, which a step that was saved and not logged lacks, and of faults."""
+    left_out = ("sync/", "rollout/num_restarts", "rollout/num_retries")
+    return {
+        step: {name: value for name, value in row.items() if not name.startswith(left_out)}
+        for step, row in exact_metrics(run).items()
+    }
+
+
+def assert_equal_runs(found: Path, expected: Path) -> None:
+    """Every step was recorded once, with the same numbers, and the policies are equal to the last bit."""
+    assert comparable(found) == comparable(expected)
+    weights = only((expected / "model").glob("*.safetensors"))
+    assert weights.read_bytes() == (found / "model" / weights.name).read_bytes()
+
+
+def check_ledger(rows: list[SampleRow], *, steps: int, groups: int, samples: int, max_staleness: int) -> None:
+    """Every step has its samples, none is there twice, none is too old, and no prompt is missing."""
+    assert Counter((row.group, row.sample) for row in rows).most_common(1)[0][1] == 1, "a sample is there twice"
+    assert {row.outcome for row in rows} == {"trained"}
+    assert Counter(row.step for row in rows) == dict.fromkeys(range(1, steps + 1), groups * samples)
+    for row in rows:
+        assert 0 <= row.step - 1 - int(row.oldest_version) <= max_staleness, row
+    numbers = sorted({int(row.group.split("/")[1].split(":")[0]) for row in rows})
+    assert numbers == list(range(steps * groups)), "a group was lost"
