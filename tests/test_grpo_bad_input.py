@@ -31,7 +31,12 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "model folder without a tokenizer": ("model.path=WITHOUT data.train=good.parquet", ("tokenizer",)),
     "batch that ranks cannot divide": (
         "trainer.num_ranks=2 batch.train_batch_size=3 batch.mini_batch_size=3 sampling.n=3",
-        ("mini_batch_size", "that works: 2, 4"),
+        ("batch.mini_batch_size=3 prompts x 3 samples", "that works: 2, 4", "another trainer.num_ranks (2)"),
+    ),
+    "model without data": ("model.path=WITH", ("data.train is empty", "model.path=builtin:tiny")),
+    "attention that needs a GPU": (
+        "trainer.device=cpu actor.attention=flash4",
+        ("actor.attention is flash4", "allowed: auto, sdpa"),
     ),
     "port in use": ("rollout.port=PORT", ("PORT",)),
     "section that is a list": ("data=[1]", ("data: got [1]; allowed: a section with the keys train, val",)),

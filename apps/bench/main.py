@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     name = arguments[0] if arguments else ""
     if name not in BENCHMARKS:
-        print(f"{__doc__}\nKeys of each: python -m apps.bench.main six_case --help")
+        print(f"{__doc__}\nKeys of each: plinth bench six_case --help")
         sys.exit(0 if name in ("-h", "--help", "help") else 2)
     config_cls, plan = BENCHMARKS[name]
     app = f"python -m apps.bench.main {name}"
