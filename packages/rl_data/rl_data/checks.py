@@ -61,5 +61,5 @@ def _unscorable(row: Row, table: Table, schema: Schema, problem: str) -> DataErr
     column = schema.ground_truth[0]
     if not row.ground_truth:
         table.require([column], COLUMNS_HELP)
-    remedy = "Mend it, drop the row, or score with another reward."
+    remedy = "Fix it, drop the row, or score with another reward."
     return row.place.error(problem, remedy, column=column if column in table.columns else None)
