@@ -54,7 +54,12 @@ def test_a_response_that_fills_the_context_is_refused(tmp_path: Path) -> None:
     check_context(model, {"sampling": most, "validation": most})
     with pytest.raises(InputError, match=r"^validation.max_tokens is 64, but .* has 64 positions .* at most 63$"):
         check_context(model, {"sampling": most, "validation": SamplingConfig(max_tokens=64)})
-    config.rope_parameters = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     config.save_pretrained(tmp_path)
     check_context(model, {"sampling": SamplingConfig(max_tokens=64)})
 
