@@ -1,6 +1,7 @@
 """Bad input is refused with a clear error and exit code 2 before any process starts."""
 
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -134,7 +135,8 @@ def codes(folder: Path, port: str) -> dict[str, int]:
         cases[name] = [f"trainer.output_dir={folder / 'outputs'}", *arguments.split()]
     script = folder / "run_all.py"
     script.write_text(f"import os\nos.chdir({str(folder)!r})\n" + RUN_ALL)
-    printed = run_script(script, json.dumps(cases), env={"PYTHONPATH": str(REPO)})
+    paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
+    printed = run_script(script, json.dumps(cases), env={"PYTHONPATH": os.pathsep.join(paths)})
     found: dict[str, int] = json.loads(printed.splitlines()[-1])
     return found
 

@@ -176,8 +176,8 @@ def check_job(
     placement = plan_session(config.trainer, config.rollout, own_ranks, sp)
     check_functions(config.episode, config.reward)
     is_scored_alone = config.episode.environment is not None and not config.reward.terms
-    check_train_prompts(config.model, config.data)
     check_prompt_files(config.model, config.data, rewards=() if is_scored_alone else rewards_of_rows(config.reward))
+    check_train_prompts(config.model, config.data)
     check_environment(config.episode, config.model, config.data, config.task, seed=config.trainer.seed)
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
