@@ -42,7 +42,7 @@ bench-gpu: setup ## Measure GRPO steps with default settings beside TRL (GPUs; t
 lint: setup ## Run ruff check, ruff format --check and mypy --strict
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m mypy $(TYPED) apps examples/*.py
+	$(PYTHON) -m mypy $(TYPED) apps benchmarks scripts examples/*.py
 
 format: setup ## Format and sort imports
 	$(PYTHON) -m ruff check --fix .

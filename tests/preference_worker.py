@@ -20,7 +20,7 @@ from apps.dpo.config import AlgorithmConfig, DpoConfig
 from apps.reward.config import AlgorithmConfig as RewardAlgorithm
 from apps.reward.config import RewardConfig
 from ds_engine import EngineConfig, LoraConfig, OptimConfig, ZeroConfig
-from plinth_testing import run_ranks
+from plinth_testing import SpmdGroup, run_ranks
 from rl_core import BatchConfig
 from rl_data import Demonstration, LabeledResponse, PreferencePair
 from rl_runtime.ranks.model_handle import ModelHandle
@@ -37,24 +37,6 @@ CASES: dict[str, tuple[int, int, LoraConfig | None, str]] = {
     "kto, stage 1, sequence parallelism": (1, 2, None, "kto"),
     "dpo, stage 2, LoRA": (2, 1, LoraConfig(rank=4, alpha=8), "dpo"),
 }
-
-
-class Spmd:
-    """A `WorkerGroup` of which each process is a rank and runs the driver's code too."""
-
-    def __init__(self, worker: TrainerWorker) -> None:
-        self.worker, self.world_size = worker, worker.world_size
-
-    def run(self, method: Any, *args: Any) -> list[Any]:
-        return self._all(method(self.worker, *args))
-
-    def run_each(self, method: Any, deliveries: list[Any], *args: Any) -> list[Any]:
-        return self._all(method(self.worker, deliveries[self.worker.rank], *args))
-
-    def _all(self, result: Any) -> list[Any]:
-        results: list[Any] = [None] * self.world_size
-        dist.all_gather_object(results, result)
-        return results
 
 
 def make_pairs(vocab: int) -> list[PreferencePair]:
@@ -157,7 +139,7 @@ def check(worker: TrainerWorker, folder: str, out: Path, name: str) -> None:
         lora=lora,
         optim=OPTIM,
     )
-    handle = ModelHandle(Spmd(worker), "actor", BatchConfig(token_budget=30))  # type: ignore[arg-type]
+    handle = ModelHandle(SpmdGroup(worker), "actor", BatchConfig(token_budget=30))  # type: ignore[arg-type]
     handle.build(folder, config, total_steps=NUM_STEPS, head="value" if is_reward else "lm")
     cls: Any = transformers.AutoModelForSequenceClassification if is_reward else transformers.AutoModelForCausalLM
     first = out / "first"

@@ -23,7 +23,7 @@ from apps.evaluate.results import Evaluation, Table, check_same_settings, load_c
 from apps.evaluate.targets import Target, find_targets
 from rl_data import DataConfig, build_tiny_model, write_task
 from rl_runtime import InputError, ModelConfig, PlacementError, PromptResult, SampleResult
-from rl_runtime.config import ScoringConfig
+from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import RolloutConfig, SamplingConfig, ServerGroup
 from run_kit import MetricsTable, load_config, to_yaml
 from run_kit.cluster.app import App

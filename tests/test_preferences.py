@@ -28,9 +28,11 @@ from ds_engine import TokenOutputs, ValueOutputs
 from plinth_testing import write_tiny_model
 from rl_core import BatchConfig, PackedBatch, pack
 from rl_data import DataConfig, Demonstration, LabeledResponse, PreferencePair, build_tiny_model, load_pairs
-from rl_runtime.config import ModelConfig, PreferenceTaskSize, PreferenceTrainingConfig, SupervisedConfig
+from rl_runtime.app.task_config import PreferenceTaskSize
+from rl_runtime.config import ModelConfig
 from rl_runtime.errors import InputError
 from rl_runtime.ranks.train_batch import TrainBatch, assignment
+from rl_runtime.training.supervised_config import PreferenceTrainingConfig, SupervisedConfig
 from rollout_vllm import RolloutConfig, ServerGroup, classification_reward
 from run_kit import load_config
 

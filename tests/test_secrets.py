@@ -15,7 +15,8 @@ import pytest
 
 from apps.distill.config import DistillConfig
 from apps.grpo.config import GrpoConfig
-from rl_runtime.config import EpisodeConfig, ScoringConfig
+from rl_runtime.rollout.config import EpisodeConfig
+from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import RolloutConfig
 from run_kit import RunFolder, Tracker, run_cli, write_report
 from run_kit.config.loader import load_config

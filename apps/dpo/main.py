@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import ds_engine
 import rl_core
 import rl_runtime
-import run_kit
 from apps.dpo.config import AlgorithmConfig, DpoConfig
 
 if TYPE_CHECKING:
@@ -133,15 +132,8 @@ def main(config: DpoConfig) -> None:
 
 def cli(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs the app from its command line; `argv` defaults to the arguments of the process."""
-    run_kit.run_cli(
-        DpoConfig,
-        main,
-        app_name="apps.dpo.main",
-        preset_dir=Path(__file__).parent / "presets",
-        argv=argv,
-        default_preset="demo",
-        default_preset_unless=("model.path", "supervised.files"),
-    )
+    presets = Path(__file__).parent / "presets"
+    rl_runtime.run_job_cli(DpoConfig, main, app_name="apps.dpo.main", preset_dir=presets, argv=argv)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from typing import Literal
 
 from rl_data import DataConfig
 from rl_runtime import ModelConfig, TaskSize
-from rl_runtime.config import EpisodeConfig, ScoringConfig
+from rl_runtime.rollout.config import EpisodeConfig
+from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit import EXPERIMENT_PATTERN
 from weight_sync import SyncConfig

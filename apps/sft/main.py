@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import rl_runtime
-import run_kit
 from apps.sft.config import SftConfig
 
 
@@ -38,15 +37,8 @@ def main(config: SftConfig) -> None:
 
 def cli(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs the app from its command line; `argv` defaults to the arguments of the process."""
-    run_kit.run_cli(
-        SftConfig,
-        main,
-        app_name="apps.sft.main",
-        preset_dir=Path(__file__).parent / "presets",
-        argv=argv,
-        default_preset="demo",
-        default_preset_unless=("model.path", "supervised.files"),
-    )
+    presets = Path(__file__).parent / "presets"
+    rl_runtime.run_job_cli(SftConfig, main, app_name="apps.sft.main", preset_dir=presets, argv=argv)
 
 
 if __name__ == "__main__":

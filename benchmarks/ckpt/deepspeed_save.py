@@ -1,6 +1,6 @@
 """Measures how long a background save of DeepSpeed's checkpoint blocks several ranks, compared with a foreground save.
 
-    python benchmarks/ckpt/deepspeed_save.py [--folder DIR] [--ranks 2] [--stage 2] [--millions 50] [--repeats 5]
+    python -m benchmarks.ckpt.deepspeed_save [--folder DIR] [--ranks 2] [--stage 2] [--millions 50] [--repeats 5]
         [--device cpu|cuda]
 
 Every rank trains linear layers of `--millions` parameters in total with AdamW under ZeRO. Each round saves twice: in

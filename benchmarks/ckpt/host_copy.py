@@ -1,6 +1,6 @@
 """Measures ways to copy tensors within host memory, which is what blocks a CPU loop during a background save.
 
-    python benchmarks/ckpt/host_copy.py [--gib 1.0] [--repeats 7] [--threads N]
+    python -m benchmarks.ckpt.host_copy [--gib 1.0] [--repeats 7] [--threads N]
 
 Copies the same bytes in several ways, interleaved, and prints the median and the best GB/s of each:
 

@@ -1,6 +1,6 @@
 """Compares a checkpoint save with the disk's own speed, and measures how long a background save blocks the loop.
 
-    python benchmarks/ckpt/save.py [--folder DIR] [--gib 1.0] [--repeats 5] [--device cpu|cuda] [--deepspeed]
+    python -m benchmarks.ckpt.save [--folder DIR] [--gib 1.0] [--repeats 5] [--device cpu|cuda] [--deepspeed]
 
 Each round writes the same bytes into the same folder: plainly (one file, write and fsync), with a save (prepare,
 safetensors, a checksum of every byte, fsync, publish), and with background saves. Rounds are interleaved, so other

@@ -5,10 +5,10 @@ keeps its defaults but for the workload, the dtype, the size of micro batches an
 """
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import trl_peer
 from benchmarks.grpo_step.workload import NEW_TOKENS, PROMPT_TOKENS
 
 BATCH_SIZE = 256
@@ -43,21 +43,7 @@ def settings(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 def main(folder: Path, args: argparse.Namespace) -> None:
     """Trains for `args.steps` optimizer steps."""
     import datasets
-    import torch
-    from transformers import TrainerCallback
     from trl import DistillationConfig, DistillationTrainer
-
-    class Clock(TrainerCallback):
-        """Prints a line a step."""
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.last = time.perf_counter()
-
-        def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
-            now = time.perf_counter()
-            peak = 0.0 if args.cpu else torch.cuda.max_memory_reserved() / 1e9
-            print(f"trl step {state.global_step}: {now - self.last:.2f} s, {peak:.1f} GB reserved", flush=True)
-            self.last = now
 
     table = datasets.Dataset.from_parquet(str(folder / "train.parquet")).rename_column("question", "prompt")
     trainer = DistillationTrainer(
@@ -65,20 +51,17 @@ def main(folder: Path, args: argparse.Namespace) -> None:
         teacher_model=str(folder / "teacher"),
         args=DistillationConfig(**settings(folder, args)),
         train_dataset=table,
-        callbacks=[Clock()],
+        callbacks=[trl_peer.step_clock(on_gpu=not args.cpu)],
     )
     trainer.train()
 
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=4)
+    parser = trl_peer.parser(__doc__, steps=4, cpu="without vLLM, to try this script")
     parser.add_argument("--per-forward", type=int, default=16, help="sequences per forward and backward pass")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing")
-    parser.add_argument("--cpu", action="store_true", help="without vLLM, to try this script")
     return parser
 
 

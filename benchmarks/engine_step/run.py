@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ class Case:
     """Input of each contestant."""
 
     folder: str
-    stage: int
+    stage: Literal[1, 2, 3]
     ids_SL: torch.Tensor
     device: torch.device
     recompute: bool
@@ -217,7 +217,9 @@ def guard_in_turns(
     }
 
 
-def measure(name: str, stage: int, args: argparse.Namespace, folder: str, device: torch.device) -> dict[str, Any]:
+def measure(
+    name: str, stage: Literal[1, 2, 3], args: argparse.Namespace, folder: str, device: torch.device
+) -> dict[str, Any]:
     """Build the contestant, warm it up and time its steps."""
     sp = args.sequence_parallel
     ids_SL = sequences(args.num_sequences, args.length, CONFIGS[args.model]["vocab_size"], dist.get_rank() // sp)

@@ -5,11 +5,10 @@
 that sleeps while the trainer works.
 """
 
-import argparse
-import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import trl_peer
 from benchmarks.grpo_step.workload import MINI_BATCH, NEW_TOKENS, NUM_PROMPTS, PROMPT_TOKENS, SAMPLES, parity
 
 PER_FORWARD = 32
@@ -24,26 +23,10 @@ def score(completions: list[str], **_: Any) -> list[float]:
 def main(folder: Path, *, steps: int, vllm: bool, new_tokens: int, lora: bool, sleep: bool) -> None:
     """Trains for `steps` rollouts of two updates each."""
     import datasets
-    import torch
     from peft import LoraConfig
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     updates = NUM_PROMPTS // MINI_BATCH
-
-    class Clock(TrainerCallback):
-        """Prints the time between every second update."""
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.last = time.perf_counter()
-
-        def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step % updates == 0:
-                now = time.perf_counter()
-                peak = torch.cuda.max_memory_reserved() / 1e9 if vllm else 0.0
-                number = state.global_step // updates
-                print(f"trl step {number}: {now - self.last:.2f} s, {peak:.1f} GB reserved", flush=True)
-                self.last = now
 
     table = datasets.Dataset.from_parquet(str(folder / "train.parquet")).rename_column("question", "prompt")
     config = GRPOConfig(
@@ -75,17 +58,14 @@ def main(folder: Path, *, steps: int, vllm: bool, new_tokens: int, lora: bool, s
         args=config,
         train_dataset=table,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if lora else None,
-        callbacks=[Clock()],
+        callbacks=[trl_peer.step_clock(on_gpu=vllm, updates=updates)],
     )
     trainer.train()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=4)
+    parser = trl_peer.parser(__doc__, steps=4, cpu="without vLLM, to try this script")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
-    parser.add_argument("--cpu", action="store_true", help="without vLLM, to try this script")
     parser.add_argument("--lora", action="store_true", help="adapters; activations are recomputed")
     parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while the trainer works")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """Benchmark of the fused log-prob op on one GPU: accuracy against float64, and speed and memory against other packages.
 
-    python benchmarks/log_prob/run.py --out outputs/log_prob
+    python -m benchmarks.log_prob.run --out outputs/log_prob
 
 Prints Markdown tables, and writes them and all numbers (``results.jsonl``) to the output folder. The table gives the
 reason for implementations that are not installed, run out of memory or fail. ``--help`` lists the options.
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contestants import CONTESTANTS, Call, Contestant
 from torch import Tensor
+
+from benchmarks.log_prob.contestants import CONTESTANTS, Call, Contestant
 
 VOCABS, HIDDENS, TOKENS = (151936, 32000), (1024, 4096, 2048), (16384, 4096, 65536)
 GIB = 2**30
@@ -50,7 +51,7 @@ def median_ms(function: Callable[[], object], expected_ms: float) -> float:
     return float(do_bench(function, warmup=min(50.0, expected_ms), rep=rep, return_mode="median"))
 
 
-def time_one(contestant: Contestant, call: Call, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
+def time_one(contestant: Contestant, inputs: tuple[Tensor, Tensor, Tensor], call: Call) -> dict[str, float]:
     """Milliseconds of the forward pass (without graph) and of forward and backward; peak memory beyond gradients."""
     hidden, weight, targets = inputs
     floor_ms = 8 * targets.numel() * weight.numel() / 600e9
@@ -103,7 +104,7 @@ def speed(args: argparse.Namespace, record: Callable[[dict[str, Any]], None]) ->
             if late or num_tokens > (contestant.largest_tokens or num_tokens):
                 row["reason"] = "not run"
             else:
-                row.update(guarded(contestant, lambda call, c=contestant, i=inputs: time_one(c, call, i)))
+                row.update(guarded(contestant, functools.partial(time_one, contestant, inputs)))
             record(row)
             rows.append(row)
         del inputs
@@ -130,7 +131,7 @@ def errors(results: list[Tensor], truth: list[Tensor], names: tuple[str, ...]) -
     return out
 
 
-def accuracy_one(contestant: Contestant, call: Call, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
+def accuracy_one(contestant: Contestant, inputs: tuple[Tensor, Tensor, Tensor], call: Call) -> dict[str, float]:
     hidden, weight, targets = inputs
     names = contestant.outputs
     outputs = call(hidden, weight, targets)
@@ -156,7 +157,7 @@ def accuracy(args: argparse.Namespace, record: Callable[[dict[str, Any]], None])
         record(row)
         for contestant in chosen(args):
             row = {**base, "name": contestant.name}
-            row.update(guarded(contestant, lambda call, c=contestant, i=inputs: accuracy_one(c, call, i)))
+            row.update(guarded(contestant, functools.partial(accuracy_one, contestant, inputs)))
             rows.append(row)
             record(row)
         del inputs, plain

@@ -1,4 +1,4 @@
-"""Time and memory of `python -m rl_data prepare`: `python benchmarks/prepare/run.py FOLDER [--gib 4] [--limit-gib 1]`.
+"""Time and memory of `python -m rl_data prepare`: `python -m benchmarks.prepare.run FOLDER [--gib 4] [--limit-gib 1]`.
 
 Writes a JSON-lines file in GSM8K's layout, with rows of 2 KB of which one in twenty repeats a question, and prepares it
 in a process whose address space is limited (RLIMIT_AS), which counts all memory a process maps, used or not.

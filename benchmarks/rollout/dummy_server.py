@@ -1,6 +1,6 @@
 """A server that responds like vLLM without generating: a script that uses only the standard library.
 
-    python benchmarks/rollout/dummy_server.py --tokens 512 --tokens-per-s 20
+    python -m benchmarks.rollout.dummy_server --tokens 512 --tokens-per-s 20
 
 It prints its port. It answers every POST to /v1/completions after tokens / tokens_per_s seconds with `n` choices in
 vLLM's format, with token ids and log-probs. Each response is rendered once, so that the server uses little CPU.

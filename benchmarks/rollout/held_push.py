@@ -143,8 +143,14 @@ def main() -> None:
         folder = Path(name)
         model = write_random_model(args.model, folder / "model")
         sync = SyncConfig()
-        extra = {"extra_args": server_args(sync, args.device), "env": server_env(sync, args.device)}
-        with ServerGroup.launch(model, config, log_dir=folder, **extra) as servers:
+        servers = ServerGroup.launch(
+            model,
+            config,
+            log_dir=folder,
+            extra_args=server_args(sync, args.device),
+            env=server_env(sync, args.device),
+        )
+        with servers:
             servers.wait_ready()
             with RolloutClient(servers.endpoints, config) as client:
                 found = measure(client, Trainer(model, client, args), args)

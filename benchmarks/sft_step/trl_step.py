@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import trl_peer
 from benchmarks.sft_step.workload import BATCH_SIZE, MAX_TOKENS
 
 LORA_RANK, LORA_ALPHA = 16, 32
@@ -72,16 +73,13 @@ def main(folder: Path, args: argparse.Namespace) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=12)
+    parser = trl_peer.parser(__doc__, steps=12, cpu="to try this script")
     parser.add_argument("--per-forward", type=int, default=8, help="sequences per forward and backward pass")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing")
     parser.add_argument("--packing", action="store_true")
     parser.add_argument("--padding-free", action="store_true", help="needs flash-attn")
     parser.add_argument("--attention", default="sdpa")
-    parser.add_argument("--cpu", action="store_true", help="to try this script")
     return parser
 
 

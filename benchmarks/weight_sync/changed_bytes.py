@@ -1,6 +1,6 @@
 """Measures how many bytes of the weights one optimizer step changes, and whether sending only those would be faster.
 
-    python benchmarks/weight_sync/changed_bytes.py --model small --lr 1e-6 --lr 1e-5 --lr 1e-4
+    python -m benchmarks.weight_sync.changed_bytes --model small --lr 1e-6 --lr 1e-5 --lr 1e-4
 
 Trains a Qwen3 shape with AdamW in float32 on random tokens and compares the weights before and after a step, as
 bfloat16 and as float32: changed elements, unchanged blocks, tensors and buckets, and the size of two delta encodings.
@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from push import SHAPES, model_config
 from torch import Tensor
+
+from benchmarks.weight_sync.push import SHAPES, model_config
 
 SHAPES["small"] = {
     "hidden_size": 512,

@@ -1,16 +1,19 @@
 """Measures and verifies weight pushes into one vLLM server that starts with random weights.
 
-    python benchmarks/weight_sync/push.py --device cpu --model 126m
-    python benchmarks/weight_sync/push.py --device cuda --model 0.6b --transport ipc --transport shm --one-by-one
-    python benchmarks/weight_sync/push.py --device cuda --model 0.6b --transport nccl --server-gpu 1 \
+    python -m benchmarks.weight_sync.push --device cpu --model 126m
+    python -m benchmarks.weight_sync.push --device cuda --model 0.6b --transport ipc --transport shm --one-by-one
+    python -m benchmarks.weight_sync.push --device cuda --model 0.6b --transport nccl --server-gpu 1 \
         --one-by-one --vllm nccl-packed --vllm nccl
-    torchrun --nproc-per-node 2 benchmarks/weight_sync/push.py --device cuda --model 0.6b --zero-stage 3
-    torchrun --nproc-per-node 2 benchmarks/weight_sync/push.py --device cpu --model tiny --zero-stage 3
+    torchrun --nproc-per-node 2 -m benchmarks.weight_sync.push --device cuda --model 0.6b --zero-stage 3
+    torchrun --nproc-per-node 2 -m benchmarks.weight_sync.push --device cpu --model tiny --zero-stage 3
+    torchrun --nproc-per-node 1 -m benchmarks.weight_sync.push --device cuda --model 0.6b --zero-stage 3 \
+        --transport ipc --vllm ipc-packed
 
 Prints one line per transport: best and median seconds with their phases, GB/s, and the log-prob difference between
 trainer and server on random tokens after the push. Before timing, one push with ``verify`` compares every byte.
 ``--one-by-one`` repeats each transport with one parameter per bucket; ``--vllm`` times vLLM's own engines (GPUs only),
-each in a separate server.
+each in a separate server; from one rank of ZeRO they read examples/zero3_weight_source.py's source, first in buckets,
+then gathered one parameter at a time.
 """
 
 import argparse
@@ -29,14 +32,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import vllm_engines
 
+from benchmarks.weight_sync import vllm_engines
 from rollout_vllm.servers.command import inherited_environment
 from weight_sync import ModuleSource, SyncConfig, SyncReport, WeightPusher, ZeroSource, server_args, server_env
+
+Transport = Literal["auto", "shm", "ipc", "nccl", "tcp"]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -90,6 +95,8 @@ def main() -> None:
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), help="push from ZeRO; needs torchrun")
     args = parser.parse_args()
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2) if args.device == "cpu" else 8)
+    if args.vllm and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        parser.error("--vllm sends from one process; start it with --nproc-per-node 1")
     config = model_config(args.model)
     trainer = zero_trainer if args.zero_stage else plain_trainer
     with trainer(config, args) as (source, model, rank), tempfile.TemporaryDirectory() as folder:
@@ -98,9 +105,22 @@ def main() -> None:
                 dist.barrier()
             for transport in args.transport or (["shm"] if args.device == "cpu" else ["ipc", "shm"]):
                 measure(source, model, endpoint, transport, args, rank)
-        for name in args.vllm if rank == 0 and model is not None else ():
-            with server(config, args, Path(folder), name) as endpoint:
-                time_engine(model, endpoint, name, args)
+        for name in args.vllm:
+            for kind, weights in engine_sources(model, args).items():
+                with server(config, args, Path(folder), name) as endpoint:
+                    time_engine(weights, model, endpoint, f"{name}{kind}", args)
+
+
+def engine_sources(model: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """What vLLM's engines read, by a name for the table."""
+    if not args.zero_stage:
+        from vllm.distributed.weight_transfer.base import ModuleSource as VllmSource
+
+        return {"": VllmSource(model)}
+    from examples.zero3_weight_source import GatheringSource, ZeroWeightSource
+
+    bucketed = ZeroWeightSource(model, torch.device(args.device))
+    return {", ZeRO in buckets": bucketed, ", ZeRO one by one": GatheringSource(model)}
 
 
 Trainer = tuple[Any, Any, int]
@@ -115,7 +135,7 @@ def plain_trainer(config: Any, args: argparse.Namespace) -> Iterator[Trainer]:
 
 @contextlib.contextmanager
 def zero_trainer(config: Any, args: argparse.Namespace) -> Iterator[Trainer]:
-    """One rank of a DeepSpeed engine, without a full model to compare log-probs with; the bytes are verified."""
+    """One rank of a DeepSpeed engine. Log-probs are compared with one rank alone; the bytes are always verified."""
     import deepspeed
     import transformers
 
@@ -136,7 +156,8 @@ def zero_trainer(config: Any, args: argparse.Namespace) -> Iterator[Trainer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
     try:
-        yield ZeroSource(engine.module), None, rank
+        engine.eval()
+        yield ZeroSource(engine.module), engine.module if dist.get_world_size() == 1 else None, rank
     finally:
         dist.destroy_process_group()
 
@@ -175,7 +196,7 @@ class OneByOne(SyncConfig):
         return 1
 
 
-def measure(source: Any, model: Any, endpoint: Any, transport: str, args: argparse.Namespace, rank: int) -> None:
+def measure(source: Any, model: Any, endpoint: Any, transport: Transport, args: argparse.Namespace, rank: int) -> None:
     """Verify once, time the repeats with each bucket size, compare log-probs, and print. Runs on every rank."""
     if not args.skip_verify:
         config = SyncConfig(verify=True, transport=transport, bucket_mib=args.bucket_mib[0])
@@ -214,10 +235,10 @@ def describe(name: str, first: SyncReport, reports: list[SyncReport]) -> str:
     )
 
 
-def time_engine(model: Any, endpoint: Any, name: str, args: argparse.Namespace) -> None:
-    """Time vLLM's own engine, including pause and resume."""
+def time_engine(source: Any, model: Any, endpoint: Any, name: str, args: argparse.Namespace) -> None:
+    """Time vLLM's own engine, named before a comma, including pause and resume."""
     seconds = []
-    with vllm_engines.engine(name, model, endpoint.url, args.tensor_parallel) as send:
+    with vllm_engines.engine(name.partition(",")[0], source, endpoint.url, args.tensor_parallel) as send:
         for _ in range(1 + args.repeats):
             start = time.perf_counter()
             call(endpoint, "POST", "/pause?mode=wait")
@@ -246,7 +267,7 @@ def log_prob_difference(model: Any, endpoint: Any) -> float:
     log_probs = model(ids).logits[0].float().log_softmax(-1)
     ours = [float(log_probs[len(prompt) - 1 + i, token]) for i, token in enumerate(response)]
     pairs = zip(ours, choice["logprobs"]["token_logprobs"], strict=True)
-    return statistics.mean(abs(a - b) for a, b in pairs)
+    return float(statistics.mean(abs(a - b) for a, b in pairs))
 
 
 @contextlib.contextmanager

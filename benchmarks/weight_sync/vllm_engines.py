@@ -1,10 +1,13 @@
 """vLLM's own weight-transfer engines, used as in vLLM's examples, for `push.py --vllm`. GPUs only.
 
+They read any `WeightSource`: vLLM's for a plain module, examples/zero3_weight_source.py's for DeepSpeed's ZeRO.
+
 Later releases have trainer classes; in earlier ones the trainer calls static methods and makes the HTTP calls itself.
 """
 
 import contextlib
 import json
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -20,29 +23,25 @@ def server_args(name: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def engine(name: str, model: Any, url: str, num_workers: int) -> Iterator[Callable[[], None]]:
-    """Yields a function that sends the model's parameters once, without pause and resume."""
+def engine(name: str, source: Any, url: str, num_workers: int) -> Iterator[Callable[[], None]]:
+    """Yields a function that sends the tensors of a `WeightSource` once, without pause and resume."""
     import vllm.distributed.weight_transfer.ipc_engine as ipc
     import vllm.distributed.weight_transfer.nccl_engine as nccl
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
     backend, _, packed = name.partition("-")
     # The engines reject a tensor that is larger than the buffer (default 1 GiB).
-    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    largest = max(math.prod(entry.shape) * entry.dtype.itemsize for entry in source.metadata())
     packing = {"packed": True, "packed_buffer_size_bytes": max(2**30, largest)} if packed else {"packed": False}
     client = HTTPVLLMWeightSyncClient(url)
     rendezvous = {"master_address": "127.0.0.1", "master_port": _free_port(), "world_size": 1 + num_workers}
     if hasattr(nccl, "NCCLTrainerWeightTransferEngine"):
-        from vllm.distributed.weight_transfer.base import ModuleSource
-
         if backend == "nccl":
             kind, info = nccl.NCCLTrainerWeightTransferEngine, nccl.NCCLTrainerInitInfo
-            trainer = kind.trainer_init(
-                info(rank=0, **packing, **rendezvous), client=client, source=ModuleSource(model)
-            )
+            trainer = kind.trainer_init(info(rank=0, **packing, **rendezvous), client=client, source=source)
         else:
             kind, info = ipc.IPCTrainerWeightTransferEngine, ipc.IPCTrainerInitInfo
-            trainer = kind.trainer_init(info(rank=0, **packing), client=client, source=ModuleSource(model))
+            trainer = kind.trainer_init(info(rank=0, **packing), client=client, source=source)
         yield trainer.send_weights
         trainer.shutdown()
         return
@@ -56,19 +55,19 @@ def engine(name: str, model: Any, url: str, num_workers: int) -> Iterator[Callab
     def send() -> None:
         client.start_weight_update()
         if backend == "nccl":
-            named = list(model.named_parameters())
+            entries = source.metadata()
             update = {
-                "names": [name for name, _ in named],
-                "dtype_names": [str(p.dtype).removeprefix("torch.") for _, p in named],
-                "shapes": [list(p.shape) for _, p in named],
+                "names": [entry.name for entry in entries],
+                "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in entries],
+                "shapes": [list(entry.shape) for entry in entries],
                 **packing,
             }
             wait_received = _background(client.update_weights, update)
-            nccl.NCCLWeightTransferEngine.trainer_send_weights(iter(named), {"group": group, **packing})
+            nccl.NCCLWeightTransferEngine.trainer_send_weights(iter(source), {"group": group, **packing})
             wait_received()
         else:
             settings = {"send_mode": "http", "url": url, **packing}
-            ipc.IPCWeightTransferEngine.trainer_send_weights(model.named_parameters(), settings)
+            ipc.IPCWeightTransferEngine.trainer_send_weights(iter(source), settings)
         client.finish_weight_update()
 
     yield send

@@ -62,7 +62,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.nav = pages.expand_nav(config.nav or [], known)
     # Anchors are GitHub's.
     config.mdx_configs.setdefault("toc", {})["slugify"] = lambda text, separator: slug(text)
-    config.markdown_extensions.append(_PlinthExtension())  # type: ignore[arg-type]
+    config.markdown_extensions.append(_PlinthExtension())
     return config
 
 

@@ -24,3 +24,4 @@ from .ranks import launch_ranks as launch_ranks
 from .ranks import run_ranks as run_ranks
 from .slurm import FinishedJob as FinishedJob
 from .slurm import Slurm as Slurm
+from .spmd import SpmdGroup as SpmdGroup

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from ds_engine import EngineConfig, LoraConfig, OffloadConfig, OptimConfig, ZeroConfig
-from plinth_testing import run_ranks
+from plinth_testing import SpmdGroup, run_ranks
 from rl_core import BatchConfig, linear_log_prob
 from rl_data import Demonstration
-from rl_runtime.config import FineTuningConfig
 from rl_runtime.ranks import trainer_worker
 from rl_runtime.ranks.model_handle import ModelHandle
 from rl_runtime.ranks.trainer_worker import TrainerWorker
 from rl_runtime.training.held_out import HeldOut, greedy_responses
 from rl_runtime.training.supervised import supervised_step
+from rl_runtime.training.supervised_config import FineTuningConfig
 
 END = 1
 CASES: dict[str, tuple[ZeroConfig, int, LoraConfig | None]] = {
@@ -34,24 +34,6 @@ CASES: dict[str, tuple[ZeroConfig, int, LoraConfig | None]] = {
         LoraConfig(rank=4, alpha=8, base_format="nf4"),
     ),
 }
-
-
-class Spmd:
-    """A `WorkerGroup` of which each process is a rank and runs the driver's code too."""
-
-    def __init__(self, worker: TrainerWorker) -> None:
-        self.worker, self.world_size = worker, worker.world_size
-
-    def run(self, method: Any, *args: Any) -> list[Any]:
-        return self._all(method(self.worker, *args))
-
-    def run_each(self, method: Any, deliveries: list[Any], *args: Any) -> list[Any]:
-        return self._all(method(self.worker, deliveries[self.worker.rank], *args))
-
-    def _all(self, result: Any) -> list[Any]:
-        results: list[Any] = [None] * self.world_size
-        dist.all_gather_object(results, result)
-        return results
 
 
 class Words:
@@ -81,7 +63,7 @@ def check(worker: TrainerWorker, folder: str, out: Path, name: str) -> None:
 
     trainer_worker.linear_log_prob = counted  # type: ignore[assignment]
     config = EngineConfig(dtype="float32", zero=zero, sequence_parallel=sp, lora=lora, optim=OptimConfig(lr=0.01))
-    model = ModelHandle(Spmd(worker), "actor", BatchConfig(token_budget=24))  # type: ignore[arg-type]
+    model = ModelHandle(SpmdGroup(worker), "actor", BatchConfig(token_budget=24))  # type: ignore[arg-type]
     model.build(folder, config, total_steps=6)
     module = worker._engines["actor"].module
     demonstrations = make_demonstrations(module.config.vocab_size)

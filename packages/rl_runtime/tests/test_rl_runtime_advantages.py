@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rl_data import Prompt
 from rl_runtime import Experience, ExperienceBatch, KlCoefficient, PolicyConfig, advantages
-from rl_runtime.config import DynamicSamplingConfig
+from rl_runtime.rollout.config import DynamicSamplingConfig
 from rl_runtime.training.policy import GROUP_RELATIVE, TOKEN_LEVEL, AdvantageName
 from rollout_vllm import SamplingConfig
 

@@ -28,8 +28,8 @@ from rl_runtime import (
     job_layout,
 )
 from rl_runtime.app.choices import choose_for, choose_supervised_for
-from rl_runtime.config import ScoringConfig
 from rl_runtime.launch.gpus import Gpu, known_gpus
+from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit.machine import gpus as machine_gpus
 

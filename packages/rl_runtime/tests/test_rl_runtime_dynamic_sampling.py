@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from rl_core import DynamicSelection
 from rl_data import PromptSampler
 from rl_runtime.app.job_config import JobConfig
-from rl_runtime.config import DynamicSamplingConfig, EpisodeConfig, OversamplingConfig, ScoringConfig
 from rl_runtime.errors import RolloutFailed
+from rl_runtime.rollout.config import DynamicSamplingConfig, EpisodeConfig, OversamplingConfig
 from rl_runtime.rollout.dynamic_sampling import num_replacements
 from rl_runtime.rollout.phase import RolloutPhase
 from rl_runtime.rollout.scoring import Scorer
+from rl_runtime.rollout.scoring_config import ScoringConfig
 from rl_runtime.rollout.step_rollouts import StepRollouts
 from rl_runtime.training.metrics import rollout_metrics
 from rollout_vllm import Failure, FirstGroups, GroupResult, PartialGroup, Request, Sample, SamplingConfig

@@ -20,7 +20,7 @@ from rl_core import BatchConfig, BatchError, pack
 from rl_data import Demonstration, Prompt
 from rl_runtime.app.job import job_layout
 from rl_runtime.app.job_config import JobConfig
-from rl_runtime.config import SupervisedConfig, TrainerConfig
+from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import DivergedError, InputError
 from rl_runtime.experience import Experience, ExperienceBatch
 from rl_runtime.ranks import train_batch as train_batch_module
@@ -30,6 +30,7 @@ from rl_runtime.ranks.trainer_worker import Delivery, TrainerWorker
 from rl_runtime.training.metrics import update_metrics
 from rl_runtime.training.reward_model import RewardModel
 from rl_runtime.training.supervised import train_supervised
+from rl_runtime.training.supervised_config import SupervisedConfig
 
 
 class EchoEngine:

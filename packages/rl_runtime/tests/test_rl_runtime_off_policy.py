@@ -18,8 +18,8 @@ from plinth_testing import random_model, tiny_config
 from rl_core import mismatch_metrics, pack
 from rl_data import Prompt
 from rl_runtime.app.job_config import JobConfig
-from rl_runtime.config import OversamplingConfig
 from rl_runtime.experience import Experience, ExperienceBatch
+from rl_runtime.rollout.config import OversamplingConfig
 from rl_runtime.training.metrics import mismatch
 from rl_runtime.training.off_policy import RolloutCorrection, check_rollout_correction, compare_with_rollout
 from rl_runtime.training.policy import PolicyConfig

@@ -20,10 +20,12 @@ from plinth_testing import make_classifier
 from rl_data import build_tiny_model
 from rl_runtime.app.job_config import JobConfig
 from rl_runtime.app.reward_model import check_reward_model
-from rl_runtime.config import DynamicSamplingConfig, ModelConfig, RewardTermConfig, ScoringConfig
+from rl_runtime.config import ModelConfig
 from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.experience import Experience
+from rl_runtime.rollout.config import DynamicSamplingConfig
 from rl_runtime.rollout.scoring import Scorer, rewards_of_rows
+from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.reward_model import to_be_scored, with_output
 from rollout_vllm import RolloutConfig, ServerGroup
 

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from rl_runtime.app.job_config import JobConfig
-from rl_runtime.config import EpisodeConfig, OversamplingConfig, RewardTermConfig, ScoringConfig
 from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.experience import Experience
+from rl_runtime.rollout.config import EpisodeConfig, OversamplingConfig
 from rl_runtime.rollout.episodes import load_rollout
 from rl_runtime.rollout.hang_guard import HangGuard
 from rl_runtime.rollout.phase import RolloutMeter, RolloutPhase, ScoredGroup, largest
 from rl_runtime.rollout.scoring import Scorer, load_reward
+from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.metrics import mismatch
 from rollout_vllm import (
     Failure,

@@ -23,11 +23,12 @@ from hypothesis.stateful import (
 
 from rl_data import Prompt, PromptSampler
 from rl_runtime.app.job_config import JobConfig
-from rl_runtime.config import DynamicSamplingConfig, OversamplingConfig, TrainerConfig
+from rl_runtime.config import TrainerConfig
 from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.experience import Experience
 from rl_runtime.rollout import ahead as ahead_module
 from rl_runtime.rollout.ahead import RolloutsAhead
+from rl_runtime.rollout.config import DynamicSamplingConfig, OversamplingConfig
 from rl_runtime.rollout.phase import ScoredGroup
 from rl_runtime.rollout.schedule import Schedule
 from rollout_vllm import PartialGroup, Request, RolloutConfig, SamplingConfig, VersionSpan

@@ -14,10 +14,11 @@ import pytest
 
 from rl_data import make_reward
 from rl_runtime.app.preflight import check_functions
-from rl_runtime.config import EpisodeConfig, RewardTermConfig, ScoringConfig
 from rl_runtime.errors import InputError
 from rl_runtime.experience import Experience, ExperienceBatch
+from rl_runtime.rollout.config import EpisodeConfig
 from rl_runtime.rollout.scoring import SampleScore, Scorer, rewards_of_rows
+from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.metrics import term_metrics
 from rl_runtime.training.record import rollout_record
 

@@ -22,10 +22,10 @@ Servers = dict[str, tuple[Server, Path]]
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Three servers: two of Qwen3-MoE, the second with tensor parallelism, and one of Phi-3."""
+    """Two servers of Qwen3-MoE, the second with tensor parallelism, and one of Phi-3 that has random weights."""
     running: Servers = {}
     try:
-        for name, family, args in (("one", "qwen3_moe", []), ("two", "qwen3_moe", TWO_RANKS), ("phi3", "phi3", [])):
+        for name, family, args in (("one", "qwen3_moe", []), ("two", "qwen3_moe", TWO_RANKS), ("phi3", "phi3", RANDOM)):
             folder = tmp_path_factory.mktemp(name)
             helpers.save_model(helpers.tiny_model(family, tied=False, seed=1), folder / "model")
             server = helpers.start_server(folder / "model", folder / "server.log", extra_args=args)
@@ -39,6 +39,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 TWO_RANKS = ["--tensor-parallel-size", "2"]
+RANDOM = ["--load-format", "dummy"]
 
 
 def check_agreement(name: str, server: Server, model: Any) -> None:

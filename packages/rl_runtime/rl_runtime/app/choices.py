@@ -16,11 +16,12 @@ from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rl_data import DataError, find_model_folder
 
-from ..config import BUILTIN_MODEL, DEFAULT_NUM_RANKS, LearningRates, ModelConfig
+from ..config import BUILTIN_MODEL, DEFAULT_NUM_RANKS, ModelConfig
 from ..errors import InputError
 from ..launch.gpus import Gpu
 from ..launch.session import read_memory
 from ..ranks.environment import prepare_driver
+from ..training.supervised_config import LearningRates
 from .choice import Choice, ConfigT, value_of, with_value
 from .job_config import JobConfig, JobConfigT
 from .memory_choices import (
@@ -31,7 +32,7 @@ from .memory_choices import (
     longest_sequence,
     samples_per_server,
 )
-from .supervised_config import SupervisedJobConfigT
+from .supervised_job_config import SupervisedJobConfigT
 
 _MOST_SEQUENCES = 512
 """Sequences for which vLLM captures CUDA graphs."""

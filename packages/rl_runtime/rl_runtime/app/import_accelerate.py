@@ -19,7 +19,7 @@ from run_kit import ConfigError, load_config
 
 from ..errors import InputError
 from .job_config import JobConfig
-from .supervised_config import SupervisedJobConfig
+from .supervised_job_config import SupervisedJobConfig
 
 AppName = Literal["grpo", "ppo", "sft"]
 Kind = Literal["mapped", "not needed", "refused"]

@@ -22,8 +22,10 @@ from rl_data import (
 from rl_data.prompts import uses_chat_template
 from rollout_vllm import ChatFormat
 
-from ..config import BUILTIN_MODEL, ModelConfig, PreferenceTaskSize, SupervisedConfig, TaskSize
-from .supervised_config import ExampleKind
+from ..config import BUILTIN_MODEL, ModelConfig
+from ..training.supervised_config import SupervisedConfig
+from .supervised_job_config import ExampleKind
+from .task_config import PreferenceTaskSize, TaskSize
 
 INITIAL_MODEL, TASK = "initial_model", "task"
 """Folders of a run with the built-in model and its task."""

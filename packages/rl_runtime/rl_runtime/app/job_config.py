@@ -1,28 +1,20 @@
-"""The configuration sections and the command line of every reinforcement-learning app; an app adds its algorithm."""
+"""The configuration sections of every reinforcement-learning app; an app adds its algorithm."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from ds_engine import EngineConfig, Head
 from rl_core import BatchConfig
 from rl_data import DataConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
-from run_kit import TrackingConfig, run_cli
+from run_kit import TrackingConfig
 from weight_sync import SyncConfig
 
-from ..config import (
-    DynamicSamplingConfig,
-    EpisodeConfig,
-    FrozenModel,
-    ModelConfig,
-    OversamplingConfig,
-    ScoringConfig,
-    SupervisedConfig,
-    TaskSize,
-    TrainerConfig,
-)
+from ..config import FrozenModel, ModelConfig, TrainerConfig
+from ..rollout.config import DynamicSamplingConfig, EpisodeConfig, OversamplingConfig
+from ..rollout.scoring_config import ScoringConfig
+from ..training.supervised_config import SupervisedConfig
+from .task_config import TaskSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,23 +179,3 @@ class JobConfig:
 
 
 JobConfigT = TypeVar("JobConfigT", bound=JobConfig)
-
-
-def run_job_cli(
-    config_cls: type[JobConfigT],
-    main: Callable[[JobConfigT], None],
-    *,
-    app_name: str,
-    preset_dir: Path,
-    argv: Sequence[str] | None = None,
-) -> NoReturn:
-    """`run_kit.run_cli` for an app that runs its preset `demo` unless the user gives a model or data."""
-    run_cli(
-        config_cls,
-        main,
-        app_name=app_name,
-        preset_dir=preset_dir,
-        argv=argv,
-        default_preset="demo",
-        default_preset_unless=("model.path", "data.train"),
-    )

@@ -25,7 +25,7 @@ from ..errors import InputError
 from ..rollout.memory_turns import sleep_level
 from .choice import Choice
 from .job_config import JobConfig, JobConfigT
-from .supervised_config import SupervisedJobConfig, SupervisedJobConfigT
+from .supervised_job_config import SupervisedJobConfig, SupervisedJobConfigT
 
 BudgetT = TypeVar("BudgetT", int, int | None)
 Turns = Literal["never", "servers", "both"]

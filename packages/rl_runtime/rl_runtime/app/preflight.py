@@ -51,25 +51,20 @@ from rollout_vllm import (
 from rollout_vllm.servers.checks import check_request_length
 from weight_sync import SyncConfig, SyncConfigError, check_server, choose_transports, plan_transports
 
-from ..config import (
-    BUILTIN_MODEL,
-    EpisodeConfig,
-    ModelConfig,
-    ScoringConfig,
-    SupervisedConfig,
-    TaskSize,
-    TrainerConfig,
-    TrainingConfig,
-)
+from ..config import BUILTIN_MODEL, ModelConfig, TrainerConfig, TrainingConfig
 from ..errors import InputError
 from ..launch.cluster import check_nodes, cluster_nodes, read_nodes
 from ..launch.placement import Placement
 from ..launch.reachability import why_unreachable
+from ..rollout.config import EpisodeConfig
 from ..rollout.episodes import load_environment, load_rollout, reset_once
 from ..rollout.scoring import load_answer, load_functions, prepare_rewards
+from ..rollout.scoring_config import ScoringConfig
 from ..training.local_disks import check_storage
+from ..training.supervised_config import SupervisedConfig
 from .inputs import load_inputs
-from .supervised_config import ExampleKind
+from .supervised_job_config import ExampleKind
+from .task_config import TaskSize
 
 
 @contextmanager

@@ -8,10 +8,11 @@ from typing import Any
 from ds_engine import EngineConfig
 from rl_data import DataError, check_model_folder, check_same_vocabulary, find_model_folder, load_tokenizer
 
-from ..config import ModelConfig, ScoringConfig
+from ..config import ModelConfig
 from ..errors import InputError
 from ..launch.placement import Placement
 from ..rollout.scoring import connect_service
+from ..rollout.scoring_config import ScoringConfig
 from .job_config import JobConfig
 from .preflight import check_architectures, check_cluster, naming_key, policy_tokenizer
 

@@ -43,7 +43,7 @@ from .preflight import (
 )
 from .restarts import Restarts
 from .resume import check_steps_left, find_checkpoint
-from .supervised_config import SupervisedJobConfig, SupervisedJobConfigT
+from .supervised_job_config import SupervisedJobConfig, SupervisedJobConfigT
 from .training_run import TrainingRun, noting_resume_command, resume_command, resumed_folder, unsavable
 from .warm_start import starting_folder
 

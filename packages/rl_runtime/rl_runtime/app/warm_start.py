@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from ds_engine import EngineConfig
 
-from ..config import SupervisedConfig
 from ..ranks.model_handle import ModelHandle
 from ..training.supervised import train_supervised
+from ..training.supervised_config import SupervisedConfig
 from .training_run import TrainingRun
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from rl_core import DynamicSelection, select_groups
 
-from ..config import DynamicSamplingConfig
 from ..errors import RolloutFailed
 from ..experience import Experience, ExperienceBatch, PromptLike
+from .config import DynamicSamplingConfig
 from .phase import Collected
 
 DrawPrompts = Callable[[int], Sequence[PromptLike]]

@@ -7,9 +7,9 @@ from typing import Any, SupportsFloat
 from rollout_vllm import ChatFormat, EnvironmentRollout, EnvironmentSpec, Episode
 from rollout_vllm.episodes.environment_process import EnvironmentProcess
 
-from ..config import EpisodeConfig
 from ..errors import InputError
 from ..experience import PromptLike
+from .config import EpisodeConfig
 from .user_functions import load_attribute, load_function
 
 RolloutFunction = Callable[[Episode, PromptLike, Any], Awaitable[SupportsFloat | None]]

@@ -32,9 +32,9 @@ from rollout_vllm import (
 from rollout_vllm.client.group_run import fresh_group
 from rollout_vllm.client.transport import gather_or_cancel
 
-from ..config import EpisodeConfig, OversamplingConfig
 from ..errors import InputError, RolloutFailed
 from ..experience import Experience, ExperienceBatch, Phase, PromptLike, with_token_ids
+from .config import EpisodeConfig, OversamplingConfig
 from .episodes import episode_player
 from .partial_rollouts import PartialRollout
 from .scoring import Scorer

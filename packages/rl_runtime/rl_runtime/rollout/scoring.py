@@ -24,10 +24,10 @@ from rollout_vllm import (
     scalar_reward,
 )
 
-from ..config import EPISODE_TERM, JUDGE_FIELDS_OF_DATA, MODEL_TERM, RewardTermConfig, ScoringConfig
 from ..errors import InputError
 from ..experience import Experience
 from .hang_guard import Call, HangGuard
+from .scoring_config import EPISODE_TERM, JUDGE_FIELDS_OF_DATA, MODEL_TERM, RewardTermConfig, ScoringConfig
 from .user_functions import load_function
 
 _AT_ONCE = 64

@@ -7,8 +7,8 @@ from typing import Any
 from rl_data import PromptSampler
 from rollout_vllm import SamplingConfig
 
-from ..config import DynamicSamplingConfig
 from ..experience import Phase, PromptLike
+from .config import DynamicSamplingConfig
 from .dynamic_sampling import DrawPrompts, DynamicSampling
 from .phase import Collected, Finish, RolloutPhase
 from .validation import Validation

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from rl_core import SequenceData
 
-from ..config import FineTuningConfig
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
 from .supervised import DemonstrationLike, sequences
+from .supervised_config import FineTuningConfig
 
 
 class Decoder(Protocol):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rl_core import KLKind, LossAggregation, check_clip
 
-from ..config import DynamicSamplingConfig
+from ..rollout.config import DynamicSamplingConfig
 from .off_policy import RolloutCorrection, check_rollout_correction
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from rl_core import PackedBatch, SequenceData, broadcast_to_tokens, segment_sum
 
-from ..config import FineTuningConfig
 from ..errors import InputError
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
 from .held_out import Decoder, greedy_samples
 from .supervised import DemonstrationLike, response_lens, sequences
+from .supervised_config import FineTuningConfig
 
 
 class PairLike(Protocol):

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from rl_core import SequenceData
 
-from ..config import MODEL_TERM
 from ..errors import RolloutFailed
 from ..experience import Experience
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
 from ..rollout.phase import Collected
+from ..rollout.scoring_config import MODEL_TERM
 
 
 class RewardModel:

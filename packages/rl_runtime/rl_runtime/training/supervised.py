@@ -9,9 +9,9 @@ import torch
 from ds_engine import LossOutput, StepStats, TokenBatch, TokenOutputs
 from rl_core import SequenceData, token_weights
 
-from ..config import SupervisedConfig
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
+from .supervised_config import SupervisedConfig
 
 
 class DemonstrationLike(Protocol):

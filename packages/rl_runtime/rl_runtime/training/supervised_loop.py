@@ -7,13 +7,14 @@ from ckpt import Checkpoint
 from rl_data import PromptSampler
 from run_kit import StopRequest
 
-from ..config import FineTuningConfig, TrainingConfig
+from ..config import TrainingConfig
 from ..ranks.model_handle import ModelHandle
 from .checkpoints import RunCheckpoints, load_and_say, save_or_say
 from .loop import Restart
 from .metrics import update_metrics
 from .objective import Example, Objective
 from .record import RunRecord
+from .supervised_config import FineTuningConfig
 
 
 @dataclass(frozen=True, kw_only=True)

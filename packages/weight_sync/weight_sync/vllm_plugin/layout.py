@@ -258,7 +258,7 @@ class _WriteRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-#: The loader zeroes vocabulary padding every time. It is zero already, and its logits are discarded.
+#: The loader zeroes vocabulary padding every time; DirectLoader does so itself. Its logits are discarded.
 _ZEROING = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 
 

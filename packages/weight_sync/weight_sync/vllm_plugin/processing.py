@@ -244,7 +244,8 @@ class _Before:
             method_state=_State.between(self._method_attributes, method_attributes),
         )
         out_of_reach = [name for name in changed if name not in after]
-        out_of_reach += [name for name, seen in self.tensors.items() if seen.is_buffer and after.get(name) != seen]
+        buffers = {name for name, seen in self.tensors.items() if seen.is_buffer and after.get(name) != seen}
+        out_of_reach += buffers - (_default_scales(module) if _is_attention(module) else set())
         own = {_storage(tensor) for tensor in (*self._held, *(tensor for _, tensor in _own_tensors(module)))}
         on_gpu = any(tensor.is_cuda for _, tensor in _own_tensors(module))
         for name, value in attributes.items():
@@ -278,6 +279,16 @@ class _Seen:
         return isinstance(other, _Seen) and (self.layout, self._digest) == (other.layout, other._digest)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _default_scales(module: nn.Module) -> set[str]:
+    """Buffers of one element with the value 1, an attention's default scales of the KV cache.
+
+    Random weights (``--load-format dummy``) fill them too, and processing sets them back, whatever is pushed.
+    """
+    return {
+        name for name, tensor in module._buffers.items() if tensor is not None and tensor.numel() == 1 and tensor == 1
+    }
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -8,17 +8,9 @@ from rl_core import BatchConfig
 from rl_data import DataConfig
 from run_kit import TrackingConfig
 
-from ..config import (
-    BUILTIN_MODEL,
-    FineTuningConfig,
-    LearningRates,
-    ModelConfig,
-    PreferenceTaskSize,
-    PreferenceTrainingConfig,
-    SupervisedConfig,
-    TaskSize,
-    TrainingConfig,
-)
+from ..config import BUILTIN_MODEL, ModelConfig, TrainingConfig
+from ..training.supervised_config import FineTuningConfig, LearningRates, PreferenceTrainingConfig, SupervisedConfig
+from .task_config import PreferenceTaskSize, TaskSize
 
 ExampleKind = Literal["demonstrations", "pairs", "labeled"]
 """What a supervised run learns from."""

@@ -1,0 +1,36 @@
+"""Driver code on every rank, so that a test of it needs no Ray."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+
+class Worker(Protocol):
+    """What a rank runs."""
+
+    rank: int
+    world_size: int
+
+
+class SpmdGroup:
+    """Stands for a group of workers where each process is one of them and runs the driver's code too.
+
+    Every process makes the same calls; each returns the results of all ranks, in their order.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.world_size = worker, worker.world_size
+
+    def run(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls `method(worker, *args)` on every rank."""
+        return self._gather(method(self.worker, *args))
+
+    def run_each(self, method: Callable[..., Any], deliveries: Sequence[Any], *args: Any) -> list[Any]:
+        """Calls `method(worker, deliveries[rank], *args)` on every rank."""
+        return self._gather(method(self.worker, deliveries[self.worker.rank], *args))
+
+    def _gather(self, result: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        results: list[Any] = [None] * self.world_size
+        dist.all_gather_object(results, result)
+        return results

@@ -1,0 +1,235 @@
+"""Configuration of scoring: the reward function, terms, the reward model, services."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from rl_data import REWARDS, Reward, RewardConfig, make_reward
+from rollout_vllm.config import read_api_key
+
+from ..config import FrozenModel, check_at_least
+
+JUDGE_FIELDS = ("prompt", "response", "ground_truth", "data_source", "extra")
+"""Fields that a judge prompt can use."""
+JUDGE_FIELDS_OF_DATA = ("prompt", "ground_truth", "data_source", "extra")
+"""Those that the policy did not write."""
+EPISODE_TERM = "episode"
+"""Name of what an episode scored itself, beside configured terms."""
+MODEL_TERM = "model"
+"""Name of what the reward model scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardTermConfig:
+    """One of several rewards; the score of a sample is the sum of their values times their weights."""
+
+    function: str
+    """A reward of the registry (gsm8k, math, multiple_choice, format, length, code), or `package.module:function`."""
+    weight: float = 1.0
+    """Factor of the value; 0 writes its metrics only."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the registry's reward, or keyword arguments of the function."""
+    batched: bool = False
+    """The function is called once for a group, with a list of responses and a list of prompts, and returns a list."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ValueError(f"weight is {self.weight}; allowed: a finite number")
+        if self.is_registered and self.batched:
+            raise ValueError(f"batched is true; allowed: false with a reward of the registry ({self.function})")
+        if self.is_registered:
+            self.registered()
+        elif ":" not in self.function:
+            names = ", ".join(REWARDS)
+            raise ValueError(f"function is {self.function!r}; allowed: {names}, or package.module:function")
+
+    @property
+    def is_registered(self) -> bool:
+        return self.function in REWARDS
+
+    def registered(self) -> Reward:
+        """The reward of the registry. Raises ValueError if an option is not allowed."""
+        try:
+            return make_reward(self.function, self.options)
+        except ValueError as error:
+            raise ValueError(f"options.{error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringConfig(RewardConfig):
+    """How responses are scored, in processes of their own during the rollout."""
+
+    terms: Mapping[str, RewardTermConfig] = field(default_factory=dict)
+    """Several rewards with weights, by a name of yours, as in `reward.terms.brief.function=length`. Validation accuracy
+    is the share of samples whose first term is full. Empty: one reward, given by the keys below."""
+    function: str | None = None
+    """`package.module:function`, called as `function(response_text, prompt) -> float` instead of the reward of the
+    prompt's data source; `async def` too. A sample whose call raises or returns no finite number is left out of the
+    batch. Parameters named `num_tokens` and `finish_reason` get those of the response. What it prints is in
+    `rewards/` of the run folder."""
+    batched: bool = False
+    """`function` is called once for a group, with a list of responses and a list of prompts, and returns a list."""
+    answer: str | None = None
+    """`package.module:function`, called as `function(response_text)`: the answer of a response, or None, on which
+    validations with several samples vote (`maj@n`). null: the answer that the reward extracts (gsm8k, math,
+    multiple_choice)."""
+    model: str | None = None
+    """A reward model: a Hugging Face sequence-classification folder with one label, or OWNER/NAME after `hf download`,
+    with the policy's vocabulary. It reads the tokens of prompt and response; its output at the last token is the score,
+    which has no bounds. It is frozen on the actor's ranks and scores after each rollout, or with
+    `service=reward_model` it is behind `url`. `terms` and rewards of episodes are added to it."""
+    model_weight: float = 1.0
+    """Factor of the reward model's output; 0 writes its metrics only."""
+    url: str | None = None
+    """A service that scores instead of a function: `http://host:port/path`, or `http://host:port` of a vLLM server for
+    the other kinds of `service`. A sample without a score is left out of the batch."""
+    service: Literal["http", "classification", "pooling", "reward_model", "judge"] = "http"
+    """Kind of `url`. `http`: a service that receives prompt, response, ground_truth, data_source and extra as JSON
+    and answers `{"score": number}`. `classification`, `pooling`: a classifier or reward model behind vLLM's /classify
+    or /pooling, which reads prompt and response. `reward_model`: the folder `model` behind vLLM's /classify
+    (`vllm serve FOLDER --runner pooling`), which gets token ids. `judge`: a chat model."""
+    judge_prompt: str | None = None
+    """The judge's prompt, with `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}` and `{extra[column]}`;
+    `{{` is a brace. The response is marked as text to grade, and the judge is told to end with a line
+    `SCORE <mark>: <number>`."""
+    label: int = 0
+    """Index of the class whose probability is the score, for `service=classification`."""
+    api_key: str | None = None
+    """Bearer token of the service. On a command line every user of the host could read it: write
+    `reward.api_key='${oc.env:NAME}'`, or give `api_key_file`."""
+    api_key_file: str | None = None
+    """File with the bearer token, instead of `api_key`."""
+    num_workers: int = 1
+    """Scoring processes, if no service scores. Coroutine functions share one more, with 64 calls at a time."""
+    timeout_s: float = 30.0
+    """Seconds to score one sample; a slower one is left out of the batch."""
+    start_timeout_s: float = 60.0
+    """Seconds to start a scoring process and import the function's module; not part of `timeout_s`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_terms()
+        if self.batched and self.function is None:
+            raise ValueError("batched is true; allowed: false without function; terms have their own key")
+        if self.url is not None:
+            if not self.url.startswith(("http://", "https://")) or not _names_a_host(self.url):
+                raise ValueError(f"url is {self.url!r}; allowed: http://host:port/path or https://…")
+            if self.function is not None:
+                raise ValueError(
+                    f"url is {self.url!r}; allowed: null with a function ({self.function}), or no function"
+                )
+        self._check_model()
+        if self.service == "judge" and self.judge_prompt is None:
+            raise ValueError("judge_prompt is null; allowed with service=judge: the text of the judge's prompt")
+        if self.judge_prompt is not None:
+            self._check_judge_prompt(self.judge_prompt)
+        if self.label < 0 or (self.label and self.service != "classification"):
+            raise ValueError(f"label is {self.label}; allowed: 0 or more with service=classification, else 0")
+        if self.service != "http" and self.url is None:
+            raise ValueError(f"service is {self.service!r}; allowed: http where url is null")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ValueError(f"api_key_file is {self.api_key_file}; allowed: null if api_key is given")
+        check_at_least(1, self, "num_workers")
+        for name in ("timeout_s", "start_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: above 0 seconds")
+
+    def read_api_key(self) -> str | None:
+        """The bearer token, from the file if one is given. Raises rollout_vllm.ApiKeyError if it cannot be read."""
+        return read_api_key(self.api_key, self.api_key_file)
+
+    @property
+    def model_on_ranks(self) -> bool:
+        """Whether the reward model is on the trainer's ranks; its scores then come after the rollout."""
+        return self.model is not None and self.url is None
+
+    @property
+    def frozen_models(self) -> tuple[FrozenModel, ...]:
+        """The reward model, if it is on the trainer's ranks."""
+        if not self.model_on_ranks:
+            return ()
+        return (FrozenModel(key="reward.model", path=str(self.model), head="value"),)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the score is a sum of named values, to which rewards of episodes belong."""
+        return bool(self.terms) or self.model is not None
+
+    def key_of(self, term: str) -> str:
+        """The configuration key of a named value; empty for the only reward."""
+        if term == MODEL_TERM and self.model is not None:
+            return "reward.model"
+        return f"reward.terms.{term}" if term else ""
+
+    def weight_of(self, term: str) -> float:
+        """Factor of a named value; "" is the only reward."""
+        if term == MODEL_TERM and self.model is not None:
+            return self.model_weight
+        return self.terms[term].weight if term in self.terms else 1.0
+
+    def _check_model(self) -> None:
+        if self.model is None:
+            if self.service == "reward_model":
+                raise ValueError("model is null; allowed with service=reward_model: the folder that the server serves")
+            if self.model_weight != 1:
+                raise ValueError(f"model_weight is {self.model_weight}; allowed: 1 where model is null")
+            return
+        if not math.isfinite(self.model_weight):
+            raise ValueError(f"model_weight is {self.model_weight}; allowed: a finite number")
+        if self.function is not None:
+            raise ValueError(
+                f"model is {self.model!r}; allowed: null with a function ({self.function}); reward.terms add both"
+            )
+        if self.url is not None and self.service != "reward_model":
+            raise ValueError(
+                f"model is {self.model!r}; allowed: null with service={self.service}, or service=reward_model if "
+                f"{self.url} serves it"
+            )
+
+    def _check_terms(self) -> None:
+        if self.terms and (self.function or (self.url and self.service != "reward_model")):
+            raise ValueError("terms is given; allowed: empty with function or url, which score alone")
+        for name in ("method", "format_score"):
+            value, default = getattr(self, name), getattr(RewardConfig(), name)
+            if self.terms and value != default:
+                raise ValueError(f"{name} is {value}; allowed: {default} with terms, which have options.{name} instead")
+        for name, term in self.terms.items():
+            if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) or name == EPISODE_TERM:
+                raise ValueError(
+                    f"terms.{name} is a bad name; allowed: letters, digits, _ and -, but not {EPISODE_TERM}"
+                )
+            if name == MODEL_TERM and self.model is not None:
+                raise ValueError(f"terms.{name} is a bad name; allowed with model: another, because it names the model")
+            if term.is_registered and (limit_s := term.registered().max_duration_s) >= self.timeout_s:
+                raise ValueError(
+                    f"terms.{name}.options.timeout_s is {limit_s:g}; allowed: below timeout_s ({self.timeout_s:g}), "
+                    "so that a slow program scores 0 and is not left out"
+                )
+        weights = [term.weight for term in self.terms.values()] + ([] if self.model is None else [self.model_weight])
+        if weights and not any(weights):
+            what = "terms have weight 0 only" if self.model is None else "model_weight and the weights of terms are 0"
+            raise ValueError(f"{what}; allowed: at least one other weight")
+
+    def _check_judge_prompt(self, judge_prompt: str) -> None:
+        if self.service != "judge":
+            raise ValueError(f"judge_prompt is given; allowed: null with service={self.service}")
+        try:
+            judge_prompt.format(**{**dict.fromkeys(JUDGE_FIELDS, ""), "extra": defaultdict(str)})
+        except (LookupError, ValueError, AttributeError) as error:
+            names = ", ".join(f"{{{name}}}" for name in JUDGE_FIELDS)
+            raise ValueError(
+                f"judge_prompt is {judge_prompt!r}; allowed: text with {names}, and {{{{ and }}}} for braces "
+                f"({type(error).__name__}: {error})"
+            ) from None
+
+
+def _names_a_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is not a number
+        return False
