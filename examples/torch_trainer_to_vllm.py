@@ -11,7 +11,7 @@ Measured with this command on two busy CPU cores, 92 MB of float32 weights with 
 
 * a push takes 0.18 to 0.23 s (the first one of a pusher 0.56 s), and the server's log-probs are the trainer's to 8e-6;
 * a checkpoint and `reload_weights` take 0.41 s, and log-probs differ by 0.03 after one step: on a CPU vLLM packs a tied
-  head and leaves its old weights in place (vLLM 0.32, without an error). A push after it mends that;
+  head and leaves its old weights in place (vLLM 0.32, without an error). A push after it fixes that;
 * a checkpoint and a new server take 41 s; log-probs agree to 9e-6.
 
 Trainers with several ranks build the pusher on all of them (`rank=`); `ZeroSource` reads DeepSpeed's weights.

@@ -114,5 +114,7 @@ def test_what_a_node_lacks_is_said_before_anything_starts(
     error = refused("trainer.num_ranks=1", output_dir=local)
     assert f"trainer.output_dir is {local}, which Ray node {there} does not share with this host" in error
     model = build_tiny_model(local / "model")
-    error = refused("trainer.num_ranks=1", f"model.path={model}", "warm_start.steps=0")
+    (tmp_path / "train.jsonl").write_text('{"question": "1 + 1", "answer": "#### 2"}\n')
+    data = f"data.train={tmp_path / 'train.jsonl'}"
+    error = refused("trainer.num_ranks=1", f"model.path={model}", data, "warm_start.steps=0")
     assert f"model.path: {model} is missing on Ray node {there}" in error

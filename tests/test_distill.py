@@ -15,7 +15,7 @@ from rl_data import DataError, build_tiny_model, check_same_vocabulary, load_tok
 from rl_runtime import InputError
 from rl_runtime.training.ledger import read_samples
 from run_kit import ConfigError, load_config
-from tests.test_staleness import check_ledger
+from tests.run_folders import check_ledger
 
 PRESETS = Path(__file__).resolve().parents[1] / "apps" / "distill" / "presets"
 SHORT = (

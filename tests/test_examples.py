@@ -87,7 +87,7 @@ def test_the_engine_keeps_the_gradients_that_deepspeed_alone_loses() -> None:
     for stage in (1, 2, 3):
         assert norms[f"ds_engine, ZeRO-{stage}"] == pytest.approx(true, rel=1e-5)
     assert norms["DeepSpeed alone, ZeRO-3"] == pytest.approx(true, rel=1e-5)
-    assert norms["DeepSpeed alone, ZeRO-2"] < 0.6 * true  # if this fails, DeepSpeed mended it: say so in the docstring
+    assert norms["DeepSpeed alone, ZeRO-2"] < 0.6 * true  # if this fails, DeepSpeed fixed it: say so in the docstring
 
 
 @pytest.fixture(scope="module")
@@ -127,5 +127,5 @@ def test_pushed_weights_are_the_trainers_from_a_torch_loop_and_from_a_callback(s
     for way in ("as started", "plain torch, push", "TRL callback, push", "push after it"):
         assert rows[way].difference < 1e-4, rows
     assert rows["trained, nothing sent"].difference > 1e-2
-    # vLLM leaves a tied head's packed weights as they were. If this fails, it mended that: say so in the docstring.
+    # vLLM leaves a tied head's packed weights as they were. If this fails, it fixed that: say so in the docstring.
     assert rows["checkpoint, vLLM's reload_weights"].difference > 1e-3

@@ -1,6 +1,7 @@
 """Bad input is refused with a clear error and exit code 2 before any process starts."""
 
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -31,7 +32,12 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "model folder without a tokenizer": ("model.path=WITHOUT data.train=good.parquet", ("tokenizer",)),
     "batch that ranks cannot divide": (
         "trainer.num_ranks=2 batch.train_batch_size=3 batch.mini_batch_size=3 sampling.n=3",
-        ("mini_batch_size", "that works: 2, 4"),
+        ("batch.mini_batch_size=3 prompts x 3 samples", "that works: 2, 4", "another trainer.num_ranks (2)"),
+    ),
+    "model without data": ("model.path=WITH", ("data.train is empty", "model.path=builtin:tiny")),
+    "attention that needs a GPU": (
+        "trainer.device=cpu actor.attention=flash4",
+        ("actor.attention is flash4", "allowed: auto, sdpa"),
     ),
     "port in use": ("rollout.port=PORT", ("PORT",)),
     "section that is a list": ("data=[1]", ("data: got [1]; allowed: a section with the keys train, val",)),
@@ -129,7 +135,8 @@ def codes(folder: Path, port: str) -> dict[str, int]:
         cases[name] = [f"trainer.output_dir={folder / 'outputs'}", *arguments.split()]
     script = folder / "run_all.py"
     script.write_text(f"import os\nos.chdir({str(folder)!r})\n" + RUN_ALL)
-    printed = run_script(script, json.dumps(cases), env={"PYTHONPATH": str(REPO)})
+    paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
+    printed = run_script(script, json.dumps(cases), env={"PYTHONPATH": os.pathsep.join(paths)})
     found: dict[str, int] = json.loads(printed.splitlines()[-1])
     return found
 

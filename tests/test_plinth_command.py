@@ -1,5 +1,6 @@
 """The `plinth` command over the installed packages and apps."""
 
+import contextvars
 import subprocess
 import sys
 import tomllib
@@ -66,3 +67,15 @@ def test_the_apps_distribution_lists_every_app() -> None:
     assert set(project["tool"]["setuptools"]["packages"]) == {"apps", *folders}
     registered = {command.name for command in entry_points(group=GROUP) if command.value.startswith("apps.")}
     assert registered == {folder.removeprefix("apps.") for folder in folders}
+
+
+def test_help_shows_the_command_that_the_user_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where a command has further commands, and in the usage of those that argparse reads."""
+    for words, shown in (
+        (["bench", "six_case", "--help"], "plinth bench six_case overlay=tiny"),
+        (["plan", "--help"], "usage: plinth plan "),
+        (["prepare", "--help"], "usage: plinth prepare "),
+    ):
+        with pytest.raises(SystemExit):
+            contextvars.copy_context().run(main, words)
+        assert shown in capsys.readouterr().out

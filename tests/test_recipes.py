@@ -26,9 +26,9 @@ def cards(number: int, gib: float, capability: tuple[int, int]) -> tuple[Gpu, ..
 
 
 def config_of(command: str) -> GrpoConfig:
-    """The configuration of `python -m apps.grpo.main preset=NAME key=value ...`."""
-    program, _, module, *arguments = shlex.split(command)
-    assert (program, module) == ("python", "apps.grpo.main")
+    """The configuration of `plinth grpo preset=NAME key=value ...`."""
+    program, app, *arguments = shlex.split(command)
+    assert (program, app) == ("plinth", "grpo")
     names = [argument.removeprefix("preset=") for argument in arguments if argument.startswith("preset=")]
     presets = [REPO / "apps" / "grpo" / "presets" / f"{name}.yaml" for name in names]
     return load_config(GrpoConfig, presets=presets, overrides=[a for a in arguments if not a.startswith("preset=")])
@@ -61,11 +61,11 @@ def provoke(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         visible_gpus()
     elif kind == "memory":
-        choose_for(config_of("python -m apps.grpo.main"), gpus=cards(2, 11, (8, 6)), shape=QWEN2_7B)
+        choose_for(config_of("plinth grpo"), gpus=cards(2, 11, (8, 6)), shape=QWEN2_7B)
     elif kind == "key":
         check_deepspeed(EngineConfig(zero=ZeroConfig(stage=3, deepspeed={"stage3_max_live_parameter": 1})))
     else:
-        given = config_of("python -m apps.grpo.main actor.dtype=bfloat16")
+        given = config_of("plinth grpo actor.dtype=bfloat16")
         choose_for(given, gpus=cards(2, 24, (7, 5)), shape=QWEN2_7B)
 
 

@@ -15,6 +15,7 @@ from apps.bench.config import AlgorithmsConfig, BenchConfig, SixCaseConfig, Stag
 from apps.bench.plan import Case, plan_algorithms, plan_gate, plan_six
 from rl_runtime import InputError
 from run_kit import RunFolder, run_cli
+from run_kit.cli import INVOKED_AS
 from run_kit.config.redaction import yaml_without_secrets
 
 BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], list[Case]]]] = {
@@ -82,10 +83,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     name = arguments[0] if arguments else ""
     if name not in BENCHMARKS:
-        print(f"{__doc__}\nKeys of each: python -m apps.bench.main six_case --help")
+        print(f"{__doc__}\nKeys of each: plinth bench six_case --help")
         sys.exit(0 if name in ("-h", "--help", "help") else 2)
     config_cls, plan = BENCHMARKS[name]
-    app = f"python -m apps.bench.main {name}"
+    app = f"{INVOKED_AS.get() or 'python -m apps.bench.main'} {name}"
+    INVOKED_AS.set(app)  # help and errors name the benchmark too
     run_cli(
         config_cls,
         partial(run, plan=plan, command=" ".join([app, *arguments[1:]])),

@@ -1,4 +1,4 @@
-"""On-policy distillation: `python -m apps.distill.main teacher.model=MODEL [preset=NAME] [section.key=value ...]`.
+"""On-policy distillation: `plinth distill teacher.model=MODEL [preset=NAME] [section.key=value ...]`.
 
 `--help` lists every key. Without a model and data the built-in student learns to add from the teacher that you give.
 

@@ -1,4 +1,4 @@
-"""Evaluates models on held-out prompts: `python -m apps.evaluate.main model.path=FOLDER data.val=FILE [key=value ...]`.
+"""Evaluates models on held-out prompts: `plinth evaluate model.path=FOLDER data.val=FILE [key=value ...]`.
 
 `--help` lists every key. It samples `sampling.n` responses to each prompt, scores them as training scores them, and
 reports pass@k, mean@n and maj@n with bootstrap intervals over the prompts. `checkpoints.folder` evaluates all

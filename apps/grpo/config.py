@@ -22,8 +22,7 @@ class AlgorithmConfig(PolicyConfig):
         if self.advantage == "gae":
             allowed = ", ".join(name for name in get_args(AdvantageName) if name != "gae")
             raise ValueError(
-                f"advantage is gae; allowed: {allowed}. gae needs a critic, which the PPO app trains "
-                "(python -m apps.ppo.main)"
+                f"advantage is gae; allowed: {allowed}. gae needs a critic, which the PPO app trains (plinth ppo)"
             )
 
     def _replace_normalize_by_std(self, normalize: bool) -> None:

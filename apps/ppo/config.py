@@ -32,7 +32,7 @@ class AlgorithmConfig(PolicyConfig):
         if self.advantage != "gae":
             raise ValueError(
                 f"advantage is {self.advantage}; allowed: gae. {self.advantage} has no use for this app's critic; "
-                f"use the GRPO app: python -m apps.grpo.main algorithm.advantage={self.advantage}"
+                f"use the GRPO app: plinth grpo algorithm.advantage={self.advantage}"
             )
         if not 0 <= self.lam <= 1:
             raise ValueError(f"lam is {self.lam}; allowed: 0 to 1")

@@ -1,4 +1,4 @@
-"""PPO with a critic: `python -m apps.ppo.main [preset=NAME] [section.key=value ...]`, `--help` lists every key.
+"""PPO with a critic: `plinth ppo [preset=NAME] [section.key=value ...]`, `--help` lists every key.
 
 Without a model and data it runs the built-in demo: a tiny Qwen3 model learns to add, after a supervised warm start.
 

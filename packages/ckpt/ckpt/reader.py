@@ -29,7 +29,7 @@ class Checkpoint:
 
     path: Path
     step: int
-    state: Mapping[str, Any]
+    state: Mapping[str, Any] = field(repr=False)  # the states of random generators alone print as 20,000 characters
     verified: str | None = field(default=None, compare=False)
     """SHA-256 of the manifest with which all files were compared (by `load` or `newest_good`); None if they were not.
 

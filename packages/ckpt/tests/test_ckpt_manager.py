@@ -72,6 +72,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert newest is not None
     assert newest.step == 30
     assert visible(manager.root) == ["latest", "step_00000020", "step_00000030"]
+    assert "sampler" not in repr(manager.load(20)), "random generators in the state print as 20,000 characters"
 
 
 @PROPERTY

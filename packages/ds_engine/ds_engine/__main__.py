@@ -21,10 +21,14 @@ from .planning.memory_plan import LOG_PROB_BYTES, estimate_memory
 from .upstream import report
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the estimate as a table. Invalid arguments exit with code 2 and the allowed values."""
+def main(arguments: Sequence[str] | None = None, *, command: str = "python -m ds_engine") -> None:
+    """Print the estimate as a table. Invalid arguments exit with code 2 and the allowed values.
+
+    Args:
+        command: what the user typed before the subcommand, for the usage.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m ds_engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=command, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="list what this package needs of DeepSpeed, torch, transformers and PEFT")
@@ -55,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             log_prob_bytes=args.log_prob_bytes,
         )
     except ValueError as error:
-        parser.error(str(error))
+        plan.error(str(error))
     print(estimate.table())
 
 
 def plan(argv: Sequence[str]) -> None:
     """The command `plinth plan`."""
-    main(["plan", *argv])
+    main(["plan", *argv], command="plinth")
 
 
 def _configured(config_class: Any, settings: Sequence[str], prefix: str = "") -> Any:

@@ -300,10 +300,12 @@ def test_error_messages() -> None:
     with pytest.raises(BatchError) as caught:
         batch_layout(config, samples_per_prompt=2, dp=2)
     assert str(caught.value) == (
-        "mini_batch_size=6 prompts x 2 samples = 12 sequences cannot be divided by micro_batch_size=4 x dp=2 = 8;"
+        "mini_batch_size=6 prompts x 2 samples = 12 sequences is not a multiple of micro_batch_size=4 x dp=2 = 8;"
         " mini_batch_size that works: 4, 12; micro_batch_size that works: 1, 2, 3, 6;"
         " samples per prompt that work: 4"
     )
+    with pytest.raises(BatchError, match="= 12 sequences is not a multiple of dp=5; train_batch_size that works"):
+        batch_layout(BatchConfig(train_batch_size=12, mini_batch_size=6), samples_per_prompt=2, dp=5)
     with pytest.raises(ValueError, match="sizes that work: 2, 3, 4, 6"):
         BatchConfig(train_batch_size=12, mini_batch_size=7)
     with pytest.raises(ValueError, match="token_budget=0"):

@@ -1,7 +1,7 @@
 """Trains on JSON lines with columns of their own, one of which a reward function reads. On two CPU cores:
 
     python packages/rl_data/examples/own_columns.py example
-    PYTHONPATH=packages/rl_data/examples python -m apps.grpo.main preset=demo model.path=example/model \\
+    PYTHONPATH=packages/rl_data/examples plinth grpo preset=demo model.path=example/model \\
         data.train=example/train.jsonl data.val=example/val.jsonl warm_start.files=example/demonstrations.jsonl \\
         data.columns.prompt=problem data.columns.ground_truth=solution reward.function=own_columns:near
 

@@ -2,7 +2,7 @@
 
     python packages/rl_data/examples/registry_rewards.py example
     for reward in code math; do
-        python -m apps.grpo.main preset=demo model.path=example/model data.train=example/$reward/train.jsonl \\
+        plinth grpo preset=demo model.path=example/model data.train=example/$reward/train.jsonl \\
             data.val=example/$reward/val.jsonl warm_start.files=example/$reward/demonstrations.jsonl \\
             data.columns.prompt=question data.columns.ground_truth=solution reward.terms.correct.function=$reward \\
             trainer.total_training_steps=20 reward.num_workers=2

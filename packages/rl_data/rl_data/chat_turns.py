@@ -85,7 +85,7 @@ class ChatTurns:
         runs = [list(run) for marked, run in groupby(range(len(ids)), key=mask.__getitem__) if marked]
         if len(runs) < len(turns):
             what = f"the chat template marks {len(runs)} turns with {{% generation %}}, and {len(turns)} are trained on"
-            raise place.error(what, "Mend the template or drop the row.", column="messages")
+            raise place.error(what, "Fix the template or drop the row.", column="messages")
         whole = _squeezed(self._renderer(messages, tools, place, for_response=False))
         for index in turns:
             if _squeezed(messages[index]["content"]) not in whole:

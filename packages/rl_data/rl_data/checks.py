@@ -11,7 +11,7 @@ from .rewards.base import Reward
 from .rewards.registry import reward_for
 from .rows import COLUMNS_HELP, GSM8K_DATA_SOURCE, Row, Schema, find_schema, read_rows
 
-_SCORE = "or choose the rewards in the configuration."
+_SCORE = "or choose the reward in the configuration, such as reward.terms.correct.function=gsm8k."
 
 
 def check_files(
@@ -44,7 +44,9 @@ def check_files(
 def _reward_of(row: Row, table: Table, schema: Schema) -> Reward:
     """The reward of the row's data source. Raises DataError if there is none."""
     if not row.data_source and schema.data_source is None:
-        table.require(["data_source"], f"{COLUMNS_HELP}; {_SCORE}")
+        table.require(
+            ["data_source"], f"It selects the reward of a row. Add it, name it (data.columns.data_source=…), {_SCORE}"
+        )
     if not row.data_source:
         raise row.place.error("empty", f"Name one, such as {GSM8K_DATA_SOURCE}, {_SCORE}", column=schema.data_source)
     try:
@@ -59,5 +61,5 @@ def _unscorable(row: Row, table: Table, schema: Schema, problem: str) -> DataErr
     column = schema.ground_truth[0]
     if not row.ground_truth:
         table.require([column], COLUMNS_HELP)
-    remedy = "Mend it, drop the row, or score with another reward."
+    remedy = "Fix it, drop the row, or score with another reward."
     return row.place.error(problem, remedy, column=column if column in table.columns else None)

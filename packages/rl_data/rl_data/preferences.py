@@ -41,7 +41,7 @@ _LABELED_HELP = (
     "Labeled responses need the columns `prompt` and `completion`, or `question` and `answer`, and `label`; or give "
     "pairs: `chosen` and `rejected`."
 )
-_MEND = "Mend it or drop the row."
+_FIX = "Fix it or drop the row."
 _LABELS = {True: True, False: False, "1": True, "0": False, "true": True, "false": False}
 
 
@@ -126,7 +126,7 @@ def _is_conversation(value: Any) -> bool:
 
 def _margin(place: Place, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise place.error(f"no number from 0 on: {shorten(value)}", _MEND, column="margin")
+        raise place.error(f"no number from 0 on: {shorten(value)}", _FIX, column="margin")
     return float(value)
 
 

@@ -138,7 +138,7 @@ class Renderer:
             )
         except Exception as error:  # templates raise what they like, such as "roles must alternate"
             what = f"the chat template refuses the messages ({type(error).__name__}: {first_line(error)})"
-            raise place.error(what, "Mend the messages, or set chat_template='never'.") from error
+            raise place.error(what, "Fix the messages, or set chat_template='never'.") from error
 
 
 def encode(texts: list[str], tokenizer: TokenizerLike, *, add_special_tokens: bool) -> list[tuple[int, ...]]:

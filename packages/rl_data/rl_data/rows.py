@@ -205,7 +205,7 @@ def _message(place: Place, message: Any, column: str) -> Message:
         what = f"a message without text in 'role' or 'content': {shorten(message)}"
         raise place.error(what, "Each message needs both.", column=column)
     if why := why_not_json(message):
-        raise place.error(f"a message with {why}", "Mend it or drop the row.", column=column)
+        raise place.error(f"a message with {why}", "Fix it or drop the row.", column=column)
     return {"content": ""} | message if is_call else message
 
 
@@ -221,7 +221,7 @@ def tools_of(place: Place, value: Any, column: str) -> tuple[Tool, ...]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and tool for tool in tools):
         raise place.error(f"no list of tools: {shorten(value)}", "Give a list of JSON schemas.", column=column)
     if why := why_not_json(tools):
-        raise place.error(f"a tool with {why}", "Mend it or drop the row.", column=column)
+        raise place.error(f"a tool with {why}", "Fix it or drop the row.", column=column)
     return tuple(tools)
 
 
@@ -241,7 +241,7 @@ def _ground_truth(place: Place, row: Mapping[str, Any], schema: Schema) -> str:
             return ""
         if not isinstance(value, dict) or name not in value:
             what = f"{shorten(value)}; it must be a struct with a field {name!r}"
-            raise place.error(what, "Mend the row, or name the column: data.columns.ground_truth=…", column=column)
+            raise place.error(what, "Fix the row, or name the column: data.columns.ground_truth=…", column=column)
         value = value[name]
     text = _solution(value) if schema.is_solution else ground_truth_text(value)
     if text is not None:

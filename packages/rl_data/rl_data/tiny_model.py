@@ -4,6 +4,8 @@ It lets a whole training stack run on two CPU cores. Its vocabulary has only the
 (`rl_data.arithmetic`, `rl_data.stones`). transformers and vLLM load it like any other model.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +114,21 @@ def build_tiny_model(
     model.to(torch.float32)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    with _without_progress_bar():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """transformers draws a bar for every file that it writes; this model has one small one."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -8,9 +8,9 @@ import transformers
 from ds_engine import EngineConfig
 from plinth_testing import tiny_config
 from rl_runtime import InputError, ModelConfig, TrainerConfig, check_architectures
-from rl_runtime.app.preflight import check_servers
+from rl_runtime.app.preflight import check_context, check_servers
 from rl_runtime.launch.session import plan_session
-from rollout_vllm import RolloutConfig
+from rollout_vllm import RolloutConfig, SamplingConfig
 from weight_sync import SyncConfig
 
 
@@ -44,6 +44,24 @@ def test_a_model_that_needs_a_gpu_is_left_to_ranks_that_have_one(tmp_path: Path)
         check_architectures(ModelConfig(path=str(tmp_path)), engines, on_gpu=False)
     (line,) = check_architectures(ModelConfig(path=str(tmp_path)), engines, on_gpu=True)
     assert line.endswith("the ranks try it before the first step")
+
+
+def test_a_response_that_fills_the_context_is_refused(tmp_path: Path) -> None:
+    """A model of 64 positions; positions that are scaled are left to vLLM."""
+    config = tiny_config("llama", max_position_embeddings=64)
+    config.save_pretrained(tmp_path)
+    model, most = ModelConfig(path=str(tmp_path)), SamplingConfig(max_tokens=63)
+    check_context(model, {"sampling": most, "validation": most})
+    with pytest.raises(InputError, match=r"^validation.max_tokens is 64, but .* has 64 positions .* at most 63$"):
+        check_context(model, {"sampling": most, "validation": SamplingConfig(max_tokens=64)})
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    config.save_pretrained(tmp_path)
+    check_context(model, {"sampling": SamplingConfig(max_tokens=64)})
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from .tracking.rollouts import write_rollouts
 from .tracking.run_folder import RunFolder
 from .tracking.run_state import StateFile
 from .tracking.services import check_services, open_services
-from .tracking.summary import summarize
+from .tracking.summary import summarize, tail_mean
 from .tracking.writers import MetricWriter, TensorBoardWriter
 
 SCORE = "critic/score/mean"
@@ -180,7 +180,10 @@ class Tracker:
             self.info(f"held-out accuracy  {before:.3f} before, {after:.3f} after ({after - before:+.3f})")
         elif (known := after if after is not None else before) is not None:
             self.info(f"held-out accuracy  {known:.3f}")
-        if scores.num_values:
+        if 0 < scores.num_values < 10:  # too few to compare the first five with the last five
+            score = tail_mean(self.table.series(SCORE)[1], scores.num_values)
+            self.info(f"mean score         {score:.3f}")
+        elif scores.num_values:
             first, last, change = scores.first_mean, scores.last_mean, scores.change
             self.info(f"mean score         {first:.3f} first five steps, {last:.3f} last five ({change:+.3f})")
         memory = f", at most {max(peaks):.1f} GiB of host memory" if peaks else ""

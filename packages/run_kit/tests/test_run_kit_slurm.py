@@ -54,6 +54,7 @@ def write(environment: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFix
         (["nowhere"], "unknown command 'nowhere'"),
         (["report"], "plinth report RUN_FOLDER"),
         (["toy", "trainer.setps=3"], "trainer.setps: unknown key .*nearest: trainer.steps"),
+        (["toy", "node=2"], "(?s)node: unknown key.*node: the nearest key of the job is nodes"),
         (["toy", "nodes=0"], "nodes: is 0; allowed: 1 or more"),
         (["toy", "time=soon"], "time: is 'soon'; allowed: minutes, HH:MM:SS or D-HH:MM:SS"),
         (["toy", "time=10"], "stop_before_s: is 600; allowed: less than time \\(10\\)"),

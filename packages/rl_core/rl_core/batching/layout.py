@@ -130,10 +130,11 @@ def _misfit(config: BatchConfig, samples_per_prompt: int, dp: int, sp: int) -> s
     unit = (micro or 1) * dp * sp
     prompt_unit = unit // gcd(unit, samples_per_prompt)  # smallest number of prompts whose sequences divide
     ranks = f"dp={dp} x sp={sp}" if sp > 1 else f"dp={dp}"
+    factors = 1 + (micro is not None) + (sp > 1)
     parts = [
         f"mini_batch_size={config.mini_batch_size} prompts x {samples_per_prompt} samples ="
-        f" {config.mini_batch_size * samples_per_prompt} sequences cannot be divided by"
-        f" {'' if micro is None else f'micro_batch_size={micro} x '}{ranks} = {unit}"
+        f" {config.mini_batch_size * samples_per_prompt} sequences is not a multiple of"
+        f" {'' if micro is None else f'micro_batch_size={micro} x '}{ranks}{'' if factors == 1 else f' = {unit}'}"
     ]
     fits = nearest_divisors(config.train_batch_size, config.mini_batch_size, multiple_of=prompt_unit)
     if fits:

@@ -75,7 +75,7 @@ def _to_python(value: Any, place: Place, column: str) -> Any:
         return value.as_py(maps_as_pydicts="strict")
     except Exception as error:
         what = "text that is not UTF-8" if isinstance(error, UnicodeDecodeError) else first_line(error)
-        raise place.error(what, "Mend the value or drop the row.", column=column) from error
+        raise place.error(what, "Fix the value or drop the row.", column=column) from error
 
 
 def arrow_table(file: str, schema: Any, batches: Batches, on_bad: OnBad = refuse) -> ArrowTable:
@@ -138,7 +138,7 @@ def _parsed(value: Any, type_: Any, place: Place, column: str) -> Any:
             return parse_json(value)
         except ValueError as error:
             raise place.error(
-                f"no JSON ({first_line(error)})", "Mend the value or drop the row.", column=column
+                f"no JSON ({first_line(error)})", "Fix the value or drop the row.", column=column
             ) from error
     if t.is_struct(type_):
         return {name: _parsed(item, type_.field(name).type, place, column) for name, item in value.items()}

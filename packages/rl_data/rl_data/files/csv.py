@@ -101,7 +101,7 @@ def _records(open_file: Open, file: str, on_bad: OnBad) -> Iterator[tuple[Place,
     for place, cells in records:
         if len(cells) != len(header):
             what = f"has {len(cells)} cells, and the header {len(header)} (separated by commas)"
-            on_bad(place.error(what, "Quote cells that contain commas, or mend the row."))
+            on_bad(place.error(what, "Quote cells that contain commas, or fix the row."))
             continue
         yield place, cells
 
@@ -120,7 +120,7 @@ def _all_records(open_file: Open, file: str, on_bad: OnBad) -> Iterator[tuple[Pl
             try:
                 cells = next(lines, None)
             except csv.Error as error:
-                remedy = "Mend the quotes: a quote inside a quoted cell is written twice."
+                remedy = "Fix the quotes: a quote inside a quoted cell is written twice."
                 raise place.error(f"no CSV ({first_line(error)})", remedy) from error
             if cells is None:
                 return

@@ -14,7 +14,7 @@ from ..errors import DataError
 from .table import OnBad, Place, Table, first_line, is_unicode, parse_json, refuse, while_opening
 
 Open = Callable[[], AbstractContextManager[BinaryIO]]
-_MEND = "Mend it or drop the row."
+_FIX = "Fix it or drop the row."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +102,9 @@ def _parsed(text: str, place: Place) -> Any:
         return parse_json(text)
     except json.JSONDecodeError as error:
         place = replace(place, number=place.number + error.lineno - 1)
-        raise place.error(f"no JSON ({error.msg} at character {error.colno})", _MEND) from error
+        raise place.error(f"no JSON ({error.msg} at character {error.colno})", _FIX) from error
     except ValueError as error:
-        raise place.error(f"no JSON ({first_line(error)})", _MEND) from error
+        raise place.error(f"no JSON ({first_line(error)})", _FIX) from error
 
 
 def _row(value: Any, may_escape: bool, place: Place) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _row(value: Any, may_escape: bool, place: Place) -> dict[str, Any]:
         for column, item in value.items():
             if not all(map(is_unicode, _texts({column: item}))):
                 raise place.error(
-                    "text that is not Unicode (half of a surrogate pair)", _MEND, column=ascii(column)[1:-1]
+                    "text that is not Unicode (half of a surrogate pair)", _FIX, column=ascii(column)[1:-1]
                 )
     return value
 

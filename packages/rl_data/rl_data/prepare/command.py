@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The options are the fields of `PrepareConfig`."""
     doc, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        prog="prepare",
+        prog="plinth prepare",
         usage="%(prog)s FILE [FILE ...] --out FOLDER [options]",
         description=doc,
         epilog=rest,

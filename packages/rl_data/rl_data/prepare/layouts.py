@@ -266,7 +266,7 @@ def _check_scorable(row: Row, layout: Layout, rewards: dict[str, Reward | None])
     reward = rewards[row.data_source]
     if reward is not None and (problem := reward.problem(row.ground_truth, row.extra)):
         column = layout.schema.ground_truth[0]
-        raise row.place.error(problem, "Mend it, drop the row, or give another --data-source.", column=column)
+        raise row.place.error(problem, "Fix it, drop the row, or give another --data-source.", column=column)
 
 
 def _registered(data_source: str) -> Reward | None:

@@ -48,7 +48,10 @@ class Writer:
             masks["val.parquet"] = is_kept & is_validation
         for name, mask in masks.items():
             if not mask.any():
-                raise DataError(f"{name} would have none of the {is_kept.sum()} rows. Give another --validation.")
+                raise DataError(
+                    f"{name} would have none of the {is_kept.sum()} rows. Give another --validation than "
+                    f"{self._config.validation}; with 0 all rows are in train.parquet."
+                )
         files = {name: open_parquet_file(self._folder / name, schema) for name in masks}
         start = 0
         for table in self._spool.tables(schema):

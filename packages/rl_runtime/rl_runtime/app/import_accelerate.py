@@ -279,7 +279,9 @@ def convert(file: Path, *, app: AppName = "grpo") -> list[Entry]:
     """
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}") from None
+    except (ValueError, yaml.YAMLError) as error:
         raise InputError(f"{file} cannot be read: {error}") from None
     if not isinstance(tree, dict) or ("deepspeed_config" not in tree and "distributed_type" not in tree):
         raise InputError(f"{file} is no accelerate config: it has neither distributed_type nor deepspeed_config")

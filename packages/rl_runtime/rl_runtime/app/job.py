@@ -10,11 +10,10 @@ from functools import cached_property, partial
 
 from ckpt import Checkpoint
 from ds_engine import EngineConfig, Head
-from rl_core import BatchLayout, batch_layout
+from rl_core import BatchError, BatchLayout, batch_layout
 from rl_data import find_model_folder
 from run_kit import check_tracking
 
-from ..config import BUILTIN_MODEL
 from ..errors import InputError
 from ..launch.placement import Placement
 from ..launch.session import Session, plan_session
@@ -30,6 +29,7 @@ from .preflight import (
     check_adapters,
     check_architectures,
     check_cluster,
+    check_context,
     check_engine,
     check_environment,
     check_functions,
@@ -38,6 +38,7 @@ from .preflight import (
     check_sequence_parallel,
     check_servers,
     check_supervised,
+    check_train_prompts,
 )
 from .resume import find_checkpoint
 from .reward_model import check_reward_model, check_reward_ranks, reward_engine
@@ -143,14 +144,17 @@ def job_layout(
         num_ranks: the number of ranks of the engine; default: the actor's.
 
     Raises:
-        rl_core.BatchError: the sizes do not divide; names sizes that do.
-        InputError: the number of ranks is no multiple of sequence_parallel.
+        InputError: the sizes do not divide (it names sizes that do), or the number of ranks is no multiple of
+            sequence_parallel.
     """
     engine = engine or config.actor
     num_ranks = num_ranks or config.trainer.rank_count
     check_sequence_parallel(engine, section=section, num_ranks=num_ranks)
     sp = engine.sequence_parallel
-    return batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=num_ranks // sp, sp=sp)
+    try:
+        return batch_layout(config.batch, samples_per_prompt=config.sampling.n, dp=num_ranks // sp, sp=sp)
+    except BatchError as error:
+        raise InputError(f"batch.{error}; or another trainer.num_ranks ({num_ranks})") from error
 
 
 def check_job(
@@ -173,11 +177,7 @@ def check_job(
     check_functions(config.episode, config.reward)
     is_scored_alone = config.episode.environment is not None and not config.reward.terms
     check_prompt_files(config.model, config.data, rewards=() if is_scored_alone else rewards_of_rows(config.reward))
-    if config.model.path != BUILTIN_MODEL and not config.data.train:
-        raise InputError(
-            f"data.train is []; allowed with model.path={config.model.path}: files with prompts, because only "
-            f"{BUILTIN_MODEL} brings its own task"
-        )
+    check_train_prompts(config.model, config.data)
     check_environment(config.episode, config.model, config.data, config.task, seed=config.trainer.seed)
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
     for section, (engine, num_updates) in engines.items():
@@ -185,8 +185,10 @@ def check_job(
     tried = {section: engine for section, (engine, _) in engines.items()}
     architectures = check_architectures(config.model, tried, on_gpu=placement.on_gpu)
     validates = config.data.val or not config.data.train
-    samplings = [config.sampling, config.validation] if validates else [config.sampling]
+    sections = {"sampling": config.sampling} | ({"validation": config.validation} if validates else {})
+    samplings = list(sections.values())
     check_lengths(config.rollout, config.data, samplings)
+    check_context(config.model, sections)
     longest = config.data.max_prompt_length + max(sampling.max_tokens for sampling in samplings)
     check_reward_model(config.model, config.reward, longest=longest)
     check_adapters(config.actor, config.rollout, config.sync)

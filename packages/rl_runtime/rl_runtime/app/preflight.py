@@ -6,6 +6,7 @@ The errors tell the user how to fix the configuration.
 
 import asyncio
 import glob
+import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -122,6 +123,15 @@ def check_prompt_files(model: ModelConfig, data: DataConfig, *, rewards: Sequenc
             check_files(files, data, rewards=rewards)
 
 
+def check_train_prompts(model: ModelConfig, data: DataConfig) -> None:
+    """Raises InputError for a model of the user without training prompts: those of the built-in task are not for it."""
+    if model.path != BUILTIN_MODEL and not data.train:
+        raise InputError(
+            "data.train is empty: the built-in task belongs to the built-in model; give data.train=<parquet, JSON "
+            f"lines or CSV>, or train the built-in model: model.path={BUILTIN_MODEL}"
+        )
+
+
 def check_environment(
     episode: EpisodeConfig, model: ModelConfig, data: DataConfig, task: TaskSize, *, seed: int
 ) -> None:
@@ -161,6 +171,12 @@ def check_architectures(
 
     Raises InputError.
     """
+    for section, engine in engines.items():
+        if not on_gpu and engine.attention not in ("auto", "sdpa"):
+            raise InputError(
+                f"{section}.attention is {engine.attention}, which needs a GPU, but the ranks run on the CPU; "
+                "allowed: auto, sdpa"
+            )
     if model.path == BUILTIN_MODEL:
         return []
     folder = str(find_model_folder(model.path))
@@ -200,7 +216,8 @@ def check_supervised(
     for key, files in supervised.keys_of_files.items():
         if files and model.path == BUILTIN_MODEL:
             raise InputError(
-                f"{section}.{key} is given, but model.path is {BUILTIN_MODEL}, whose vocabulary knows its own task only"
+                f"{section}.{key} is given, but model.path is {BUILTIN_MODEL}, whose vocabulary knows its own task "
+                "only; give model.path=<Hugging Face folder>"
             )
         with naming_key(f"{section}.{key}"):
             if examples == "demonstrations":
@@ -272,6 +289,27 @@ def check_lengths(rollout: RolloutConfig, data: DataConfig, samplings: Sequence[
     except RequestTooLongError as error:
         keys = "data.max_prompt_length, sampling.max_tokens, validation.max_tokens and rollout.max_model_len"
         raise InputError(f"{keys} do not fit: {error}") from error
+
+
+def check_context(model: ModelConfig, samplings: Mapping[str, SamplingConfig]) -> None:
+    """Raises InputError if a response could fill the whole context of the model, so that no prompt fits.
+
+    Args:
+        samplings: configuration section -> sampling. Models whose positions are scaled (YaRN) are left to vLLM.
+    """
+    if model.path == BUILTIN_MODEL:
+        return
+    settings = json.loads((find_model_folder(model.path) / "config.json").read_text(encoding="utf-8"))
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    most = settings.get("max_position_embeddings")
+    if not isinstance(most, int) or not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+        return
+    for section, sampling in samplings.items():
+        if sampling.max_tokens >= most:
+            raise InputError(
+                f"{section}.max_tokens is {sampling.max_tokens}, but the model at {model.path} has {most} positions "
+                f"(max_position_embeddings) for prompt and response; allowed: at most {most - 1}"
+            )
 
 
 def check_adapters(actor: EngineConfig, rollout: RolloutConfig, sync: SyncConfig) -> None:

@@ -85,6 +85,6 @@ class HangGuard:
         if self._num_timeouts == self._at_once:
             self._report(f"warning: {hangs}; the run ends after {limit} such calls in a row")
         elif self._num_timeouts >= limit and not self.gave_up:
-            self.gave_up = f"{hangs}; mend it, raise reward.timeout_s, or score more at a time (reward.num_workers)"
+            self.gave_up = f"{hangs}; fix it, raise reward.timeout_s, or score more at a time (reward.num_workers)"
             for call in self._calls:
                 call.cancel()

@@ -1,6 +1,7 @@
 """The app that a job runs: its arguments, checked before the job is queued, and the keys that the job sets."""
 
 import contextvars
+import difflib
 import io
 import sys
 from collections.abc import Mapping, Sequence
@@ -83,8 +84,11 @@ class App:
         return (*self.arguments, *([] if self.given(resume) else [f"{resume}=auto"]))
 
 
-def read_app(arguments: Sequence[str]) -> App:
+def read_app(arguments: Sequence[str], *, job_keys: Sequence[str] = ()) -> App:
     """The app and its configuration, from `plinth NAME argument ... --print-config`.
+
+    Args:
+        job_keys: keys of the job, of which a refused argument may be a misspelled one.
 
     Raises:
         SystemExit: the app refuses the arguments; it has said why.
@@ -100,6 +104,9 @@ def read_app(arguments: Sequence[str]) -> App:
         code = ended.code
     if code not in (0, None):
         print(printed.getvalue(), end="", file=sys.stderr)
+        for key in (argument.partition("=")[0] for argument in arguments[1:] if "=" in argument):
+            if near := difflib.get_close_matches(key, job_keys, n=1):
+                print(f"{key}: the nearest key of the job is {near[0]}", file=sys.stderr)
         raise SystemExit(code)
     config = yaml.safe_load(printed.getvalue())
     if not isinstance(config, dict):

@@ -184,7 +184,7 @@ def _versions() -> dict[str, str]:
 
 def write(config: RayJobConfig, *, app_arguments: Sequence[str]) -> None:
     """Checks the app's arguments and writes the manifest."""
-    app = read_app(app_arguments)
+    app = read_app(app_arguments, job_keys=[each.name for each in fields(RayJobConfig)])
     text = yaml.safe_dump(manifest(config, app), sort_keys=False, width=100)
     write_job(config.file, text, app, _notes(config, app), submit="kubectl apply -f")
 

@@ -186,7 +186,7 @@ def _filled(template: str, **values: str) -> str:
 
 def write(config: SlurmConfig, *, app_arguments: Sequence[str]) -> None:
     """Checks the app's arguments and writes the file."""
-    app = read_app(app_arguments)
+    app = read_app(app_arguments, job_keys=[each.name for each in fields(SlurmConfig)])
     command = shlex.join(["plinth", "slurm", *sys.argv[2:]]) if sys.argv[1:2] == ["slurm"] else "plinth slurm"
     text = batch_file(config, app, command=command, folder=Path.cwd())
     write_job(config.file, text, app, _notes(app), submit="sbatch")

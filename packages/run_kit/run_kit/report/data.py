@@ -38,6 +38,9 @@ def read_run(folder: Path) -> RunData:
     """
     try:
         run = RunFolder.open(folder)
+    except TrackingError as error:
+        raise ReportError(str(error)) from None
+    try:
         if not run.metrics_file.exists():
             raise ReportError(f"{folder}: no metrics.tsv; a report needs a run folder with at least one logged step")
         rollouts = read_rollouts(run.rollouts_dir)

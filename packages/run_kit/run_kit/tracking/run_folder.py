@@ -88,7 +88,7 @@ class RunFolder:
             TrackingError: there is no such folder.
         """
         if not Path(path).is_dir():
-            raise TrackingError(f"no run folder at {path}")
+            raise TrackingError(f"no run folder at {path}; `plinth runs` lists them")
         return cls(path)
 
     @property
