@@ -79,7 +79,9 @@ class Actor:
     fails: bool = False
     _controls: list[ServerControl] = field(default_factory=list)
 
-    def connect_servers(self, endpoints: list[Endpoint], config: SyncConfig, adapter: str | None, version: int) -> None:
+    def connect_servers(
+        self, endpoints: list[Endpoint], config: SyncConfig, adapter: str | None, version: int, *, base: bool
+    ) -> None:
         self._controls = [ServerControl(endpoint.url, endpoint.api_key, 20.0) for endpoint in endpoints]
 
     def push_weights(self, version: int) -> Report:

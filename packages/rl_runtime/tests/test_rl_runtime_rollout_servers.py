@@ -80,7 +80,9 @@ class Actor:
     transport: str = "shm"
     _urls: tuple[str, ...] = ()
 
-    def connect_servers(self, endpoints: list[Endpoint], config: SyncConfig, adapter: str | None, version: int) -> None:
+    def connect_servers(
+        self, endpoints: list[Endpoint], config: SyncConfig, adapter: str | None, version: int, *, base: bool
+    ) -> None:
         self.num_connects += 1
         self._urls = tuple(endpoint.url for endpoint in endpoints)
 

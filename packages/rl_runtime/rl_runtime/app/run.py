@@ -216,6 +216,7 @@ def _servers(job: Job, actor: ModelHandle) -> RolloutServers:
         max_restarts=config.trainer.max_server_restarts,
         report=job.tracker.info,
         adapters_alone=config.rollout.max_lora_rank is not None,
+        pushes_base=config.rollout.quantization == "none",
         holds_requests=config.trainer.max_staleness > 0,
         turns=_turns(job, actor) if config.trainer.takes_turns else None,
     )

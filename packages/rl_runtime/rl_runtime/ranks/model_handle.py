@@ -205,10 +205,19 @@ class ModelHandle:
         self.ranks.run(TrainerWorker.load, self.name, folder)
 
     def connect_servers(
-        self, endpoints: Sequence[Endpoint], config: SyncConfig, adapter: str | None = None, version: int = 0
+        self,
+        endpoints: Sequence[Endpoint],
+        config: SyncConfig,
+        adapter: str | None = None,
+        version: int = 0,
+        *,
+        base: bool = True,
     ) -> None:
-        """Prepares to push the weights to the servers; with `adapter`, the LoRA adapters alone under that name."""
-        self.ranks.run(TrainerWorker.connect_servers, self.name, tuple(endpoints), config, adapter, version)
+        """Prepares to push the weights to the servers; with `adapter`, the LoRA adapters alone under that name.
+
+        `base`: then the frozen base is pushed once, now; False: the servers have one of their own.
+        """
+        self.ranks.run(TrainerWorker.connect_servers, self.name, tuple(endpoints), config, adapter, version, base)
 
     def push_weights(self, version: int) -> SyncReport:
         """Sends the weights to every server as policy `version`; returns the report of rank 0."""

@@ -228,13 +228,19 @@ class TrainerWorker:
         ]
 
     def connect_servers(
-        self, role: str, endpoints: Sequence[Endpoint], config: SyncConfig, adapter: str | None, version: int
+        self,
+        role: str,
+        endpoints: Sequence[Endpoint],
+        config: SyncConfig,
+        adapter: str | None,
+        version: int,
+        base: bool,
     ) -> None:
         """Prepares to push the weights of `role` to the rollout servers.
 
-        LoRA adapters are merged into the pushed weights. With `adapter`, the frozen base is pushed once, now, and
-        `push_weights` then pushes the adapters alone; the servers serve them under that name. `version`: that of the
-        adapters that they serve until then.
+        LoRA adapters are merged into the pushed weights. With `adapter`, `push_weights` pushes the adapters alone, and
+        the servers serve them under that name. `version`: that of the adapters that they serve until then. `base`: the
+        frozen base is pushed once, now; not to servers that rounded the folder's.
         """
         if self._pusher is not None:
             self._pusher.close()
@@ -245,8 +251,9 @@ class TrainerWorker:
         if adapter is None:
             self._pusher = pusher(ZeroSource(engine.whole_tensors()))
             return
-        with pusher(ZeroSource(engine.whole_tensors(merged=False))) as base:
-            base.push(version)
+        if base:
+            with pusher(ZeroSource(engine.whole_tensors(merged=False))) as once:
+                once.push(version)
         served_as = Adapter(name=adapter, settings=engine.adapter_config())
         self._pusher = pusher(ZeroSource(engine.adapter_tensors()), adapter=served_as)
 

@@ -36,6 +36,7 @@ class RolloutServers:
     Args:
         report: called with one line of text for each event of a server.
         adapters_alone: push only the actor's LoRA adapters; the servers keep the base model.
+        pushes_base: with `adapters_alone`, servers get the ranks' base model once; False: they have one of their own.
         holds_requests: a push interrupts requests, which continue with the new weights; False: there are none.
         turns: the servers sleep while the trainer works, and sleep now; None: they share the GPUs' memory.
     """
@@ -50,11 +51,13 @@ class RolloutServers:
         max_restarts: int,
         report: Callable[[str], None],
         adapters_alone: bool = False,
+        pushes_base: bool = True,
         holds_requests: bool = False,
         turns: MemoryTurns | None = None,
     ) -> None:
         self._servers, self._client, self._actor, self._sync = servers, client, actor, sync
         self._adapter = _ADAPTER if adapters_alone else None
+        self._pushes_base = pushes_base
         client.set_model(self._adapter)
         self._report = report
         self._holds_requests = holds_requests
@@ -270,7 +273,8 @@ class RolloutServers:
         return [index for index, server in enumerate(self._servers.servers) if server.alive]
 
     def _connect(self, endpoints: list[Endpoint]) -> None:
-        self._actor.connect_servers(endpoints, self._sync, self._adapter, self._client.policy_version)
+        version = self._client.policy_version
+        self._actor.connect_servers(endpoints, self._sync, self._adapter, version, base=self._pushes_base)
 
     def _serving(self) -> list[int]:
         """Indices of the running servers that hold the current weights."""
