@@ -87,7 +87,7 @@ def test_a_teacher_that_cannot_teach_is_refused_before_any_process_starts(tmp_pa
 
 
 def test_a_model_without_prompts_is_refused_before_any_process_starts(teacher: Path) -> None:
-    with pytest.raises(InputError, match=r"data\.train is \[\]; allowed with model\.path=.*: files with prompts"):
+    with pytest.raises(InputError, match=r"data\.train is empty: the built-in task belongs to the built-in model"):
         distill.check(demo(f"teacher.model={teacher}", f"model.path={teacher}"))
 
 

@@ -126,7 +126,7 @@ def nf4_base(model_path: str, config: EngineConfig) -> Callable[[str, torch.Tens
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_read_config(model_path))
+        model = AutoModelForCausalLM.from_config(_read_config(model_path), trust_remote_code=False)
     rounded, dtype = set(nf4_weights(model)), torch_dtype(config.model_dtype)
     known = _tensor_names(model_path)
     if missing := sorted(rounded - known):
