@@ -92,14 +92,6 @@ def test_the_greedy_response_is_sampled_for_remax_alone() -> None:
     assert not load_config(GrpoConfig).greedy_baseline
 
 
-@pytest.mark.parametrize(("normalize", "advantage"), [("true", "grpo"), ("false", "dr_grpo")])
-def test_the_deprecated_key_names_the_advantage_that_replaces_it(normalize: str, advantage: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"write algorithm.advantage={advantage}"):
-        config = load_config(GrpoConfig, overrides=[f"algorithm.normalize_by_std={normalize}"])
-    assert (config.algorithm.advantage, config.algorithm.normalize_by_std) == (advantage, None)
-    assert replace(config.algorithm, num_epochs=2).advantage == advantage, "no second warning"
-
-
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_ppo_trains_the_critic_on_returns_and_the_actor_on_advantages(kl_in: str) -> None:
     options = ("algorithm.whiten_advantages=false", "algorithm.critic_warmup_steps=1", "algorithm.value_clip=0.7")

@@ -25,7 +25,6 @@ DEMO = Path(__file__).resolve().parents[1] / "apps" / "grpo" / "presets" / "demo
         (["algorithm.kl_coef=.nan"], "kl_coef"),
         (["algorithm.advantage=gae"], "advantage: is gae; allowed: grpo, .*remax. gae needs a critic, .* PPO app"),
         (["algorithm.advantage=rlo"], "algorithm.advantage"),
-        (["algorithm.normalize_by_std=true", "algorithm.advantage=rloo"], "normalize_by_std: is True"),
         (["algorithm.overlong_penalty=1", "algorithm.overlong_buffer=21"], r"sampling.max_tokens \(20\)"),
         (["algorithm.advantage=reinforce_pp", "dynamic_sampling.max_rounds=1"], "dynamic_sampling.max_rounds"),
         (["algorithm.loss=apps.grpo.calculator:nobody"], "algorithm.loss is .* no function 'nobody'"),

@@ -1,6 +1,5 @@
 """Configuration of the GRPO app."""
 
-import warnings
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -12,31 +11,13 @@ from rl_runtime.training.policy import AdvantageName
 class AlgorithmConfig(PolicyConfig):
     """Policy gradients without a critic: GRPO, Dr. GRPO, DAPO, RLOO, REINFORCE++, ReMax, GSPO, CISPO."""
 
-    normalize_by_std: bool | None = None
-    """Deprecated: write `advantage=grpo` for true, `advantage=dr_grpo` for false."""
-
     def __post_init__(self) -> None:
-        if self.normalize_by_std is not None:
-            self._replace_normalize_by_std(self.normalize_by_std)
         super().__post_init__()
         if self.advantage == "gae":
             allowed = ", ".join(name for name in get_args(AdvantageName) if name != "gae")
             raise ValueError(
                 f"advantage is gae; allowed: {allowed}. gae needs a critic, which the PPO app trains (plinth ppo)"
             )
-
-    def _replace_normalize_by_std(self, normalize: bool) -> None:
-        """Sets `advantage` as the old key says, so that the resolved configuration has the new key alone."""
-        if self.advantage not in ("grpo", "dr_grpo"):
-            raise ValueError(f"normalize_by_std is {normalize}; allowed: null with advantage={self.advantage}")
-        name = "grpo" if normalize else "dr_grpo"
-        warnings.warn(
-            f"algorithm.normalize_by_std is deprecated: write algorithm.advantage={name}",
-            DeprecationWarning,
-            stacklevel=4,
-        )
-        object.__setattr__(self, "advantage", name)
-        object.__setattr__(self, "normalize_by_std", None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -261,10 +261,13 @@ def upgrade_tables() -> str:
     keys: dict[tuple[str, str], list[str]] = {}
     for (command, old), new in renamed_keys().items():
         keys.setdefault((old, new), []).append(command)
-    blocks = ["## Renamed keys", "| old | new | commands |\n| --- | --- | --- |"]
-    blocks[-1] += "".join(f"\n| `{old}` | `{new}` | {', '.join(names)} |" for (old, new), names in sorted(keys.items()))
-    blocks += ["## Renamed public names", "| old | new |\n| --- | --- |"]
-    blocks[-1] += "".join(f"\n| `{old}` | `{new}` |" for old, new in renamed_names().items())
+    blocks = []
+    if keys:
+        rows = [f"| `{old}` | `{new}` | {', '.join(names)} |" for (old, new), names in sorted(keys.items())]
+        blocks += ["## Renamed keys", "\n".join(["| old | new | commands |", "| --- | --- | --- |", *rows])]
+    if names := renamed_names():
+        rows = [f"| `{old}` | `{new}` |" for old, new in names.items()]
+        blocks += ["## Renamed public names", "\n".join(["| old | new |", "| --- | --- |", *rows])]
     blocks.append("## Newest changes")
     for package in packages():
         version, text = _newest_changes(REPO / "packages" / package / "CHANGELOG.md")

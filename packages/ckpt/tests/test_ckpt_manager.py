@@ -426,16 +426,3 @@ def test_importing_the_manager_does_not_import_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_old_names_still_work(tmp_path: Path) -> None:
-    import ckpt
-
-    for old, new in {"Manifest": "CheckpointManifest", "Ranks": "SaverRanks"}.items():
-        with pytest.warns(DeprecationWarning, match=f"use ckpt.{new}"):
-            assert getattr(ckpt, old) is getattr(ckpt, new)
-    with pytest.warns(DeprecationWarning, match="use timeout_s"):
-        saver = ckpt.AsyncSaver(CheckpointManager(tmp_path), patience_s=1.0)
-    with pytest.warns(DeprecationWarning, match="use copy_in_background"):
-        saver.save(1, {"x": {"step": 1}}, copy_beside=True)
-    saver.close()

@@ -5,7 +5,6 @@ Shapes: T packed tokens, S sequences (S1 = S + 1 boundaries), K predicted tokens
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
@@ -142,10 +141,3 @@ class StepStats:
     """Loss scale of this step; always 1 except in fp16, where an overflow halves it for the next step."""
     num_guarded_collectives: int = 0
     """Number of collectives of this step that the collective guard compared between ranks; 0 if it is off."""
-
-    @property
-    def num_skipped_micro_batches(self) -> int:
-        """Deprecated name of `num_skipped_empty_micro_batches`."""
-        message = "num_skipped_micro_batches is deprecated: use num_skipped_empty_micro_batches"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.num_skipped_empty_micro_batches

@@ -4,13 +4,12 @@ Imports no torch. Combinations that DeepSpeed does not support, or would silentl
 """
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from .deepspeed_keys import DEFAULTS, LIVE_PARAMETERS, OWNED, PREFETCH_BUCKET, REUSE_DISTANCE, SUB_GROUP, needs_stage_3
-from .dtypes import DeprecatedDtype, Dtype, current_dtype, dtype_bytes
+from .dtypes import Dtype, dtype_bytes
 from .errors import EngineConfigError
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
@@ -285,10 +284,9 @@ class EngineConfig:
     lora: LoraConfig | None = None
     """Train adapters instead of the whole model. Engines built with trainable=False use the base model in base_format,
     without adapters."""
-    dtype: Dtype | DeprecatedDtype | None = None
+    dtype: Dtype | None = None
     """Dtype of weights and activations: bfloat16, float16 (with dynamic loss scaling) or float32. The optimizer always
-    keeps fp32 master weights. bf16, fp16 and fp32 are deprecated names of the same. null: bfloat16, unless an app
-    chooses float16 for GPUs without it."""
+    keeps fp32 master weights. null: bfloat16, unless an app chooses float16 for GPUs without it."""
     gradient_checkpointing: bool | None = None
     """Recompute activations of layers in the backward pass instead of keeping them. null: false, unless an app chooses
     it."""
@@ -319,7 +317,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
-            self._replace_deprecated_dtype(self.dtype)
+            _require_one_of(Dtype, "dtype", self.dtype)
         _require_one_of(Attention, "attention", self.attention)
         _require(
             not self.compile or self.zero.offload.param != "nvme",
@@ -344,19 +342,12 @@ class EngineConfig:
         _require_one_of(Guard, "collective_guard", self.collective_guard)
         _require(self.collective_stall_s > 0, "collective_stall_s", self.collective_stall_s, "a positive number")
 
-    def _replace_deprecated_dtype(self, given: str) -> None:
-        dtype = current_dtype(given)
-        if dtype != given:
-            warnings.warn(f"dtype={given!r} is deprecated: use {dtype!r}", DeprecationWarning, stacklevel=4)
-            object.__setattr__(self, "dtype", dtype)
-        _require_one_of(Dtype, "dtype", dtype)
-
     # Rules derived from the settings. The engine, DeepSpeed's configuration and the plans all read them from here.
 
     @property
     def model_dtype(self) -> Dtype:
-        """`dtype` under its current name; bfloat16 if it is null."""
-        return cast("Dtype", self.dtype or "bfloat16")
+        """`dtype`; bfloat16 if it is null."""
+        return self.dtype or "bfloat16"
 
     @property
     def grad_accum_dtype(self) -> Dtype:

@@ -3,20 +3,13 @@
 from typing import Literal
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-DeprecatedDtype = Literal["bf16", "fp16", "fp32"]
 
 _BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-_CURRENT: dict[str, Dtype] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 NF4_BLOCK = 64
 """Weights that share one fp32 scale in NF4."""
 NF4_CHUNK = 65_536 * NF4_BLOCK
 """Weights quantized or dequantized at a time, which bounds the temporary memory."""
-
-
-def current_dtype(name: str) -> str:
-    """torch's name of a dtype given by its deprecated name (bf16, fp16, fp32); any other name is returned as it is."""
-    return _CURRENT.get(name, name)
 
 
 def dtype_bytes(dtype: Dtype) -> int:

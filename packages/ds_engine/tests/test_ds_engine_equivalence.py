@@ -73,8 +73,6 @@ def test_three_steps_equal_one_fp32_process(
     stats = results[0]["stats"]
     assert stats[0].metrics["tokens"] == sum(len(s.ids) - s.num_prompt for s in STEPS[0])
     assert all(s.num_skipped_empty_micro_batches == 0 for s in stats)
-    with pytest.warns(DeprecationWarning, match="use num_skipped_empty_micro_batches"):
-        assert stats[0].num_skipped_micro_batches == 0
 
 
 def assert_equal(results: list[dict[str, Any]], reference: Reference) -> None:

@@ -4,7 +4,6 @@ import math
 import pickle
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -108,13 +107,6 @@ def test_deepspeed_config(stage, optimizer, param, dtype, fp32_accum, fp32_reduc
     assert result["train_micro_batch_size_per_gpu"] == result["gradient_accumulation_steps"] == 1
     assert "train_batch_size" not in result  # DeepSpeed derives it from the world size
     assert not any(value == "auto" for value in zero.values())  # DeepSpeed drops "auto" without a word
-
-
-@pytest.mark.parametrize(("old", "new"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
-def test_old_dtype_names_warn_and_become_torchs(old: Any, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"use '{new}'"):
-        config = EngineConfig(dtype=old)
-    assert config == EngineConfig(dtype=new)
 
 
 @given(

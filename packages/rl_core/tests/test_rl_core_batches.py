@@ -281,8 +281,6 @@ def test_deepspeed_itself_accepts_the_layout() -> None:
     config = BatchConfig(train_batch_size=128, mini_batch_size=128, micro_batch_size=16)
     layout = batch_layout(config, samples_per_prompt=1, dp=2, sp=2)
     assert layout.gradient_accumulation_steps == 2
-    with pytest.warns(DeprecationWarning, match="use sp_in_config"):
-        assert layout.deepspeed_batch(told_sequence_parallel=True) == layout.deepspeed_batch(sp_in_config=True)
     for sp_in_config, world_size in ((False, 4), (True, 2)):
         checked = object.__new__(deepspeed_config.DeepSpeedConfig)
         for key, value in layout.deepspeed_batch(sp_in_config=sp_in_config).items():

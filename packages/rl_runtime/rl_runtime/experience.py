@@ -4,7 +4,6 @@ Shapes: `N` samples; a column is N float32 arrays with one value per generated t
 tokens that the policy sampled; `response_mask` excludes the others (tool results, text of other turns).
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
@@ -187,11 +186,6 @@ class ExperienceBatch:
         """Adds a column that repeats one value per sample, [N], over its generated tokens."""
         pairs = zip(values_N.tolist(), self.items, strict=True)
         return self.with_column(name, [np.full(item.num_generated, v, dtype=np.float32) for v, item in pairs])
-
-    def with_constant(self, name: str, values_N: torch.Tensor) -> "ExperienceBatch":
-        """Deprecated name of `with_per_sequence`."""
-        warnings.warn("with_constant is deprecated: use with_per_sequence", DeprecationWarning, stacklevel=2)
-        return self.with_per_sequence(name, values_N)
 
     def flat(self, name: str) -> torch.Tensor:
         """Column `name` of all samples in order: float32 [K], K = sum of `response_lens_N`."""

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import weight_sync
 from plinth_testing.strategies import json_values, shapes
 from weight_sync import (
     ReceiverError,
@@ -130,19 +129,6 @@ def test_errors_can_be_pickled() -> None:
         again = pickle.loads(pickle.dumps(error))
         assert str(again) == str(error)
         assert type(again) is type(error)
-
-
-@pytest.mark.parametrize("name", ["Manifest", "ManifestError", "WeightSource", "quantise_blocks", "restore_blocks"])
-def test_renamed_names_warn(name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"weight_sync\.{name} is deprecated: use \w+"):
-        assert getattr(weight_sync, name) is getattr(weight_sync, weight_sync._RENAMED[name])
-
-
-def test_renamed_config_key_warns() -> None:
-    with pytest.warns(DeprecationWarning, match="use quantize="):
-        config = SyncConfig(quantise="fp8_blocks")  # type: ignore[call-arg]
-    with pytest.warns(DeprecationWarning, match="use quantize"):
-        assert config.quantise == config.quantize == "fp8_blocks"
 
 
 def test_importing_the_package_is_cheap() -> None:

@@ -1,9 +1,7 @@
 """Settings of a weight sync."""
 
-import functools
-import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal
 
 from .errors import SyncConfigError
 
@@ -16,35 +14,14 @@ BACKEND = "plinth"
 #: Longest time limit; the operating system's timers take no infinite one.
 _LONGEST_S = 1e6
 
-ConfigT = TypeVar("ConfigT")
-
 
 def _is_number(value: Any, *types: type) -> bool:
     return isinstance(value, types) and not isinstance(value, bool)
 
 
-def _accept_renamed_keys(cls: type[ConfigT]) -> type[ConfigT]:
-    """Let the constructor accept the old names in ``RENAMED_KEYS``, with a DeprecationWarning."""
-    init: Any = cls.__init__
-
-    @functools.wraps(init)
-    def __init__(self: Any, **settings: Any) -> None:
-        for old, new in cls.RENAMED_KEYS.items():  # type: ignore[attr-defined]
-            if old in settings:
-                warnings.warn(f"{cls.__name__}({old}=) is deprecated: use {new}=", DeprecationWarning, stacklevel=2)
-                settings[new] = settings.pop(old)
-        init(self, **settings)
-
-    cls.__init__ = __init__  # type: ignore[method-assign]
-    return cls
-
-
-@_accept_renamed_keys
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
     """Transport, checks and time limits of a weight sync."""
-
-    RENAMED_KEYS: ClassVar[dict[str, str]] = {"quantise": "quantize"}
 
     transport: Literal["auto", "shm", "ipc", "nccl", "tcp"] = "auto"
     """``shm``: shared memory; same host, servers on CPU or GPU. ``ipc``: CUDA IPC; same host, same GPU or a peer.
@@ -105,13 +82,6 @@ class SyncConfig:
             value = getattr(self, name)
             if not (_is_number(value, int, float) and 0 < value <= _LONGEST_S):
                 raise SyncConfigError(f"{name}: {value!r} given, must be above 0 and at most {_LONGEST_S:.0e} s")
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self.RENAMED_KEYS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        new_name = self.RENAMED_KEYS[name]
-        warnings.warn(f"SyncConfig.{name} is deprecated: use {new_name}", DeprecationWarning, stacklevel=2)
-        return getattr(self, new_name)
 
     def bucket_bytes(self, transport: str) -> int:
         """Largest bucket in bytes for a resolved transport (not ``auto``)."""

@@ -6,7 +6,6 @@ import json
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -64,17 +63,13 @@ class AsyncSaver:
         *,
         ranks: SaverRanks | None = None,
         timeout_s: float = 1800.0,
-        patience_s: float | None = None,
     ) -> None:
         """`manager` publishes and prunes. Do not call its writing methods while a save is in flight.
 
         In a process that does not publish, `manager` only names the folder. It may also be another store, such as
         `HostCheckpoints`. `timeout_s`: with several ranks, how long a process waits for another one during a save
-        before it raises. `patience_s` is its deprecated name.
+        before it raises.
         """
-        if patience_s is not None:
-            warnings.warn("patience_s is deprecated, use timeout_s", DeprecationWarning, stacklevel=2)
-            timeout_s = patience_s
         self._store = SharedFolder(manager) if isinstance(manager, CheckpointManager) else manager
         self._ranks = ranks if ranks is not None else SaverRanks(num_ranks=1, rank=0, run_id="alone")
         is_alone = ranks is None or ranks.num_processes == 1
@@ -98,12 +93,11 @@ class AsyncSaver:
         models: Mapping[str, Mapping[str, Any]] | None = None,
         overwrite: bool = False,
         copy_in_background: bool = False,
-        copy_beside: bool | None = None,
     ) -> float:
         """Copy `state_dicts` to host memory, start writing, and return the seconds that this call took.
 
-        The originals may change when the call returns; with `copy_in_background` (deprecated name: `copy_beside`) only
-        when `wait_copied` returns. The call first waits for an earlier save that is still in flight. Each value is a
+        The originals may change when the call returns; with `copy_in_background` only when
+        `wait_copied` returns. The call first waits for an earlier save that is still in flight. Each value is a
         state dict or a `Capture`, such as DeepSpeedState. `state`, `metrics` and `models` are arguments of
         `CheckpointManager.publish`, `overwrite` of `CheckpointManager.prepare`; with several ranks, only those of the
         publishing process are used.
@@ -111,9 +105,6 @@ class AsyncSaver:
         Raises the error of the earlier save if it failed, and then saves nothing. Raises CheckpointStateError for a
         value that cannot be stored and CheckpointUsageError for a name that is not a plain file name.
         """
-        if copy_beside is not None:
-            warnings.warn("copy_beside is deprecated, use copy_in_background", DeprecationWarning, stacklevel=2)
-            copy_in_background = copy_beside
         started = time.perf_counter()
         self.wait()
         for name in state_dicts:

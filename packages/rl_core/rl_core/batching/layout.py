@@ -10,7 +10,6 @@ every sequence. So a GPU holds the tokens of micro_batch_size sequences for any 
 dp * sp, and also for DeepSpeed with `sequence_parallel_size` (world size dp, micro batch times sp).
 """
 
-import warnings
 from dataclasses import dataclass
 from math import gcd
 
@@ -76,19 +75,13 @@ class BatchLayout:
     tokens_per_forward: int | None
     """Maximum tokens that a replica computes together (token_budget * sp); None with a fixed micro batch size."""
 
-    def deepspeed_batch(
-        self, *, sp_in_config: bool = False, told_sequence_parallel: bool | None = None
-    ) -> dict[str, int]:
+    def deepspeed_batch(self, *, sp_in_config: bool = False) -> dict[str, int]:
         """The three batch keys of a DeepSpeed config.
 
         Args:
             sp_in_config: DeepSpeed's config has sp (`sequence_parallel_size`, an mpu or a mesh), so that its world
                 size is dp.
-            told_sequence_parallel: deprecated name of `sp_in_config`.
         """
-        if told_sequence_parallel is not None:
-            warnings.warn("told_sequence_parallel is deprecated: use sp_in_config", DeprecationWarning, stacklevel=2)
-            sp_in_config = told_sequence_parallel
         return {
             "train_batch_size": self.train_batch_size,
             "train_micro_batch_size_per_gpu": self.micro_batch_size * (self.sp if sp_in_config else 1),

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from ..config import check_at_least
 
@@ -54,8 +54,6 @@ class EpisodeConfig:
 @dataclass(frozen=True, kw_only=True)
 class OversamplingConfig:
     """Steps that do not wait for the longest responses. Such a run is not reproducible bit for bit."""
-
-    RENAMED_KEYS: ClassVar[dict[str, str]] = {"keep_unfinished": "partial_rollouts"}
 
     extra_prompts: int = 0
     """Prompts requested in addition to `batch.train_batch_size`; a step proceeds once `train_batch_size` groups are
