@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from run_kit import EXPERIMENT_PATTERN
+from rl_runtime.config import check_at_least, check_resume, check_run_name, check_value
 
 CaseName = Literal[
     "zero1_no_offload",
@@ -59,29 +59,16 @@ class BenchConfig:
     """Benchmark folder to resume; null takes the newest one of this `run_tag` in `output_dir`."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(EXPERIMENT_PATTERN, self.run_tag):
-            raise ValueError(
-                f"run_tag is {self.run_tag!r}; allowed: letters, digits and . _ + = -, a letter or digit first"
-            )
-        if not self.output_dir:
-            raise ValueError("output_dir is empty; allowed: a folder, made if missing")
-        if self.steps < 1:
-            raise ValueError(f"steps is {self.steps}; allowed: 1 or more")
-        if self.retries < 0:
-            raise ValueError(f"retries is {self.retries}; allowed: 0 or more")
-        if not self.case_timeout_s > 0:
-            raise ValueError(f"case_timeout_s is {self.case_timeout_s}; allowed: above 0 seconds")
-        if self.resume_from is not None and self.resume == "never":
-            raise ValueError(f"resume_from is {self.resume_from} and resume is never; allowed: resume=auto with it")
+        check_run_name(self, "run_tag")
+        check_resume(self)
+        check_at_least(1, self, "steps")
+        check_at_least(0, self, "retries")
+        check_value(self, "case_timeout_s", self.case_timeout_s > 0, "above 0 seconds")
         for override in self.overrides:
             if not re.match(r"[a-z_]+(\.[a-z_0-9]+)+=", override):
                 raise ValueError(f"overrides holds {override!r}; allowed: section.key=value")
             if override.partition("=")[0] in _OWN_KEYS:
                 raise ValueError(f"overrides contains {override!r}, which the benchmark sets itself; see --help")
-
-    def _check_seeds(self, name: str, seeds: tuple[int, ...]) -> None:
-        if min(seeds) < 0:
-            raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 or more")
 
     def _check_each_once(self, name: str, allowed: str) -> None:
         values = getattr(self, name)
@@ -103,7 +90,7 @@ class SixCaseConfig(BenchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_seeds("seed", (self.seed,))
+        check_at_least(0, self, "seed")
         self._check_each_once("cases", f"one or more of {', '.join(SIX_CASES)}")
 
 
@@ -130,13 +117,10 @@ class StageGateConfig(BenchConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_each_once("seeds", "one or more")
-        self._check_seeds("seeds", self.seeds)
+        check_value(self, "seeds", min(self.seeds) >= 0, "0 or more")
         self._check_each_once("step_each_micro", "one or more")
-        if not 0 < self.confidence < 1:
-            raise ValueError(f"confidence is {self.confidence}; allowed: between 0 and 1")
-        for name in ("score_threshold", "throughput_threshold", "memory_threshold"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 or more")
+        check_value(self, "confidence", 0 < self.confidence < 1, "between 0 and 1")
+        check_at_least(0, self, "score_threshold", "throughput_threshold", "memory_threshold")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +141,7 @@ class AlgorithmsConfig(BenchConfig):
         super().__post_init__()
         self._check_each_once("presets", "one or more presets of the GRPO and PPO apps")
         self._check_each_once("seeds", "one or more")
-        self._check_seeds("seeds", self.seeds)
+        check_value(self, "seeds", min(self.seeds) >= 0, "0 or more")
         for preset in self.presets:
             app_of(preset)
 

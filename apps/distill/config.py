@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from rl_runtime import FrozenModel, JobConfig, PolicyConfig, TeacherConfig, TrainerConfig
+from rl_runtime.config import check_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,10 +16,8 @@ class AlgorithmConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.reward_weight < float("inf"):
-            raise ValueError(f"reward_weight is {self.reward_weight}; allowed: 0 or more")
-        if self.kl_coef:
-            raise ValueError(f"kl_coef is {self.kl_coef}; allowed: 0, because the teacher is the reference")
+        check_value(self, "reward_weight", 0 <= self.reward_weight < float("inf"), "0 or more")
+        check_value(self, "kl_coef", not self.kl_coef, "0, because the teacher is the reference")
         if self.advantage in ("gae", "remax"):
             raise ValueError(f"advantage is {self.advantage}; allowed: one without a critic and a greedy baseline")
 

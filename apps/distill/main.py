@@ -6,10 +6,7 @@ A step samples responses of the student; the teacher scores their tokens, on vLL
 update moves the student toward the teacher where the student goes itself, and toward the reward if it has a weight.
 """
 
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import NoReturn
 
 import rl_core
 import rl_runtime
@@ -94,10 +91,8 @@ def main(config: DistillConfig) -> None:
     rl_runtime.run_job(config, check(config), partial(compose, config=config), choice=choice)
 
 
-def cli(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the app from its command line; `argv` defaults to the arguments of the process."""
-    presets = Path(__file__).parent / "presets"
-    rl_runtime.run_job_cli(DistillConfig, main, app_name="apps.distill.main", preset_dir=presets, argv=argv)
+cli = partial(rl_runtime.run_job_cli, DistillConfig, main)
+"""Runs the app from its command line."""
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from typing import Literal
 
 from rl_runtime import LearningRates, PreferenceJobConfig, TrainingConfig
 from rl_runtime.app.supervised_job_config import ExampleKind
+from rl_runtime.config import check_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,8 @@ class AlgorithmConfig:
     """`kto`: weight of undesirable responses."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < float("inf"):
-            raise ValueError(f"beta is {self.beta}; allowed: above 0")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing is {self.label_smoothing}; allowed: 0 to below 0.5")
+        check_value(self, "beta", 0 < self.beta < float("inf"), "above 0")
+        check_value(self, "label_smoothing", 0 <= self.label_smoothing < 0.5, "0 to below 0.5")
         for name, default, loss in (
             ("label_smoothing", 0.0, "dpo"),
             ("desirable_weight", 1.0, "kto"),

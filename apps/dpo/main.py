@@ -11,8 +11,7 @@ The policy is written to `<run folder>/model`. Without a model and data the app 
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import ds_engine
 import rl_core
@@ -130,10 +129,8 @@ def main(config: DpoConfig) -> None:
     rl_runtime.run_supervised(config, plan, partial(compose, config=config), choice=choice)
 
 
-def cli(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the app from its command line; `argv` defaults to the arguments of the process."""
-    presets = Path(__file__).parent / "presets"
-    rl_runtime.run_job_cli(DpoConfig, main, app_name="apps.dpo.main", preset_dir=presets, argv=argv)
+cli = partial(rl_runtime.run_job_cli, DpoConfig, main)
+"""Runs the app from its command line."""
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Configuration of `apps.evaluate.main`."""
 
-import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from rl_data import DataConfig
 from rl_runtime import ModelConfig, TaskSize
+from rl_runtime.config import check_at_least, check_resume, check_run_name, check_value
 from rl_runtime.rollout.config import EpisodeConfig
 from rl_runtime.rollout.scoring_config import ScoringConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
-from run_kit import EXPERIMENT_PATTERN
 from weight_sync import SyncConfig
 
 
@@ -73,20 +72,11 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         if bad := [k for k in self.pass_at if not 1 <= k <= self.sampling.n]:
             raise ValueError(f"pass_at has {bad[0]}; allowed: 1 to sampling.n ({self.sampling.n})")
-        if not 0 < self.confidence < 1:
-            raise ValueError(f"confidence is {self.confidence}; allowed: above 0 and below 1")
-        for name, minimum in (("num_resamples", 1), ("seed", 0)):
-            if getattr(self, name) < minimum:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {minimum} or more")
-        if not re.fullmatch(EXPERIMENT_PATTERN, self.experiment):
-            raise ValueError(
-                f"experiment is {self.experiment!r}; allowed: letters, digits and . _ + = -, a letter or digit first"
-            )
-        if not self.output_dir:
-            raise ValueError("output_dir is empty; allowed: a folder, created if missing")
-        self._check_modes()
-
-    def _check_modes(self) -> None:
+        check_value(self, "confidence", 0 < self.confidence < 1, "above 0 and below 1")
+        check_at_least(1, self, "num_resamples")
+        check_at_least(0, self, "seed")
+        check_run_name(self)
+        check_resume(self)
         if self.data.train:
             raise ValueError(f"data.train is {list(self.data.train)}; allowed: empty, data.val has the prompts")
         if self.rollout.urls and self.checkpoints.folder is not None:
@@ -96,5 +86,3 @@ class EvaluateConfig:
             )
         if self.only_compare and not self.compare:
             raise ValueError("only_compare is true; allowed: false without compare")
-        if self.resume_from is not None and self.resume == "never":
-            raise ValueError(f"resume_from is {self.resume_from}, but resume is never; allowed: resume=auto")

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, fields
 
 from rl_runtime import FrozenModel, JobConfig, PolicyConfig, TeacherConfig
+from rl_runtime.config import check_at_least, check_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +24,10 @@ class ClusterConfig:
     400 Gbit/s. Nothing has been measured between hosts."""
 
     def __post_init__(self) -> None:
-        for name in ("num_hosts", "gpus_per_host"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
+        check_at_least(1, self, "num_hosts", "gpus_per_host")
         _check_positive(self, "gpu_gib", "network_gb_per_s")
-        if self.host_gib is not None and not 0 < self.host_gib < math.inf:
-            raise ValueError(f"host_gib is {self.host_gib}; allowed: above 0, or null for no limit")
+        if self.host_gib is not None:
+            check_value(self, "host_gib", 0 < self.host_gib < math.inf, "above 0, or null for no limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,5 +119,4 @@ class ForecastConfig(JobConfig):
 
 def _check_positive(config: object, *names: str) -> None:
     for name in names:
-        if not 0 < getattr(config, name) < math.inf:
-            raise ValueError(f"{name} is {getattr(config, name)}; allowed: above 0")
+        check_value(config, name, 0 < getattr(config, name) < math.inf, "above 0")

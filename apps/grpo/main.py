@@ -8,10 +8,7 @@ A step samples n responses to each prompt, scores them, compares the scores (wit
 updates the policy with the clipped loss, and pushes the new weights to the servers.
 """
 
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import NoReturn
 
 import rl_runtime
 from apps.grpo.config import GrpoConfig
@@ -82,10 +79,8 @@ def main(config: GrpoConfig) -> None:
     rl_runtime.run_job(config, check(config), partial(compose, config=config), choice=choice)
 
 
-def cli(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the app from its command line; `argv` defaults to the arguments of the process."""
-    presets = Path(__file__).parent / "presets"
-    rl_runtime.run_job_cli(GrpoConfig, main, app_name="apps.grpo.main", preset_dir=presets, argv=argv)
+cli = partial(rl_runtime.run_job_cli, GrpoConfig, main)
+"""Runs the app from its command line."""
 
 
 if __name__ == "__main__":

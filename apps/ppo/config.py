@@ -5,7 +5,7 @@ from typing import Literal
 
 from ds_engine import EngineConfig
 from rl_runtime import JobConfig, PolicyConfig, TrainedModel, TrainerConfig
-from rl_runtime.config import MAX_RANKS
+from rl_runtime.config import MAX_RANKS, check_at_least, check_value
 from rl_runtime.training.policy import AdvantageName
 
 
@@ -34,12 +34,9 @@ class AlgorithmConfig(PolicyConfig):
                 f"advantage is {self.advantage}; allowed: gae. {self.advantage} has no use for this app's critic; "
                 f"use the GRPO app: plinth grpo algorithm.advantage={self.advantage}"
             )
-        if not 0 <= self.lam <= 1:
-            raise ValueError(f"lam is {self.lam}; allowed: 0 to 1")
-        if self.value_clip is not None and self.value_clip <= 0:
-            raise ValueError(f"value_clip is {self.value_clip}; allowed: above 0, or null")
-        if self.critic_warmup_steps < 0:
-            raise ValueError(f"critic_warmup_steps is {self.critic_warmup_steps}; allowed: 0 or more")
+        check_value(self, "lam", 0 <= self.lam <= 1, "0 to 1")
+        check_value(self, "value_clip", self.value_clip is None or self.value_clip > 0, "above 0, or null")
+        check_at_least(0, self, "critic_warmup_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +51,8 @@ class PpoTrainerConfig(TrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.num_critic_ranks <= MAX_RANKS:
-            raise ValueError(
-                f"num_critic_ranks is {self.num_critic_ranks}; allowed: 0 (the actor's ranks) to {MAX_RANKS}"
-            )
+        allowed = f"0 (the actor's ranks) to {MAX_RANKS}"
+        check_value(self, "num_critic_ranks", 0 <= self.num_critic_ranks <= MAX_RANKS, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,7 @@ A step samples responses, scores them, estimates values and advantages (GAE), up
 and the critic with the returns, and pushes the new weights to the servers.
 """
 
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import NoReturn
 
 import ds_engine
 import rl_core
@@ -116,10 +113,8 @@ def main(config: PpoConfig) -> None:
     rl_runtime.run_job(config, check(config), partial(compose, config=config), choice=choice)
 
 
-def cli(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the app from its command line; `argv` defaults to the arguments of the process."""
-    presets = Path(__file__).parent / "presets"
-    rl_runtime.run_job_cli(PpoConfig, main, app_name="apps.ppo.main", preset_dir=presets, argv=argv)
+cli = partial(rl_runtime.run_job_cli, PpoConfig, main)
+"""Runs the app from its command line."""
 
 
 if __name__ == "__main__":

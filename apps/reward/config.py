@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from rl_runtime import LearningRates, PreferenceJobConfig, TrainingConfig
+from rl_runtime.config import check_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +15,7 @@ class AlgorithmConfig:
     0.01); the loss alone leaves their sum open."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.center_coef < float("inf"):
-            raise ValueError(f"center_coef is {self.center_coef}; allowed: 0 or more")
+        check_value(self, "center_coef", 0 <= self.center_coef < float("inf"), "0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ The model is written to `<run folder>/model` as a sequence classifier with one l
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import ds_engine
 import rl_core
@@ -85,10 +84,8 @@ def main(config: RewardConfig) -> None:
     rl_runtime.run_supervised(config, check(config), partial(compose, config=config), choice=choice, head="value")
 
 
-def cli(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the app from its command line; `argv` defaults to the arguments of the process."""
-    presets = Path(__file__).parent / "presets"
-    rl_runtime.run_job_cli(RewardConfig, main, app_name="apps.reward.main", preset_dir=presets, argv=argv)
+cli = partial(rl_runtime.run_job_cli, RewardConfig, main)
+"""Runs the app from its command line."""
 
 
 if __name__ == "__main__":

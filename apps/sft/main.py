@@ -10,9 +10,7 @@ The trained model is written to `<run folder>/model` as a Hugging Face folder. W
 preset `demo`: a tiny Qwen3 model learns to add.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NoReturn
+from functools import partial
 
 import rl_runtime
 from apps.sft.config import SftConfig
@@ -35,10 +33,8 @@ def main(config: SftConfig) -> None:
     rl_runtime.run_supervised(choice.config, check(choice.config), compose, choice=choice)
 
 
-def cli(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the app from its command line; `argv` defaults to the arguments of the process."""
-    presets = Path(__file__).parent / "presets"
-    rl_runtime.run_job_cli(SftConfig, main, app_name="apps.sft.main", preset_dir=presets, argv=argv)
+cli = partial(rl_runtime.run_job_cli, SftConfig, main)
+"""Runs the app from its command line."""
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ds_engine import Head
 from run_kit import EXPERIMENT_PATTERN
@@ -34,11 +34,37 @@ def _check_storage(name: str, url: str | None) -> None:
         )
 
 
+def value_of(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def check_value(config: object, key: str, is_allowed: bool, allowed: str) -> None:
+    """Raises ValueError, with the value of `key` and what is allowed, unless that value is allowed."""
+    if not is_allowed:
+        raise ValueError(f"{key} is {value_of(config, key)}; allowed: {allowed}")
+
+
 def check_at_least(minimum: int, config: object, *names: str) -> None:
     """Raises ValueError for the first of these fields of a configuration that is below `minimum`."""
     for name in names:
-        if getattr(config, name) < minimum:
-            raise ValueError(f"{name} is {getattr(config, name)}; allowed: {minimum} or more")
+        check_value(config, name, getattr(config, name) >= minimum, f"{minimum} or more")
+
+
+def check_run_name(config: Any, key: str = "experiment") -> None:
+    """Raises ValueError for a name (`key`) or an `output_dir` that cannot be those of a run folder."""
+    if not config.output_dir:
+        raise ValueError("output_dir is empty; allowed: a folder, created if missing")
+    if not re.fullmatch(EXPERIMENT_PATTERN, name := getattr(config, key)):
+        raise ValueError(f"{key} is {name!r}; allowed: letters, digits and . _ + = -, a letter or digit first")
+
+
+def check_resume(config: Any) -> None:
+    """Raises ValueError for a `resume_from` that `resume` ignores."""
+    if config.resume_from is not None and config.resume == "never":
+        raise ValueError(f"resume_from is {config.resume_from}, but resume is never; allowed: resume=auto")
 
 
 BUILTIN_MODEL = "builtin:tiny"
@@ -101,20 +127,12 @@ class RanksConfig:
     def __post_init__(self) -> None:
         given = [name for name in ("num_ranks", "ranks_per_node") if getattr(self, name) is not None]
         check_at_least(1, self, *given, "cpu_threads_per_rank")
-        if self.rank_count > MAX_RANKS:
-            raise ValueError(f"num_ranks is {self.num_ranks}; allowed: at most {MAX_RANKS}")
+        check_value(self, "num_ranks", self.rank_count <= MAX_RANKS, f"at most {MAX_RANKS}")
         check_at_least(0, self, "seed")
-        if self.max_skipped_updates < 0:
-            raise ValueError(f"max_skipped_updates is {self.max_skipped_updates}; allowed: 0 (no limit) or more")
+        check_value(self, "max_skipped_updates", self.max_skipped_updates >= 0, "0 (no limit) or more")
         for name in ("step_timeout_s", "stall_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: above 0 seconds")
-        if not self.output_dir:
-            raise ValueError("output_dir is empty; allowed: a folder, created if missing")
-        if not re.fullmatch(EXPERIMENT_PATTERN, self.experiment):
-            raise ValueError(
-                f"experiment is {self.experiment!r}; allowed: letters, digits and . _ + = -, a letter or digit first"
-            )
+            check_value(self, name, getattr(self, name) > 0, "above 0 seconds")
+        check_run_name(self)
 
     @property
     def rank_count(self) -> int:
@@ -180,13 +198,10 @@ class TrainingConfig(RanksConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, self, "keep_checkpoints")
-        if self.save_freq < 0:
-            raise ValueError(f"save_freq is {self.save_freq}; allowed: 0 (never) or more")
-        if self.test_freq == 0 or self.test_freq < -1:
-            raise ValueError(f"test_freq is {self.test_freq}; allowed: -1 (never) or 1 and more")
+        check_value(self, "save_freq", self.save_freq >= 0, "0 (never) or more")
+        check_value(self, "test_freq", self.test_freq != 0 and self.test_freq >= -1, "-1 (never) or 1 and more")
         for name in ("keep_every", "keep_best", "max_restarts"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 (none) or more")
+            check_value(self, name, getattr(self, name) >= 0, "0 (none) or more")
         if self.min_ranks is not None and not 1 <= self.min_ranks <= (self.num_ranks or MAX_RANKS):
             most = MAX_RANKS if self.num_ranks is None else f"num_ranks ({self.num_ranks})"
             raise ValueError(f"min_ranks is {self.min_ranks}; allowed: 1 to {most}, or null for all of them")
@@ -199,8 +214,7 @@ class TrainingConfig(RanksConfig):
             )
         if self.local_disks:
             self._check_local_disks()
-        if self.resume_from is not None and self.resume == "never":
-            raise ValueError(f"resume_from is {self.resume_from}, but resume is never; allowed: resume=auto")
+        check_resume(self)
         last = self.last_step
         if any(step < 1 or (last is not None and step > last) for step in self.profile_steps):
             limit = "" if last is None else f" to the last one ({last})"
@@ -254,10 +268,8 @@ class TrainerConfig(TrainingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, self, "total_training_steps")
-        if self.max_server_restarts < 0:
-            raise ValueError(f"max_server_restarts is {self.max_server_restarts}; allowed: 0 (none) or more")
-        if self.max_staleness < 0:
-            raise ValueError(f"max_staleness is {self.max_staleness}; allowed: 0 (none) or more")
+        check_value(self, "max_server_restarts", self.max_server_restarts >= 0, "0 (none) or more")
+        check_value(self, "max_staleness", self.max_staleness >= 0, "0 (none) or more")
         if self.takes_turns and self.max_staleness:
             raise ValueError(
                 f"take_turns is {self.take_turns}; allowed: never, or null, with max_staleness={self.max_staleness}, "

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from ..config import value_of
+
 ConfigT = TypeVar("ConfigT")
 
 
@@ -48,12 +50,6 @@ class Choice(Generic[ConfigT]):
         lines = [f"{key}={_text(value_of(self.config, key))}: {why}" for key, why in self.reasons.items()]
         head = [f"Chosen for {self.devices}; every other value was given or is a default."] if lines else []
         return "\n".join([*head, *lines, *([self.memory] if self.memory else [])])
-
-
-def value_of(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
 
 
 def with_value(config: Any, key: str, value: Any) -> Any:

@@ -16,13 +16,13 @@ from rl_core import BatchError, batch_layout
 from rl_core.batching.layout import DEFAULT_TOKEN_BUDGET
 from rl_data import DataError, find_model_folder
 
-from ..config import BUILTIN_MODEL, DEFAULT_NUM_RANKS, ModelConfig
+from ..config import BUILTIN_MODEL, DEFAULT_NUM_RANKS, ModelConfig, value_of
 from ..errors import InputError
 from ..launch.gpus import Gpu
 from ..launch.session import read_memory
 from ..ranks.environment import prepare_driver
 from ..training.supervised_config import LearningRates
-from .choice import Choice, ConfigT, value_of, with_value
+from .choice import Choice, ConfigT, with_value
 from .job_config import JobConfig, JobConfigT
 from .memory_choices import (
     choose_budget,

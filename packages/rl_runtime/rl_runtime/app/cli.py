@@ -1,5 +1,6 @@
 """The command line of an app."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -15,18 +16,23 @@ AppConfigT = TypeVar("AppConfigT", bound=JobConfig | SupervisedJobConfig)
 def run_job_cli(
     config_cls: type[AppConfigT],
     main: Callable[[AppConfigT], None],
-    *,
-    app_name: str,
-    preset_dir: Path,
     argv: Sequence[str] | None = None,
+    *,
+    app_name: str | None = None,
+    preset_dir: Path | None = None,
 ) -> NoReturn:
-    """`run_kit.run_cli` for an app that runs its preset `demo` unless the user gives a model or data."""
+    """`run_kit.run_cli` for an app that runs its preset `demo` unless the user gives a model or data.
+
+    Args:
+        app_name: default: the module `main` beside that of the configuration.
+        preset_dir: default: the folder `presets` beside that module.
+    """
     data = "supervised.files" if issubclass(config_cls, SupervisedJobConfig) else "data.train"
     run_cli(
         config_cls,
         main,
-        app_name=app_name,
-        preset_dir=preset_dir,
+        app_name=app_name or f"{config_cls.__module__.rpartition('.')[0]}.main",
+        preset_dir=preset_dir or Path(inspect.getfile(config_cls)).with_name("presets"),
         argv=argv,
         default_preset="demo",
         default_preset_unless=("model.path", data),

@@ -10,7 +10,7 @@ from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit import TrackingConfig
 from weight_sync import SyncConfig
 
-from ..config import FrozenModel, ModelConfig, TrainerConfig
+from ..config import FrozenModel, ModelConfig, TrainerConfig, check_value
 from ..rollout.config import DynamicSamplingConfig, EpisodeConfig, OversamplingConfig
 from ..rollout.scoring_config import ScoringConfig
 from ..training.supervised_config import SupervisedConfig
@@ -51,8 +51,7 @@ class JobConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
-        if self.sampling.temperature <= 0:
-            raise ValueError(f"sampling.temperature is {self.sampling.temperature}; allowed: above 0")
+        check_value(self, "sampling.temperature", self.sampling.temperature > 0, "above 0")
         self._check_log_probs()
         self._check_quantization()
         self._check_staleness()

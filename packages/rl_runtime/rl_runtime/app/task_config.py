@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config import check_at_least
+from ..config import check_at_least, check_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,5 @@ class PreferenceTaskSize(TaskSize):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, self, "num_pairs", "num_val_pairs")
-        if not 0 <= self.slip_share <= 1:
-            raise ValueError(f"slip_share is {self.slip_share}; allowed: 0 to 1")
-        if self.kind != "arithmetic":
-            raise ValueError(f"kind is {self.kind}; allowed: arithmetic, the only built-in task with preferences")
+        check_value(self, "slip_share", 0 <= self.slip_share <= 1, "0 to 1")
+        check_value(self, "kind", self.kind == "arithmetic", "arithmetic, the only built-in task with preferences")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import check_at_least
+from ..config import check_at_least, check_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,8 @@ class EpisodeConfig:
             raise ValueError(f"options is {dict(self.options)}; allowed: {{}} without an environment")
         check_at_least(1, self, "max_turns", "max_environments")
         for name in ("step_timeout_s", "start_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: above 0 seconds")
-        if self.timeout_s is not None and self.timeout_s <= 0:
-            raise ValueError(f"timeout_s is {self.timeout_s}; allowed: above 0 seconds, or null")
+            check_value(self, name, getattr(self, name) > 0, "above 0 seconds")
+        check_value(self, "timeout_s", self.timeout_s is None or self.timeout_s > 0, "above 0 seconds, or null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +76,6 @@ class DynamicSamplingConfig:
 
     def __post_init__(self) -> None:
         check_at_least(0, self, "max_rounds")
-        if not 0 <= self.min_spread < math.inf:
-            raise ValueError(f"min_spread is {self.min_spread}; allowed: 0 or more")
+        check_value(self, "min_spread", 0 <= self.min_spread < math.inf, "0 or more")
         if self.min_spread and not self.max_rounds:
             raise ValueError(f"min_spread is {self.min_spread}; allowed: 0 with max_rounds=0, which keeps every group")

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from rl_data import REWARDS, Reward, RewardConfig, make_reward
 from rollout_vllm.config import read_api_key
 
-from ..config import FrozenModel, check_at_least
+from ..config import FrozenModel, check_at_least, check_value
 
 JUDGE_FIELDS = ("prompt", "response", "ground_truth", "data_source", "extra")
 """Fields that a judge prompt can use."""
@@ -37,8 +37,7 @@ class RewardTermConfig:
     """The function is called once for a group, with a list of responses and a list of prompts, and returns a list."""
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.weight):
-            raise ValueError(f"weight is {self.weight}; allowed: a finite number")
+        check_value(self, "weight", math.isfinite(self.weight), "a finite number")
         if self.is_registered and self.batched:
             raise ValueError(f"batched is true; allowed: false with a reward of the registry ({self.function})")
         if self.is_registered:
@@ -131,12 +130,10 @@ class ScoringConfig(RewardConfig):
             raise ValueError(f"label is {self.label}; allowed: 0 or more with service=classification, else 0")
         if self.service != "http" and self.url is None:
             raise ValueError(f"service is {self.service!r}; allowed: http where url is null")
-        if self.api_key is not None and self.api_key_file is not None:
-            raise ValueError(f"api_key_file is {self.api_key_file}; allowed: null if api_key is given")
+        check_value(self, "api_key_file", self.api_key is None or self.api_key_file is None, "null if api_key is given")
         check_at_least(1, self, "num_workers")
         for name in ("timeout_s", "start_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: above 0 seconds")
+            check_value(self, name, getattr(self, name) > 0, "above 0 seconds")
 
     def read_api_key(self) -> str | None:
         """The bearer token, from the file if one is given. Raises rollout_vllm.ApiKeyError if it cannot be read."""
@@ -175,11 +172,9 @@ class ScoringConfig(RewardConfig):
         if self.model is None:
             if self.service == "reward_model":
                 raise ValueError("model is null; allowed with service=reward_model: the folder that the server serves")
-            if self.model_weight != 1:
-                raise ValueError(f"model_weight is {self.model_weight}; allowed: 1 where model is null")
+            check_value(self, "model_weight", self.model_weight == 1, "1 where model is null")
             return
-        if not math.isfinite(self.model_weight):
-            raise ValueError(f"model_weight is {self.model_weight}; allowed: a finite number")
+        check_value(self, "model_weight", math.isfinite(self.model_weight), "a finite number")
         if self.function is not None:
             raise ValueError(
                 f"model is {self.model!r}; allowed: null with a function ({self.function}); reward.terms add both"

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 from rl_core import ImportanceLevel
 
+from ..config import check_value
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -43,10 +45,8 @@ class RolloutCorrection:
             raise ValueError(
                 f"max_ratio is {self.max_ratio}; allowed: a finite number from 1, the ratio of equal probabilities"
             )
-        if not 0 <= self.min_ratio <= 1:
-            raise ValueError(f"min_ratio is {self.min_ratio}; allowed: 0 to 1, the ratio of equal probabilities")
-        if self.min_ratio == self.max_ratio:
-            raise ValueError(f"min_ratio is {self.min_ratio}; allowed: below max_ratio ({self.max_ratio})")
+        check_value(self, "min_ratio", 0 <= self.min_ratio <= 1, "0 to 1, the ratio of equal probabilities")
+        check_value(self, "min_ratio", self.min_ratio != self.max_ratio, f"below max_ratio ({self.max_ratio})")
         others = [key for key in fields(self) if key.name != "mode"]
         if not self.enabled and any(getattr(self, key.name) != key.default for key in others):
             raise ValueError(

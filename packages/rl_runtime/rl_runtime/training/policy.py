@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rl_core import KLKind, LossAggregation, check_clip
 
+from ..config import check_at_least, check_value
 from ..rollout.config import DynamicSamplingConfig
 from .off_policy import RolloutCorrection, check_rollout_correction
 
@@ -81,10 +82,8 @@ class PolicyConfig:
         self._check_loss()
         self._check_kl()
         self._check_overlong()
-        if not math.isfinite(self.entropy_coef):
-            raise ValueError(f"entropy_coef is {self.entropy_coef}; allowed: a finite number")
-        if self.num_epochs < 1:
-            raise ValueError(f"num_epochs is {self.num_epochs}; allowed: 1 or more")
+        check_value(self, "entropy_coef", math.isfinite(self.entropy_coef), "a finite number")
+        check_at_least(1, self, "num_epochs")
 
     @property
     def has_own_loss(self) -> bool:
@@ -144,8 +143,7 @@ class PolicyConfig:
             )
 
     def _check_advantage(self) -> None:
-        if not 0 <= self.gamma <= 1:
-            raise ValueError(f"gamma is {self.gamma}; allowed: 0 to 1")
+        check_value(self, "gamma", 0 <= self.gamma <= 1, "0 to 1")
         if self.gamma != 1 and self.advantage not in TOKEN_LEVEL:
             raise ValueError(
                 f"gamma is {self.gamma}; allowed: 1 with advantage={self.advantage}, which has one reward per sample "
@@ -171,25 +169,20 @@ class PolicyConfig:
             )
 
     def _check_kl(self) -> None:
-        if not 0 <= self.kl_coef < math.inf:
-            raise ValueError(f"kl_coef is {self.kl_coef}; allowed: 0 or more")
+        check_value(self, "kl_coef", 0 <= self.kl_coef < math.inf, "0 or more")
         if self.kl_target is not None:
-            if not 0 < self.kl_target < math.inf:
-                raise ValueError(f"kl_target is {self.kl_target}; allowed: above 0, or null")
+            check_value(self, "kl_target", 0 < self.kl_target < math.inf, "above 0, or null")
             if not self.kl_coef:
                 raise ValueError(
                     "kl_target is given, but kl_coef is 0 and cannot adapt; give kl_coef a positive start value"
                 )
-        if not 0 < self.kl_horizon < math.inf:
-            raise ValueError(f"kl_horizon is {self.kl_horizon}; allowed: above 0")
+        check_value(self, "kl_horizon", 0 < self.kl_horizon < math.inf, "above 0")
 
     def _check_overlong(self) -> None:
-        if not 0 <= self.overlong_penalty < math.inf:
-            raise ValueError(f"overlong_penalty is {self.overlong_penalty}; allowed: 0 (none) or more")
+        check_value(self, "overlong_penalty", 0 <= self.overlong_penalty < math.inf, "0 (none) or more")
         if self.overlong_buffer is None:
             return
-        if self.overlong_buffer < 1:
-            raise ValueError(f"overlong_buffer is {self.overlong_buffer}; allowed: 1 or more tokens, or null")
+        check_value(self, "overlong_buffer", self.overlong_buffer >= 1, "1 or more tokens, or null")
         if not self.overlong_penalty:
             raise ValueError(
                 f"overlong_buffer is {self.overlong_buffer}, but overlong_penalty is 0; allowed: null without a penalty"

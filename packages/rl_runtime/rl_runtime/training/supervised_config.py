@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ds_engine import OptimConfig
 from rl_data import TurnsTrained
 
-from ..config import check_at_least
+from ..config import check_at_least, check_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,8 @@ class SupervisedConfig:
     def __post_init__(self) -> None:
         check_at_least(0, self, "steps")
         check_at_least(1, self, "batch_size")
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length is {self.max_length}; allowed: 2 or more tokens, or null")
-        if self.optim.total_steps is not None:
-            raise ValueError(f"optim.total_steps is {self.optim.total_steps}; allowed: null, because the run sets it")
+        check_value(self, "max_length", self.max_length is None or self.max_length >= 2, "2 or more tokens, or null")
+        check_value(self, "optim.total_steps", self.optim.total_steps is None, "null, because the run sets it")
 
     @property
     def trains(self) -> bool:
@@ -89,8 +87,7 @@ class FineTuningConfig(SupervisedConfig):
         super().__post_init__()
         check_at_least(0, self, "val_size", "num_samples")
         check_at_least(1, self, "sample_tokens")
-        if not 0 < self.epochs < math.inf:
-            raise ValueError(f"epochs is {self.epochs}; allowed: above 0")
+        check_value(self, "epochs", 0 < self.epochs < math.inf, "above 0")
         if self.val_files and self.val_size:
             raise ValueError(f"val_size is {self.val_size}; allowed: 0 with val_files, which are all held out")
 
@@ -142,5 +139,4 @@ class PreferenceTrainingConfig(FineTuningConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.turns != "all":
-            raise ValueError(f"turns is {self.turns}; allowed: all, because a preference is about the last turn")
+        check_value(self, "turns", self.turns == "all", "all, because a preference is about the last turn")

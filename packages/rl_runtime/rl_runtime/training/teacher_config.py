@@ -6,7 +6,7 @@ from typing import Literal
 from rl_core import DivergenceKind
 from rollout_vllm import RolloutConfig
 
-from ..config import FrozenModel
+from ..config import FrozenModel, check_value
 
 Signal = Literal["sampled", "top_k", "full"]
 
@@ -45,16 +45,12 @@ class TeacherConfig:
         places = {"sampled": ("server", "ranks"), "top_k": ("server",), "full": ("ranks",)}
         if self.on not in places[self.signal]:
             raise ValueError(f"on is {self.on}; allowed: {' or '.join(places[self.signal])} with signal={self.signal}")
-        if self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}; allowed: 1 or more")
+        check_value(self, "top_k", self.top_k >= 1, "1 or more")
         if self.signal == "sampled" and self.divergence != "reverse":
             raise ValueError(f"divergence is {self.divergence}; allowed: reverse with signal=sampled")
-        if not 0 < self.beta < 1:
-            raise ValueError(f"beta is {self.beta}; allowed: above 0 and below 1")
-        if not 0 <= self.discount <= 1:
-            raise ValueError(f"discount is {self.discount}; allowed: 0 to 1")
-        if not 0 < self.weight < float("inf"):
-            raise ValueError(f"weight is {self.weight}; allowed: above 0")
+        check_value(self, "beta", 0 < self.beta < 1, "above 0 and below 1")
+        check_value(self, "discount", 0 <= self.discount <= 1, "0 to 1")
+        check_value(self, "weight", 0 < self.weight < float("inf"), "above 0")
         if self.server.max_lora_rank is not None:
             raise ValueError(
                 f"server.max_lora_rank is {self.server.max_lora_rank}; allowed: null, because servers of vLLM 0.32 "
