@@ -16,7 +16,8 @@ TurnsTrained = Literal["all", "each", "last"]
 the messages before it as the prompt. `last`: the last assistant turn only."""
 
 
-def _require_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
+def require_choice(field: str, value: object, *allowed: str) -> None:
+    """Raises ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{field}={value!r}: must be one of {', '.join(allowed)}")
 
@@ -82,8 +83,8 @@ class DataConfig:
     max_val_prompts: int | None = None
 
     def __post_init__(self) -> None:
-        _require_choice("overlong", self.overlong, ("filter", "refuse"))
-        _require_choice("chat_template", self.chat_template, ("auto", "always", "never"))
+        require_choice("overlong", self.overlong, "filter", "refuse")
+        require_choice("chat_template", self.chat_template, "auto", "always", "never")
         _require_positive("max_prompt_length", self.max_prompt_length)
         _require_positive("max_val_prompts", self.max_val_prompts)
         if "{question}" not in self.question_template:
@@ -107,7 +108,7 @@ class RewardConfig:
     format_score: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_choice("method", self.method, ("strict", "flexible"))
+        require_choice("method", self.method, "strict", "flexible")
         for name in ("score", "format_score"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be a finite number")

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from .tokenizer import TokenizerLike
 
 PreferenceKind = Literal["pairs", "labeled"]
 ExtraT = TypeVar("ExtraT")
+_Group: TypeAlias = tuple[tuple[AnsweredRow, ...], ExtraT]
+"""Responses of a row that are kept or dropped together, and what belongs to them."""
 
 _PAIRS_HELP = (
     "Pairs need the columns `question` or `prompt`, `chosen` and `rejected`, or two conversations in `chosen` and "
@@ -75,14 +77,6 @@ class LabeledResponse:
         return self.response.num_tokens + self.unrelated.num_tokens
 
 
-@dataclass(frozen=True)
-class _Group(Generic[ExtraT]):
-    """Responses of a row that are kept or dropped together, and what belongs to them."""
-
-    rows: tuple[AnsweredRow, ...]
-    extra: ExtraT
-
-
 # ------------------------------------------------------------------------ rows
 
 
@@ -95,7 +89,7 @@ def _pairs(file: str | Path) -> Iterator[_Group[float]]:
         pair = tuple(parse(place, row, name) for name in ("chosen", "rejected"))
         if row.get("chosen") == row.get("rejected"):
             raise place.error("the chosen response equals the rejected one", "Drop the row.", column="rejected")
-        yield _Group(pair, _margin(place, row.get("margin", 0.0)))
+        yield pair, _margin(place, row.get("margin", 0.0))
 
 
 def _format(table: Table) -> tuple[list[str], Callable[[Place, dict[str, Any], str], AnsweredRow]]:
@@ -133,15 +127,15 @@ def _margin(place: Place, value: Any) -> float:
 def _labeled(file: str | Path) -> Iterator[_Group[bool]]:
     table = open_table(file)
     if "rejected" in table.columns:
-        for pair in _pairs(file):
-            yield from (_Group((row,), label) for row, label in zip(pair.rows, (True, False), strict=True))
+        for (chosen, rejected), _ in _pairs(file):
+            yield from (((chosen,), True), ((rejected,), False))
         return
     is_question = "question" in table.columns
     columns = ["question", "answer"] if is_question else ["prompt", "completion"]
     table.require([*columns, "label"], _LABELED_HELP)
     parse = of_question if is_question else of_completion
     for place, row in table.rows([*columns, "label"], text=columns):
-        yield _Group((parse(place, row),), _label(place, row.get("label")))
+        yield (parse(place, row),), _label(place, row.get("label"))
 
 
 def _label(place: Place, value: Any) -> bool:
@@ -213,14 +207,14 @@ def _load(
     encode = RowEncoder(tokenizer, config, "last")
     num_kept = num_filtered = 0
     for batch in batches(groups):
-        encoded = encode([row for group in batch for row in group.rows])
-        for group in batch:
-            found = [next(encoded) for _ in group.rows]
+        encoded = encode([row for rows, _ in batch for row in rows])
+        for rows, extra in batch:
+            found = [next(encoded) for _ in rows]
             if any(exceeds(row.place, one, config, max_length) for row, one in found):
                 num_filtered += 1
                 continue
             num_kept += 1
-            yield tuple(one for _, one in found), group.extra
+            yield tuple(one for _, one in found), extra
     report_filtered(num_filtered, num_kept, files, config, max_length=max_length)
 
 

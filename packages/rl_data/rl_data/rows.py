@@ -13,12 +13,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from .config import DataConfig
 from .errors import DataError
-from .files.opening import open_table
 from .files.table import Place, Table, first_line, parse_json, shorten, why_not_json
 from .rewards.gsm8k import clean_number
 
@@ -146,12 +144,6 @@ def raw_rows(table: Table, schema: Schema, texts: Collection[str] = ()) -> Itera
     if schema.extra is None:
         columns = None if needed.isdisjoint(table.unusable) else needed | set(table.columns) - set(table.unusable)
     yield from table.rows(columns, text=needed)
-
-
-def iter_rows(file: str | Path, config: DataConfig) -> Iterator[Row]:
-    """The rows of a file in order. Raises DataError for a file that cannot be used and at the first unusable row."""
-    table = open_table(file)
-    return read_rows(table, find_schema(table, config))
 
 
 def parse_row(place: Place, row: Mapping[str, Any], schema: Schema) -> Row:

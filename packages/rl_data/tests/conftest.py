@@ -1,11 +1,14 @@
 """The tiny model and its tokenizer, for tests that only read them."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rl_data import build_tiny_model, load_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))  # rl_data_rows
 
 
 @pytest.fixture(scope="session")

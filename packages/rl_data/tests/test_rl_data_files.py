@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rl_data_rows import iter_rows
 
 from rl_data import (
     ColumnsConfig,
@@ -32,7 +33,6 @@ from rl_data import (
     make_reward,
 )
 from rl_data.files.opening import open_table
-from rl_data.rows import iter_rows
 
 Rows = list[dict[str, Any]]
 ROWS: Rows = [

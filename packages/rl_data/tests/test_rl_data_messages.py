@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rl_data_rows import iter_rows
 
 from rl_data import (
     DataConfig,
@@ -17,7 +18,6 @@ from rl_data import (
     load_demonstrations,
     load_prompts,
 )
-from rl_data.rows import iter_rows
 
 TEMPLATE = """\
 {% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '\\n' }}{% endif %}

@@ -10,9 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rl_data_rows import iter_rows
 
 from rl_data import DataConfig, DataError, RewardConfig, check_demonstrations, check_files, gsm8k_score
-from rl_data.rows import Row, iter_rows
+from rl_data.rows import Row
 
 SOURCE = "openai/gsm8k"
 NOT_UTF8 = pa.Array.from_buffers(

@@ -13,7 +13,7 @@ from run_kit import RunStopped, StopRequest
 from run_kit.signals import signals_as_exceptions, stopping_signal
 
 LOOP = """
-import sys, time
+import select, sys
 from dataclasses import dataclass
 from run_kit import RunFolder, RunStopped, StopRequest, Tracker, TrackingConfig, run_cli
 
@@ -28,7 +28,11 @@ def main(config):
         with stop.listen("stopping after this step"):
             for step in range(1, 101):
                 tracker.info(f"step {step} begins")
-                sys.stdin.readline()  # the step lasts until the test says so
+                # The step lasts until the test says so. It looks again and again: Python handles a signal that comes
+                # between its last look for signals and a blocking read only when the read returns.
+                while not select.select([sys.stdin], [], [], 0.05)[0]:
+                    pass
+                sys.stdin.readline()
                 tracker.log(step, {"a": 1.0})
                 if stop.signal:
                     raise RunStopped(stop.signal)

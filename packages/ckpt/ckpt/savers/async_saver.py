@@ -237,7 +237,6 @@ class AsyncSaver:
                 step, overwrite=overwrite, expected_bytes=expected if self._ranks.rank is not None else None
             )
             if self._coordinator is not None:
-                self._coordinator.delete_others()
                 self._coordinator.open(number, name)
             entries = self._write(name, captures) if captures else {}
             if self._coordinator is not None:

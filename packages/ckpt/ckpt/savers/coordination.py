@@ -141,10 +141,6 @@ class SaveCoordinator:
         self._timeout_s = timeout_s
         self._cancelled = threading.Event()
 
-    def delete_others(self) -> None:
-        """Delete the messages of dead runs. Only for the publisher, of which there is one."""
-        self._messages.delete_other_runs()
-
     def cancel(self) -> None:
         """Stop waiting for other processes: this process ends with an error."""
         self._cancelled.set()
@@ -152,7 +148,8 @@ class SaveCoordinator:
     # The publisher
 
     def open(self, save: int, name: str) -> None:
-        """Announce that the ranks may write their parts of `name`."""
+        """Announce that the ranks may write their parts of `name`. Deletes the messages of dead runs."""
+        self._messages.delete_other_runs()
         self._write(f"{save:08d}.open", {"name": name})
 
     def collect(self, save: int) -> dict[str, FileEntry]:

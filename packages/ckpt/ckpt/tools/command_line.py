@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TextIO
 
@@ -90,9 +91,8 @@ def _list(root: Path) -> int:
 def _verify(folders: Sequence[Path]) -> int:
     damaged = 0
     for folder in folders:
-        progress = Progress(folder.name)
-        problems = verify_folder(folder, on_read=progress.add)
-        progress.close()
+        with closing(Progress(folder.name)) as progress:
+            problems = verify_folder(folder, on_read=progress.add)
         print(f"{folder.name}: {'damaged' if problems else 'good'}", flush=True)
         for problem in problems:
             print(f"  {problem}")
@@ -131,8 +131,7 @@ def _export(options: argparse.Namespace) -> int:
 
     from .deepspeed_export import export_deepspeed
 
-    progress = Progress("read")
-    try:
+    with closing(Progress("read")) as progress:
         report = export_deepspeed(
             source,
             options.out,
@@ -143,8 +142,6 @@ def _export(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
             on_tensor=lambda _, num_bytes: progress.add(num_bytes),
         )
-    finally:
-        progress.close()
     dtype = options.dtype or "the model folder's dtype"
     shards = "1 file" if report.num_shards == 1 else f"{report.num_shards} files"
     print(f"{report.path}: {report.num_tensors} tensors, {report.num_bytes:,} bytes in {dtype}, {shards}")
@@ -157,8 +154,7 @@ def _reshape(options: argparse.Namespace) -> int:
         return 1
     from .universal import write_universal
 
-    progress = Progress("written")
-    try:
+    with closing(Progress("written")) as progress:
         report = write_universal(
             source,
             options.out,
@@ -166,8 +162,6 @@ def _reshape(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
             on_tensor=lambda _, num_bytes, total_bytes: progress.add(num_bytes, total_bytes),
         )
-    finally:
-        progress.close()
     print(
         f"{report.path}: universal checkpoint {report.tag!r} of {report.num_parameters} parameters after "
         f"{report.adam_steps} steps, {report.num_bytes:,} bytes of fp32 weights and moments"
@@ -183,9 +177,8 @@ def _upload(options: argparse.Namespace) -> int:
     manager, there = CheckpointManager(options.dir), remote.steps()
     missing = [step for step in manager.steps() if step not in there]
     for step in missing:
-        progress = Progress(folder_name(step))
-        remote.upload(manager.read(step), on_file=progress.add)
-        progress.close()
+        with closing(Progress(folder_name(step))) as progress:
+            remote.upload(manager.read(step), on_file=progress.add)
         print(f"uploaded {folder_name(step)}", flush=True)
     print(f"{options.url} has steps {', '.join(map(str, remote.steps())) or 'none'}")
     return 0

@@ -40,7 +40,7 @@ from ..retention import Retention, steps_to_delete
 
 #: Prefix of a folder with one host's files of an upload, see `HostCheckpoints`.
 PART_PREFIX = ".part_"
-_UPLOAD_FOLDER = re.compile(r"step_([0-9]{8,})\.([0-9]{8}T[0-9]{12}Z-[0-9a-f]+)")
+_UPLOAD_FOLDER = re.compile(r"step_[0-9]{8,}\.[0-9]{8}T[0-9]{12}Z-[0-9a-f]+")
 
 
 class RemoteCheckpoints:
@@ -112,20 +112,15 @@ class RemoteCheckpoints:
             raise CheckpointExistsError(
                 f"{self._root}/{earlier}: step {checkpoint.step} already exists. Pass overwrite=True to replace it."
             )
-        problems = verify_folder(checkpoint.path)
-        if problems:
-            raise CheckpointDamagedError(
-                f"{checkpoint.path}: is damaged and is not uploaded: {'; '.join(map(str, problems[:5]))}",
-                step=checkpoint.step,
-                files=tuple(problem.file for problem in problems),
-            )
+        _require_good(checkpoint.path, f"{checkpoint.path}: is damaged and is not uploaded", step=checkpoint.step)
         self.delete_all_but(checkpoint.step, keep=earlier)
         name = new_upload(checkpoint.step)
         try:
             manifest, text = CheckpointManifest.read(checkpoint.path), (checkpoint.path / MANIFEST_NAME).read_bytes()
             self._put_files(checkpoint.path, manifest, text, name, on_file)
         except BaseException:
-            self._try_to_delete(name)
+            with suppress(Exception):  # the first error is raised; readers never see leftovers
+                self._delete(name)
             raise
         self.delete_all_but(checkpoint.step, keep=name)
         return f"{self._root}/{name}"
@@ -153,7 +148,8 @@ class RemoteCheckpoints:
         manager = CheckpointManager(root)
         partial = manager.prepare(step, overwrite=overwrite, expected_bytes=0)
         try:
-            self._get_files(f"{self._root}/{name}", partial, on_file, None if parts is None else _part(parts, name))
+            part = None if parts is None else parts / f"{PART_PREFIX}{name}"
+            self._get_files(f"{self._root}/{name}", partial, on_file, part)
             self._check_download(name, partial, step=step)
             return manager.adopt(step)
         finally:
@@ -238,12 +234,8 @@ class RemoteCheckpoints:
 
     def _uploads(self) -> dict[int, str]:
         """The newest whole upload of each step. Names sort by time."""
-        whole = {}
-        for name in self._folders():
-            match = _UPLOAD_FOLDER.fullmatch(name)
-            if match and self._fs.exists(f"{self._root}/{name}/{MANIFEST_NAME}"):
-                whole[int(match[1])] = name
-        return whole
+        found = [name for name in self._folders() if self._fs.exists(f"{self._root}/{name}/{MANIFEST_NAME}")]
+        return {_step_of(name): name for name in found}
 
     def _metrics_of(self, name: str) -> Mapping[str, float]:
         """The metrics in the manifest of an upload, read once; none if it is damaged."""
@@ -349,19 +341,12 @@ class RemoteCheckpoints:
         fsync_file(target / MANIFEST_NAME)
 
     def _check_download(self, name: str, folder: Path, *, step: int | None = None) -> None:
-        problems = verify_folder(folder)
-        if problems:
-            raise CheckpointDamagedError(
-                f"{self._root}/{name}: the download is damaged: {'; '.join(map(str, problems[:5]))}",
-                step=step,
-                files=tuple(problem.file for problem in problems),
-            )
+        _require_good(folder, f"{self._root}/{name}: the download is damaged", step=step)
 
     def delete_all_but(self, step: int, *, keep: str | None) -> None:
         """Delete all uploads of a step except `keep`, finished or not."""
         for name in self._folders():
-            match = _UPLOAD_FOLDER.fullmatch(name)
-            if match and int(match[1]) == step and name != keep:
+            if _step_of(name) == step and name != keep:
                 self._delete(name)
 
     def _delete(self, name: str) -> None:
@@ -370,16 +355,14 @@ class RemoteCheckpoints:
             self._fs.rm_file(manifest)
         self._fs.rm(f"{self._root}/{name}", recursive=True)
 
-    def _try_to_delete(self, name: str) -> None:
-        try:
-            self._delete(name)
-        except Exception:  # the first error is raised; readers never see leftovers
-            return
-
 
 def new_upload(step: int) -> str:
     """A new name for an upload of a step; names sort by time."""
     return f"{folder_name(step)}.{datetime.now(UTC).strftime('%Y%m%dT%H%M%S%fZ')}-{secrets.token_hex(2)}"
+
+
+def _step_of(name: str) -> int:
+    return int(name.partition(".")[0].removeprefix("step_"))
 
 
 def upload_time(name: str) -> str:
@@ -396,10 +379,11 @@ def _link(source: Path, target: Path) -> None:
         fsync_file(target)
 
 
-def _part(parts: Path, name: str) -> Path | None:
-    """The folder with this host's files of an upload; None if there is none."""
-    part = parts / f"{PART_PREFIX}{name}"
-    return part if part.is_dir() else None
+def _require_good(folder: Path, what: str, *, step: int | None) -> None:
+    """Raise CheckpointDamagedError, which says `what`, unless all files are as in the manifest."""
+    if problems := verify_folder(folder):
+        files = tuple(problem.file for problem in problems)
+        raise CheckpointDamagedError(f"{what}: {'; '.join(map(str, problems[:5]))}", step=step, files=files)
 
 
 def storage_error(error: Exception) -> str:

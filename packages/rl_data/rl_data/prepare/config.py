@@ -4,6 +4,8 @@ import re
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
+from ..config import require_choice
+
 
 def _option(help_text: str, default: Any = MISSING, **metadata: Any) -> Any:
     """A field whose `help_text` is also the text of the option in --help."""
@@ -84,19 +86,13 @@ class PrepareConfig:
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be above 0 and at most 1")
         for name in ("layout", "duplicates", "contaminated"):
-            _require_choice(name, getattr(self, name))
+            require_choice(name, getattr(self, name), *PrepareConfig.__annotations__[name].__args__)
 
 
 def _require_at_least(minimum: int, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and value < minimum:
             raise ValueError(f"{name}={value!r}: must be at least {minimum}")
-
-
-def _require_choice(name: str, value: str) -> None:
-    allowed = PrepareConfig.__annotations__[name].__args__
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
 
 
 def with_options(message: str) -> str:

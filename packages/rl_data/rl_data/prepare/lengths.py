@@ -1,7 +1,6 @@
 """Lengths of prompts and responses, in tokens as the apps count them, or in characters."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from ..config import DataConfig
 from ..errors import DataError
@@ -14,35 +13,20 @@ Measured = tuple[Sample, int, int]
 """A sample, the length of its prompt and that of its response (0 without one)."""
 
 
-class Measure(Protocol):
-    """Measures samples; `on_bad` takes the errors of those that cannot be rendered, which are left out."""
-
-    unit: str
-
-    def __call__(self, samples: Sequence[Sample], on_bad: OnBad) -> list[Measured]: ...
-
-
-def make_measure(tokenizer: str | None) -> Measure:
+class Measure:
     """Measures in tokens of the model folder `tokenizer`; None: in characters. Raises ModelFolderError."""
-    return _Characters() if tokenizer is None else _Tokens(tokenizer)
 
-
-class _Characters:
-    unit = "characters"
-
-    def __call__(self, samples: Sequence[Sample], on_bad: OnBad) -> list[Measured]:
-        return [(sample, len(sample.prompt_text), len(sample.response_text)) for sample in samples]
-
-
-class _Tokens:
-    unit = "tokens"
-
-    def __init__(self, folder: str) -> None:
-        self._tokenizer = load_tokenizer(folder)
-        self._render = Renderer(self._tokenizer, DataConfig())
+    def __init__(self, tokenizer: str | None) -> None:
+        self.unit, self._render = "characters", None
+        if tokenizer is not None:
+            self._tokenizer = load_tokenizer(tokenizer)
+            self.unit, self._render = "tokens", Renderer(self._tokenizer, DataConfig())
 
     def __call__(self, samples: Sequence[Sample], on_bad: OnBad) -> list[Measured]:
-        rendered = list(self._rendered(samples, on_bad))
+        """Measure samples; `on_bad` takes the errors of those that cannot be rendered, which are left out."""
+        if self._render is None:
+            return [(sample, len(sample.prompt_text), len(sample.response_text)) for sample in samples]
+        rendered = list(_rendered(samples, self._render, on_bad))
         if not rendered:
             return []
         prompts = self._render.encode([text for _, text in rendered])
@@ -52,11 +36,10 @@ class _Tokens:
             for (sample, _), prompt, response in zip(rendered, prompts, responses, strict=True)
         ]
 
-    def _rendered(self, samples: Sequence[Sample], on_bad: OnBad) -> Iterator[tuple[Sample, str]]:
-        for sample in samples:
-            try:
-                text = self._render(sample.row.messages, sample.row.tools, sample.row.place)
-            except DataError as error:
-                on_bad(error)
-                continue
-            yield sample, text
+
+def _rendered(samples: Sequence[Sample], render: Renderer, on_bad: OnBad) -> Iterator[tuple[Sample, str]]:
+    for sample in samples:
+        try:
+            yield sample, render(sample.row.messages, sample.row.tools, sample.row.place)
+        except DataError as error:
+            on_bad(error)

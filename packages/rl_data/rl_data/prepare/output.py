@@ -77,14 +77,20 @@ class ParquetFile:
     """A parquet file that is written table by table, in row groups of about 32 MiB."""
 
     def __init__(self, path: Path, schema: Any) -> None:
+        """Opens a new file. Raises DataError for types that parquet does not have, such as empty structs."""
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         self.path, self.num_rows = path, 0
-        self._schema, self._waiting = schema, list[Any]()
-        self._writer = pq.ParquetWriter(str(path), schema, compression="zstd")
+        self._waiting = list[Any]()
+        try:
+            self._writer = pq.ParquetWriter(str(path), schema, compression="zstd")
+        except pa.ArrowException as error:
+            what = f"a column cannot be stored in parquet ({first_line(error)})"
+            raise DataError(f"{what}. Leave it out: --extra-columns names those to keep.") from error
 
     def add(self, table: Any) -> None:
-        """Append rows of the schema. Raises DataError for types that parquet does not have."""
+        """Append rows of the schema."""
         self.num_rows += len(table)
         self._waiting.append(table)
         if sum(waiting.nbytes for waiting in self._waiting) >= _ROW_GROUP_BYTES:
@@ -101,14 +107,3 @@ class ParquetFile:
         if self._waiting:
             self._writer.write_table(pa.concat_tables(self._waiting))
             self._waiting.clear()
-
-
-def open_parquet_file(path: Path, schema: Any) -> ParquetFile:
-    """Opens a new file. Raises DataError for types that parquet does not have, such as empty structs."""
-    import pyarrow as pa
-
-    try:
-        return ParquetFile(path, schema)
-    except pa.ArrowException as error:
-        what = f"a column cannot be stored in parquet ({first_line(error)})"
-        raise DataError(f"{what}. Leave it out: --extra-columns names those to keep.") from error

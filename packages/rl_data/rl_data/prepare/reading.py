@@ -15,7 +15,7 @@ from ..files.table import Place, Table
 from ..rows import left_out
 from .config import PrepareConfig, with_options
 from .layouts import Layout, Sample, find_layout, read_samples
-from .lengths import Measured, make_measure
+from .lengths import Measure, Measured
 from .minhash import SHINGLE, band_keys, choose_bands
 from .overlap import HeldOut
 from .report import (
@@ -36,6 +36,7 @@ _logger = logging.getLogger(__name__)
 _BATCH_ROWS, _BATCH_CHARACTERS = 4096, 4 << 20
 _MAX_SHOWN = 20
 _PROGRESS_S = 10.0
+"""Time between two lines about the number of rows read."""
 
 
 class BadRows:
@@ -70,14 +71,14 @@ class Reader:
     def __init__(self, config: PrepareConfig, spool: Spool) -> None:
         """Reads the held-out files. Raises DataError, and ModelFolderError for the tokenizer."""
         self.spool, self.removed, self.notes = spool, Removed(), list[str]()
-        self.measure = make_measure(config.tokenizer)
+        self.measure = Measure(config.tokenizer)
         self.files: list[str] = []
         self._config = config
         self._bad = BadRows(self.removed, skip=config.skip_bad, remedy="Or drop all such rows: --skip-bad.")
         self._leaks = BadRows(self.removed, skip=False, remedy="Or drop them: --contaminated drop.")
         self.bands = choose_bands(config.similarity) if config.duplicates == "near" else None
         self._is_question: bool | None = None
-        self._progress = _Progress()
+        self._progress_at = time.monotonic()
         self.held_out_inputs = list[Input]()
         self._held_out_places = list[Place]()
         self._held_out = self._read_held_out() if config.held_out else None
@@ -95,7 +96,9 @@ class Reader:
         num_rows = 0
         for batch in _batches(read_samples(table, layout)):
             num_rows += self._add(batch)
-            self._progress.show(file, num_rows)
+            if time.monotonic() - self._progress_at >= _PROGRESS_S:
+                self._progress_at = time.monotonic()
+                _logger.info("%s: %s rows read", file, f"{num_rows:,}")
         return _input(file, layout, num_rows)
 
     def finish(self) -> None:
@@ -234,15 +237,3 @@ def fingerprint(file: str) -> tuple[int, str]:
         whole.update(f"{child.relative_to(path)} {sha256}\n".encode())
         num_bytes += size
     return num_bytes, whole.hexdigest()
-
-
-class _Progress:
-    """Logs the number of rows every 10 s."""
-
-    def __init__(self) -> None:
-        self._shown = time.monotonic()
-
-    def show(self, file: str, num_rows: int) -> None:
-        if time.monotonic() - self._shown >= _PROGRESS_S:
-            self._shown = time.monotonic()
-            _logger.info("%s: %s rows read", file, f"{num_rows:,}")

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import DataError
 from ..files.table import Place
 from .config import PrepareConfig
-from .output import ParquetFile, open_parquet_file
+from .output import ParquetFile
 from .reading import Reader, fingerprint
 from .report import CONFLICT, EXACT, MAX_EXAMPLES, NEAR, Example, Input, Output, Report, summarize
 from .selection import Mask, Selection
@@ -52,7 +52,7 @@ class Writer:
                     f"{name} would have none of the {is_kept.sum()} rows. Give another --validation than "
                     f"{self._config.validation}; with 0 all rows are in train.parquet."
                 )
-        files = {name: open_parquet_file(self._folder / name, schema) for name in masks}
+        files = {name: ParquetFile(self._folder / name, schema) for name in masks}
         start = 0
         for table in self._spool.tables(schema):
             self._add(table, start, masks, files)

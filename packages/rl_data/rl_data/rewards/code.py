@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from ..config import require_choice
 from .base import PromptFields, Reward, require_number
 from .sandbox import Limits, describe_isolation, isolation, run_program
 
@@ -118,8 +119,7 @@ class CodeReward(Reward):
     """"required": refuse to start where the kernel does not shut programs in."""
 
     def __post_init__(self) -> None:
-        if self.isolation not in ("auto", "required"):
-            raise ValueError(f"isolation={self.isolation!r}: must be one of auto, required")
+        require_choice("isolation", self.isolation, "auto", "required")
         if self.column is not None and (not isinstance(self.column, str) or not self.column):
             raise ValueError(f"column={self.column!r}: must be the name of a column, or null for the ground truth")
         for field in ("timeout_s", "test_timeout_s", "memory_mb", "num_processes"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
-from ..config import RewardConfig
+from ..config import RewardConfig, require_choice
 from .base import AnswerReward, PromptFields
 
 #: Only the end of a response is searched: the answer is there, and a regex over a long text is slow.
@@ -82,8 +82,7 @@ class Gsm8kReward(AnswerReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.method not in ("strict", "flexible"):
-            raise ValueError(f"method={self.method!r}: must be one of strict, flexible")
+        require_choice("method", self.method, "strict", "flexible")
 
     def __call__(self, response_text: str, prompt: PromptFields, **facts: Any) -> float:
         config = RewardConfig(method=self.method, score=self.score, format_score=self.format_score)

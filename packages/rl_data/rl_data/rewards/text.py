@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from ..config import require_choice
 from .base import PromptFields, Reward, require_number
 
 
@@ -21,8 +22,7 @@ class FormatReward(Reward):
     """"full": the whole response, without spaces and line breaks at its ends; "search": any part of it."""
 
     def __post_init__(self) -> None:
-        if self.match not in ("full", "search"):
-            raise ValueError(f"match={self.match!r}: must be one of full, search")
+        require_choice("match", self.match, "full", "search")
         if not isinstance(self.pattern, str) or not self.pattern:
             raise ValueError(f"pattern={self.pattern!r}: must be a regular expression")
         try:
@@ -52,8 +52,7 @@ class LengthReward(Reward):
     """"tokens": response tokens that the policy sampled; "characters": of the response text."""
 
     def __post_init__(self) -> None:
-        if self.unit not in ("tokens", "characters"):
-            raise ValueError(f"unit={self.unit!r}: must be one of tokens, characters")
+        require_choice("unit", self.unit, "tokens", "characters")
         if (self.target is None) == (self.limit is None):
             raise ValueError(f"limit={self.limit!r}: must be given if target is not, and only then")
         name = "target" if self.limit is None else "limit"
