@@ -1,13 +1,11 @@
 """The rollout client: generates groups of samples on one or several vLLM servers over HTTP."""
 
 import asyncio
-import inspect
 import json
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from functools import partial
 
 import aiohttp
 
@@ -19,9 +17,8 @@ from .group_run import GroupRun, fresh_group
 from .metrics import ClientCounters, Rates, combine, server_metrics
 from .protocol import error_message
 from .request_runner import RequestRunner
-from .transport import cancel, gather_or_cancel
+from .transport import call_back, cancel, first_complete, gather_or_cancel
 
-T = TypeVar("T")
 OnGroup = Callable[[GroupResult], Awaitable[None] | None]
 
 _METRICS_TIMEOUT_S = 10.0
@@ -80,7 +77,8 @@ class RolloutClient(BalancedClient):
         async def one(run: GroupRun) -> GroupResult:
             with self._listing(run):
                 result = await self._group(run, end)
-            return await self._deliver(result, on_group)
+            await self._deliver(result, on_group)
+            return result
 
         with self._counting_busy_time():
             return await gather_or_cancel(one(run) for run in runs)
@@ -107,9 +105,9 @@ class RolloutClient(BalancedClient):
         end = None if deadline_s is None else time.monotonic() + deadline_s
         runs = [self._run_of(request, sampling) for request in requests]
         with self._counting_busy_time():
-            tasks = {asyncio.ensure_future(self._group(run, end)): index for index, run in enumerate(runs)}
+            tasks = [asyncio.ensure_future(self._group(run, end)) for run in runs]
             try:
-                first = await self._collect_first(tasks, num_groups, on_group)
+                first = await first_complete(tasks, num_groups, partial(self._deliver, on_group=on_group))
                 others = [run for index, run in enumerate(runs) if index not in first]
                 if keep_rest:
                     await self._interrupt(others)
@@ -140,7 +138,8 @@ class RolloutClient(BalancedClient):
             finally:
                 gate.runs.discard(run)
             if run.is_finished:
-                return await self._deliver(run.result(), None)
+                await self._deliver(run.result(), None)
+                return run.result()
             start = run.partial()
 
     async def hold(self, gate: Gate) -> None:
@@ -180,14 +179,6 @@ class RolloutClient(BalancedClient):
         """`generate` for callers without an event loop. on_group runs in the client's thread."""
         return self.run(self.generate(requests, sampling, on_group=on_group, deadline_s=deadline_s))
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of this client from blocking code: `client.run(client.pause())`."""
-        return self._background.run(coroutine)
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine of this client in the background. Cancelling the future cancels the coroutine."""
-        return self._background.submit(coroutine)
-
     def _run_of(self, request: Request | PartialGroup, sampling: SamplingConfig) -> GroupRun:
         start = fresh_group(request, sampling.n) if isinstance(request, Request) else request
         if len(start.samples) != sampling.n:
@@ -202,29 +193,10 @@ class RolloutClient(BalancedClient):
             run.fail_unfinished("deadline", "not finished before the deadline")
         return run.result()
 
-    async def _deliver(self, result: GroupResult, on_group: OnGroup | None) -> GroupResult:
+    async def _deliver(self, result: GroupResult, on_group: OnGroup | None) -> None:
         with self._runner.lock:
             self.counters.count_group(result)
-        if on_group is not None:
-            answer = on_group(result)
-            if inspect.isawaitable(answer):
-                await answer
-        return result
-
-    async def _collect_first(
-        self, tasks: Mapping[asyncio.Task[GroupResult], int], num_groups: int, on_group: OnGroup | None
-    ) -> dict[int, GroupResult]:
-        """Collect groups as they end, until `num_groups` of them are complete."""
-        ended: asyncio.Queue[asyncio.Task[GroupResult]] = asyncio.Queue()
-        for task in tasks:
-            task.add_done_callback(ended.put_nowait)
-        first: dict[int, GroupResult] = {}
-        num_complete = 0
-        while num_complete < num_groups and len(first) < len(tasks):
-            task = await ended.get()
-            result = first[tasks[task]] = await self._deliver(task.result(), on_group)
-            num_complete += result.complete
-        return first
+        await call_back(on_group, result)
 
     async def _interrupt(self, runs: Sequence[GroupRun]) -> None:
         """Make the servers return all requests of `runs` with the tokens generated so far."""

@@ -37,7 +37,9 @@ class Router:
         accepts a group that is larger than its limit, so that such a group does not wait indefinitely.
         """
         allowed = [s for s in range(self.num_servers) if not self.blocked[s]]
-        healthy = [s for s in allowed if self._down_until[s] <= now] or self._next_to_recover(allowed)
+        # With all servers in cooldown, probe the one whose cooldown ends first.
+        first = sorted(allowed, key=lambda s: self._down_until[s])[:1]
+        healthy = [s for s in allowed if self._down_until[s] <= now] or first
         preferred = [s for s in healthy if s not in avoid] or healthy
         fits = [s for s in preferred if self.load[s] == 0 or self.load[s] + cost <= self.max_in_flight]
         if not fits:
@@ -49,18 +51,11 @@ class Router:
         choice = previous if reuse else min(fits, key=lambda s: (self.load[s], s))
         assert choice is not None
         self.load[choice] += cost
-        self._remember(group, choice)
-        return choice
-
-    def _next_to_recover(self, allowed: list[int]) -> list[int]:
-        """All servers are in cooldown: probe the one whose cooldown ends first."""
-        return [min(allowed, key=lambda s: self._down_until[s])] if allowed else []
-
-    def _remember(self, group: str, server: int) -> None:
-        self._affinity[group] = server
+        self._affinity[group] = choice
         self._affinity.move_to_end(group)
         while len(self._affinity) > _MAX_REMEMBERED_GROUPS:
             self._affinity.popitem(last=False)
+        return choice
 
     def finish(self, server: int, cost: int) -> None:
         """The samples counted by `pick` are no longer in flight."""

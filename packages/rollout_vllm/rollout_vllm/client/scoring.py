@@ -54,7 +54,6 @@ class TokenScorer(BalancedClient):
         if not endpoints:
             raise NoServerError("no endpoints: launch a ServerGroup or give urls")
         super().__init__(endpoints, config or RolloutConfig(), thread_name="token-scorer")
-        self.run, self.start = self._background.run, self._background.submit
 
     async def score(
         self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], *, top_k: int = 0

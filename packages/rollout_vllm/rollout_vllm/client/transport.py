@@ -1,12 +1,13 @@
 """HTTP exchanges with the servers, and the background event loop for callers that have none."""
 
 import asyncio
+import inspect
 import json
 import threading
 import weakref
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import aiohttp
 
@@ -15,6 +16,16 @@ from ..samples import Endpoint
 from .protocol import MalformedAnswerError, error_message
 
 T = TypeVar("T")
+
+
+class Group(Protocol):
+    """The samples or episodes of one prompt; complete without failures."""
+
+    @property
+    def failures(self) -> Sequence[object]: ...
+
+
+GroupT = TypeVar("GroupT", bound=Group)
 
 # Shorter than the 5 s after which uvicorn closes an idle connection, so that stale connections are rarely reused.
 _KEEP_ALIVE_S = 3.0
@@ -87,6 +98,14 @@ class HttpClient:
     def __init__(self, endpoints: Sequence[Endpoint], config: RolloutConfig, *, thread_name: str) -> None:
         self._transport = Transport(endpoints, config)
         self._background = LoopThread(thread_name)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of this client from blocking code: `client.run(client.pause())`."""
+        return self._background.run(coroutine)
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine of this client in the background. Cancelling the future cancels the coroutine."""
+        return self._background.submit(coroutine)
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""
@@ -175,6 +194,34 @@ async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def call_back(function: Callable[[T], Awaitable[None] | None] | None, value: T) -> None:
+    """Call a function of the user, and await it if it is a coroutine function; None: nothing to call."""
+    answer = None if function is None else function(value)
+    if inspect.isawaitable(answer):
+        await answer
+
+
+async def first_complete(
+    tasks: Sequence[asyncio.Task[GroupT]], num_groups: int, on_end: Callable[[GroupT], Awaitable[None]]
+) -> dict[int, GroupT]:
+    """Groups by the index of their task, as they end, until `num_groups` of them are complete.
+
+    on_end: awaited with each group, in order of completion.
+    """
+    queue: asyncio.Queue[asyncio.Task[GroupT]] = asyncio.Queue()
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
+    ended: dict[int, GroupT] = {}
+    index_of = {task: index for index, task in enumerate(tasks)}
+    num_complete = 0
+    while num_complete < num_groups and len(ended) < len(tasks):
+        task = await queue.get()
+        group = ended[index_of[task]] = task.result()
+        num_complete += not group.failures
+        await on_end(group)
+    return ended
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -152,7 +152,9 @@ class ChatEndpoint:
                 raise ConversationError("it sent a request before the last one was answered; one agent at a time")
             messages = self._accept(body)
         except (ValueError, TypeError, LookupError, AttributeError) as found:
-            error = _as_conversation_error(found)
+            error = found
+            if not isinstance(error, ConversationError):
+                error = ConversationError(f"its request cannot be read: {describe(found)}")
             self._requests.put_nowait(error)
             return _refusal(str(error), "unsupported")
         self._open = asyncio.get_running_loop().create_future()
@@ -181,12 +183,6 @@ class ChatEndpoint:
         self.tools = tools
         self._history += messages
         return messages
-
-
-def _as_conversation_error(error: Exception) -> ConversationError:
-    if isinstance(error, ConversationError):
-        return error
-    return ConversationError(f"its request cannot be read: {describe(error)}")
 
 
 def _as_text(message: Message) -> Message:

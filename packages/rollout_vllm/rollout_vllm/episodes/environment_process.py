@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, Self
 
 from ..errors import RolloutError
-from .processes import describe, run_kept
+from .processes import describe, end_kept, run_kept
 
 Message = Mapping[str, Any]
 """A chat message: role, content, and what else the chat template reads."""
@@ -118,7 +118,7 @@ class EnvironmentProcess:
             self._process = process
             if not self._is_over:
                 return
-        _kill(process)
+        end_kept(process)
 
     async def __aexit__(self, *_: object) -> None:
         with suppress(TimeoutError, OSError, EnvironmentFailedError):
@@ -197,7 +197,7 @@ class EnvironmentProcess:
             self._is_over = True
             process = self._process
         if process is not None:
-            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, _kill, process))
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, end_kept, process))
 
 
 def _start(spec: EnvironmentSpec, prompt: Any, theirs: socket.socket) -> BaseProcess:
@@ -228,13 +228,6 @@ def _imported_by_main() -> list[str]:
     return sorted(name for name in names if isinstance(name, str) and name in sys.modules and name != "__main__")
 
 
-def _kill(process: BaseProcess) -> None:
-    process.terminate()  # it kills what the environment has started, then itself
-    process.join(timeout=10.0)
-    process.kill()
-    process.join(timeout=10.0)
-
-
 # ---- the process -----------------------------------------------------------------------------------------------------
 def _serve(path: str, options: dict[str, Any], prompt: Any, pipe: socket.socket) -> None:
     """Main loop of the process. One line of JSON is read and one is written at a time.
@@ -243,7 +236,10 @@ def _serve(path: str, options: dict[str, Any], prompt: Any, pipe: socket.socket)
     {"cut"} by {"reward"}, {"close"} by {}; an error by {"error"}, after which the process ends, as at the end of the
     input.
     """
-    _discard_output()
+    # What an environment prints is discarded: with hundreds of them it would bury the run's own lines.
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(null, descriptor)
     file, own = pipe.makefile("rw", encoding="utf-8", newline="\n"), os.getpid()
 
     def write(reply: Mapping[str, Any]) -> None:
@@ -267,13 +263,6 @@ def _serve(path: str, options: dict[str, Any], prompt: Any, pipe: socket.socket)
         if (close := getattr(environment, "close", None)) is not None:
             _result(close, runner)
         write({})
-
-
-def _discard_output() -> None:
-    """What an environment prints is discarded: with hundreds of them it would bury the run's own lines."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):
-        os.dup2(null, descriptor)
 
 
 def _load(path: str) -> Callable[..., Any]:

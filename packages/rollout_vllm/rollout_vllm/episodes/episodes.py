@@ -16,7 +16,6 @@ The rollout function can score the episode itself: it returns a number, or calls
 
 import asyncio
 import dataclasses
-import inspect
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -27,7 +26,7 @@ from typing import Any, SupportsFloat
 
 from ..client.client import Gate, RolloutClient
 from ..client.group_run import joined
-from ..client.transport import cancel, gather_or_cancel
+from ..client.transport import call_back, cancel, first_complete, gather_or_cancel
 from ..config import SamplingConfig
 from ..errors import RolloutError
 from ..samples import Failure, FailureKind, FinishReason, Request, Sample, VersionSpan, merge_spans, request_seed
@@ -183,11 +182,6 @@ class Episode:
             raise ValueError("the prompt cannot be replaced: the response has begun")
         self.prompt_ids = list(token_ids)
 
-    def _turn_rewards(self) -> list[float] | None:
-        if not self._rewards:
-            return None
-        return [self._rewards.get(index, 0.0) for index in range(sum(self.response_mask))]
-
     def _append(self, ids: list[int], log_probs: list[float] | None, sampled: bool) -> None:
         self.response_ids += ids
         self.log_probs = joined(self.log_probs, log_probs)
@@ -196,6 +190,7 @@ class Episode:
     def result(self, duration_s: float) -> EpisodeResult:
         if not self.turns:
             raise ValueError("the rollout function generated nothing")
+        rewards = [self._rewards.get(index, 0.0) for index in range(sum(self.response_mask))]
         return EpisodeResult(
             prompt_id=self.prompt_id,
             sample_index=self.sample_index,
@@ -209,7 +204,7 @@ class Episode:
             num_turns=len(self.turns),
             duration_s=duration_s,
             data=self.data,
-            turn_rewards=self._turn_rewards(),
+            turn_rewards=rewards if self._rewards else None,
         )
 
 
@@ -283,7 +278,7 @@ class EpisodeRuns:
             for request in requests
         ]
         try:
-            ended = await self._collect(tasks, num_groups, on_group)
+            ended = await first_complete(tasks, num_groups, partial(call_back, on_group))
             rest = {r.prompt_id: t for i, (r, t) in enumerate(zip(requests, tasks, strict=True)) if i not in ended}
             if keep_rest and rest:
                 self._clock.stop()
@@ -296,25 +291,6 @@ class EpisodeRuns:
             raise
         return [ended[index] for index in sorted(ended)]
 
-    async def _collect(
-        self, tasks: Sequence[asyncio.Task[EpisodeGroup]], num_groups: int, on_group: OnEpisodes | None
-    ) -> dict[int, EpisodeGroup]:
-        """Delivers groups as they end, until `num_groups` of them are complete."""
-        queue: asyncio.Queue[int] = asyncio.Queue()
-        for index, task in enumerate(tasks):
-            task.add_done_callback(partial(_put, queue, index))
-        ended: dict[int, EpisodeGroup] = {}
-        num_complete = 0
-        while num_complete < num_groups and len(ended) < len(tasks):
-            index = await queue.get()
-            group = ended[index] = tasks[index].result()
-            num_complete += not group.failures
-            if on_group is not None:
-                answer = on_group(group)
-                if inspect.isawaitable(answer):
-                    await answer
-        return ended
-
     async def _group(self, request: Request, sampling: SamplingConfig, gate: Gate | None) -> EpisodeGroup:
         episodes = [Episode(self._client, request, index, sampling, gate) for index in range(sampling.n)]
         outcomes = await gather_or_cancel(map(self._one, episodes))
@@ -326,11 +302,23 @@ class EpisodeRuns:
 
     async def _one(self, episode: Episode) -> EpisodeResult | Failure:
         async with self._free:
-            return await _run_one(episode, self._function, self._clock, self._timeout_s)
-
-
-def _put(queue: asyncio.Queue[int], index: int, _: object) -> None:
-    queue.put_nowait(index)
+            begin = time.monotonic()
+            try:
+                async with self._clock.limit(self._timeout_s) as limit:
+                    value = await self._function(episode)
+                if value is not None:
+                    episode.reward(value)
+                return episode.result(time.monotonic() - begin)
+            except TurnFailedError as error:
+                return _failure(episode, error.failure.kind, error.failure.message, error.failure.num_attempts)
+            except TimeoutError as error:
+                if limit.expired():
+                    return _failure(episode, "deadline", f"not finished within {self._timeout_s:g} s")
+                return _failure(episode, "rollout", f"TimeoutError: {error}")
+            except RolloutError as error:  # of this package: the message says it all
+                return _failure(episode, "rollout", str(error))
+            except (Exception, SystemExit) as error:  # sys.exit in the user's function must not end the run
+                return _failure(episode, "rollout", f"{type(error).__name__}: {error}")
 
 
 class _Clock:
@@ -371,29 +359,7 @@ class _Clock:
         self._left_s.clear()
 
 
-async def _run_one(
-    episode: Episode, function: RolloutFunction, clock: "_Clock", timeout_s: float | None
-) -> EpisodeResult | Failure:
-    begin = time.monotonic()
-    try:
-        async with clock.limit(timeout_s) as limit:
-            value = await function(episode)
-        if value is not None:
-            episode.reward(value)
-        return episode.result(time.monotonic() - begin)
-    except TurnFailedError as error:
-        return _failure(episode, error.failure.kind, error.failure.message, error.failure.num_attempts)
-    except TimeoutError as error:
-        if limit.expired():
-            return _failure(episode, "deadline", f"not finished within {timeout_s:g} s", 1)
-        return _failure(episode, "rollout", f"TimeoutError: {error}", 1)
-    except RolloutError as error:  # of this package: the message says it all
-        return _failure(episode, "rollout", str(error), 1)
-    except (Exception, SystemExit) as error:  # sys.exit in the user's function must not end the run
-        return _failure(episode, "rollout", f"{type(error).__name__}: {error}", 1)
-
-
-def _failure(episode: Episode, kind: FailureKind, message: str, num_attempts: int) -> Failure:
+def _failure(episode: Episode, kind: FailureKind, message: str, num_attempts: int = 1) -> Failure:
     return Failure(
         prompt_id=episode.prompt_id,
         sample_index=episode.sample_index,

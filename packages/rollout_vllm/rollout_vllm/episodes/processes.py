@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from typing import Protocol, TypeVar
 
 _PR_SET_PDEATHSIG = 1
@@ -77,6 +78,14 @@ def run_kept(
             signal.signal(-code, signal.SIG_DFL)
         os.kill(keeper, -code)
     os._exit(code)
+
+
+def end_kept(process: BaseProcess) -> None:
+    """Ends a process of `run_kept` with all that was started in it, and waits for its end."""
+    process.terminate()  # it kills what the child has started, then itself
+    process.join(timeout=10.0)
+    process.kill()
+    process.join(timeout=10.0)
 
 
 def describe(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from .processes import describe, run_kept
+from .processes import describe, end_kept, run_kept
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,6 @@ class Job:
         self.finish([outcome] * (1 if self.num_scores is None else self.num_scores))
 
 
-@dataclass(frozen=True)
-class _FailedStart:
-    function: bytes
-    outcome: RewardOutcome
-    at_s: float
-
-
 class RewardPool:
     """Worker processes, each managed by one thread. A worker that exceeds its time limit is killed and replaced.
 
@@ -98,7 +91,7 @@ class RewardPool:
                 raise ValueError(f"{name}={value}: must be greater than 0")
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._printed_dir = printed_dir
-        self._failed_start: _FailedStart | None = None
+        self._failed_start: tuple[bytes, RewardOutcome, float] | None = None  # function, outcome, time
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._closed = False
         self._threads = [
@@ -187,13 +180,11 @@ class RewardPool:
         return "" if self._printed_dir is None else os.path.join(self._printed_dir, f"reward_{index}.log")
 
     def _remember_failure(self, job: Job, outcome: RewardOutcome) -> None:
-        self._failed_start = _FailedStart(job.function, outcome, time.monotonic())
+        self._failed_start = job.function, outcome, time.monotonic()
 
     def _known_failure(self, job: Job) -> RewardOutcome | None:
-        failed = self._failed_start
-        if failed is None or failed.function != job.function or failed.at_s < job.submitted_at_s:
-            return None
-        return failed.outcome
+        function, outcome, at_s = self._failed_start or (b"", None, 0.0)
+        return outcome if function == job.function and at_s >= job.submitted_at_s else None
 
 
 class Worker:
@@ -216,10 +207,7 @@ class Worker:
         return f"(exit code {self.process.exitcode})"
 
     def kill(self) -> None:
-        self.process.terminate()  # it kills what the functions have started, then itself
-        self.process.join(timeout=10.0)
-        self.process.kill()
-        self.process.join(timeout=10.0)
+        end_kept(self.process)
         self.pipe.close()
 
 

@@ -155,15 +155,11 @@ def check_kv_cache(config: RolloutConfig, model_config: Mapping[str, Any] | None
     needed = (-(-max_len // block) + 1) * block * per_token
     if needed > budget:
         fits = max(0, budget // (block * per_token) - 1) * block
+        suffices = float(f"{needed / 2**30 * 1.05 + 0.0005:.3f}")
         raise KVCacheTooSmallError(
             f"kv_cache_gib={budget / 2**30:.4g} holds {fits} tokens, less than one sequence of "
-            f"max_model_len={max_len}; set kv_cache_gib to at least {_round_up(needed / 2**30)} "
-            f"or max_model_len to at most {fits}"
+            f"max_model_len={max_len}; set kv_cache_gib to at least {suffices} or max_model_len to at most {fits}"
         )
-
-
-def _round_up(gib: float) -> float:
-    return float(f"{gib * 1.05 + 0.0005:.3f}")
 
 
 def available_memory_bytes(meminfo: str) -> int | None:

@@ -30,14 +30,9 @@ _RULES: Sequence[tuple[str, str]] = (
 _COMPILED = tuple((message, re.compile(pattern)) for message, pattern in _RULES)
 
 
-def clean_line(line: str) -> str:
-    """A log line without process and time prefixes."""
-    return _LOG_HEAD.sub("", _PREFIX.sub("", line)).strip()
-
-
 def diagnose(log: str, exit_status: int | None) -> str:
     """The reason, at most 400 characters. log: the server's output; exit_status: None while it is running."""
-    lines = [clean_line(line) for line in log.splitlines()]
+    lines = [_LOG_HEAD.sub("", _PREFIX.sub("", line)).strip() for line in log.splitlines()]
     for message, pattern in _COMPILED:
         for line in lines:
             if match := pattern.search(line):

@@ -75,8 +75,9 @@ def build_server(
     """Server `index` of a group on this host, with a reserved port, not started yet. Raises PortInUseError."""
     held = reserve_port(config.host, None if config.port is None else config.port + index)
     port = held.getsockname()[1]
+    num_cores = len(os.sched_getaffinity(0))
     variables = server_environment(
-        os.environ, config, device=device, api_key=api_key, num_cores=_num_cores(), gpu_ids=gpu_ids, extra=env
+        os.environ, config, device=device, api_key=api_key, num_cores=num_cores, gpu_ids=gpu_ids, extra=env
     )
     arguments = server_arguments(config, str(model_path), port=port, device=device, extra_args=extra_args)
     host = f"[{config.host}]" if ":" in config.host else config.host
@@ -191,10 +192,6 @@ class ServerGroup:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _stop_if_alive(reference: weakref.ref[ServerGroup]) -> None:
