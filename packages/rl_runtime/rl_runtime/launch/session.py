@@ -6,6 +6,7 @@ They end on success, on errors and on Ctrl-C; no process is left.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -221,9 +222,13 @@ def open_session(
         RankError: a rank could not start.
     """
     with ExitStack() as stack:
-        # Ray starts before the servers: its processes must start within 30 s, and vLLM's start uses every core.
+        start = partial(_servers, placement, rollout, model_path, log_dir, sync)
+        # A run waits longest for its servers, so they start first where they do not need Ray's nodes. Not on the CPU:
+        # Ray's processes must start within 30 s, and vLLM's start uses every core.
+        early = placement.on_gpu and trainer.ray_address is None
+        servers = stack.enter_context(start(None)) if early else None
         devices = stack.enter_context(_ray(trainer.ray_address, placement))
-        servers = stack.enter_context(_servers(placement, devices, rollout, model_path, log_dir, sync))
+        servers = servers or stack.enter_context(start(devices.reservation))
         session = Session(placement, trainer, rollout, devices=devices, servers=servers, fits=fits)
         stack.callback(session.close)
         session.start_ranks()
@@ -296,14 +301,19 @@ def plan_ranks(trainer: RanksConfig, *, sequence_parallel: int = 1) -> Placement
 
 
 def _servers(
-    placement: Placement, devices: "_Devices", rollout: RolloutConfig, model_path: str, log_dir: Path, sync: SyncConfig
+    placement: Placement,
+    rollout: RolloutConfig,
+    model_path: str,
+    log_dir: Path,
+    sync: SyncConfig,
+    reservation: Reservation | None,
 ) -> ServerGroup:
-    """Starts the servers on this host, or on the nodes of the cluster; they may still be loading."""
+    """Starts the servers on this host, or on the reserved nodes of the cluster; they may still be loading."""
     device: Literal["cpu", "cuda"] = "cuda" if placement.on_gpu else "cpu"
     rollout = replace(rollout, device=device)
     extra_args, env = server_args(sync, device), server_env(sync, device)
-    if devices.reservation is not None and not rollout.urls:
-        seats = devices.reservation.servers
+    if reservation is not None and not rollout.urls:
+        seats = reservation.servers
         return launch_on_ray(model_path, rollout, log_dir=log_dir, seats=seats, extra_args=extra_args, env=env)
     gpus = [slot.gpus for slot in placement.servers]
     return ServerGroup.launch(
