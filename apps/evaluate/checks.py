@@ -31,8 +31,7 @@ def check_inputs(config: EvaluateConfig) -> None:
     if config.model.path != BUILTIN_MODEL and not config.data.val:
         raise InputError("data.val is empty; give the files with the prompts to evaluate on")
     check_functions(config.episode, config.reward)
-    scores_alone = config.episode.environment is not None and not config.reward.terms
-    check_prompt_files(config.model, config.data, rewards=() if scores_alone else rewards_of_rows(config.reward))
+    check_prompt_files(config.model, config.data, rewards=rewards_of_rows(config.reward, config.episode))
     check_environment(config.episode, config.model, config.data, config.task, seed=config.seed)
     check_lengths(config.rollout, config.data, [config.sampling])
     if config.reward.model_on_ranks:

@@ -6,11 +6,9 @@ from .app.inputs import Inputs as Inputs
 from .app.inputs import load_inputs as load_inputs
 from .app.job import Algorithm as Algorithm
 from .app.job import Job as Job
-from .app.job import JobPlan as JobPlan
 from .app.job import check_job as check_job
 from .app.job import job_layout as job_layout
 from .app.job_config import JobConfig as JobConfig
-from .app.job_config import TrainedModel as TrainedModel
 from .app.preflight import check_architectures as check_architectures
 from .app.preflight import check_cluster as check_cluster
 from .app.preflight import check_engine as check_engine
@@ -31,10 +29,12 @@ from .app.supervised_run import run_supervised as run_supervised
 from .app.task_config import TaskSize as TaskSize
 from .app.teacher import check_teacher as check_teacher
 from .app.teacher import open_teacher as open_teacher
+from .app.training_run import JobPlan as JobPlan
 from .app.training_run import TrainingRun as TrainingRun
 from .config import FrozenModel as FrozenModel
 from .config import ModelConfig as ModelConfig
 from .config import RanksConfig as RanksConfig
+from .config import TrainedModel as TrainedModel
 from .config import TrainerConfig as TrainerConfig
 from .config import TrainingConfig as TrainingConfig
 from .errors import InputError as InputError

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ds_engine import Head
+from ds_engine import EngineConfig, Head
 from run_kit import EXPERIMENT_PATTERN
 
 DEFAULT_NUM_RANKS = 2
@@ -69,6 +69,18 @@ def check_resume(config: Any) -> None:
 
 BUILTIN_MODEL = "builtin:tiny"
 """The name of the model that the project builds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A model that a run trains."""
+
+    section: str
+    """Its configuration section."""
+    engine: EngineConfig
+    head: Head = "lm"
+    own_ranks: int = 0
+    """Ranks for it alone; 0: it is on the actor's."""
 
 
 @dataclass(frozen=True, kw_only=True)

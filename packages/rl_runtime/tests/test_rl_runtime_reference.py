@@ -31,7 +31,8 @@ def test_a_job_builds_a_reference_only_where_the_actor_has_no_adapters(lora: Lor
     ranks: Any = SimpleNamespace(run=lambda method, role, *_: built.append(f"{method.__name__} {role}"))
     stand_in: Any = SimpleNamespace(ranks_of=lambda role: ranks, info=lines.append, model_path=tmp_path)
     config = JobConfig(actor=EngineConfig(lora=lora))
-    job = Job(config=config, session=stand_in, tracker=stand_in, inputs=stand_in, folder=tmp_path, resumed=None)
+    stand_ins = dict.fromkeys(("session", "tracker", "inputs", "memory"), stand_in)
+    job = Job(config=config, folder=tmp_path, resumed=None, **stand_ins)
     actor = job.trained("actor", config.actor, num_updates=1)
     reference = job.reference(actor)
     if lora is None:

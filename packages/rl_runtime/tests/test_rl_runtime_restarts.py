@@ -54,6 +54,7 @@ def restarts_of(run: Any, session: Any = None, *, max_restarts: int = 3) -> Rest
         inputs=None,  # type: ignore[arg-type]
         folder=run.folder,
         resumed=None,
+        memory=None,  # type: ignore[arg-type]
     )
     return Restarts(job)
 

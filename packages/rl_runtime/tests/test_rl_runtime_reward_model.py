@@ -23,7 +23,7 @@ from rl_runtime.app.reward_model import check_reward_model
 from rl_runtime.config import ModelConfig
 from rl_runtime.errors import InputError, RolloutFailed
 from rl_runtime.experience import Experience
-from rl_runtime.rollout.config import DynamicSamplingConfig
+from rl_runtime.rollout.config import DynamicSamplingConfig, EpisodeConfig
 from rl_runtime.rollout.scoring import Scorer, rewards_of_rows
 from rl_runtime.rollout.scoring_config import RewardTermConfig, ScoringConfig
 from rl_runtime.training.reward_model import to_be_scored, with_output
@@ -203,8 +203,8 @@ def test_functions_score_during_the_rollout_and_the_model_on_the_ranks_later() -
         (0.5, {"brief": 1.0}),
         (4.5, {"episode": 4.0, "brief": 1.0}),
     ]
-    assert rewards_of_rows(ScoringConfig(model="m")) == ()
-    assert len(rewards_of_rows(ScoringConfig(model="m", terms=TERM)) or ()) == 1
+    assert rewards_of_rows(ScoringConfig(model="m"), EpisodeConfig()) == ()
+    assert len(rewards_of_rows(ScoringConfig(model="m", terms=TERM), EpisodeConfig()) or ()) == 1
 
 
 def test_a_served_model_gets_the_token_ids_and_scores_during_the_rollout(reward_folder: Path) -> None:

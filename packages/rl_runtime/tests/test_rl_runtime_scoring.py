@@ -152,10 +152,10 @@ def test_code_says_at_the_start_what_programs_can_reach() -> None:
 
 
 def test_only_rewards_of_the_registry_look_at_rows() -> None:
-    assert rewards_of_rows(ScoringConfig()) is None
-    assert rewards_of_rows(ScoringConfig(function="a:b")) == ()
-    assert rewards_of_rows(ScoringConfig(url="http://a/b")) == ()
-    found = rewards_of_rows(ScoringConfig(terms=terms(a={"function": "math"}, b={"function": "a:b"})))
+    assert rewards_of_rows(ScoringConfig(), EpisodeConfig()) is None
+    assert rewards_of_rows(ScoringConfig(function="a:b"), EpisodeConfig()) == ()
+    assert rewards_of_rows(ScoringConfig(url="http://a/b"), EpisodeConfig()) == ()
+    found = rewards_of_rows(ScoringConfig(terms=terms(a={"function": "math"}, b={"function": "a:b"})), EpisodeConfig())
     assert found == (make_reward("math"),)
 
 

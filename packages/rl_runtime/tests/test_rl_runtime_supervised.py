@@ -103,8 +103,8 @@ class Journal:
     def rewind(self, step: int, _metrics: Any) -> None:
         self.done.append(("rewind", step))
 
-    def first(self, _metric: str) -> float:
-        return 9.0
+    def first_values(self, *metrics: str) -> dict[str, float]:
+        return dict.fromkeys(metrics, 9.0)
 
     def info(self, text: str) -> None:
         self.said.append(text)

@@ -7,7 +7,7 @@ refused. A DeepSpeed JSON file that the config names (`deepspeed_config_file`) i
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,7 @@ _DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _NODES = "Ray starts the ranks of all nodes (trainer.ray_address; plinth slurm APP nodes=N)"
 _BATCH = "computed from batch sizes and ranks; give batch.mini_batch_size (prompts), in SFT supervised.batch_size"
 _NOT_NEEDED = {
+    "distributed_type": "DeepSpeed is the only backend",
     "compute_environment": "the same command runs everywhere",
     "main_training_function": "an app is its own script",
     "zero3_init_flag": "stage 3 always loads sharded weights",
@@ -56,7 +57,7 @@ _REFUSED = {
     "fp8_config": "FP8 training is not supported",
     "mpirun_config": "Ray starts the ranks",
 }
-_OPTIMIZER = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
+_OPTIMIZER = ("lr", "betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,195 +81,159 @@ class Entry:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+Fate = dict[str, Any]
+"""What becomes of a key: the fields of its `Entry` but for the key and its value."""
+
+
+def _mapped(ours: str, our_value: Any, why: str = "") -> Fate:
+    return {"kind": "mapped", "ours": ours, "our_value": our_value, "why": why}
+
+
+def _not_needed(why: str) -> Fate:
+    return {"kind": "not needed", "why": why}
+
+
+def _refused(why: str) -> Fate:
+    return {"kind": "refused", "why": why}
+
+
 class _Converter:
-    app: AppName
-    folder: Path
-    dtype: str
+    def __init__(self, app: AppName, folder: Path, dtype: str) -> None:
+        self._folder, self._dtype, is_sft = folder, dtype, app == "sft"
+        self._engine = engine = "engine" if is_sft else "actor"
+        self._optim = optim = "supervised.optim" if is_sft else "actor.optim"
+        self._zero = zero = f"{engine}.zero"
+        self._rules: dict[str, Callable[[Any], Fate]] = {
+            # accelerate's YAML
+            "num_processes": lambda v: _mapped("trainer.num_ranks", v),
+            "num_machines": lambda v: (
+                _mapped("trainer.ray_address", "auto", _NODES)
+                if v and int(v) > 1
+                else _not_needed("one host is the default")
+            ),
+            "mixed_precision": self._precision,
+            "use_cpu": _switch("trainer.device", "cpu", "GPUs are used if there are any"),
+            "debug": _switch(f"{engine}.collective_guard", "auto", "off is the default"),
+            "dynamo_config": _switch(
+                f"{engine}.compile",
+                True,
+                "not compiled",
+                is_on=lambda v: bool(v) and str(v.get("dynamo_backend", "NO")).upper() != "NO",
+            ),
+            # its section deepspeed_config, and DeepSpeed's JSON
+            "gradient_clipping": lambda v: _mapped(f"{optim}.grad_clip", float(v) or None),
+            "zero3_save_16bit_model": _switch("trainer.export_model", True, "the model is not exported"),
+            "train_micro_batch_size_per_gpu": lambda v: _mapped(f"{'' if is_sft else 'batch.'}micro_batch_size", v),
+            "train_batch_size": lambda v: (
+                _mapped("supervised.batch_size", v)
+                if is_sft
+                else _refused("batch.mini_batch_size counts prompts: divide by sampling.n")
+            ),
+            "scheduler": lambda _: _refused(f"set {optim}.schedule and {optim}.warmup_steps"),
+            "communication_data_type": _switch(f"{zero}.fp32_reduce", True, "the default", is_on=lambda v: v == "fp32"),
+            "data_types": lambda v: _mapped(f"{zero}.fp32_grad_accum", v.get("grad_accum_dtype") == "fp32"),
+            # the section zero_optimization, and accelerate's keys that stand for it
+            **dict.fromkeys(("stage", "zero_stage"), self._stage_fate),
+            "overlap_comm": lambda v: _mapped(f"{zero}.overlap_comm", v),
+            "reduce_bucket_size": self._bucket,
+            "stage3_param_persistence_threshold": lambda v: _mapped(
+                f"{zero}.param_persistence_elements", int(float(v))
+            ),
+        }
 
-    @property
-    def engine(self) -> str:
-        return "engine" if self.app == "sft" else "actor"
-
-    @property
-    def optim(self) -> str:
-        return "supervised.optim" if self.app == "sft" else "actor.optim"
-
-    def file(self, tree: Mapping[str, Any]) -> Iterator[Entry]:
-        """The keys of accelerate's YAML."""
-        for key, value in tree.items():
-            if key == "distributed_type":
-                yield Entry(theirs=key, value=value, kind="not needed", why="DeepSpeed is the only backend")
-            elif key == "num_processes":
-                yield self._mapped(key, value, "trainer.num_ranks", value)
-            elif key == "num_machines" and value and int(value) > 1:
-                yield self._mapped(key, value, "trainer.ray_address", "auto", _NODES)
-            elif key == "num_machines":
-                yield Entry(theirs=key, value=value, kind="not needed", why="one host is the default")
-            elif key == "mixed_precision":
-                yield self._precision(key, value)
-            elif key == "use_cpu":
-                yield self._switch(key, value, "trainer.device", "cpu", "GPUs are used if there are any")
-            elif key == "debug":
-                yield self._switch(key, value, f"{self.engine}.collective_guard", "auto", "off is the default")
-            elif key == "dynamo_config":
-                uses = bool(value) and str(value.get("dynamo_backend", "NO")).upper() != "NO"
-                yield self._switch(key, value, f"{self.engine}.compile", uses, "not compiled", is_on=uses)
-            elif key == "deepspeed_config":
-                yield from self.deepspeed(value or {}, f"{key}.")
-            else:
-                yield self._other(key, value)
-
-    def deepspeed(self, tree: Mapping[str, Any], prefix: str) -> Iterator[Entry]:
-        """The keys of accelerate's `deepspeed_config`, or of a DeepSpeed JSON file."""
+    def entries(self, tree: Mapping[str, Any], prefix: str = "", stage: int = 2) -> Iterator[Entry]:
+        """The keys of accelerate's YAML (no prefix), of its `deepspeed_config`, of DeepSpeed's JSON or a section."""
+        stage = int(tree.get("stage", tree.get("zero_stage", stage)))
         for key, value in tree.items():
             name = prefix + key
-            if value == "auto":
-                yield Entry(theirs=name, value=value, kind="not needed", why="chosen by the engine")
+            if value == "auto" and prefix:
+                yield Entry(theirs=name, value=value, **_not_needed("chosen by the engine"))
+            elif key == "deepspeed_config":
+                yield from self.entries(value or {}, f"{name}.", stage)
             elif key == "deepspeed_config_file":
-                yield Entry(theirs=name, value=value, kind="not needed", why="its keys are below")
-                yield from self.deepspeed(_read_json(self.folder, str(value)), f"{Path(str(value)).name}:")
+                yield Entry(theirs=name, value=value, **_not_needed("its keys are below"))
+                yield from self.entries(_read_json(self._folder, str(value)), f"{Path(str(value)).name}:", stage)
             elif key == "zero_optimization":
-                yield from self.zero(value, f"{name}.", tree)
+                yield from self.entries(value, f"{name}.", stage)
             elif key in ("fp16", "bf16"):
                 yield from self._section_precision(key, value, name)
-            elif key == "gradient_clipping":
-                yield self._mapped(name, value, f"{self.optim}.grad_clip", float(value) or None)
-            elif key == "zero3_save_16bit_model":
-                yield self._switch(name, value, "trainer.export_model", True, "the model is not exported")
-            elif key in ("train_micro_batch_size_per_gpu", "train_batch_size"):
-                yield self._batch(key, value, name)
             elif key == "optimizer":
                 yield from self._optimizer(value, f"{name}.")
-            elif key == "scheduler":
-                why = f"set {self.optim}.schedule and {self.optim}.warmup_steps"
-                yield Entry(theirs=name, value=value, kind="refused", why=why)
-            elif key == "communication_data_type":
-                wide = value == "fp32"
-                yield self._switch(name, value, f"{self.engine}.zero.fp32_reduce", True, "the default", is_on=wide)
-            elif key == "data_types":
-                wide = value.get("grad_accum_dtype") == "fp32"
-                yield self._mapped(name, value, f"{self.engine}.zero.fp32_grad_accum", wide)
-            elif key in _NOT_NEEDED or key in _REFUSED:
-                yield self._other(key, value, name)
-            else:
-                yield from self.zero({key: value}, prefix, tree)
-
-    def zero(self, section: Mapping[str, Any], prefix: str, tree: Mapping[str, Any]) -> Iterator[Entry]:
-        """The keys of a `zero_optimization` section, and those of accelerate that stand for them."""
-        zero = f"{self.engine}.zero"
-        stage = int(section.get("stage", tree.get("zero_stage", 2)))
-        for key, value in section.items():
-            name = prefix + key
-            if value == "auto":
-                yield Entry(theirs=name, value=value, kind="not needed", why="chosen by the engine")
-            elif key in ("stage", "zero_stage"):
-                known = int(value) in (1, 2, 3)
-                why = "" if known else "stages 1 to 3 are supported; 1 shards the optimizer states alone"
-                yield (
-                    self._mapped(name, value, f"{zero}.stage", int(value))
-                    if known
-                    else Entry(theirs=name, value=value, kind="refused", why=why)
-                )
             elif key.startswith(("offload_optimizer", "offload_param")):
                 yield from self._offload(key, value, name, stage)
-            elif key == "overlap_comm":
-                yield self._mapped(name, value, f"{zero}.overlap_comm", value)
-            elif key == "reduce_bucket_size":
-                size = int(float(value)) * (4 if self.dtype == "float32" else 2)
-                why = f"elements of {self.dtype} as bytes"
-                yield self._mapped(name, value, f"{zero}.reduce_bucket_bytes", max(1024, size), why)
-            elif key == "stage3_param_persistence_threshold":
-                yield self._mapped(name, value, f"{zero}.param_persistence_elements", int(float(value)))
-            elif key in OWNED:
-                yield Entry(theirs=name, value=value, kind="not needed", why=OWNED[key])
             else:
-                yield self._passed(key, value, name, stage)
+                yield Entry(theirs=name, value=value, **self._fate(key, value, stage, is_top=not prefix))
 
-    def _passed(self, key: str, value: Any, name: str, stage: int) -> Entry:
+    def _fate(self, key: str, value: Any, stage: int, *, is_top: bool) -> Fate:
+        if (rule := self._rules.get(key)) is not None:
+            return rule(value)
+        if why := OWNED.get(key) or _NOT_NEEDED.get(key):
+            return _not_needed(why)
+        if not value and (is_top or key in _REFUSED):
+            return _not_needed("it is empty")
         if not key.startswith("stage3_") and key not in ("sub_group_size", "ignore_unused_parameters"):
-            return Entry(theirs=name, value=value, kind="refused", why="unknown to this command; see docs/from-verl.md")
+            return _refused(_REFUSED.get(key, "unknown to this command; see docs/from-verl.md"))
         if stage < 3 and key != "ignore_unused_parameters":
-            return Entry(theirs=name, value=value, kind="not needed", why=f"read at stage 3 only, and this is {stage}")
-        value_ = value if isinstance(value, bool) else int(float(value))
-        return self._mapped(name, value, f"{self.engine}.zero.deepspeed.{key}", value_)
+            return _not_needed(f"read at stage 3 only, and this is {stage}")
+        return _mapped(f"{self._zero}.deepspeed.{key}", value if isinstance(value, bool) else int(float(value)))
+
+    def _stage_fate(self, value: Any) -> Fate:
+        if int(value) not in (1, 2, 3):
+            return _refused("stages 1 to 3 are supported; 1 shards the optimizer states alone")
+        return _mapped(f"{self._zero}.stage", int(value))
+
+    def _bucket(self, value: Any) -> Fate:
+        size = int(float(value)) * (4 if self._dtype == "float32" else 2)
+        return _mapped(f"{self._zero}.reduce_bucket_bytes", max(1024, size), f"elements of {self._dtype} as bytes")
 
     def _offload(self, key: str, value: Any, name: str, stage: int) -> Iterator[Entry]:
         what = "optimizer" if key.startswith("offload_optimizer") else "param"
-        ours = f"{self.engine}.zero.offload"
+        ours = f"{self._zero}.offload"
         if isinstance(value, Mapping):  # DeepSpeed's section; accelerate has flat keys
             for inner, part in value.items():
                 if inner in ("device", "nvme_path"):
                     yield from self._offload(f"offload_{what}_{inner}", part, f"{name}.{inner}", stage)
                 else:
-                    yield Entry(theirs=f"{name}.{inner}", value=part, kind="not needed", why="the engine chooses it")
-        elif key.endswith("nvme_path"):
-            if value in (None, "none", "None"):
-                yield Entry(theirs=name, value=value, kind="not needed", why="nothing is on NVMe")
-            else:
-                yield self._mapped(name, value, f"{ours}.nvme_path", value)
+                    yield Entry(theirs=f"{name}.{inner}", value=part, **_not_needed("the engine chooses it"))
+            return
+        fate = _mapped(f"{ours}.{what}", value or "none")
+        if key.endswith("nvme_path"):
+            is_none = value in (None, "none", "None")
+            fate = _not_needed("nothing is on NVMe") if is_none else _mapped(f"{ours}.nvme_path", value)
         elif what == "param" and stage < 3 and value not in (None, "none"):
-            yield Entry(theirs=name, value=value, kind="not needed", why=f"DeepSpeed ignores it at stage {stage}")
-        else:
-            yield self._mapped(name, value, f"{ours}.{what}", value or "none")
+            fate = _not_needed(f"DeepSpeed ignores it at stage {stage}")
+        yield Entry(theirs=name, value=value, **fate)
 
     def _optimizer(self, section: Mapping[str, Any], prefix: str) -> Iterator[Entry]:
         kind = section.get("type")
         if kind not in ("Adam", "AdamW"):
-            yield Entry(theirs=prefix[:-1], value=section, kind="refused", why="the engine's optimizer is AdamW")
+            yield Entry(theirs=prefix[:-1], value=section, **_refused("the engine's optimizer is AdamW"))
             return
-        yield Entry(theirs=f"{prefix}type", value=kind, kind="not needed", why="the engine's optimizer is AdamW")
+        yield Entry(theirs=f"{prefix}type", value=kind, **_not_needed("the engine's optimizer is AdamW"))
         for key, value in (section.get("params") or {}).items():
-            name = f"{prefix}params.{key}"
+            fate = _refused(f"no key of {self._optim}")
             if value == "auto":
-                yield Entry(theirs=name, value=value, kind="not needed", why="our default applies")
+                fate = _not_needed("our default applies")
             elif key in _OPTIMIZER:
-                yield self._mapped(name, value, f"{self.optim}.{_OPTIMIZER[key]}", value)
-            else:
-                yield Entry(theirs=name, value=value, kind="refused", why=f"no key of {self.optim}")
+                fate = _mapped(f"{self._optim}.{key}", value)
+            yield Entry(theirs=f"{prefix}params.{key}", value=value, **fate)
 
-    def _batch(self, key: str, value: Any, name: str) -> Entry:
-        if key == "train_micro_batch_size_per_gpu":
-            ours = "micro_batch_size" if self.app == "sft" else "batch.micro_batch_size"
-            return self._mapped(name, value, ours, value)
-        if self.app == "sft":
-            return self._mapped(name, value, "supervised.batch_size", value)
-        why = "batch.mini_batch_size counts prompts: divide by sampling.n"
-        return Entry(theirs=name, value=value, kind="refused", why=why)
-
-    def _precision(self, name: str, value: Any) -> Entry:
+    def _precision(self, value: Any) -> Fate:
         word = "no" if value is False else str(value)  # YAML reads a bare no as false
-        if word not in _DTYPES:
-            return Entry(theirs=name, value=value, kind="refused", why="allowed: no, fp16, bf16")
-        return self._mapped(name, value, f"{self.engine}.dtype", _DTYPES[word])
+        known = _mapped(f"{self._engine}.dtype", _DTYPES.get(word))
+        return known if word in _DTYPES else _refused("allowed: no, fp16, bf16")
 
     def _section_precision(self, key: str, value: Mapping[str, Any], name: str) -> Iterator[Entry]:
         for inner, part in value.items():
-            if inner != "enabled":
-                yield Entry(theirs=f"{name}.{inner}", value=part, kind="not needed", why="the engine scales the loss")
-            elif part is True:
-                yield self._mapped(f"{name}.enabled", part, f"{self.engine}.dtype", _DTYPES[key])
-            else:
-                yield Entry(theirs=f"{name}.enabled", value=part, kind="not needed", why="mixed_precision decides")
+            fate = _not_needed("the engine scales the loss" if inner != "enabled" else "mixed_precision decides")
+            if inner == "enabled" and part is True:
+                fate = _mapped(f"{self._engine}.dtype", _DTYPES[key])
+            yield Entry(theirs=f"{name}.{inner}", value=part, **fate)
 
-    def _other(self, key: str, value: Any, name: str = "") -> Entry:
-        name = name or key
-        if key in _NOT_NEEDED:
-            return Entry(theirs=name, value=value, kind="not needed", why=_NOT_NEEDED[key])
-        if not value:
-            return Entry(theirs=name, value=value, kind="not needed", why="it is empty")
-        why = _REFUSED.get(key, "unknown to this command; see docs/from-verl.md")
-        return Entry(theirs=name, value=value, kind="refused", why=why)
 
-    def _mapped(self, name: str, value: Any, ours: str, our_value: Any, why: str = "") -> Entry:
-        return Entry(theirs=name, value=value, kind="mapped", ours=ours, our_value=our_value, why=why)
-
-    def _switch(
-        self, name: str, value: Any, ours: str, our_value: Any, off: str, *, is_on: bool | None = None
-    ) -> Entry:
-        if bool(value) if is_on is None else is_on:
-            return self._mapped(name, value, ours, our_value)
-        return Entry(theirs=name, value=value, kind="not needed", why=off)
+def _switch(ours: str, our_value: Any, off: str, *, is_on: Callable[[Any], bool] = bool) -> Callable[[Any], Fate]:
+    """The rule of a key that is mapped if it is on, and not needed if it is `off`."""
+    return lambda value: _mapped(ours, our_value) if is_on(value) else _not_needed(off)
 
 
 def convert(file: Path, *, app: AppName = "grpo") -> list[Entry]:
@@ -288,9 +253,9 @@ def convert(file: Path, *, app: AppName = "grpo") -> list[Entry]:
     if tree.get("distributed_type", "DEEPSPEED") != "DEEPSPEED":
         raise InputError(f"{file}: distributed_type is {tree['distributed_type']}; allowed: DEEPSPEED")
     word = "no" if tree.get("mixed_precision", "bf16") is False else str(tree.get("mixed_precision", "bf16"))
-    converter = _Converter(app=app, folder=file.parent, dtype=_DTYPES.get(word, "bfloat16"))
+    converter = _Converter(app, file.parent, _DTYPES.get(word, "bfloat16"))
     try:
-        return list(converter.file(tree))
+        return list(converter.entries(tree))
     except (TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{file}: a value has another type than accelerate's: {error}") from None
 

@@ -4,18 +4,16 @@ An app is `run_job(config, check(config), compose)`: `check` is `check_job` with
 these engines from a `Job` and returns the update of one step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-from ckpt import Checkpoint
 from ds_engine import EngineConfig, Head
 from rl_core import BatchError, BatchLayout, batch_layout
 from rl_data import find_model_folder
 from run_kit import check_tracking
 
 from ..errors import InputError
-from ..launch.placement import Placement
 from ..launch.session import Session, plan_session
 from ..ranks.environment import prepare_driver
 from ..ranks.model_handle import ModelHandle, Reference, WithoutAdapters
@@ -40,9 +38,8 @@ from .preflight import (
     check_supervised,
     check_train_prompts,
 )
-from .resume import find_checkpoint
-from .reward_model import check_reward_model, check_reward_ranks, reward_engine
-from .training_run import TrainingRun
+from .reward_model import check_reward_model, check_reward_ranks
+from .training_run import JobPlan, TrainingRun, plan_run
 from .warm_start import starting_folder
 
 
@@ -56,19 +53,6 @@ class Algorithm:
     """The update of one step on scored samples; returns its metrics."""
     state: Mapping[str, Stateful] = field(default_factory=dict)
     """Further state that is saved and resumed, such as a KL controller; JSON-able."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobPlan:
-    """The result of `check_job`: devices, the checkpoint to resume from, and how models are computed."""
-
-    placement: Placement
-    resume_from: Checkpoint | None
-    """The checkpoint that the run resumes from; its files are verified."""
-    skipped: Sequence[str] = ()
-    """Checkpoints and runs that `resume=auto` passed over, with reasons, and what it downloaded; one a line."""
-    architectures: Sequence[str] = ()
-    """How the engines compute the model, one line each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +102,7 @@ class Job(TrainingRun):
             return None
         folder = find_model_folder(str(reward.model))
         self.tracker.info(f"reward model: {folder}, frozen on the actor's ranks")
-        model = self.frozen("reward", reward_engine(self.config), model_path=self.for_ranks(folder), head="value")
+        model = self.frozen("reward", self.config.frozen_engine, model_path=self.for_ranks(folder), head="value")
         return RewardModel(model, weight=reward.model_weight)
 
     def _handle(self, role: str, *, temperature: float | None = None) -> ModelHandle:
@@ -175,8 +159,7 @@ def check_job(
     sp = {section: engine.sequence_parallel for section, (engine, _) in engines.items()}
     placement = plan_session(config.trainer, config.rollout, own_ranks, sp)
     check_functions(config.episode, config.reward)
-    is_scored_alone = config.episode.environment is not None and not config.reward.terms
-    check_prompt_files(config.model, config.data, rewards=() if is_scored_alone else rewards_of_rows(config.reward))
+    check_prompt_files(config.model, config.data, rewards=rewards_of_rows(config.reward, config.episode))
     check_train_prompts(config.model, config.data)
     check_environment(config.episode, config.model, config.data, config.task, seed=config.trainer.seed)
     check_supervised(config.model, config.data, config.warm_start, section="warm_start")
@@ -195,6 +178,4 @@ def check_job(
     check_servers(config.model, config.rollout, config.sync, config.trainer, placement)
     check_cluster(config.model, config.trainer, placement)
     architectures += check_reward_ranks(config, placement)
-    skipped: list[str] = []
-    resume_from = find_checkpoint(config.trainer, skipped.append)
-    return JobPlan(placement=placement, resume_from=resume_from, skipped=skipped, architectures=architectures)
+    return plan_run(config.trainer, placement, architectures)

@@ -1,32 +1,20 @@
 """The configuration sections of every reinforcement-learning app; an app adds its algorithm."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from ds_engine import EngineConfig, Head
+from ds_engine import EngineConfig
 from rl_core import BatchConfig
 from rl_data import DataConfig
 from rollout_vllm import RolloutConfig, SamplingConfig
 from run_kit import TrackingConfig
 from weight_sync import SyncConfig
 
-from ..config import FrozenModel, ModelConfig, TrainerConfig, check_value
+from ..config import FrozenModel, ModelConfig, TrainedModel, TrainerConfig, check_value
 from ..rollout.config import DynamicSamplingConfig, EpisodeConfig, OversamplingConfig
 from ..rollout.scoring_config import ScoringConfig
 from ..training.supervised_config import SupervisedConfig
 from .task_config import TaskSize
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainedModel:
-    """A model that the job trains."""
-
-    section: str
-    """Its configuration section."""
-    engine: EngineConfig
-    head: Head = "lm"
-    own_ranks: int = 0
-    """Ranks for it alone; 0: it is on the actor's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +153,11 @@ class JobConfig:
     def keeps_reference(self) -> bool:
         """Whether the ranks keep a frozen copy of the first policy (`Job.reference`)."""
         return False
+
+    @property
+    def frozen_engine(self) -> EngineConfig:
+        """The engine of `frozen_models`: as the actor's, without adapters."""
+        return replace(self.actor, lora=None)
 
     @property
     def frozen_models(self) -> tuple[FrozenModel, ...]:

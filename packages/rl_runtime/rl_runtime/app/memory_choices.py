@@ -340,7 +340,7 @@ def _frozen_bytes(config: JobConfig, model: FrozenModel, shape: ModelShape, toke
     These are its weights; with its distributions also the hidden states of a micro batch of `tokens` tokens and, at
     stage 3, a copy of the whole LM head.
     """
-    engine = replace(config.actor, lora=None)
+    engine = config.frozen_engine
     dp = max(1, config.trainer.rank_count // engine.sequence_parallel)
     found = estimate_memory(shape, engine, dp=dp, tokens_per_micro_batch=1, head=model.head).weights.device
     if not model.keeps_distributions:

@@ -35,6 +35,7 @@ from rl_data import (
     check_files,
     check_model_folder,
     check_preferences,
+    check_same_vocabulary,
     find_model_folder,
     load_tokenizer,
 )
@@ -87,6 +88,36 @@ def policy_tokenizer(model: ModelConfig) -> Any:
         return build_tiny_tokenizer()
     with naming_key("model.path"):
         return load_tokenizer(find_model_folder(model.path))
+
+
+def load_scoring_model(
+    key: str, name: str, policy: ModelConfig, *, need_weights: bool, remedy: str
+) -> tuple[Path, Any]:
+    """The folder and the tokenizer of a model that scores the token ids of the policy; `key` names it.
+
+    Raises InputError, with `remedy` at its end if the vocabulary is another one.
+    """
+    folder = find_model_folder(name)
+    with naming_key(key):
+        check_model_folder(folder, need_weights=need_weights)
+        theirs = load_tokenizer(folder)
+    try:
+        check_same_vocabulary(policy_tokenizer(policy), theirs)
+    except DataError as error:
+        raise InputError(
+            f"{key} is {name}, which cannot score the token ids of model.path ({policy.path}): {error} {remedy}"
+        ) from error
+    return folder, theirs
+
+
+def read_model_config(folder: Path, *, key: str = "model.path") -> dict[str, Any]:
+    """The config.json of a model folder. Raises InputError."""
+    with naming_key(key):
+        try:
+            settings: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise InputError(f"{key}: {folder / 'config.json'} is no JSON: {error}") from error
+    return settings
 
 
 def check_functions(episode: EpisodeConfig, reward: ScoringConfig) -> None:
@@ -161,6 +192,7 @@ def check_architectures(
     *,
     on_gpu: bool,
     value_heads: Collection[str] = ("critic",),
+    key: str = "model.path",
 ) -> list[str]:
     """Checks that the engines compute the model exactly, on a small random copy; returns a line for each way.
 
@@ -168,6 +200,7 @@ def check_architectures(
         engines: configuration section -> engine.
         value_heads: sections whose engines have a value head.
         on_gpu: the ranks have GPUs; they try a model whose kernels need one.
+        key: the configuration key that names the model.
 
     Raises InputError.
     """
@@ -186,10 +219,11 @@ def check_architectures(
             lines.append(str(check_model(folder, engine, head="value" if section in value_heads else "lm")))
         except ModelError as error:
             if not (on_gpu and isinstance(error, UntriedModelError)):
-                raise InputError(f"model.path is {model.path}: {error}") from error
+                raise InputError(f"{key} is {model.path}: {error}") from error
             lines.append(f"{error}; the ranks try it before the first step")
         except EngineConfigError as error:
-            raise InputError(f"{section}.{error}") from error
+            as_actor = f"{key} is {model.path}, whose engine is set up as the actor's: {error}"
+            raise InputError(f"{section}.{error}" if key == "model.path" else as_actor) from error
     return list(dict.fromkeys(lines))
 
 
@@ -299,7 +333,7 @@ def check_context(model: ModelConfig, samplings: Mapping[str, SamplingConfig]) -
     """
     if model.path == BUILTIN_MODEL:
         return
-    settings = json.loads((find_model_folder(model.path) / "config.json").read_text(encoding="utf-8"))
+    settings = read_model_config(find_model_folder(model.path))
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     most = settings.get("max_position_embeddings")
     if not isinstance(most, int) or not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
@@ -387,8 +421,10 @@ def check_transport(sync: SyncConfig, rollout: RolloutConfig, placement: Placeme
         raise InputError(f"sync.{error}") from error
 
 
-def check_cluster(model: ModelConfig, trainer: TrainingConfig, placement: Placement) -> None:
-    """Looks at every node of the cluster that the placement uses; does nothing without a cluster.
+def check_cluster(
+    model: ModelConfig, trainer: TrainingConfig, placement: Placement, *, key: str = "model.path"
+) -> None:
+    """Looks at every node of the cluster that the placement uses; does nothing without a cluster. `key`: the model's.
 
     Raises:
         InputError: a node does not answer, has other packages or another model folder, or does not share
@@ -400,7 +436,7 @@ def check_cluster(model: ModelConfig, trainer: TrainingConfig, placement: Placem
     shared = None if trainer.local_disks else Path(trainer.output_dir).absolute()
     nodes = [node for node in cluster_nodes() if node.node_id in placement.nodes]
     reports = read_nodes(nodes, model_folder=folder, shared_folder=shared)
-    check_nodes(list(reports.values()), model_folder=folder, shared_folder=shared)
+    check_nodes(list(reports.values()), model_folder=folder, shared_folder=shared, key=key)
     if trainer.local_disks:
         if placement.ranks[0].node != cluster_nodes()[0].node_id:
             address = reports[placement.ranks[0].node].address

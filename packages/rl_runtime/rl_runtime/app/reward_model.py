@@ -1,12 +1,9 @@
 """Checks of a reward model before any process starts; `Job.reward_model` builds it."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_engine import EngineConfig
-from rl_data import DataError, check_model_folder, check_same_vocabulary, find_model_folder, load_tokenizer
+from rl_data import find_model_folder
 
 from ..config import ModelConfig
 from ..errors import InputError
@@ -14,7 +11,7 @@ from ..launch.placement import Placement
 from ..rollout.scoring import connect_service
 from ..rollout.scoring_config import ScoringConfig
 from .job_config import JobConfig
-from .preflight import check_architectures, check_cluster, naming_key, policy_tokenizer
+from .preflight import check_architectures, check_cluster, load_scoring_model, read_model_config
 
 _HEAD = "score.weight"
 """The head of transformers' sequence classifiers on causal models; shape [labels, hidden]."""
@@ -31,18 +28,11 @@ def check_reward_model(model: ModelConfig, reward: ScoringConfig, *, longest: in
     """
     if reward.model is None:
         return
-    folder = find_model_folder(reward.model)
-    with naming_key("reward.model"):
-        check_model_folder(folder, need_weights=reward.model_on_ranks)
-        theirs = load_tokenizer(folder)
+    remedy = "(policy and reward model); serve it and let it read text with reward.service=classification or pooling"
+    folder, theirs = load_scoring_model(
+        "reward.model", reward.model, model, need_weights=reward.model_on_ranks, remedy=remedy
+    )
     _check_head(reward, folder)
-    try:
-        check_same_vocabulary(policy_tokenizer(model), theirs)
-    except DataError as error:
-        raise InputError(
-            f"reward.model is {reward.model}, which cannot score the token ids of model.path ({model.path}): {error} "
-            "(policy and reward model); serve it and let it read text with reward.service=classification or pooling"
-        ) from error
     _check_length(reward, folder, longest)
     if reward.url is not None:
         _try_service(reward, theirs)
@@ -57,28 +47,15 @@ def check_reward_ranks(config: JobConfig, placement: Placement) -> list[str]:
     if not config.reward.model_on_ranks:
         return []
     model = ModelConfig(path=str(find_model_folder(str(config.reward.model))))
-    as_critic = {"critic": reward_engine(config)}  # the section that has a value head
-    try:
-        if not config.trainer.local_disks:  # there, the ranks get it
-            check_cluster(model, config.trainer, placement)
-        return check_architectures(model, as_critic, on_gpu=placement.on_gpu)
-    except InputError as error:
-        text = str(error).replace("model.path", "reward.model", 1)
-        if text.startswith("critic."):
-            text = (
-                f"reward.model is {model.path}, whose engine is set up as the actor's: {text.removeprefix('critic.')}"
-            )
-        raise InputError(text) from error
-
-
-def reward_engine(config: JobConfig) -> EngineConfig:
-    """The engine of the reward model: as the actor's, without adapters."""
-    return replace(config.actor, lora=None)
+    if not config.trainer.local_disks:  # there, the ranks get it
+        check_cluster(model, config.trainer, placement, key="reward.model")
+    engines, on_gpu = {"actor": config.frozen_engine}, placement.on_gpu
+    return check_architectures(model, engines, on_gpu=on_gpu, value_heads=("actor",), key="reward.model")
 
 
 def _check_head(reward: ScoringConfig, folder: Path) -> None:
     """One label, from weights that the folder has: an engine would draw a missing head at random."""
-    settings = _read_config(folder)
+    settings = read_model_config(folder, key="reward.model")
     kinds = settings.get("architectures") or []
     if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds):
         raise InputError(
@@ -97,7 +74,7 @@ def _check_head(reward: ScoringConfig, folder: Path) -> None:
 
 
 def _check_length(reward: ScoringConfig, folder: Path, longest: int) -> None:
-    most = _read_config(folder).get("max_position_embeddings")
+    most = read_model_config(folder, key="reward.model").get("max_position_embeddings")
     # One more than is scored: see `training.reward_model.to_be_scored`.
     if isinstance(most, int) and longest + 1 > most:
         raise InputError(
@@ -116,15 +93,6 @@ def _try_service(reward: ScoringConfig, tokenizer: Any) -> None:
             f"reward.url is {url}, which gives no score: {outcome.message}; start it with "
             f"`vllm serve {reward.model} --runner pooling`"
         )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    with naming_key("reward.model"):
-        try:
-            settings: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise InputError(f"reward.model: {folder / 'config.json'} is no JSON: {error}") from error
-    return settings
 
 
 def _weight_names(folder: Path) -> set[str]:

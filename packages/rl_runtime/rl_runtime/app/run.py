@@ -9,9 +9,6 @@ from statistics import median
 from rl_data import PromptSampler
 from rollout_vllm import RolloutConfig
 from run_kit import StopRequest
-from run_kit.config.redaction import yaml_without_secrets
-from run_kit.memory import MemorySampler
-from run_kit.profiling import StepProfiler
 from run_kit.timing import Laps
 
 from ..launch.session import open_session
@@ -23,21 +20,19 @@ from ..rollout.schedule import Schedule
 from ..rollout.scoring import Scorer
 from ..rollout.servers import RolloutServers
 from ..rollout.step_rollouts import StepRollouts
-from ..training.checkpoints import RunCheckpoints
 from ..training.ledger import SampleLedger
 from ..training.local_disks import LocalDisks
 from ..training.loop import LoopResult, Restart, TrainingLoop
-from ..training.record import RunRecord
 from ..training.reward_model import RewardModel
 from ..training.uploads import open_uploader
 from .choice import Choice
 from .choices import divides
 from .inputs import chat_format, load_inputs
-from .job import Algorithm, Job, JobPlan
+from .job import Algorithm, Job
 from .job_config import JobConfig, JobConfigT
 from .restarts import Restarts
 from .split import describe_split, measured_sides, propose_split
-from .training_run import end_stopped, open_run, unsavable
+from .training_run import JobPlan, end_stopped, open_run
 
 
 def run_job(
@@ -62,7 +57,7 @@ def run_job(
     start, stop = Laps(), StopRequest()
     with open_run(chosen, num_steps=trainer.total_training_steps, resumed=plan.resume_from) as (run, tracker, memory):
         tracker.info(f"run folder {run.path}; starting {config.trainer.rank_count} ranks and the servers")
-        for line in (*chosen.lines(), *plan.skipped, *plan.architectures):
+        for line in (*chosen.lines(), *plan.lines):
             tracker.info(line)
         inputs = load_inputs(
             config.model, config.data, config.warm_start, config.task, folder=run.path, seed=config.trainer.seed
@@ -89,11 +84,13 @@ def run_job(
                     inputs=inputs,
                     folder=run.path,
                     resumed=plan.resume_from,
+                    memory=memory,
+                    stop=stop,
+                    start=start,
                     uploader=uploader,
                     local_disks=local_disks,
                 )
-                attempt = partial(_run_attempt, compose=compose, memory=memory, stop=stop, start=start)
-                result = Restarts(job).attempts(attempt)
+                result = Restarts(job).attempts(partial(_run_attempt, compose=compose))
                 if line := _proposed_split(job):
                     tracker.info(line)
             tracker.summary(result)  # ranks and servers are gone; uploads continue to the end of the outer block
@@ -101,70 +98,40 @@ def run_job(
             end_stopped(run, tracker, trainer, stop.signal, f"{result.stopped_after}")
 
 
-def _run_attempt(
-    job: Job,
-    restart: Restart | None,
-    *,
-    compose: Callable[[Job], Algorithm],
-    memory: MemorySampler,
-    stop: StopRequest,
-    start: Laps,
-) -> LoopResult:
-    takes_turns = job.config.trainer.takes_turns
-    if takes_turns:  # before the models need the servers' memory
+def _run_attempt(job: Job, restart: Restart | None, *, compose: Callable[[Job], Algorithm]) -> LoopResult:
+    if job.config.trainer.takes_turns:  # before the models need the servers' memory
         job.session.wait_ready()
-        start.mark("servers")
+        job.start.mark("servers")
         put_to_sleep(job.session.servers, level=_sleep_level(job.config))
     algorithm = compose(job)
     reward_model = job.reward_model()
-    start.mark("models")
+    job.start.mark("models")
     job.session.wait_ready()
-    start.mark("servers, which started with the ranks,")
+    job.start.mark("servers, which started with the ranks,")
     if restart is None:
-        job.tracker.info(f"ready after {start}")
-    result = _train(job, algorithm, reward_model, memory, stop, restart)
+        job.tracker.info(f"ready after {job.start}")
+    result = _train(job, algorithm, reward_model, restart)
     if job.config.trainer.export_model and result.stopped_after is None:
         algorithm.roles["actor"].export(str(job.folder / "model"), job.model_path)
     return result
 
 
-def _train(
-    job: Job,
-    algorithm: Algorithm,
-    reward_model: RewardModel | None,
-    memory: MemorySampler,
-    stop: StopRequest,
-    restart: Restart | None,
-) -> LoopResult:
+def _train(job: Job, algorithm: Algorithm, reward_model: RewardModel | None, restart: Restart | None) -> LoopResult:
     """All steps of the training loop."""
-    config, session = job.config, job.session
-    profiler = StepProfiler(session.recorders, job.folder / "profile", config.trainer.profile_steps)
-    scoring = Scorer(config.reward, report=job.tracker.info, printed_dir=job.folder / "rewards")
     with (
-        scoring as scorer,
+        Scorer(job.config.reward, report=job.tracker.info, printed_dir=job.folder / "rewards") as scorer,
         _servers(job, algorithm.roles["actor"]) as servers,
         _rollouts(job, scorer, servers) as rollouts,
     ):
-        checkpoints = RunCheckpoints(
-            job.folder / "checkpoints",
-            config.trainer,
-            session.rank_groups,
-            roles=algorithm.roles,
-            parts={**rollouts.parts, **algorithm.state},
-            config=yaml_without_secrets(config),
-            unsavable=unsavable({model.section: model.engine for model in config.models}),
-            uploader=job.uploader,
-            local_disks=job.local_disks,
-        )
         loop = TrainingLoop(
-            config.trainer,
+            job.config.trainer,
             rollouts=rollouts,
             servers=servers,
-            checkpoints=checkpoints,
-            record=RunRecord(job.tracker, memory, profiler, session, _ledger(job)),
+            checkpoints=job.checkpoints(algorithm.roles, {**rollouts.parts, **algorithm.state}),
+            record=job.record(_ledger(job)),
             reward_model=reward_model,
         )
-        return loop.run(algorithm.learn, job.resumed, stop=stop, restart=restart)
+        return loop.run(algorithm.learn, job.resumed, stop=job.stop, restart=restart)
 
 
 def _proposed_split(job: Job) -> str:

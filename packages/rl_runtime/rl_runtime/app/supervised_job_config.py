@@ -8,7 +8,7 @@ from rl_core import BatchConfig
 from rl_data import DataConfig
 from run_kit import TrackingConfig
 
-from ..config import BUILTIN_MODEL, ModelConfig, TrainingConfig
+from ..config import BUILTIN_MODEL, ModelConfig, TrainedModel, TrainingConfig
 from ..training.supervised_config import FineTuningConfig, LearningRates, PreferenceTrainingConfig, SupervisedConfig
 from .task_config import PreferenceTaskSize, TaskSize
 
@@ -71,6 +71,11 @@ class SupervisedJobConfig:
                 f"trainer.keep_best is {trainer.keep_best}; allowed: 0, unless test_freq ({trainer.test_freq}) divides "
                 f"save_freq ({trainer.save_freq}), so that every checkpoint has its {trainer.best_metric}"
             )
+
+    @property
+    def models(self) -> tuple[TrainedModel, ...]:
+        """The trained model."""
+        return (TrainedModel(section="engine", engine=self.engine),)
 
     @property
     def examples(self) -> ExampleKind:

@@ -1,6 +1,5 @@
 """Runs supervised training on demonstrations or preferences: starts and restarts its ranks, writes its run folder."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,21 +12,15 @@ from ckpt import Checkpoint
 from ds_engine import Head
 from rl_data import Demonstration, LabeledResponse, PreferencePair, PromptSampler
 from run_kit import StopRequest, check_tracking
-from run_kit.config.redaction import yaml_without_secrets
-from run_kit.memory import MemorySampler
-from run_kit.profiling import StepProfiler
 from run_kit.timing import Laps
 
 from ..errors import InputError
-from ..launch.placement import Placement
 from ..launch.session import open_rank_session, plan_ranks
 from ..ranks.environment import prepare_driver
 from ..ranks.model_handle import ModelHandle
-from ..training.checkpoints import RunCheckpoints
 from ..training.local_disks import LocalDisks
 from ..training.loop import Restart
 from ..training.objective import Objective
-from ..training.record import RunRecord
 from ..training.supervised_loop import SupervisedLoop, SupervisedResult
 from ..training.uploads import check_checkpoint_url, open_uploader
 from .choice import Choice
@@ -40,23 +33,19 @@ from .preflight import (
     check_sequence_parallel,
     check_states,
     check_supervised,
+    read_model_config,
 )
 from .restarts import Restarts
-from .resume import check_steps_left, find_checkpoint
+from .resume import check_steps_left
 from .supervised_job_config import SupervisedJobConfig, SupervisedJobConfigT
-from .training_run import TrainingRun, end_stopped, open_run, unsavable
+from .training_run import JobPlan, TrainingRun, end_stopped, open_run, plan_run
 from .warm_start import starting_folder
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SupervisedPlan:
-    """What the checks of a supervised app find out: devices, the checkpoint to resume from, lines for the user."""
-
-    placement: Placement
-    resume_from: Checkpoint | None
-    lines: Sequence[str] = ()
+SupervisedPlan = JobPlan
+"""What the checks of a supervised app find out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +99,7 @@ def check_run(config: SupervisedJobConfig, *, head: Head = "lm") -> SupervisedPl
     tried = {"engine": engine}
     architectures = check_architectures(config.model, tried, on_gpu=placement.on_gpu, value_heads=value_heads)
     check_cluster(config.model, trainer, placement)
-    skipped: list[str] = []
-    resume_from = find_checkpoint(trainer, skipped.append)
-    return SupervisedPlan(placement=placement, resume_from=resume_from, lines=(*skipped, *architectures))
+    return plan_run(trainer, placement, architectures)
 
 
 def run_supervised(
@@ -155,13 +142,15 @@ def run_supervised(
                     inputs=inputs,
                     folder=run.path,
                     resumed=plan.resume_from,
+                    memory=memory,
+                    stop=stop,
+                    start=start,
                     uploader=uploader,
                     local_disks=LocalDisks(trainer, run.path, tracker.info) if trainer.local_disks else None,
                     train=train,
                     held_out=held_out,
                 )
-                attempt = partial(_run_attempt, compose=compose, head=head, memory=memory, stop=stop, start=start)
-                result = Restarts(job).attempts(attempt)
+                result = Restarts(job).attempts(partial(_run_attempt, compose=compose, head=head))
             if line := result.describe():
                 tracker.info(line)
             tracker.summary(result)
@@ -219,7 +208,7 @@ def _sequences(example: Any) -> Iterator[Demonstration]:
 
 def check_lengths(model_path: Path, demonstrations: Sequence[Demonstration]) -> None:
     """Raises InputError for a sequence that is longer than the positions that the model was made for."""
-    limit = json.loads((model_path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    limit = read_model_config(model_path).get("max_position_embeddings")
     longest = max(one.num_tokens for one in demonstrations)
     if isinstance(limit, int) and longest > limit:
         raise InputError(
@@ -256,54 +245,17 @@ def _fits(config: SupervisedJobConfig, num_ranks: int) -> bool:
 
 
 def _run_attempt(
-    run: SupervisedRun,
-    restart: Restart | None,
-    *,
-    compose: Callable[[SupervisedRun], Objective],
-    head: Head,
-    memory: MemorySampler,
-    stop: StopRequest,
-    start: Laps,
+    run: SupervisedRun, restart: Restart | None, *, compose: Callable[[SupervisedRun], Objective], head: Head
 ) -> SupervisedResult:
     """Builds the model, trains, and writes the model."""
     model = run.handle()
     engine = replace(run.config.engine, optim=run.config.supervised.optim)
     model.build(run.model_path, engine, total_steps=run.num_steps, head=head)
-    start.mark("model")
+    run.start.mark("model")
     if restart is None:
-        run.tracker.info(f"ready after {start}")
-    result = _train(run, model, restart, objective=compose(run), memory=memory, stop=stop)
-    if run.trainer.export_model:
-        folder = run.folder / "model"
-        model.export(str(folder), str(run.inputs.model_path))
-        run.tracker.info(f"model written to {folder}")
-    return result
-
-
-def _train(
-    run: SupervisedRun,
-    model: ModelHandle,
-    restart: Restart | None,
-    *,
-    objective: Objective,
-    memory: MemorySampler,
-    stop: StopRequest,
-) -> SupervisedResult:
-    """All steps of the loop."""
-    config, session = run.config, run.session
+        run.tracker.info(f"ready after {run.start}")
+    objective, config = compose(run), run.config
     sampler = PromptSampler(len(run.train), seed=config.trainer.seed, shuffle=config.data.shuffle)
-    checkpoints = RunCheckpoints(
-        run.folder / "checkpoints",
-        config.trainer,
-        session.rank_groups,
-        roles={model.name: model},
-        parts={"sampler": sampler, **objective.state},
-        config=yaml_without_secrets(config),
-        unsavable=unsavable({"engine": config.engine}),
-        uploader=run.uploader,
-        local_disks=run.local_disks,
-    )
-    profiler = StepProfiler(session.recorders, run.folder / "profile", config.trainer.profile_steps)
     loop = SupervisedLoop(
         config.trainer,
         config.supervised,
@@ -311,7 +263,12 @@ def _train(
         objective=objective,
         examples=run.train,
         sampler=sampler,
-        checkpoints=checkpoints,
-        record=RunRecord(run.tracker, memory, profiler, session),
+        checkpoints=run.checkpoints({model.name: model}, {"sampler": sampler, **objective.state}),
+        record=run.record(),
     )
-    return loop.run(run.resumed, stop=stop, restart=restart)
+    result = loop.run(run.resumed, stop=run.stop, restart=restart)
+    if run.trainer.export_model:
+        folder = run.folder / "model"
+        model.export(str(folder), str(run.inputs.model_path))
+        run.tracker.info(f"model written to {folder}")
+    return result

@@ -1,11 +1,10 @@
 """Checks a teacher before any process starts, and starts it: its servers, or a frozen engine on the ranks."""
 
-import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from rl_data import DataError, check_model_folder, check_same_vocabulary, find_model_folder, load_tokenizer
+from rl_data import find_model_folder
 from rl_data.tiny_model import VOCABULARY_SIZE
 from rollout_vllm import (
     Endpoint,
@@ -26,7 +25,7 @@ from ..training.teacher import RankTeacher, ServerTeacher
 from ..training.teacher_config import TeacherConfig
 from .job import Job
 from .job_config import JobConfig
-from .preflight import check_architectures, naming_key, policy_tokenizer
+from .preflight import check_architectures, load_scoring_model, read_model_config
 
 
 def check_teacher(config: JobConfig, teacher: TeacherConfig, placement: Placement) -> None:
@@ -38,17 +37,10 @@ def check_teacher(config: JobConfig, teacher: TeacherConfig, placement: Placemen
     if teacher.model is None or teacher.model == BUILTIN_MODEL:
         given = "null" if teacher.model is None else f"{BUILTIN_MODEL}, whose weights are random"
         raise InputError(f"teacher.model is {given}; allowed: a Hugging Face folder, or OWNER/NAME after `hf download`")
-    folder = find_model_folder(teacher.model)
-    with naming_key("teacher.model"):
-        check_model_folder(folder, need_weights=not teacher.server.urls)
-        theirs = load_tokenizer(folder)
-    try:
-        check_same_vocabulary(policy_tokenizer(config.model), theirs)
-    except DataError as error:
-        raise InputError(
-            f"teacher.model is {teacher.model}, which cannot score the token ids of model.path ({config.model.path}): "
-            f"{error} (student and teacher)"
-        ) from error
+    read_weights, remedy = not teacher.server.urls, "(student and teacher)"
+    folder, _ = load_scoring_model(
+        "teacher.model", teacher.model, config.model, need_weights=read_weights, remedy=remedy
+    )
     if teacher.on == "ranks":
         _check_on_ranks(config, teacher, folder, placement)
     else:
@@ -60,8 +52,8 @@ def open_teacher(job: Job, teacher: TeacherConfig) -> ServerTeacher | RankTeache
     folder = find_model_folder(str(teacher.model))
     if teacher.on == "ranks":
         job.tracker.info(f"teacher: {folder}, frozen on the actor's ranks")
-        engine = replace(job.config.actor, lora=None)
-        return RankTeacher(job.frozen("teacher", engine, model_path=str(folder)), full=teacher.signal == "full")
+        model = job.frozen("teacher", job.config.frozen_engine, model_path=str(folder))
+        return RankTeacher(model, full=teacher.signal == "full")
     top_k = teacher.top_k if teacher.signal == "top_k" else 0
     server = server_config(job.config, teacher, on_gpu=job.session.placement.on_gpu)
     per_server = server.tensor_parallel_size
@@ -95,11 +87,8 @@ def server_config(config: JobConfig, teacher: TeacherConfig, *, on_gpu: bool) ->
 
 
 def _check_on_ranks(config: JobConfig, teacher: TeacherConfig, folder: Path, placement: Placement) -> None:
-    engine = replace(config.actor, lora=None)
-    try:
-        check_architectures(ModelConfig(path=str(folder)), {"actor": engine}, on_gpu=placement.on_gpu)
-    except InputError as error:
-        raise InputError(str(error).replace("model.path", "teacher.model", 1)) from error
+    engines, model = {"actor": config.frozen_engine}, ModelConfig(path=str(folder))
+    check_architectures(model, engines, on_gpu=placement.on_gpu, key="teacher.model")
     student = (
         VOCABULARY_SIZE if config.model.path == BUILTIN_MODEL else _vocab_size(find_model_folder(config.model.path))
     )
@@ -153,5 +142,5 @@ def _try_servers(server: RolloutConfig, teacher: TeacherConfig) -> None:
 
 
 def _vocab_size(folder: Path) -> int:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_model_config(folder)
     return int(config.get("vocab_size") or config["text_config"]["vocab_size"])

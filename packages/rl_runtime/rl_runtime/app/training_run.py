@@ -1,26 +1,34 @@
 """A started training run, with or without rollout: what each attempt after a loss of ranks gets, and how to resume."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 from typing import Any, NoReturn, Protocol
 
 from ckpt import AsyncUploader, Checkpoint
 from ckpt.reader import CheckpointReader
-from ds_engine import EngineConfig
-from run_kit import RunFolder, RunStopped, Tracker, TrackingConfig
+from run_kit import RunFolder, RunStopped, StopRequest, Tracker, TrackingConfig
 from run_kit.cli import INVOKED_AS
+from run_kit.config.redaction import yaml_without_secrets
 from run_kit.memory import MemorySampler
+from run_kit.profiling import StepProfiler
+from run_kit.timing import Laps
 
-from ..config import TrainingConfig
+from ..config import TrainedModel, TrainingConfig
+from ..launch.placement import Placement
 from ..launch.session import RankSession
+from ..ranks.model_handle import ModelHandle
+from ..training.checkpoints import RunCheckpoints, Stateful
+from ..training.ledger import SampleLedger
 from ..training.local_disks import LocalDisks
+from ..training.record import RunRecord
 from ..training.uploads import WARM_START_MODEL, remote_run
 from .choice import Choice
 from .inputs import Inputs
+from .resume import find_checkpoint
 
 
 class AppConfig(Protocol):
@@ -31,6 +39,28 @@ class AppConfig(Protocol):
 
     @property
     def tracking(self) -> TrackingConfig: ...
+
+    @property
+    def models(self) -> tuple[TrainedModel, ...]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """The result of an app's checks: devices, the checkpoint to resume from, lines for the user."""
+
+    placement: Placement
+    resume_from: Checkpoint | None
+    """The checkpoint that the run resumes from; its files are verified."""
+    lines: Sequence[str] = ()
+    """Checkpoints and runs that `resume=auto` passed over, with reasons, what it downloaded, and how the engines
+    compute the model."""
+
+
+def plan_run(trainer: TrainingConfig, placement: Placement, architectures: Sequence[str]) -> JobPlan:
+    """Finds the checkpoint to resume from; raises as `find_checkpoint`. `architectures`: lines of those checks."""
+    skipped: list[str] = []
+    resume_from = find_checkpoint(trainer, skipped.append)
+    return JobPlan(placement=placement, resume_from=resume_from, lines=(*skipped, *architectures))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +74,12 @@ class TrainingRun:
     folder: Path
     """The run folder."""
     resumed: Checkpoint | None
+    memory: MemorySampler
+    """Of this process."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Has the signal that ends the run after a step."""
+    start: Laps = field(default_factory=Laps)
+    """What the start takes."""
     uploader: AsyncUploader | None = None
     """With `trainer.checkpoint_url`: what uploads the checkpoints of the run."""
     local_disks: LocalDisks | None = None
@@ -65,11 +101,26 @@ class TrainingRun:
         """Where the result of the warm start is, once it is done."""
         return self.folder / WARM_START_MODEL
 
+    def checkpoints(self, roles: Mapping[str, ModelHandle], parts: Mapping[str, Stateful]) -> RunCheckpoints:
+        """What saves and loads the engines of `roles` and the `parts` of the run."""
+        sections = [m.section for m in self.config.models if m.engine.zero.offload.optimizer == "nvme"]
+        nvme = f"{sections[0]}.zero.offload.optimizer is nvme, whose files no checkpoint holds" if sections else ""
+        return RunCheckpoints(
+            self.folder / "checkpoints",
+            self.trainer,
+            self.session.rank_groups,
+            roles=roles,
+            parts=parts,
+            config=yaml_without_secrets(self.config),
+            unsavable=nvme,  # `check_states` refuses it with save_freq
+            uploader=self.uploader,
+            local_disks=self.local_disks,
+        )
 
-def unsavable(engines: dict[str, EngineConfig]) -> str:
-    """Why no checkpoint can hold the state of the engines, by section (`check_engine` refuses it with save_freq)."""
-    sections = [section for section, engine in engines.items() if engine.zero.offload.optimizer == "nvme"]
-    return f"{sections[0]}.zero.offload.optimizer is nvme, whose files no checkpoint holds" if sections else ""
+    def record(self, ledger: SampleLedger | None = None) -> RunRecord:
+        """What writes down the steps; `ledger`: of a run that samples."""
+        profiler = StepProfiler(self.session.recorders, self.folder / "profile", self.trainer.profile_steps)
+        return RunRecord(self.tracker, self.memory, profiler, self.session, ledger)
 
 
 @contextmanager

@@ -253,8 +253,10 @@ def _result_of(ref: Any, node: Node) -> NodeReport:
     return report
 
 
-def check_nodes(reports: Sequence[NodeReport], *, model_folder: str | None, shared_folder: Path | None) -> None:
-    """Compares what the nodes have with what this host has.
+def check_nodes(
+    reports: Sequence[NodeReport], *, model_folder: str | None, shared_folder: Path | None, key: str = "model.path"
+) -> None:
+    """Compares what the nodes have with what this host has; `key` names the model folder.
 
     Raises:
         InputError: another version of a package, a model folder that is missing or differs, or a folder that is not
@@ -280,7 +282,7 @@ def check_nodes(reports: Sequence[NodeReport], *, model_folder: str | None, shar
             names = sorted(n for n in {*files, *report.model_files} if files.get(n) != report.model_files.get(n))
             what = f"differs in {', '.join(names[:5])}" if report.model_files else "is missing"
             raise InputError(
-                f"model.path: {model_folder} {what} on Ray node {report.address}; the model folder must be the same on "
+                f"{key}: {model_folder} {what} on Ray node {report.address}; the model folder must be the same on "
                 "every node that runs ranks or servers, for example on a shared file system"
             )
 

@@ -26,6 +26,7 @@ from rollout_vllm import (
 
 from ..errors import InputError
 from ..experience import Experience
+from .config import EpisodeConfig
 from .hang_guard import Call, HangGuard
 from .scoring_config import EPISODE_TERM, JUDGE_FIELDS_OF_DATA, MODEL_TERM, RewardTermConfig, ScoringConfig
 from .user_functions import load_function
@@ -358,8 +359,10 @@ def prepare_rewards(functions: Collection[RewardFunction]) -> list[str]:
     return list(dict.fromkeys(filter(None, lines)))
 
 
-def rewards_of_rows(config: ScoringConfig) -> tuple[Reward, ...] | None:
+def rewards_of_rows(config: ScoringConfig, episode: EpisodeConfig) -> tuple[Reward, ...] | None:
     """The registry's rewards that score every row; None: the reward of each row's data source."""
+    if episode.environment is not None and not config.terms:
+        return ()
     if config.terms:
         return tuple(term.registered() for term in config.terms.values() if term.is_registered)
     return () if config.function is not None or config.url is not None or config.model is not None else None

@@ -6,68 +6,59 @@ of ZeRO-3; this needs neither and works with offload, LoRA, NF4 and sequence par
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 from rl_core import SequenceData
+from rl_data import Demonstration
 
+from ..experience import Float32Array
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
-from .supervised import DemonstrationLike, sequences
+from .supervised import sequences
 from .supervised_config import FineTuningConfig
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that samples need."""
-
-    @property
-    def eos_token_id(self) -> Any: ...
-    def decode(self, token_ids: Sequence[int]) -> Any: ...
 
 
 class HeldOut:
     """The held-out demonstrations of a run."""
 
-    def __init__(
-        self, demonstrations: Sequence[DemonstrationLike], tokenizer: Decoder, config: FineTuningConfig
-    ) -> None:
+    def __init__(self, demonstrations: Sequence[Demonstration], tokenizer: Any, config: FineTuningConfig) -> None:
         """`demonstrations`: at least one."""
         self._demonstrations, self._tokenizer, self._config = demonstrations, tokenizer, config
 
     def metrics(self, model: ModelHandle) -> dict[str, float]:
-        """Mean negative log-likelihood over all held-out response tokens, and its exponential."""
-        total, count, size = 0.0, 0, self._config.batch_size
-        for start in range(0, len(self._demonstrations), size):
-            with TrainBatch(sequences(self._demonstrations[start : start + size])) as batch:
-                columns = model.log_probs(batch).log_probs
-            total += sum(float(column.sum(dtype="float64")) for column in columns)
-            count += sum(len(column) for column in columns)
-        loss = -total / count
+        """`val/loss`, the mean negative log-likelihood over all held-out response tokens, and its exponential."""
+        columns = list(log_probs_of(model, self._demonstrations, batch_size=self._config.batch_size))
+        count = sum(map(len, columns))
+        loss = -sum(float(column.sum(dtype="float64")) for column in columns) / count
         perplexity = math.exp(min(loss, 700.0))  # exp overflows from 710 on
         return {"val/loss": loss, "val/perplexity": perplexity, "val/num_tokens": float(count)}
 
     def samples(self, model: ModelHandle) -> list[dict[str, Any]]:
-        """Greedy responses to the first prompts, see `greedy_samples`."""
-        return greedy_samples(model, self._demonstrations, self._tokenizer, self._config)
+        """Greedy responses to the first prompts, as lines of `rollouts/`; the reward is 1 for the demonstrated one."""
+        chosen, decode = self._demonstrations[: self._config.num_samples], self._tokenizer.decode
+        prompts, end = [item.prompt_ids for item in chosen], int(self._tokenizer.eos_token_id)
+        found = greedy_responses(model, prompts, max_tokens=self._config.sample_tokens, end=end)
+        return [
+            {
+                "prompt": str(decode(list(item.prompt_ids))),
+                "response": str(decode(response)),
+                "reward": float(response == _first_turn(item)),
+                "demonstrated": str(decode(_first_turn(item))),
+            }
+            for item, response in zip(chosen, found, strict=True)
+        ]
 
 
-def greedy_samples(
-    model: ModelHandle, demonstrations: Sequence[DemonstrationLike], tokenizer: Decoder, config: FineTuningConfig
-) -> list[dict[str, Any]]:
-    """Greedy responses to the first prompts, as lines of `rollouts/`; the reward is 1 for the demonstrated one."""
-    chosen = demonstrations[: config.num_samples]
-    end = int(tokenizer.eos_token_id)
-    found = greedy_responses(model, [item.prompt_ids for item in chosen], max_tokens=config.sample_tokens, end=end)
-    return [
-        {
-            "prompt": str(tokenizer.decode(list(item.prompt_ids))),
-            "response": str(tokenizer.decode(response)),
-            "reward": float(response == _first_turn(item)),
-            "demonstrated": str(tokenizer.decode(_first_turn(item))),
-        }
-        for item, response in zip(chosen, found, strict=True)
-    ]
+def log_probs_of(
+    model: ModelHandle, demonstrations: Sequence[Demonstration], *, batch_size: int
+) -> Iterator[Float32Array]:
+    """The log-probs of each response's tokens, without gradients; the ranks get `batch_size` of them at once."""
+    for start in range(0, len(demonstrations), batch_size):
+        with TrainBatch(sequences(demonstrations[start : start + batch_size])) as batch:
+            columns = model.log_probs(batch).log_probs
+        yield from columns
 
 
 def greedy_responses(
@@ -88,7 +79,7 @@ def greedy_responses(
     return responses
 
 
-def _first_turn(item: DemonstrationLike) -> list[int]:
+def _first_turn(item: Demonstration) -> list[int]:
     """The tokens of the response up to the first one that the model does not write."""
     mask = item.response_mask or [True] * len(item.response_ids)
     return [token for token, _ in takewhile(lambda one: one[1], zip(item.response_ids, mask, strict=True))]

@@ -121,9 +121,10 @@ class TrainingLoop:
         if restart is not None:
             self._record.rewind(done, {} if resume_from is None else resume_from.state.get("metrics", {}))
             self._record.info(restart.describe())
-        before = self._record.first_accuracy if restart is not None and trainer.val_before_train else None
-        if before is None and trainer.val_before_train:
-            before = self._validate(done)
+        before = None
+        if trainer.val_before_train:
+            before = self._record.first_values("val/accuracy").get("val/accuracy") if restart is not None else None
+            before = self._validate(done) if before is None else before
         with stop.listen("stopping after this step, with a checkpoint; again: stop now, without"):
             last, after = self._steps(done + 1, learn, stop)
         return LoopResult(

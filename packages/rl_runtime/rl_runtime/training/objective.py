@@ -2,40 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ds_engine import StepStats
 
 from ..ranks.model_handle import ModelHandle
 from .checkpoints import Stateful
-from .supervised import DemonstrationLike, response_lens, supervised_step
-
-
-class Example(Protocol):
-    """What a step draws: a demonstration, a pair of responses, or a labeled response."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-
-class HeldOutLike(Protocol):
-    """The held-out examples of a run."""
-
-    def metrics(self, model: ModelHandle) -> dict[str, float]:
-        """`val/loss` and further metrics; `val/accuracy` is in the run's summary."""
-        ...
-
-    def samples(self, model: ModelHandle) -> list[dict[str, Any]]:
-        """Lines of `rollouts/`; empty without samples."""
-        ...
-
+from .held_out import HeldOut
+from .supervised import response_lens, supervised_step
 
 Learn = Callable[[ModelHandle, Sequence[Any]], StepStats]
 """One optimizer step on a batch of examples, on the exact mean over the whole batch."""
-
-
-def _nothing(*_: object) -> dict[str, float]:
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +22,9 @@ class Objective:
     name: str
     """Prefix of the metrics of its steps."""
     learn: Learn
-    held_out: HeldOutLike | None = None
+    held_out: HeldOut | None = None
     """None: no validation."""
-    describe: Callable[[Sequence[Any]], Mapping[str, float]] = _nothing
+    describe: Callable[[Sequence[Any]], Mapping[str, float]] = lambda _: {}
     """Further metrics of a batch that need no model, by name without prefix."""
     prepare: Callable[[ModelHandle], None] | None = None
     """Called with the initial model before the first step, not in a run that resumes."""
@@ -55,10 +32,11 @@ class Objective:
     """Further state that is saved and resumed; JSON-able."""
 
 
-def fine_tuning(held_out: HeldOutLike | None) -> Objective:
+def fine_tuning(held_out: HeldOut | None) -> Objective:
     """Supervised fine-tuning on demonstrations."""
-    return Objective(name="sft", learn=supervised_step, held_out=held_out, describe=_num_targets)
-
-
-def _num_targets(batch: Sequence[DemonstrationLike]) -> dict[str, float]:
-    return {"num_targets": float(response_lens(batch).sum())}
+    return Objective(
+        name="sft",
+        learn=supervised_step,
+        held_out=held_out,
+        describe=lambda batch: {"num_targets": float(response_lens(batch).sum())},
+    )

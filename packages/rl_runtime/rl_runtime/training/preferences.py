@@ -6,65 +6,38 @@ Shapes: P pairs, S = 2 P sequences (chosen, rejected, chosen, …), K targets of
 import base64
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rl_core import PackedBatch, SequenceData, broadcast_to_tokens, segment_sum
+from rl_data import Demonstration, LabeledResponse, PreferencePair
 
 from ..errors import InputError
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
-from .held_out import Decoder, greedy_samples
-from .supervised import DemonstrationLike, response_lens, sequences
+from .held_out import HeldOut, log_probs_of
+from .supervised import response_lens, sequences
 from .supervised_config import FineTuningConfig
 
 
-class PairLike(Protocol):
-    """Two responses to one prompt."""
-
-    @property
-    def chosen(self) -> DemonstrationLike: ...
-    @property
-    def rejected(self) -> DemonstrationLike: ...
-
-
-class MarginPair(PairLike, Protocol):
-    """A pair that says how much better its chosen response is."""
-
-    @property
-    def margin(self) -> float: ...
-
-
-@runtime_checkable
-class LabeledLike(Protocol):
-    """A response that is labeled on its own, and the response to another prompt."""
-
-    @property
-    def response(self) -> DemonstrationLike: ...
-    @property
-    def unrelated(self) -> DemonstrationLike: ...
-    @property
-    def is_desirable(self) -> bool: ...
-
-
-def responses_of(pairs: Sequence[PairLike]) -> list[DemonstrationLike]:
+def responses_of(pairs: Sequence[PreferencePair]) -> list[Demonstration]:
     """The responses of all pairs: chosen, rejected, chosen, …"""
     return [one for pair in pairs for one in (pair.chosen, pair.rejected)]
 
 
-def margins_of(pairs: Sequence[MarginPair]) -> Tensor:
+def margins_of(pairs: Sequence[PreferencePair]) -> Tensor:
     """How much better the chosen response of each pair is, for both of its responses: float32 [S]."""
     return torch.tensor([pair.margin for pair in pairs for _ in range(2)], dtype=torch.float32)
 
 
-def with_labels(preferences: Sequence[PairLike | LabeledLike]) -> tuple[list[DemonstrationLike], Tensor]:
+def with_labels(preferences: Sequence[PreferencePair | LabeledResponse]) -> tuple[list[Demonstration], Tensor]:
     """The responses of pairs or of labeled responses, and float32 [S]: 1 for chosen and desirable ones, else 0."""
-    found: list[tuple[DemonstrationLike, float]] = []
+    found: list[tuple[Demonstration, float]] = []
     for one in preferences:
-        if isinstance(one, LabeledLike):
+        if isinstance(one, LabeledResponse):
             found.append((one.response, float(one.is_desirable)))
         else:
             found += [(one.chosen, 1.0), (one.rejected, 0.0)]
@@ -72,7 +45,7 @@ def with_labels(preferences: Sequence[PairLike | LabeledLike]) -> tuple[list[Dem
 
 
 def response_batch(
-    responses: Sequence[DemonstrationLike], columns: Mapping[str, Tensor], *, group_size: int = 1
+    responses: Sequence[Demonstration], columns: Mapping[str, Tensor], *, group_size: int = 1
 ) -> TrainBatch:
     """A train batch of responses whose tokens are the targets; `of_responses` reads the columns in a loss.
 
@@ -86,7 +59,7 @@ def response_batch(
 
 
 def score_batch(
-    responses: Sequence[DemonstrationLike], columns: Mapping[str, Tensor] | None = None, *, group_size: int = 1
+    responses: Sequence[Demonstration], columns: Mapping[str, Tensor] | None = None, *, group_size: int = 1
 ) -> TrainBatch:
     """A train batch with one target per response, so that a value head scores it at its last token: K = S.
 
@@ -114,20 +87,17 @@ def of_pairs(values_S: Tensor) -> tuple[Tensor, Tensor]:
     return values_S[0::2], values_S[1::2]
 
 
-def sequence_log_probs(model: ModelHandle, responses: Sequence[DemonstrationLike], *, batch_size: int) -> Tensor:
+def sequence_log_probs(model: ModelHandle, responses: Sequence[Demonstration], *, batch_size: int) -> Tensor:
     """log p(y | x) of each response, float32 [S], without gradients.
 
     Args:
         batch_size: responses that are sent to the ranks at once.
     """
-    found: list[float] = []
-    for start in range(0, len(responses), batch_size):
-        with TrainBatch(sequences(responses[start : start + batch_size])) as batch:
-            found += [float(column.sum(dtype="float64")) for column in model.log_probs(batch).log_probs]
+    found = [float(column.sum(dtype="float64")) for column in log_probs_of(model, responses, batch_size=batch_size)]
     return torch.tensor(found, dtype=torch.float32)
 
 
-def scores(model: ModelHandle, responses: Sequence[DemonstrationLike], *, batch_size: int) -> Tensor:
+def scores(model: ModelHandle, responses: Sequence[Demonstration], *, batch_size: int) -> Tensor:
     """A value head's score at the last token of each response, float32 [S], without gradients.
 
     Args:
@@ -146,7 +116,7 @@ class ReferenceLogProbs:
     So there is no second model, and a resumed run, on any number of ranks, has the same bits.
     """
 
-    def __init__(self, preferences: Iterable[PairLike | LabeledLike], *, batch_size: int) -> None:
+    def __init__(self, preferences: Iterable[PreferencePair | LabeledResponse], *, batch_size: int) -> None:
         """Computes nothing yet.
 
         Args:
@@ -157,7 +127,7 @@ class ReferenceLogProbs:
             _key(response): response
             for one in preferences
             for response in (
-                (one.response, one.unrelated) if isinstance(one, LabeledLike) else (one.chosen, one.rejected)
+                (one.response, one.unrelated) if isinstance(one, LabeledResponse) else (one.chosen, one.rejected)
             )
         }
         self._batch_size = batch_size
@@ -168,7 +138,7 @@ class ReferenceLogProbs:
         rows = sequence_log_probs(model, list(self._responses.values()), batch_size=self._batch_size)
         self._values = dict(zip(self._responses, rows.tolist(), strict=True))
 
-    def of(self, responses: Sequence[DemonstrationLike]) -> Tensor:
+    def of(self, responses: Sequence[Demonstration]) -> Tensor:
         """Their log-probs, float32 [S]."""
         return torch.tensor([self._values[_key(one)] for one in responses], dtype=torch.float32)
 
@@ -194,19 +164,19 @@ class ReferenceLogProbs:
         return f"{len(self._responses)} {checksum:08x}"
 
 
-def _key(one: DemonstrationLike) -> tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...] | None]:
+def _key(one: Demonstration) -> tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...] | None]:
     mask = one.response_mask
     return tuple(one.prompt_ids), tuple(one.response_ids), None if mask is None else tuple(mask)
 
 
-class HeldOutPreferences:
+class HeldOutPreferences(HeldOut):
     """The held-out preferences of a run, measured by a function, with greedy responses to the first prompts."""
 
     def __init__(
         self,
         measure: Callable[[ModelHandle], Mapping[str, float]],
-        prompts: Sequence[DemonstrationLike] = (),
-        tokenizer: Decoder | None = None,
+        prompts: Sequence[Demonstration] = (),
+        tokenizer: Any = None,
         config: FineTuningConfig | None = None,
     ) -> None:
         """Reads nothing yet.
@@ -217,14 +187,13 @@ class HeldOutPreferences:
             tokenizer: of a model that answers prompts.
             config: how many prompts are answered, and with how many tokens.
         """
-        self._measure, self._prompts, self._tokenizer, self._config = measure, prompts, tokenizer, config
+        super().__init__(prompts, tokenizer, config or FineTuningConfig())
+        self._measure = measure
 
     def metrics(self, model: ModelHandle) -> dict[str, float]:
         """The measured metrics."""
         return {f"val/{name}": value for name, value in self._measure(model).items()}
 
     def samples(self, model: ModelHandle) -> list[dict[str, Any]]:
-        """See `HeldOut.samples`."""
-        if self._tokenizer is None or self._config is None:
-            return []
-        return greedy_samples(model, self._prompts, self._tokenizer, self._config)
+        """See `HeldOut.samples`; none without a tokenizer."""
+        return [] if self._tokenizer is None else super().samples(model)

@@ -43,14 +43,10 @@ class RunRecord:
         if self._ledger is not None:
             self._ledger.rewind(step)
 
-    @property
-    def first_accuracy(self) -> float | None:
-        """The run's first held-out accuracy."""
-        return self.first("val/accuracy")
-
-    def first(self, metric: str) -> float | None:
-        """The run's first value of a metric; None before there is one."""
-        return next(iter(self._tracker.table.series(metric)[1]), None)
+    def first_values(self, *metrics: str) -> dict[str, float]:
+        """The run's first value of each of these metrics that it has logged."""
+        found = {name: self._tracker.table.series(name)[1] for name in metrics}
+        return {name: values[0] for name, values in found.items() if values}
 
     @contextmanager
     def step(self, step: int) -> Iterator[PhaseTimer]:

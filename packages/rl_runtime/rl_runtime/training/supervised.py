@@ -1,28 +1,17 @@
 """Supervised fine-tuning with the same engine, packing and train batch as reinforcement learning."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from ds_engine import LossOutput, StepStats, TokenBatch, TokenOutputs
 from rl_core import SequenceData, token_weights
+from rl_data import Demonstration
 
 from ..ranks.model_handle import ModelHandle
 from ..ranks.train_batch import TrainBatch
 from .supervised_config import SupervisedConfig
-
-
-class DemonstrationLike(Protocol):
-    """A prompt and the response to learn."""
-
-    @property
-    def prompt_ids(self) -> Sequence[int]: ...
-    @property
-    def response_ids(self) -> Sequence[int]: ...
-    @property
-    def response_mask(self) -> Sequence[bool] | None: ...
 
 
 def nll_loss(outputs: TokenOutputs, batch: TokenBatch) -> LossOutput:
@@ -33,7 +22,7 @@ def nll_loss(outputs: TokenOutputs, batch: TokenBatch) -> LossOutput:
 
 def train_supervised(
     model: ModelHandle,
-    demonstrations: Sequence[DemonstrationLike],
+    demonstrations: Sequence[Demonstration],
     config: SupervisedConfig,
     *,
     seed: int,
@@ -50,7 +39,7 @@ def train_supervised(
         on_step(step, supervised_step(model, [demonstrations[i] for i in chosen]))
 
 
-def supervised_step(model: ModelHandle, batch: Sequence[DemonstrationLike]) -> StepStats:
+def supervised_step(model: ModelHandle, batch: Sequence[Demonstration]) -> StepStats:
     """One optimizer step on the token mean over the response tokens of `batch` that are not masked out.
 
     The mean is over the whole batch, whatever its split into micro batches and ranks.
@@ -60,12 +49,12 @@ def supervised_step(model: ModelHandle, batch: Sequence[DemonstrationLike]) -> S
         return model.update(train_batch.mini_batches[0], nll_loss)
 
 
-def response_lens(batch: Sequence[DemonstrationLike]) -> torch.Tensor:
+def response_lens(batch: Sequence[Demonstration]) -> torch.Tensor:
     """int64 [N], the tokens of each response that are trained on."""
     return torch.tensor([sum(item.response_mask or [True] * len(item.response_ids)) for item in batch])
 
 
-def sequences(batch: Sequence[DemonstrationLike]) -> list[SequenceData]:
+def sequences(batch: Sequence[Demonstration]) -> list[SequenceData]:
     """The demonstrations as the engine's sequences."""
     return [
         SequenceData(prompt_ids=item.prompt_ids, response_ids=item.response_ids, response_mask=item.response_mask)

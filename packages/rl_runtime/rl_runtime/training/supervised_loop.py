@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt import Checkpoint
 from rl_data import PromptSampler
@@ -12,7 +13,7 @@ from ..ranks.model_handle import ModelHandle
 from .checkpoints import RunCheckpoints, load_and_say, save_or_say
 from .loop import Restart
 from .metrics import update_metrics
-from .objective import Example, Objective
+from .objective import Objective
 from .record import RunRecord
 from .supervised_config import FineTuningConfig
 
@@ -45,7 +46,7 @@ class SupervisedLoop:
         *,
         model: ModelHandle,
         objective: Objective,
-        examples: Sequence[Example],
+        examples: Sequence[Any],
         sampler: PromptSampler,
         checkpoints: RunCheckpoints,
         record: RunRecord,
@@ -76,8 +77,12 @@ class SupervisedLoop:
                 self._record.rewind(done, {} if resume_from is None else resume_from.state.get("metrics", {}))
                 self._record.info(restart.describe())
             before: dict[str, float] = {}
-            if self._trainer.val_before_train:
-                before = self._recorded() if restart is not None else self._validate(done)
+            held_out = self._objective.held_out
+            if self._trainer.val_before_train and restart is not None:
+                before = self._record.first_values("val/loss", "val/accuracy")
+            elif self._trainer.val_before_train and held_out is not None:
+                before = held_out.metrics(self._model)
+                self._record.log_held_out(done, before, held_out.samples(self._model))
             with stop.listen("stopping after this step, with a checkpoint and the model; again: stop now, without"):
                 last, after = self._steps(done + 1, stop)
         return SupervisedResult(
@@ -102,49 +107,31 @@ class SupervisedLoop:
 
     def _step(self, step: int, stop: StopRequest) -> dict[str, float]:
         """One step, with the validation and the checkpoint that follow it; returns its metrics."""
-        objective, held_out = self._objective, dict[str, float]()
+        objective, found = self._objective, dict[str, float]()
         with self._record.step(step) as timer:
-            batch = self._next_batch(step)
+            size = self._num_drawn(step) - self._num_drawn(step - 1)
+            batch = [self._examples[index] for index in self._sampler.next(size)]
             with timer.phase("update"):
                 metrics = update_metrics(objective.name, [objective.learn(self._model, batch)])
             metrics |= {f"{objective.name}/{name}": value for name, value in objective.describe(batch).items()}
             metrics[f"{objective.name}/epoch"] = self._num_drawn(step) / len(self._examples)
             if objective.held_out is not None and self._validates(step, stop):
                 with timer.phase("validation", outside=True):
-                    held_out = objective.held_out.metrics(self._model)
+                    found = objective.held_out.metrics(self._model)
             if self._checkpoints.is_due(step):
                 with timer.phase("checkpoint"):
-                    save_or_say(self._checkpoints, step, metrics | held_out, self._record.info)
+                    save_or_say(self._checkpoints, step, metrics | found, self._record.info)
         metrics |= self._checkpoints.take_metrics()
         self._record.log(step, metrics, timer, num_tokens=sum(item.num_tokens for item in batch))
-        if held_out:
-            self._log_held_out(step, held_out)
-        return metrics | held_out
+        if objective.held_out is not None and found:
+            self._record.log_held_out(step, found, objective.held_out.samples(self._model))
+        return metrics | found
 
     def _num_drawn(self, step: int) -> int:
         """Examples of the first `step` steps; the last step has what is left."""
         return min(step * self._config.batch_size, self._config.num_drawn(len(self._examples)))
 
-    def _next_batch(self, step: int) -> list[Example]:
-        size = self._num_drawn(step) - self._num_drawn(step - 1)
-        return [self._examples[index] for index in self._sampler.next(size)]
-
     def _validates(self, step: int, stop: StopRequest) -> bool:
         if step == self._num_steps:
             return self._trainer.val_after_train
         return not stop.signal and self._trainer.test_freq > 0 and step % self._trainer.test_freq == 0
-
-    def _recorded(self) -> dict[str, float]:
-        """The first held-out loss and accuracy that the run has logged."""
-        found = {name: self._record.first(name) for name in ("val/loss", "val/accuracy")}
-        return {name: value for name, value in found.items() if value is not None}
-
-    def _validate(self, step: int) -> dict[str, float]:
-        """The held-out metrics, written down; empty without held-out examples."""
-        held_out = self._objective.held_out
-        return {} if held_out is None else self._log_held_out(step, held_out.metrics(self._model))
-
-    def _log_held_out(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        assert self._objective.held_out is not None
-        self._record.log_held_out(step, metrics, self._objective.held_out.samples(self._model))
-        return metrics
