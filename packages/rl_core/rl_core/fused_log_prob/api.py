@@ -6,6 +6,7 @@ Shapes: ``T`` tokens, ``N`` tokens that are not ignored, ``H`` hidden size, ``V`
 import functools
 import math
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from .chunked import ChunkedBackend, accumulation_dtype
 from .parallel import local_targets, reduce_stats
 from .reference import reference_log_prob
-from .types import KEEP_NOTHING, Backend, Keeping, LogitSpec, Needs, RowGrads, RowStats
+from .types import KEEP_NOTHING, Backend, Keeping, LogitInputs, LogitSpec, Needs, RowGrads, RowStats
 
 BackendName = Literal["auto", "triton", "chunked", "reference"]
 
@@ -84,26 +85,22 @@ def linear_log_prob(
         raise ValueError(f"keep_bytes: got {keep_bytes}, allowed None or 0 or more")
     spec = LogitSpec(temperature=float(temperature), soft_cap=None if soft_cap is None else float(soft_cap))
     bias = None if bias is None else _finite(bias)
+    inputs = LogitInputs(hidden_NH=hidden, weight_VH=weight, bias_V=bias, targets_N=targets, spec=spec)
     chosen = _choose_backend(backend, hidden, deterministic)
     kept_N = None if ignore_index is None else (targets != ignore_index).nonzero()[:, 0]
     if kept_N is None or kept_N.numel() == targets.numel():
-        return _compute(hidden, weight, bias, targets, spec, chosen, keep_bytes, group)
-    results = _compute(hidden[kept_N], weight, bias, targets[kept_N], spec, chosen, keep_bytes, group)
+        return _compute(inputs, chosen, keep_bytes, group)
+    inputs = replace(inputs, hidden_NH=hidden[kept_N], targets_N=targets[kept_N])
+    results = _compute(inputs, chosen, keep_bytes, group)
     blank_T = results[0].new_zeros(targets.shape)
     return blank_T.index_put((kept_N,), results[0]), blank_T.index_put((kept_N,), results[1])
 
 
 def _compute(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    targets_N: Tensor,
-    spec: LogitSpec,
-    backend: Backend | None,
-    keep_bytes: int | None,
-    group: dist.ProcessGroup | None,
+    inputs: LogitInputs, backend: Backend | None, keep_bytes: int | None, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """`linear_log_prob` without ignored tokens; `backend` None is the reference."""
+    weight_VH, bias_V, targets_N = inputs.weight_VH, inputs.bias_V, inputs.targets_N
     num_rows = weight_VH.shape[0] * (1 if group is None else dist.get_world_size(group))
     outside_N = (targets_N < 0) | (targets_N >= num_rows)
     if not targets_N.is_cuda and bool(outside_N.any()):
@@ -112,23 +109,19 @@ def _compute(
     if backend is None:
         if group is not None:
             raise ValueError('group: not supported by backend="reference"; use "auto", "triton" or "chunked"')
-        log_prob_N, entropy_N = reference_log_prob(hidden_NH, weight_VH, targets_N, spec=spec, bias_V=bias_V)
-        return _mark_excluded(log_prob_N, bias_V, spec), entropy_N
-    # Keep probabilities only if a backward pass can follow.
-    keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden_NH, weight_VH, bias_V))
-    keeping = Keeping(own_bytes=keep_bytes, use_grad_memory=weight_VH.requires_grad) if keeps else KEEP_NOTHING
-    log_prob_N, entropy_N = _LinearLogProb.apply(hidden_NH, weight_VH, bias_V, targets_N, spec, backend, group, keeping)
-    if targets_N.is_cuda:
-        log_prob_N = torch.where(outside_N, torch.nan, log_prob_N)
-    return _mark_excluded(log_prob_N, bias_V, spec), entropy_N
-
-
-def _mark_excluded(log_prob_N: Tensor, bias_V: Tensor | None, spec: LogitSpec) -> Tensor:
-    """-inf for targets that a bias of -inf excludes."""
-    if bias_V is None:
-        return log_prob_N
-    excluded_N = log_prob_N.detach() < 0.1 * _EXCLUDED / spec.temperature
-    return torch.where(excluded_N, -torch.inf, log_prob_N)
+        log_prob_N, entropy_N = reference_log_prob(inputs)
+    else:
+        # Keep probabilities only if a backward pass can follow.
+        factors = (inputs.hidden_NH, weight_VH, bias_V)
+        keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in factors)
+        keeping = Keeping(own_bytes=keep_bytes, use_grad_memory=weight_VH.requires_grad) if keeps else KEEP_NOTHING
+        log_prob_N, entropy_N = _LinearLogProb.apply(*factors, targets_N, inputs.spec, backend, group, keeping)
+        if targets_N.is_cuda:
+            log_prob_N = torch.where(outside_N, torch.nan, log_prob_N)
+    if bias_V is not None:  # -inf for targets that a bias of -inf excludes
+        excluded_N = log_prob_N.detach() < 0.1 * _EXCLUDED / inputs.spec.temperature
+        log_prob_N = torch.where(excluded_N, -torch.inf, log_prob_N)
+    return log_prob_N, entropy_N
 
 
 def _finite(bias_V: Tensor) -> Tensor:
@@ -181,7 +174,7 @@ class _LinearLogProb(torch.autograd.Function):
             stats = RowStats(lse_N=blank_N, mean_z_N=blank_N, target_z_N=blank_N)
         else:
             with torch.autocast(hidden_NH.device.type, enabled=False):
-                stats = backend.forward(hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, rows_N, spec, keeping)
+                stats = backend.forward(_contiguous(hidden_NH, weight_VH, bias_V, rows_N, spec), keeping)
         if group is not None:
             stats = reduce_stats(stats, group)
         log_prob_N = (stats.target_z_N - stats.lse_N).clamp_max(0)  # rounding could make it positive
@@ -197,7 +190,6 @@ class _LinearLogProb(torch.autograd.Function):
         hidden_NH, weight_VH, bias_V, rows_N, lse_N, mean_z_N, log_prob_N = ctx.saved_tensors
         if grad_log_prob_N is None:
             grad_log_prob_N = torch.zeros_like(lse_N)
-        needs = Needs(hidden=ctx.needs_input_grad[0], weight=ctx.needs_input_grad[1], bias=ctx.needs_input_grad[2])
         rows = RowGrads(
             lse_N=lse_N,
             mean_z_N=mean_z_N,
@@ -211,11 +203,17 @@ class _LinearLogProb(torch.autograd.Function):
             blank = [None if x is None else torch.zeros_like(x) for x in (hidden_NH, weight_VH, bias_V)]
             return (*blank, None, None, None, None, None)
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            grads = ctx.backend.backward(
-                hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, rows_N, ctx.spec, rows, needs,
-                None if ctx.group is None else functools.partial(dist.all_reduce, group=ctx.group),
-            )  # fmt: skip
-        return grads.hidden_NH, grads.weight_VH, grads.bias_V, None, None, None, None, None
+            inputs = _contiguous(hidden_NH, weight_VH, bias_V, rows_N, ctx.spec)
+            reduce = None if ctx.group is None else functools.partial(dist.all_reduce, group=ctx.group)
+            grads = ctx.backend.backward(inputs, rows, Needs(*ctx.needs_input_grad[:3]), reduce)
+        return (*grads, None, None, None, None, None)
+
+
+def _contiguous(
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, rows_N: Tensor, spec: LogitSpec
+) -> LogitInputs:
+    hidden_NH, weight_VH = hidden_NH.contiguous(), weight_VH.contiguous()
+    return LogitInputs(hidden_NH=hidden_NH, weight_VH=weight_VH, bias_V=bias_V, targets_N=rows_N, spec=spec)
 
 
 def _check(

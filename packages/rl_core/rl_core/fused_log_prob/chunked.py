@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .types import KEEP_NOTHING, Gradients, Keeping, LogitSpec, Needs, Reduce, RowGrads, RowStats
+from .types import Gradients, Keeping, LogitInputs, Needs, Reduce, RowGrads, RowStats
 
 CHUNK_BYTES = 64 * 2**20  # size of one [N, C] block of logits in the accumulation dtype
 MIN_CHUNK = 256  # columns; narrower blocks waste the matrix product
@@ -28,47 +28,45 @@ def matmul_accumulate(left: Tensor, right: Tensor) -> Tensor:
     return left.to(dtype) @ right.to(dtype)
 
 
-def column_chunks(num_rows: int, num_columns: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Ranges ``(start, stop)`` that split ``num_columns`` into equal blocks (the last one may be narrower)."""
+def _blocks(inputs: LogitInputs) -> Iterator[LogitInputs]:
+    """Blocks of equally many columns (the last one may be narrower)."""
+    num_rows, num_columns, _ = inputs.shape
+    itemsize = accumulation_dtype(inputs.hidden_NH.dtype).itemsize
     width = max(MIN_CHUNK, CHUNK_BYTES // max(1, num_rows * itemsize))
     for start in range(0, num_columns, width):
-        yield start, min(start + width, num_columns)
+        yield inputs.columns(start, min(start + width, num_columns))
 
 
-def _capped_logits(hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, spec: LogitSpec) -> Tensor:
+def _capped_logits(block: LogitInputs) -> Tensor:
     """``u`` of types.py for one block of columns, in a new tensor that the caller may change in place."""
-    logits_NC = matmul_accumulate(hidden_NH, weight_CH.T)
-    if bias_C is not None:
-        logits_NC += bias_C.to(logits_NC.dtype)
-    if spec.soft_cap is not None:
-        logits_NC.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
+    logits_NC = matmul_accumulate(block.hidden_NH, block.weight_VH.T)
+    if block.bias_V is not None:
+        logits_NC += block.bias_V.to(logits_NC.dtype)
+    if block.spec.soft_cap is not None:
+        logits_NC.div_(block.spec.soft_cap).tanh_().mul_(block.spec.soft_cap)
     return logits_NC
+
+
+def _target_columns(block: LogitInputs) -> tuple[Tensor, Tensor]:
+    """Whether each target is in the block, and its column there: [N] and [N, 1]; any column if it is elsewhere."""
+    local_N, width = block.targets_N - block.first_column, block.weight_VH.shape[0]
+    return (local_N >= 0) & (local_N < width), local_N.clamp(0, width - 1)[:, None]
 
 
 class ChunkedBackend:
     """See :class:`rl_core.fused_log_prob.types.Backend`."""
 
-    def forward(
-        self,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        spec: LogitSpec,
-        keeping: Keeping = KEEP_NOTHING,
-    ) -> RowStats:
+    def forward(self, inputs: LogitInputs, keeping: Keeping) -> RowStats:
         """Online softmax over column blocks: running maximum, sum of exponentials and sum of ``z * exp``."""
         del keeping  # this backend always recomputes
+        hidden_NH = inputs.hidden_NH
         num_rows, dtype = hidden_NH.shape[0], accumulation_dtype(hidden_NH.dtype)
         peak_N = hidden_NH.new_full((num_rows,), -torch.inf, dtype=dtype)
         sum_N, weighted_N, target_z_N = (hidden_NH.new_zeros(num_rows, dtype=dtype) for _ in range(3))
-        for start, stop in column_chunks(num_rows, weight_VH.shape[0], dtype.itemsize):
-            bias_C = None if bias_V is None else bias_V[start:stop]
-            z_NC = _capped_logits(hidden_NH, weight_VH[start:stop], bias_C, spec).div_(spec.temperature)
-            local_N = targets_N - start
-            inside_N = (local_N >= 0) & (local_N < stop - start)
-            picked_N = z_NC.gather(1, local_N.clamp(0, stop - start - 1)[:, None])[:, 0]
-            target_z_N = torch.where(inside_N, picked_N, target_z_N)
+        for block in _blocks(inputs):
+            z_NC = _capped_logits(block).div_(block.spec.temperature)
+            inside_N, column_N1 = _target_columns(block)
+            target_z_N = torch.where(inside_N, z_NC.gather(1, column_N1)[:, 0], target_z_N)
             new_peak_N = torch.maximum(peak_N, z_NC.amax(1))
             shrink_N = torch.exp(peak_N - new_peak_N)
             exp_NC = torch.exp(z_NC - new_peak_N[:, None])
@@ -77,18 +75,9 @@ class ChunkedBackend:
             peak_N = new_peak_N
         return RowStats(lse_N=peak_N + sum_N.log(), mean_z_N=weighted_N / sum_N, target_z_N=target_z_N)
 
-    def backward(
-        self,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        spec: LogitSpec,
-        rows: RowGrads,
-        needs: Needs,
-        reduce_hidden: Reduce | None = None,
-    ) -> Gradients:
+    def backward(self, inputs: LogitInputs, rows: RowGrads, needs: Needs, reduce_hidden: Reduce | None) -> Gradients:
         """Recompute each column block, turn it into ``da`` (types.py) and take the two products with it."""
+        hidden_NH, weight_VH, bias_V = inputs.hidden_NH, inputs.weight_VH, inputs.bias_V
         dtype = accumulation_dtype(hidden_NH.dtype)
         # On a GPU both products take bf16 factors, so that they run on the tensor cores.
         factor_dtype = torch.bfloat16 if hidden_NH.is_cuda and hidden_NH.dtype == torch.bfloat16 else dtype
@@ -96,29 +85,26 @@ class ChunkedBackend:
         d_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needs.hidden else None
         d_weight_VH = torch.empty_like(weight_VH) if needs.weight else None
         d_bias_V = torch.empty_like(bias_V) if needs.bias and bias_V is not None else None
-        for start, stop in column_chunks(hidden_NH.shape[0], weight_VH.shape[0], dtype.itemsize):
-            weight_CH = weight_VH[start:stop]
-            bias_C = None if bias_V is None else bias_V[start:stop]
-            da_NC = _raw_logit_gradient(hidden_NH, weight_CH, bias_C, targets_N - start, spec, rows)
+        for block in _blocks(inputs):
+            columns = slice(block.first_column, block.first_column + block.weight_VH.shape[0])
+            da_NC = _raw_logit_gradient(block, rows)
             if d_bias_V is not None:
-                d_bias_V[start:stop] = da_NC.sum(0)
+                d_bias_V[columns] = da_NC.sum(0)
             da_NC = da_NC.to(factor_dtype)
             if d_hidden_NH is not None:
-                d_hidden_NH += matmul_accumulate(da_NC, weight_CH.to(factor_dtype))
+                d_hidden_NH += matmul_accumulate(da_NC, block.weight_VH.to(factor_dtype))
             if d_weight_VH is not None:
-                d_weight_VH[start:stop] = matmul_accumulate(da_NC.T, hidden_factor_NH)
+                d_weight_VH[columns] = matmul_accumulate(da_NC.T, hidden_factor_NH)
         if d_hidden_NH is not None:
             if reduce_hidden is not None:
                 reduce_hidden(d_hidden_NH)
             d_hidden_NH = d_hidden_NH.to(hidden_NH.dtype)
-        return Gradients(hidden_NH=d_hidden_NH, weight_VH=d_weight_VH, bias_V=d_bias_V)
+        return d_hidden_NH, d_weight_VH, d_bias_V
 
 
-def _raw_logit_gradient(
-    hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, local_N: Tensor, spec: LogitSpec, rows: RowGrads
-) -> Tensor:
-    """``da`` of types.py for one block of columns; ``local_N`` are target columns relative to the block's start."""
-    u_NC = _capped_logits(hidden_NH, weight_CH, bias_C, spec)
+def _raw_logit_gradient(block: LogitInputs, rows: RowGrads) -> Tensor:
+    """``da`` of types.py for one block of columns."""
+    u_NC, spec = _capped_logits(block), block.spec
     z_NC = u_NC / spec.temperature
     p_NC = torch.exp(z_NC - rows.lse_N[:, None])
     if rows.grad_entropy_N is None:
@@ -126,8 +112,7 @@ def _raw_logit_gradient(
     else:
         slope_NC = z_NC.sub_(rows.mean_z_N[:, None]).mul_(rows.grad_entropy_N[:, None])
         dz_NC = p_NC.mul_(slope_NC.add_(rows.grad_log_prob_N[:, None]).neg_())
-    inside_N = (local_N >= 0) & (local_N < weight_CH.shape[0])
-    column_N1 = local_N.clamp(0, weight_CH.shape[0] - 1)[:, None]
+    inside_N, column_N1 = _target_columns(block)
     dz_NC.scatter_add_(1, column_N1, torch.where(inside_N, rows.grad_log_prob_N, 0.0)[:, None])
     if spec.soft_cap is not None:
         dz_NC.mul_(1.0 - (u_NC / spec.soft_cap).square_())

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from .types import LogitSpec, ShareOutput
+from .types import LogitInputs, ShareOutput
 
 GROUP_BYTES = 12 * 2**20  # of hidden, in the row blocks of one tile group, which must stay in the L2 cache
 TESTED_TRITON = ((3, 6), (3, 6))  # Gluon is experimental: other versions of Triton run the portable kernels
@@ -30,13 +30,14 @@ def _gluon_usable() -> bool:
     return TESTED_TRITON[0] <= (major, minor) <= TESTED_TRITON[1]
 
 
-def supports(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, spec: LogitSpec) -> bool:
+def supports(inputs: LogitInputs) -> bool:
     """Whether the Hopper kernels support these inputs; otherwise the portable kernels run."""
+    hidden_NH, weight_VH = inputs.hidden_NH, inputs.weight_VH
     return (
         hidden_NH.is_cuda
         and hidden_NH.dtype in (torch.bfloat16, torch.float16)
-        and bias_V is None
-        and spec.soft_cap is None
+        and inputs.bias_V is None
+        and inputs.spec.soft_cap is None
         and hidden_NH.shape[1] % 8 == 0  # TMA needs rows of a multiple of 16 bytes
         and hidden_NH.data_ptr() % 16 == 0
         and weight_VH.data_ptr() % 16 == 0
@@ -69,39 +70,35 @@ def _descriptor(matrix: Tensor, block_rows: int) -> object:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [block_rows, 64], layout)
 
 
-def corrected(spec: LogitSpec, hidden_size: int) -> LogitSpec:
-    """``spec`` with a temperature that corrects the bias of the tensor cores (TRUNCATION_BIAS) in every logit."""
-    return replace(spec, temperature=spec.temperature / (1.0 + TRUNCATION_BIAS * hidden_size))
+def corrected(inputs: LogitInputs) -> LogitInputs:
+    """``inputs`` with a temperature that corrects the bias of the tensor cores (TRUNCATION_BIAS) in every logit."""
+    temperature = inputs.spec.temperature / (1.0 + TRUNCATION_BIAS * inputs.shape[2])
+    return replace(inputs, spec=replace(inputs.spec, temperature=temperature))
 
 
-def tile_stats(
-    lse: Tensor, entropy: Tensor, hidden_NH: Tensor, weight_CH: Tensor, scale: float, share: ShareOutput | None
-) -> None:
+def tile_stats(lse: Tensor, entropy: Tensor, inputs: LogitInputs, share: ShareOutput | None) -> None:
     """Fill ``[tiles, N]`` log2-sum-exp2 and entropy in bits of every 256-column tile, and ``share`` (types.Kept)."""
     from .hopper_kernels import stats_kernel
 
-    (num_rows, hidden_size), num_columns = hidden_NH.shape, weight_CH.shape[0]
+    hidden_NH, (num_rows, num_columns, hidden_size) = inputs.hidden_NH, inputs.shape
     consumers = 3 if share is None else 2  # keeping needs more registers than three consumers have
     programs, group_m = _grid(consumers, hidden_NH, num_columns)
     stats_kernel[(programs,)](
-        _descriptor(hidden_NH, 64), _descriptor(weight_CH, 256),
+        _descriptor(hidden_NH, 64), _descriptor(inputs.weight_VH, 256),
         _descriptor(hidden_NH if share is None else share.out_NC, 64), lse if share is None else share.reference_N,
-        lse, entropy, num_rows, num_columns, hidden_size, scale, group_m, KEEP=share is not None, CONSUMERS=consumers,
-        STAGES=4, num_warps=4,
+        lse, entropy, num_rows, num_columns, hidden_size, inputs.spec.bits, group_m, KEEP=share is not None,
+        CONSUMERS=consumers, STAGES=4, num_warps=4,
     )  # fmt: skip
 
 
-def tile_gradient(
-    out_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor, lse_N: Tensor, alpha_N: Tensor, beta_N: Tensor | None,
-    scale: float,
-) -> None:  # fmt: skip
+def tile_gradient(out_NC: Tensor, inputs: LogitInputs, lse_N: Tensor, alpha_N: Tensor, beta_N: Tensor | None) -> None:
     """Fill ``out`` with da, except the entries of the targets; see hopper_kernels.gradient_kernel."""
     from .hopper_kernels import gradient_kernel
 
-    (num_rows, hidden_size), num_columns = hidden_NH.shape, weight_CH.shape[0]
-    programs, group_m = _grid(3, hidden_NH, num_columns)
+    num_rows, num_columns, hidden_size = inputs.shape
+    programs, group_m = _grid(3, inputs.hidden_NH, num_columns)
     gradient_kernel[(programs,)](
-        _descriptor(hidden_NH, 64), _descriptor(weight_CH, 256), _descriptor(out_NC, 64), lse_N, alpha_N,
-        alpha_N if beta_N is None else beta_N, num_rows, num_columns, hidden_size, scale, group_m,
+        _descriptor(inputs.hidden_NH, 64), _descriptor(inputs.weight_VH, 256), _descriptor(out_NC, 64), lse_N, alpha_N,
+        alpha_N if beta_N is None else beta_N, num_rows, num_columns, hidden_size, inputs.spec.bits, group_m,
         HAS_BETA=beta_N is not None, STAGES=3, num_warps=4,
     )  # fmt: skip

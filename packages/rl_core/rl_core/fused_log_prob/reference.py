@@ -3,30 +3,22 @@
 import torch
 from torch import Tensor
 
-from .types import LogitSpec
+from .types import LogitInputs, LogitSpec
 
 
-def reference_log_prob(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    targets_N: Tensor,
-    *,
-    spec: LogitSpec,
-    bias_V: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each row, both ``[N]``, by autograd through the plain formula.
+def reference_log_prob(inputs: LogitInputs) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each row, both ``[N]``, by autograd through the plain formula."""
+    dtype = torch.float64 if inputs.hidden_NH.dtype == torch.float64 else torch.float32
+    logits_NV = inputs.hidden_NH.to(dtype) @ inputs.weight_VH.to(dtype).T
+    log_probs_NV = all_log_probs(logits_NV, inputs.bias_V, inputs.spec)
+    log_prob_N = log_probs_NV.gather(1, inputs.targets_N[:, None])[:, 0]
+    return log_prob_N, -(log_probs_NV.exp() * log_probs_NV).sum(-1)
 
-    ``dtype`` is the dtype of the computation and of the results, by default float32 (float64 for float64 inputs).
-    """
-    if dtype is None:
-        dtype = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
-    logits_NV = hidden_NH.to(dtype) @ weight_VH.to(dtype).T
+
+def all_log_probs(logits_NV: Tensor, bias_V: Tensor | None, spec: LogitSpec) -> Tensor:
+    """Log-probabilities of the whole vocabulary from the products of hidden states and weight; differentiable."""
     if bias_V is not None:
-        logits_NV = logits_NV + bias_V.to(dtype)
+        logits_NV = logits_NV + bias_V.to(logits_NV.dtype)
     if spec.soft_cap is not None:
         logits_NV = spec.soft_cap * torch.tanh(logits_NV / spec.soft_cap)
-    log_probs_NV = torch.log_softmax(logits_NV / spec.temperature, dim=-1)
-    log_prob_N = log_probs_NV.gather(1, targets_N[:, None])[:, 0]
-    entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(-1)
-    return log_prob_N, entropy_N
+    return torch.log_softmax(logits_NV / spec.temperature, dim=-1)

@@ -22,9 +22,9 @@ from torch import Tensor
 from . import hopper
 from .chunked import matmul_accumulate
 from .tiles import TileConfig, plan_blocks, plan_groups, sum_bytes
-from .triton_forward import LOG2_E, tile_arguments
+from .triton_forward import factor_pointers, num_tiles, tile_arguments
 from .triton_kernels import kept_gradient_kernel, rebase_kernel, target_gradient_kernel, tile_gradient_kernel
-from .types import MARGIN_BITS, Gradients, Kept, LogitSpec, Needs, Reduce, RowGrads
+from .types import LOG2_E, MARGIN_BITS, Gradients, Kept, LogitInputs, LogitSpec, Needs, Reduce, RowGrads
 
 FP16_PEAK = 2.0**14  # target of the largest possible |da| in fp16, whose smallest normal number is 2**-14
 
@@ -74,39 +74,28 @@ def row_factors(rows: RowGrads, spec: LogitSpec, dtype: torch.dtype) -> RowFacto
     )
 
 
-def portable_tile_gradient(
-    out_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, factors: RowFactors, spec: LogitSpec,
-    config: TileConfig,
-) -> None:  # fmt: skip
+def portable_tile_gradient(out_NC: Tensor, block: LogitInputs, factors: RowFactors, config: TileConfig) -> None:
     """Fill ``out`` with da, except the entries of the targets."""
-    (num_rows, hidden_size), num_columns = hidden_NH.shape, weight_CH.shape[0]
-    tile_gradient_kernel[(triton.cdiv(num_rows, config.block_m) * triton.cdiv(num_columns, config.block_n),)](
-        hidden_NH, weight_CH, weight_CH if bias_C is None else bias_C, out_NC, factors.lse_bits_N, factors.alpha_N,
-        factors.alpha_N if factors.beta_N is None else factors.beta_N, num_rows, num_columns, hidden_size,
-        out_NC.stride(0), LOG2_E / spec.temperature, spec.soft_cap or 1.0, HAS_BETA=factors.beta_N is not None,
-        **tile_arguments(hidden_NH, bias_C, spec, config),
+    tile_gradient_kernel[num_tiles(block, config)](
+        *factor_pointers(block), out_NC, factors.lse_bits_N, factors.alpha_N,
+        factors.alpha_N if factors.beta_N is None else factors.beta_N, *block.shape, out_NC.stride(0), block.spec.bits,
+        block.spec.soft_cap or 1.0, HAS_BETA=factors.beta_N is not None, **tile_arguments(block, config),
     )  # fmt: skip
 
 
-def fill_block(
-    out_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor, bias_C: Tensor | None, targets_N: Tensor, first_column: int,
-    factors: RowFactors, spec: LogitSpec, config: TileConfig | None,
-) -> None:  # fmt: skip
+def fill_block(out_NC: Tensor, block: LogitInputs, factors: RowFactors, config: TileConfig | None) -> None:
     """Fill one block of da, including the targets. ``config`` None runs the Hopper kernel."""
     if config is None:
-        scale = LOG2_E / spec.temperature
-        hopper.tile_gradient(out_NC, hidden_NH, weight_CH, factors.lse_bits_N, factors.alpha_N, factors.beta_N, scale)
+        hopper.tile_gradient(out_NC, block, factors.lse_bits_N, factors.alpha_N, factors.beta_N)
     else:
-        portable_tile_gradient(out_NC, hidden_NH, weight_CH, bias_C, factors, spec, config)
-    _write_targets(out_NC, targets_N, first_column, factors.target_da_N)
+        portable_tile_gradient(out_NC, block, factors, config)
+    _write_targets(out_NC, block, factors.target_da_N)
 
 
-def kept_gradient(
-    share_NC: Tensor, first_column: int, kept: Kept, targets_N: Tensor, factors: RowFactors, spec: LogitSpec
-) -> None:
+def kept_gradient(share_NC: Tensor, block: LogitInputs, kept: Kept, factors: RowFactors) -> None:
     """Turn one kept block of columns into da, in place, including the targets."""
-    num_columns = share_NC.shape[1]
-    for rows, tile_lse in _kept_rows(kept, share_NC, first_column):
+    num_columns, spec = share_NC.shape[1], block.spec
+    for rows, tile_lse in _kept_rows(kept, block):
         part, share_RC = slice_rows(factors, rows), share_NC[rows]
         kept_gradient_kernel[(triton.cdiv(share_RC.shape[0], 16), triton.cdiv(num_columns, kept.tile_columns))](
             share_RC, tile_lse, kept.reference_N[rows], part.lse_bits_N, part.alpha_N,
@@ -114,13 +103,13 @@ def kept_gradient(
             spec.temperature / LOG2_E, spec.soft_cap or 1.0, HAS_BETA=part.beta_N is not None,
             HAS_CAP=spec.soft_cap is not None, BLOCK_T=16, BLOCK_N=kept.tile_columns, num_warps=4,
         )  # fmt: skip
-    _write_targets(share_NC, targets_N, first_column, factors.target_da_N)
+    _write_targets(share_NC, block, factors.target_da_N)
 
 
-def _kept_rows(kept: Kept, share_NC: Tensor, first_column: int) -> Iterator[tuple[slice, Tensor]]:
+def _kept_rows(kept: Kept, block: LogitInputs) -> Iterator[tuple[slice, Tensor]]:
     """Row ranges of a kept block of columns, with the lse of their tiles."""
-    first_tile = first_column // kept.tile_columns
-    for tile_lse, first in zip(kept.tile_lse, range(0, share_NC.shape[0], kept.rows_per_block), strict=True):
+    first_tile = block.first_column // kept.tile_columns
+    for tile_lse, first in zip(kept.tile_lse, range(0, block.shape[0], kept.rows_per_block), strict=True):
         yield slice(first, first + tile_lse.shape[1]), tile_lse[first_tile:]
 
 
@@ -136,25 +125,23 @@ def kept_row_factors(kept: Kept, factors: RowFactors) -> tuple[Tensor, Tensor]:
     return torch.where(share_N == 0, scale_N, factors.target_da_N / share_N), share_N
 
 
-def rebase_kept(
-    share_NC: Tensor, first_column: int, kept: Kept, targets_N: Tensor, factors: RowFactors, target_share_N: Tensor
-) -> None:
+def rebase_kept(share_NC: Tensor, block: LogitInputs, kept: Kept, factors: RowFactors, target_share_N: Tensor) -> None:
     """Prepare a kept block, in place, so that da is the row's factor (kept_row_factors) times the block."""
     num_columns = share_NC.shape[1]
-    num_tiles = triton.cdiv(num_columns, kept.tile_columns)
-    for rows, tile_lse in _kept_rows(kept, share_NC, first_column):
+    tiles = triton.cdiv(num_columns, kept.tile_columns)
+    for rows, tile_lse in _kept_rows(kept, block):
         share_RC = share_NC[rows]
-        rebase_kernel[(triton.cdiv(share_RC.shape[0], 16), triton.cdiv(num_tiles, 64))](
+        rebase_kernel[(triton.cdiv(share_RC.shape[0], 16), triton.cdiv(tiles, 64))](
             share_RC, tile_lse, kept.reference_N[rows], factors.lse_bits_N[rows], share_RC.shape[0], num_columns,
-            num_tiles, share_RC.stride(0), BLOCK_T=16, BLOCK_N=kept.tile_columns, TILES=64, num_warps=4,
+            tiles, share_RC.stride(0), BLOCK_T=16, BLOCK_N=kept.tile_columns, TILES=64, num_warps=4,
         )  # fmt: skip
-    _write_targets(share_NC, targets_N, first_column, target_share_N)
+    _write_targets(share_NC, block, target_share_N)
 
 
-def _write_targets(out_NC: Tensor, targets_N: Tensor, first_column: int, values_N: Tensor) -> None:
+def _write_targets(out_NC: Tensor, block: LogitInputs, values_N: Tensor) -> None:
     num_rows, num_columns = out_NC.shape
     target_gradient_kernel[(triton.cdiv(num_rows, 1024),)](
-        out_NC, targets_N, values_N, num_rows, first_column, num_columns, out_NC.stride(0), BLOCK=1024
+        out_NC, block.targets_N, values_N, num_rows, block.first_column, num_columns, out_NC.stride(0), BLOCK=1024
     )
 
 
@@ -187,13 +174,13 @@ class _Sums:
     bias_V: Tensor | None
     add: bool
 
-    def add_columns(self, da_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor, start: int) -> None:
+    def add_columns(self, da_NC: Tensor, hidden_NH: Tensor, block: LogitInputs) -> None:
         """Add the contributions of a block of columns, for all rows of the group."""
-        columns = slice(start, start + da_NC.shape[1])
+        start = block.first_column
         if self.hidden_NH is not None:
-            product_into(self.hidden_NH, da_NC, weight_CH, add=start > 0)
+            product_into(self.hidden_NH, da_NC, block.weight_VH, add=start > 0)
         if self.weight_VH is not None:
-            product_into(self.weight_VH[columns], da_NC.T, hidden_NH, add=self.add)
+            product_into(self.weight_VH[start : start + da_NC.shape[1]], da_NC.T, hidden_NH, add=self.add)
         self.add_bias(da_NC, start)
 
     def add_bias(self, da_NC: Tensor, start: int) -> None:
@@ -202,21 +189,21 @@ class _Sums:
 
 
 def backward_blocks(
-    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, spec: LogitSpec, rows: RowGrads,
-    needs: Needs, config: TileConfig | None, reduce_hidden: Reduce | None,
-) -> Gradients:  # fmt: skip
+    inputs: LogitInputs, rows: RowGrads, needs: Needs, config: TileConfig | None, reduce_hidden: Reduce | None
+) -> Gradients:
     """The requested gradients, one group of rows after another (a single group if probabilities were kept)."""
     if config is None:
-        spec = hopper.corrected(spec, hidden_NH.shape[1])
-    (num_rows, hidden_size), kept = hidden_NH.shape, rows.kept
+        inputs = hopper.corrected(inputs)
+    hidden_NH, weight_VH, bias_V = inputs.hidden_NH, inputs.weight_VH, inputs.bias_V
+    (num_rows, vocab, hidden_size), kept = inputs.shape, rows.kept
     if kept is not None and not kept.shares:
         kept = None
-    factors = row_factors(rows, spec, hidden_NH.dtype)
+    factors = row_factors(rows, inputs.spec, hidden_NH.dtype)
     d_weight_VH = None
     if needs.weight:
         memory_VH = None if kept is None else kept.grad_memory_VH
         d_weight_VH = torch.empty_like(weight_VH) if memory_VH is None else memory_VH
-    d_bias_V = weight_VH.new_zeros(weight_VH.shape[0], dtype=torch.float32) if needs.bias else None
+    d_bias_V = weight_VH.new_zeros(vocab, dtype=torch.float32) if needs.bias else None
     group_rows = num_rows if kept is not None or not needs.hidden else plan_groups(num_rows, hidden_size)
     d_hidden_NH = torch.empty_like(hidden_NH) if needs.hidden and group_rows < num_rows else None
     sum_RH = hidden_NH.new_empty(group_rows, hidden_size, dtype=torch.float32) if needs.hidden else None
@@ -228,12 +215,10 @@ def backward_blocks(
         some = slice_rows(factors, group)
         first, scale = 0, unscale
         if kept is not None:
-            first, scale = _take_kept(sums, kept, hidden_NH, weight_VH, targets_N, spec, some)
-        if first < weight_VH.shape[0]:
+            first, scale = _take_kept(sums, kept, inputs, some)
+        if first < vocab:
             other_bytes = sum_bytes(num_rows, group_rows, hidden_size, hidden_NH.dtype.itemsize) if needs.hidden else 0
-            recompute_columns(
-                sums, first, hidden_NH[group], weight_VH, bias_V, targets_N[group], spec, some, config, other_bytes
-            )
+            recompute_columns(sums, first, inputs.rows(group), some, config, other_bytes)
         if sum_NH is not None:
             if reduce_hidden is not None:
                 reduce_hidden(sum_NH.mul_(scale))
@@ -244,65 +229,60 @@ def backward_blocks(
     if d_bias_V is not None and factors.loss_scale is not None:
         d_bias_V.div_(factors.loss_scale)
     bias_grad = None if d_bias_V is None or bias_V is None else d_bias_V.to(bias_V.dtype)
-    return Gradients(hidden_NH=d_hidden_NH, weight_VH=d_weight_VH, bias_V=bias_grad)
+    return d_hidden_NH, d_weight_VH, bias_grad
 
 
-def _take_kept(
-    sums: _Sums, kept: Kept, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, spec: LogitSpec,
-    factors: RowFactors,
-) -> tuple[int, Tensor]:  # fmt: skip
+def _take_kept(sums: _Sums, kept: Kept, inputs: LogitInputs, factors: RowFactors) -> tuple[int, Tensor]:
     """Add the contributions of kept columns; returns their number and the factor for hidden's sum."""
-    scale, target_share_N, factor_NH = factors.lse_bits_N.new_ones(()), None, hidden_NH
-    if kept.whole and factors.beta_N is None and spec.soft_cap is None and sums.bias_V is None:
+    scale, target_share_N, factor_NH = factors.lse_bits_N.new_ones(()), None, inputs.hidden_NH
+    if kept.whole and factors.beta_N is None and inputs.spec.soft_cap is None and sums.bias_V is None:
         scale_N, target_share_N = kept_row_factors(kept, factors)
         scale = scale_N[:, None]
         if sums.weight_VH is not None:
-            factor_NH = torch.mul(hidden_NH, scale, out=torch.empty_like(hidden_NH))
+            factor_NH = torch.mul(factor_NH, scale, out=torch.empty_like(factor_NH))
     first = 0
     while kept.shares:
         share_NC = kept.shares.pop(0)
+        block = inputs.columns(first, first + share_NC.shape[1])
         if target_share_N is None:
-            kept_gradient(share_NC, first, kept, targets_N, factors, spec)
+            kept_gradient(share_NC, block, kept, factors)
         else:
-            rebase_kept(share_NC, first, kept, targets_N, factors, target_share_N)
-        sums.add_columns(share_NC, factor_NH, weight_VH[first : first + share_NC.shape[1]], first)
+            rebase_kept(share_NC, block, kept, factors, target_share_N)
+        sums.add_columns(share_NC, factor_NH, block)
         first += share_NC.shape[1]
         del share_NC  # frees its memory for the recomputed blocks
     return first, scale
 
 
 def recompute_columns(
-    sums: _Sums, first_column: int, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor,
-    spec: LogitSpec, factors: RowFactors, config: TileConfig | None, other_bytes: int,
-) -> None:  # fmt: skip
+    sums: _Sums, first_column: int, inputs: LogitInputs, factors: RowFactors, config: TileConfig | None, used_bytes: int
+) -> None:
     """Add the contributions of all columns from `first_column` on, recomputed block by block.
 
     Rows are the inner loop, so that the group's contribution to the weight's gradient is added only once.
     """
-    num_rows, vocab, dtype = hidden_NH.shape[0], weight_VH.shape[0], hidden_NH.dtype
-    block_rows, block_columns = plan_blocks(num_rows, vocab - first_column, dtype.itemsize, other_bytes)
+    (num_rows, vocab, _), dtype = inputs.shape, inputs.hidden_NH.dtype
+    block_rows, block_columns = plan_blocks(num_rows, vocab - first_column, dtype.itemsize, used_bytes)
     # TMA and the matrix products need a row stride of a multiple of 16 bytes, for any vocabulary.
-    block = torch.empty(block_rows, -(-block_columns // 8) * 8, dtype=dtype, device=hidden_NH.device)
+    memory = torch.empty(block_rows, -(-block_columns // 8) * 8, dtype=dtype, device=inputs.hidden_NH.device)
     in_parts = block_rows < num_rows or factors.loss_scale is not None
     for start in range(first_column, vocab, block_columns):
         stop = min(start + block_columns, vocab)
-        weight_CH, bias_C = weight_VH[start:stop], None if bias_V is None else bias_V[start:stop]
+        columns = inputs.columns(start, stop)
         sum_CH = None
         if in_parts and sums.weight_VH is not None:
-            sum_CH = torch.empty_like(weight_CH, dtype=torch.float32)
+            sum_CH = torch.empty_like(columns.weight_VH, dtype=torch.float32)
         for first in range(0, num_rows, block_rows):
             part = slice(first, min(first + block_rows, num_rows))
-            da_RC, rows_RH = block[: part.stop - first, : stop - start], hidden_NH[part]
-            fill_block(
-                da_RC, rows_RH, weight_CH, bias_C, targets_N[part], start, slice_rows(factors, part), spec, config
-            )
+            da_RC, block = memory[: part.stop - first, : stop - start], columns.rows(part)
+            fill_block(da_RC, block, slice_rows(factors, part), config)
             if not in_parts:
-                sums.add_columns(da_RC, rows_RH, weight_CH, start)
+                sums.add_columns(da_RC, block.hidden_NH, block)
                 continue
             if sums.hidden_NH is not None:
-                product_into(sums.hidden_NH[part], da_RC, weight_CH, add=start > 0)
+                product_into(sums.hidden_NH[part], da_RC, block.weight_VH, add=start > 0)
             if sum_CH is not None:
-                product_into(sum_CH, da_RC.T, rows_RH, add=first > 0)
+                product_into(sum_CH, da_RC.T, block.hidden_NH, add=first > 0)
             sums.add_bias(da_RC, start)
         if sum_CH is not None and sums.weight_VH is not None:
             if factors.loss_scale is not None:

@@ -18,11 +18,14 @@ The forward pass saves only ``lse``, ``mean`` and the ``z`` of the target. With 
     d_hidden = da @ weight,   d_weight = da^T @ hidden,   d_bias = sum_t da_t
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+LOG2_E = math.log2(math.e)
 
 # Maximum distance, in bits, of an lse above the reference of its row: 2^64 and 2^-64 fit float32 and bf16.
 MARGIN_BITS = 64.0
@@ -34,6 +37,41 @@ class LogitSpec:
 
     temperature: float = 1.0
     soft_cap: float | None = None
+
+    @property
+    def bits(self) -> float:
+        """log2(e) / temperature: ``u`` times it is ``z`` in bits."""
+        return LOG2_E / self.temperature
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitInputs:
+    """What the logits are computed from, and the targets: row numbers of the weight, -1 where another rank holds them.
+
+    ``first_column``: number of the first row of ``weight_VH`` in the weight that ``targets_N`` refer to.
+    """
+
+    hidden_NH: Tensor
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    targets_N: Tensor
+    spec: LogitSpec
+    first_column: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(N, V, H)"""
+        return self.hidden_NH.shape[0], *self.weight_VH.shape
+
+    def rows(self, rows: slice) -> "LogitInputs":
+        """The inputs of these tokens."""
+        return replace(self, hidden_NH=self.hidden_NH[rows], targets_N=self.targets_N[rows])
+
+    def columns(self, start: int, stop: int) -> "LogitInputs":
+        """The inputs of the columns [start, stop) of the logits."""
+        bias_C = None if self.bias_V is None else self.bias_V[start:stop]
+        weight_CH = self.weight_VH[start:stop]
+        return replace(self, weight_VH=weight_CH, bias_V=bias_C, first_column=self.first_column + start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,17 +146,7 @@ class RowGrads:
     kept: Kept | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gradients:
-    """The requested gradients (others are None), in the dtype of the inputs."""
-
-    hidden_NH: Tensor | None
-    weight_VH: Tensor | None
-    bias_V: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
+class Needs(NamedTuple):
     """The requested gradients."""
 
     hidden: bool
@@ -127,35 +155,19 @@ class Needs:
 
 
 KEEP_NOTHING = Keeping()
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias, in the inputs' dtype
 Reduce = Callable[[Tensor], object]  # sums a tensor over the ranks of a group in place
 
 
 class Backend(Protocol):
     """Computes row statistics and gradients without materializing ``[N, V]``.
 
-    ``targets_N`` are row numbers of ``weight_VH``, or -1 for targets that another rank holds. ``keeping`` limits
-    ``RowStats.kept``; a backend may keep nothing. ``reduce_hidden`` is called on hidden's gradient in the accumulation
-    dtype, before rounding, for all rows at once or for one group of rows after another.
+    ``keeping`` limits ``RowStats.kept``; a backend may keep nothing. ``reduce_hidden`` is called on hidden's gradient
+    in the accumulation dtype, before rounding, for all rows at once or for one group of rows after another.
     """
 
-    def forward(
-        self,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        spec: LogitSpec,
-        keeping: Keeping,
-    ) -> RowStats: ...
+    def forward(self, inputs: LogitInputs, keeping: Keeping) -> RowStats: ...
 
     def backward(
-        self,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        spec: LogitSpec,
-        rows: RowGrads,
-        needs: Needs,
-        reduce_hidden: Reduce | None = None,
+        self, inputs: LogitInputs, rows: RowGrads, needs: Needs, reduce_hidden: Reduce | None
     ) -> Gradients: ...

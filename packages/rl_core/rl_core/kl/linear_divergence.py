@@ -5,7 +5,7 @@ one chunk.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..errors import ShapeError
 from ..fused_log_prob.chunked import accumulation_dtype, matmul_accumulate
+from ..fused_log_prob.reference import all_log_probs
+from ..fused_log_prob.types import LogitSpec
 from ..options import DivergenceKind
 from .divergence import check_divergence, divergence, full_divergence
 
@@ -42,13 +44,11 @@ class TeacherHead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Spec:
-    """What the logits and the divergence are computed with."""
+class _Spec(LogitSpec):
+    """What the student's logits and the divergence are computed with."""
 
     kind: DivergenceKind
     beta: float
-    temperature: float
-    soft_cap: float | None
     chunk_bytes: int
 
 
@@ -145,7 +145,7 @@ def _of_chunk(
     logits_NV: Tensor, bias_V: Tensor | None, teacher: TeacherTopK | TeacherHead, rows: slice, spec: _Spec
 ) -> Tensor:
     """Divergence [N] of the positions `rows`, given the products of the student's hidden states and head."""
-    student_NV = _log_probs(logits_NV, bias_V, spec.soft_cap, spec.temperature)
+    student_NV = all_log_probs(logits_NV, bias_V, spec)
     if isinstance(teacher, TeacherTopK):
         student_NC = student_NV.gather(1, teacher.ids_KC[rows])
         return divergence(student_NC, teacher.log_probs_KC[rows], kind=spec.kind, beta=spec.beta)
@@ -153,16 +153,8 @@ def _of_chunk(
     with torch.no_grad():
         raw_NV = matmul_accumulate(teacher.hidden_KG[rows], teacher.weight_VG[:size].T).to(logits_NV.dtype)
         bias = None if teacher.bias_V is None else teacher.bias_V[:size]
-        teacher_NV = _log_probs(raw_NV, bias, teacher.soft_cap, spec.temperature)
+        teacher_NV = all_log_probs(raw_NV, bias, replace(spec, soft_cap=teacher.soft_cap))
     return full_divergence(student_NV, teacher_NV, spec.kind, spec.beta)
-
-
-def _log_probs(logits_NV: Tensor, bias_V: Tensor | None, soft_cap: float | None, temperature: float) -> Tensor:
-    if bias_V is not None:
-        logits_NV = logits_NV + bias_V.to(logits_NV.dtype)
-    if soft_cap is not None:
-        logits_NV = soft_cap * torch.tanh(logits_NV / soft_cap)
-    return (logits_NV / temperature).log_softmax(dim=-1)
 
 
 def _chunks(hidden_KH: Tensor, weight_VH: Tensor, spec: _Spec) -> Iterator[slice]:
