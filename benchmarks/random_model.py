@@ -5,44 +5,35 @@ byte-level tokenizer (encodes every text; ids above 257 decode to an empty strin
 """
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+
+def qwen3(hidden: int, intermediate: int, layers: int, heads: int, **fields: Any) -> dict[str, Any]:
+    """The fields in which models of Qwen3 differ, and those that they share."""
+    return {
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+        **fields,
+    }
+
+
 # Architecture fields as in the models' published config.json.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-1.7b": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-4b": {
-        "vocab_size": 151936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": True,
-    },
+    "qwen3-0.6b": qwen3(1024, 3072, 28, 16),
+    "qwen3-1.7b": qwen3(2048, 6144, 28, 16),
+    "qwen3-4b": qwen3(2560, 9728, 36, 32),
+    "qwen3-8b": qwen3(4096, 12288, 36, 32, tie_word_embeddings=False),
+    "qwen3-32b": qwen3(5120, 25600, 64, 64, tie_word_embeddings=False),
     # DeepSeek-R1-Distill-Qwen-7B
     "qwen2-7b": {
         "model_type": "qwen2",
@@ -56,17 +47,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     # Small enough for a laptop: for testing a benchmark script.
-    "qwen3-tiny": {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    },
+    "qwen3-tiny": qwen3(
+        128, 256, 2, 4, vocab_size=512, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048
+    ),
 }
 
 
@@ -94,6 +77,13 @@ def write_random_model(name: str, folder: Path, *, seed: int = 0) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def ensure_random_model(name: str, folder: Path) -> None:
+    """Writes model `name` unless `folder` has one; in a process of its own, which leaves no GPU memory taken."""
+    if not (folder / "tokenizer_config.json").is_file():  # written last
+        command = [sys.executable, "-m", "benchmarks.random_model", name, str(folder)]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
 
 
 def byte_tokenizer() -> Any:

@@ -23,9 +23,10 @@ def test_app_and_peer_get_the_same_work(tmp_path: Path) -> None:
 def test_results_are_medians_after_the_first_step(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "full_20260101_000000"
     run.mkdir(parents=True)
-    names = [*(f"timing_s/{phase}" for phase in PHASES), "perf/max_memory_reserved_gb"]
-    lines = [["90"] * len(PHASES) + ["7"], ["4"] * len(PHASES) + ["8"], ["6"] * len(PHASES) + ["8"]]
-    (run / "metrics.tsv").write_text("\n".join("\t".join(line) for line in [names, *lines]))
+    names = ["step", *(f"timing_s/{phase}" for phase in PHASES), "perf/max_memory_reserved_gb"]
+    values = (("90", "7"), ("4", "8"), ("6", "8"))
+    lines = [[str(step), *[seconds] * len(PHASES), gb] for step, (seconds, gb) in enumerate(values, 1)]
+    (run / "metrics.tsv").write_text("".join("\t".join(line) + "\n" for line in [names, *lines]))
     assert app_row(tmp_path, "full") == "| app, full | 90.00 | 5.00 | 8.0 |" + " 5.00 |" * (len(PHASES) - 1)
     log = "x\ntrl step 1: 9.00 s, 1.5 GB reserved\ntrl step 2: 3.00 s, 2.5 GB reserved\n"
     assert trl_row(log) == "| TRL, full | 9.00 | 3.00 | 2.5 |" + " - |" * (len(PHASES) - 1)

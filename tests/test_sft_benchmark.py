@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 from apps.sft.config import SftConfig
-from benchmarks.sft_step.compare import CASES, Step, app_command, app_steps, summary, trl_steps
-from benchmarks.sft_step.trl_step import arguments, settings
+from benchmarks.sft_step.compare import CASES, Step, app_steps, settings, summary, trl_steps
+from benchmarks.sft_step.trl_step import arguments
+from benchmarks.sft_step.trl_step import settings as trl_settings
 from benchmarks.sft_step.workload import BATCH_SIZE, MAX_TOKENS, lengths, rows
 from run_kit import load_config
 
@@ -19,11 +20,10 @@ def test_demonstrations_have_their_lengths_and_fit() -> None:
 
 def test_the_app_accepts_every_key_of_every_case(tmp_path: Path) -> None:
     for case in CASES.values():
-        command = app_command(tmp_path, case, 6, ["engine.dtype=float32"])
-        config = load_config(SftConfig, overrides=command[3:])
+        config = load_config(SftConfig, overrides=settings(tmp_path, case, 6))
         assert (config.supervised.num_steps(10_000), config.supervised.batch_size) == (6, BATCH_SIZE)
         assert (config.engine.lora is None) == (not case.app)
-        chosen = settings(tmp_path, arguments().parse_args([str(tmp_path), *case.trl]))
+        chosen = trl_settings(tmp_path, arguments().parse_args([str(tmp_path), *case.trl]))
         assert chosen["per_device_train_batch_size"] * chosen["gradient_accumulation_steps"] == BATCH_SIZE
 
 

@@ -10,14 +10,14 @@ Each rank (with sequence parallelism each group of ranks) trains on the same num
 plain step has no padding. The plain step computes an fp32 log-softmax of all logits and SDPA attention, with unmodified
 DeepSpeed. Each case runs in its own processes, so cases do not share memory. A step is timed from before its forward
 pass until every device is idle. Prints one line of JSON per case: tokens per second of all ranks, the median and the
-fastest step, and the peak device memory of rank 0.
+fastest step, the model FLOPs
+utilization, and the peak device memory of rank 0.
 """
 
 import argparse
 import itertools
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,11 +32,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from benchmarks.flops import training_mfu
 from benchmarks.random_model import CONFIGS, write_random_model
+from benchmarks.runs import free_port
 from ds_engine import (
     CollectiveGuard,
     EngineConfig,
     LossOutput,
+    ModelShape,
     OptimConfig,
     SimpleBatch,
     StepStats,
@@ -239,6 +242,9 @@ def measure(
     toggled = guard_in_turns(contestant, args, device, timed) if name == "toggled" else {}
     contestant.close()
     tokens = ids_SL.numel() * dist.get_world_size() // sp
+    gpu_seconds = statistics.median(timed) * dist.get_world_size()
+    work = {"prompt": 1, "response": args.length - 1, "sequences": tokens // args.length, "gpu_seconds": gpu_seconds}
+    mfu = training_mfu(ModelShape.read(folder), **work)
     return {
         "contestant": name,
         "stage": stage,
@@ -250,6 +256,7 @@ def measure(
         "median_ms": milliseconds(timed),
         "fastest_ms": round(1000 * min(timed), 1),
         "tokens_per_s": round(tokens / statistics.median(timed)),
+        "mfu": round(mfu, 3) if device.type == "cuda" else None,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
         **toggled,
     }
@@ -260,13 +267,6 @@ def cases(stages: Iterable[int], contestants: Iterable[str]) -> list[tuple[int, 
     names = list(contestants)
     staged = itertools.product(stages, (name for name in names if name != "ddp"))
     return [(0, "ddp")] * ("ddp" in names) + list(staged)
-
-
-def free_port() -> int:
-    """A port of the loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def work(args: argparse.Namespace) -> None:

@@ -4,12 +4,13 @@
 """
 
 import argparse
+import fcntl
 import random
 import string
 from pathlib import Path
 from typing import Any
 
-from benchmarks.random_model import CONFIGS, write_random_model
+from benchmarks.random_model import CONFIGS, ensure_random_model
 
 NUM_PROMPTS, SAMPLES, MINI_BATCH = 64, 4, 32
 """Prompts a step, samples a prompt, prompts an update: two updates of 128 sequences."""
@@ -27,11 +28,14 @@ def prompts(number: int) -> list[str]:
     return ["".join(letters.choices(string.ascii_lowercase + " ", k=PROMPT_TOKENS)) for _ in range(number)]
 
 
-def write_workload(folder: Path, *, model: str = "qwen3-0.6b", num_steps: int = 32) -> None:
-    """Writes the model and prompts for `num_steps` steps, unless they exist."""
-    if not (folder / "model" / "config.json").is_file():
-        write_random_model(model, folder / "model")
-    write_prompts(folder, NUM_PROMPTS * num_steps)
+def write_workload(folder: Path, *, model: str = "qwen3-0.6b") -> None:
+    """Writes the model and prompts for 64 steps, unless they exist; another process that does the same waits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ensure_random_model(model, folder / "model")
+        if not (folder / "train.parquet").is_file():
+            write_prompts(folder, NUM_PROMPTS * 64)
 
 
 def write_prompts(folder: Path, number: int) -> None:
@@ -42,10 +46,27 @@ def write_prompts(folder: Path, number: int) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"question": prompts(number)}), folder / "train.parquet")
 
 
+def settings(folder: Path, steps: int, *, num_prompts: int = NUM_PROMPTS) -> list[str]:
+    """What W is: model, data, batch, lengths. No key tunes anything."""
+    return [
+        f"model.path={folder}/model",
+        f"data.train={folder}/train.parquet",
+        f"data.max_prompt_length={PROMPT_TOKENS + 7}",
+        "reward.function=benchmarks.grpo_step.workload:parity",
+        f"batch.train_batch_size={num_prompts}",
+        f"batch.mini_batch_size={num_prompts // (NUM_PROMPTS // MINI_BATCH)}",
+        f"sampling.n={SAMPLES}",
+        f"sampling.max_tokens={NEW_TOKENS}",
+        "algorithm.kl_coef=0",
+        f"trainer.total_training_steps={steps}",
+        "trainer.val_before_train=false",
+        "trainer.val_after_train=false",
+    ]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", choices=sorted(CONFIGS), default="qwen3-0.6b")
     args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
     write_workload(args.folder, model=args.model)

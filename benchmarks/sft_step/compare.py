@@ -5,18 +5,14 @@ TRL (no TRL with `--peer none`), and prints the table of README.md. On a host wi
 after the other, each alone. Further keys go to the app.
 """
 
-import argparse
-import csv
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.runs import Run, Steps, app, leave, parser, run_folder, table_header, visible_gpus
 from benchmarks.sft_step.trl_step import LORA_ALPHA, LORA_RANK
 from benchmarks.sft_step.workload import BATCH_SIZE, MAX_TOKENS, write_workload
 
@@ -54,39 +50,24 @@ class Step:
     """Reserved device memory in 1e9 bytes."""
 
 
-def app_command(folder: Path, case: Case, steps: int, extra: Sequence[str]) -> list[str]:
-    """The SFT app with what S is; no key tunes anything."""
+def settings(folder: Path, case: Case, steps: int) -> list[str]:
+    """What S is; no key tunes anything."""
     return [
-        *(sys.executable, "-m", "apps.sft.main"),
         f"model.path={folder}/model",
         f"supervised.files={folder}/train.parquet",
         f"data.max_prompt_length={MAX_TOKENS}",
         f"supervised.steps={steps}",
         f"supervised.batch_size={BATCH_SIZE}",
-        "trainer.experiment=sft_step",
-        f"trainer.output_dir={folder}/outputs",
-        "trainer.export_model=false",
         *case.app,
-        *extra,
     ]
 
 
 def app_steps(folder: Path) -> list[Step]:
     """The steps of the app's newest run; none if it wrote no metrics."""
-    found = max(folder.glob("outputs/sft_step_*/metrics.tsv"), default=None)
-    if found is None:
-        return []
-    with found.open() as file:
-        return [app_step(row) for row in csv.DictReader(file, delimiter="\t")]
-
-
-def app_step(row: Mapping[str, str]) -> Step:
-    """A row of metrics.tsv."""
-    return Step(
-        tokens=float(row["perf/total_num_tokens"]),
-        seconds=float(row["timing_s/step"]),
-        peak_gb=float(row["perf/max_memory_reserved_gb"]),
-    )
+    steps = Steps(run_folder(folder, "sft_step"))
+    names = ("perf/total_num_tokens", "timing_s/step", "perf/max_memory_reserved_gb")
+    rows = zip(*(steps.series(name) for name in names), strict=True)
+    return [Step(tokens=tokens, seconds=seconds, peak_gb=peak_gb) for tokens, seconds, peak_gb in rows]
 
 
 def trl_steps(log: str) -> list[Step]:
@@ -106,54 +87,35 @@ def summary(name: str, steps: Sequence[Step]) -> str:
     return f"| {name} | {speed:,.0f} | {median:.2f} | {total:.1f} | {peak:.1f} |"
 
 
-def start(command: Sequence[str], log: Path, *, gpu: int) -> subprocess.Popen[bytes]:
-    """Starts a command on a GPU, in a process group of its own; its output goes to `log`."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
-    return subprocess.Popen(
-        command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True
-    )
-
-
-def wait(process: subprocess.Popen[bytes], timeout_s: float) -> int:
-    """The exit code; 124 if the time limit ended it."""
-    try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-        return 124
-
-
 def main() -> None:
     """Runs both and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--case", choices=sorted(CASES), default="full")
-    parser.add_argument("--model", help="another configuration of benchmarks.random_model, to try this script")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--peer", choices=("trl", "none"), default="trl")
-    parser.add_argument("--peer-args", default="", help="further arguments of trl_step.py, such as '--per-forward 16'")
-    parser.add_argument("--one-gpu", action="store_true", help="one after the other on the first GPU")
-    parser.add_argument("--timeout", type=float, default=560.0, help="seconds for each")
-    args, extra = parser.parse_known_args()
-    folder, case = args.folder.absolute(), CASES[args.case]
+    arguments = parser(__doc__, steps=12, timeout_s=560.0)
+    arguments.add_argument("--case", choices=sorted(CASES), default="full")
+    arguments.add_argument("--peer", choices=("trl", "none"), default="trl")
+    arguments.add_argument("--peer-args", default="", help="further arguments of trl_step.py, such as '--packing'")
+    arguments.add_argument("--one-gpu", action="store_true", help="one after the other on the first GPU")
+    args, extra = arguments.parse_known_args()
+    folder, case = args.folder, CASES[args.case]
     folder.mkdir(parents=True, exist_ok=True)
     write_workload(folder, model=args.model or case.model, num_steps=args.steps)
-    trl = [sys.executable, "-m", "benchmarks.sft_step.trl_step", str(folder), f"--steps={args.steps}", *case.trl]
-    commands = {"app": app_command(folder, case, args.steps, extra)}
+    runs = [app(folder, "sft_step", visible_gpus(1), [*settings(folder, case, args.steps), *extra], kind="sft")]
     if args.peer == "trl":
-        commands["trl"] = [*trl, *args.peer_args.split()]
-    logs = {name: folder / f"{name}.log" for name in commands}
-    if args.one_gpu:
-        codes = {name: wait(start(command, logs[name], gpu=0), args.timeout) for name, command in commands.items()}
-    else:
-        running = {name: start(commands[name], logs[name], gpu=gpu) for gpu, name in enumerate(commands)}
-        codes = {name: wait(process, args.timeout) for name, process in running.items()}
-    print("\n".join(f"{name}: exit code {code}, {logs[name]}" for name, code in codes.items()))
-    print("| | tokens/s (median) | seconds a step (median) | all steps, s | peak GB |\n| --- | --- | --- | --- | --- |")
+        trl = [sys.executable, "-m", "benchmarks.sft_step.trl_step", str(folder), f"--steps={args.steps}", *case.trl]
+        gpu = visible_gpus(1, first=int(not args.one_gpu))
+        runs.append(Run("trl", [*trl, *args.peer_args.split()], folder / "trl.log", gpu))
+    for run in runs if not args.one_gpu else ():
+        run.start()
+    codes = []
+    for run in runs:
+        if args.one_gpu:
+            run.start()
+        codes.append(run.end(args.timeout))
+        print(run.report(codes[-1]), flush=True)
+    print(table_header(["", "tokens/s (median)", "seconds a step (median)", "all steps, s", "peak GB"]))
     print(summary("app", app_steps(folder)))
     if args.peer == "trl":
-        print(summary("TRL", trl_steps(logs["trl"].read_text(errors="replace"))))
+        print(summary("TRL", trl_steps(runs[1].text)))
+    leave(codes)
 
 
 if __name__ == "__main__":

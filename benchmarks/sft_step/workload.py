@@ -9,7 +9,7 @@ import random
 import string
 from pathlib import Path
 
-from benchmarks.random_model import CONFIGS, write_random_model
+from benchmarks.random_model import CONFIGS, ensure_random_model
 
 BATCH_SIZE = 64
 """Demonstrations of a step."""
@@ -44,8 +44,7 @@ def write_workload(folder: Path, *, model: str, num_steps: int) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    if not (folder / "model" / "config.json").is_file():
-        write_random_model(model, folder / "model")
+    ensure_random_model(model, folder / "model")
     table = pyarrow.Table.from_pylist(rows(BATCH_SIZE * num_steps))
     pyarrow.parquet.write_table(table, folder / "train.parquet")
 

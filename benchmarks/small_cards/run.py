@@ -8,27 +8,22 @@ need bitsandbytes. `--gib 0` takes nothing. Further keys go to the apps.
 
 import argparse
 import contextlib
-import csv
-import re
-import statistics
-import sys
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grpo_step.compare import Run
-from benchmarks.memory_turns.run import PeakMemory
-from benchmarks.random_model import CONFIGS
+from benchmarks.runs import PeakMemory, Steps, app, leave, parser, run_folder, visible_gpus
 from benchmarks.sft_step.workload import write_workload as write_demonstrations
 
 PRESETS = {"sft": "deepseek_r1_distill_qwen_7b_sft", "grpo": "deepseek_r1_distill_qwen_7b_grpo"}
 PROMPT_TOKENS = 1500
 
 
-def command(folder: Path, part: str, steps: int, num_gpus: int, extra: Sequence[str]) -> list[str]:
-    """An app with its preset; the other keys say what is trained and for how long, and tune nothing."""
-    keys = {
+def keys(folder: Path, part: str, steps: int, num_gpus: int) -> list[str]:
+    """The preset; the other keys say what is trained and for how long, and tune nothing."""
+    own = {
         "sft": [
             f"supervised.files={folder}/train.parquet",
             f"supervised.steps={steps}",
@@ -43,9 +38,7 @@ def command(folder: Path, part: str, steps: int, num_gpus: int, extra: Sequence[
             f"rollout.tensor_parallel_size={num_gpus}",
         ],
     }[part]
-    common = [f"model.path={folder}/model", f"trainer.num_ranks={num_gpus}", f"trainer.output_dir={folder}/outputs"]
-    common += [f"trainer.experiment={part}", "trainer.export_model=false"]
-    return [sys.executable, "-m", f"apps.{part}.main", f"preset={PRESETS[part]}", *common, *keys, *extra]
+    return [f"preset={PRESETS[part]}", f"model.path={folder}/model", f"trainer.num_ranks={num_gpus}", *own]
 
 
 def hold(gpu: int, free_gib: float, held: Any, done: Any) -> None:
@@ -91,48 +84,40 @@ def write_prompts(folder: Path, number: int) -> None:
 
 def phases(folder: Path, part: str) -> Mapping[str, float]:
     """Median seconds of each phase of the newest run, after its first step; with one step, of that."""
-    newest = max(folder.glob(f"outputs/{part}_*/metrics.tsv"), default=None)
-    rows = list(csv.DictReader(newest.open(), delimiter="\t")) if newest else []
-    names = [name for name in (rows[0] if rows else {}) if name.startswith("timing_s/")]
-    later = rows[1:] or rows
-    return {name[9:]: statistics.median(float(row[name] or "nan") for row in later) for name in names}
+    steps = Steps(run_folder(folder, part))
+    names = [name for name in (steps.table.columns if steps.table else ()) if name.startswith("timing_s/")]
+    medians = {name[9:]: steps.median(name, skip=int(len(steps) > 1)) for name in names}
+    return {name: seconds for name, seconds in medians.items() if not math.isnan(seconds)}
 
 
-def measure(folder: Path, part: str, args: argparse.Namespace, extra: Sequence[str]) -> None:
-    """Runs one app beside the ballast and prints what it took."""
-    gpus = ",".join(map(str, range(args.gpus)))
-    run = Run(part, command(folder, part, args.steps, args.gpus, extra), folder / f"{part}.log", gpus)
+def measure(folder: Path, part: str, args: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Runs one app beside the ballast and prints what it took; its exit code."""
+    gpus = visible_gpus(args.gpus)
+    run = app(folder, part, gpus, [*keys(folder, part, args.steps, args.gpus), *extra], kind=part)
     with ballast(args.gpus, args.gib):
-        with PeakMemory(args.gpus) as before:
+        with PeakMemory(gpus) as before:
             pass
-        with PeakMemory(args.gpus) as peak:
-            run.start()
-            code = run.end(args.timeout)
-    text = run.log.read_text(errors="replace")
-    print(f"\n## {part}: exit code {code}; the fullest GPU held {peak.gib - before.gib:.1f} GiB beside the ballast")
-    print("\n".join(re.findall(r"^(?:chosen for|memory of|ready after).*", text, re.MULTILINE)))
-    print(", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases(folder, part).items() if seconds >= 0.05))
-    if code:
-        print("\n".join(text.splitlines()[-15:]))
+        run.start()
+        code = run.end(args.timeout)
+    print(f"{run.report(code)}\nthe fullest GPU held {run.peak_gib - before.gib:.1f} GiB beside the ballast")
+    print(
+        ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases(folder, part).items() if seconds >= 0.05),
+        flush=True,
+    )
+    return code
 
 
 def main() -> None:
     """Runs the parts one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", choices=sorted(CONFIGS), default="qwen2-7b")
-    parser.add_argument("--gib", type=float, default=11.0, help="left free on each GPU")
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--parts", nargs="+", choices=sorted(PRESETS), default=list(PRESETS))
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds of one run")
-    args, extra = parser.parse_known_args()
-    folder = args.folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_demonstrations(folder, model=args.model, num_steps=args.steps)
-    write_prompts(folder, 16 * args.steps)
-    for part in args.parts:
-        measure(folder, part, args, extra)
+    arguments = parser(__doc__, model="qwen2-7b", steps=3, timeout_s=900.0)
+    arguments.add_argument("--gib", type=float, default=11.0, help="left free on each GPU")
+    arguments.add_argument("--gpus", type=int, default=2)
+    arguments.add_argument("--parts", nargs="+", choices=sorted(PRESETS), default=list(PRESETS))
+    args, extra = arguments.parse_known_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    write_demonstrations(args.folder, model=args.model, num_steps=args.steps)
+    write_prompts(args.folder, 16 * args.steps)
+    leave([measure(args.folder, part, args, extra) for part in args.parts])
 
 
 if __name__ == "__main__":

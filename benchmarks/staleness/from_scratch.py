@@ -5,13 +5,10 @@ first GPU, for their curves and not for their speed) and prints the held-out acc
 seconds of each run. `--hidden 128 --layers 2` tries it on a CPU; `section.key=value` arguments go to every run.
 """
 
-import argparse
-import csv
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.grpo_step.compare import Run
+from benchmarks.runs import Run, Steps, app, leave, parser, run_folder, table_header, table_row, visible_gpus
 from rl_data import build_tiny_model, write_task
 
 NUM_TRAIN, NUM_VAL, NUM_DEMONSTRATIONS = 4096, 512, 38_400
@@ -34,9 +31,8 @@ def write(folder: Path, *, hidden: int, layers: int, seed: int) -> None:
 
 def start(folder: Path, staleness: int, steps: int, extra: Sequence[str]) -> Run:
     """The demo's preset with this model; weights learn at rates for its width."""
-    name = f"staleness_{staleness}"
-    command = [
-        *(sys.executable, "-m", "apps.grpo.main", "preset=demo"),
+    keys = [
+        "preset=demo",
         f"model.path={folder}/model",
         f"data.train={folder}/task/train.parquet",
         f"data.val={folder}/task/val.parquet",
@@ -49,50 +45,39 @@ def start(folder: Path, staleness: int, steps: int, extra: Sequence[str]) -> Run
         f"trainer.max_staleness={staleness}",
         f"trainer.total_training_steps={steps}",
         "trainer.test_freq=10",
-        f"trainer.experiment={name}",
-        f"trainer.output_dir={folder}/outputs",
-        "trainer.export_model=false",
         *extra,
     ]
-    run = Run(name, command, folder / f"{name}.log", "0")
+    run = app(folder, f"staleness_{staleness}", visible_gpus(1), keys)
     run.start()
     return run
 
 
-def curve(folder: Path, name: str) -> list[Mapping[str, str]]:
-    """The rows of metrics.tsv with a validation."""
-    newest = max(folder.glob(f"outputs/{name}_*/metrics.tsv"), default=None)
-    rows = [] if newest is None else csv.DictReader(newest.open(), delimiter="\t")
-    return [row for row in rows if row.get("val/accuracy")]
-
-
 def main() -> None:
     """Runs the cases and prints their curves."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--staleness", type=int, action="append", help="may be repeated; default: 0 and 1")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--at-once", action="store_true")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds of one run")
-    args, extra = parser.parse_known_args()
-    folder = args.folder.absolute()
-    write(folder, hidden=args.hidden, layers=args.layers, seed=args.seed)
+    arguments = parser(__doc__, steps=60, timeout_s=240.0)
+    arguments.add_argument("--staleness", type=int, action="append", help="may be repeated; default: 0 and 1")
+    arguments.add_argument("--hidden", type=int, default=512)
+    arguments.add_argument("--layers", type=int, default=12)
+    arguments.add_argument("--seed", type=int, default=1)
+    arguments.add_argument("--at-once", action="store_true")
+    args, extra = arguments.parse_known_args()
+    write(args.folder, hidden=args.hidden, layers=args.layers, seed=args.seed)
     extra = [f"trainer.seed={args.seed}", *(BFLOAT16 if args.hidden > 256 else ()), *extra]
     cases = args.staleness or [0, 1]
-    runs = [start(folder, staleness, args.steps, extra) for staleness in cases] if args.at_once else []
+    runs = [start(args.folder, staleness, args.steps, extra) for staleness in cases] if args.at_once else []
+    codes = []
     for staleness in cases:
-        run = runs.pop(0) if runs else start(folder, staleness, args.steps, extra)
-        code = run.end(args.timeout)
-        text = run.log.read_text(errors="replace")
-        print(f"\n## staleness {staleness}: exit code {code}")
-        print("\n".join(line for line in text.splitlines() if "held-out" in line or "validation" in line))
-        if code:
-            print("\n".join(text.splitlines()[-15:]))
-        for row in curve(folder, run.name):
-            print({name: row[name] for name in ("step", "val/accuracy", "timing_s/step") if name in row})
+        run = runs.pop(0) if runs else start(args.folder, staleness, args.steps, extra)
+        codes.append(run.end(args.timeout))
+        print(run.report(codes[-1]))
+        print("\n".join(run.found(r".*(?:held-out|validation).*")))
+        names = ("step", "val/accuracy", "timing_s/step")
+        table = Steps(run_folder(args.folder, run.name)).table
+        print(table_header(names))
+        for row in ({"step": step, **table.row(step)} for step in table.steps) if table else ():
+            if "val/accuracy" in row:
+                print(table_row([row.get(name, "-") for name in names]), flush=True)
+    leave(codes)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,7 @@ from torch import Tensor
 
 from benchmarks.weight_sync.push import SHAPES, model_config
 
-SHAPES["small"] = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 4,
-    "vocab_size": 8192,
-    "heads": (8, 4, 64),
-}
+SHAPES["small"] = (512, 1536, 4, 8192, 8, 4, 64, True)
 BLOCKS = (64, 256, 4096)
 
 

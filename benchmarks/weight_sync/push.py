@@ -23,7 +23,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,42 +36,19 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from benchmarks.runs import free_port
 from benchmarks.weight_sync import vllm_engines
 from rollout_vllm.servers.command import inherited_environment
 from weight_sync import ModuleSource, SyncConfig, SyncReport, WeightPusher, ZeroSource, server_args, server_env
 
 Transport = Literal["auto", "shm", "ipc", "nccl", "tcp"]
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "vocab_size": 64,
-        "heads": (4, 2, 32),
-    },
-    "126m": {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "vocab_size": 50304,
-        "heads": (12, 12, 64),
-    },
-    "0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "vocab_size": 151936,
-        "heads": (16, 8, 128),
-    },
-    "7b": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "vocab_size": 151936,
-        "heads": (32, 8, 128),
-        "tie_word_embeddings": False,
-    },
+# (hidden, intermediate, layers, vocabulary, heads, key/value heads, head size, tied)
+SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
+    "tiny": (128, 256, 2, 64, 4, 2, 32, True),
+    "126m": (768, 2048, 12, 50304, 12, 12, 64, True),
+    "0.6b": (1024, 3072, 28, 151936, 16, 8, 128, True),
+    "7b": (4096, 11008, 32, 151936, 32, 8, 128, False),
 }
 
 
@@ -166,15 +142,18 @@ def model_config(name: str) -> Any:
     """The transformers config of a shape."""
     import transformers
 
-    shape = dict(SHAPES[name])
-    heads, kv_heads, head_dim = shape.pop("heads")
-    shape = {"tie_word_embeddings": True, "max_position_embeddings": 1024, **shape}
+    hidden, intermediate, layers, vocab, heads, kv_heads, head_dim, tied = SHAPES[name]
     return transformers.Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        vocab_size=vocab,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
+        tie_word_embeddings=tied,
+        max_position_embeddings=1024,
         architectures=["Qwen3ForCausalLM"],
-        **shape,
     )
 
 
@@ -279,9 +258,7 @@ def server(config: Any, args: argparse.Namespace, folder: Path, vllm_engine: str
     config.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w1"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0").save_pretrained(folder)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     sync = SyncConfig()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", args.dtype, "--load-format", "dummy"]

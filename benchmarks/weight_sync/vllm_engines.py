@@ -8,10 +8,11 @@ Later releases have trainer classes; in earlier ones the trainer calls static me
 import contextlib
 import json
 import math
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from benchmarks.runs import free_port
 
 #: `nccl` sends one broadcast per parameter, the packed engines a few large buffers.
 NAMES = ("nccl", "nccl-packed", "ipc", "ipc-packed")
@@ -34,7 +35,7 @@ def engine(name: str, source: Any, url: str, num_workers: int) -> Iterator[Calla
     largest = max(math.prod(entry.shape) * entry.dtype.itemsize for entry in source.metadata())
     packing = {"packed": True, "packed_buffer_size_bytes": max(2**30, largest)} if packed else {"packed": False}
     client = HTTPVLLMWeightSyncClient(url)
-    rendezvous = {"master_address": "127.0.0.1", "master_port": _free_port(), "world_size": 1 + num_workers}
+    rendezvous = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 1 + num_workers}
     if hasattr(nccl, "NCCLTrainerWeightTransferEngine"):
         if backend == "nccl":
             kind, info = nccl.NCCLTrainerWeightTransferEngine, nccl.NCCLTrainerInitInfo
@@ -92,9 +93,3 @@ def _background(call: Callable[..., None], argument: Any) -> Callable[[], None]:
             raise errors[0]
 
     return wait
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -1,0 +1,1 @@
+"""Runs a plan of measurements on a rented machine in calls of a few minutes."""

@@ -1,0 +1,54 @@
+"""The summary of a session in Markdown. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.runs import table_header, table_row
+from benchmarks.session.plan import Measurement
+
+_COLUMNS = ("measurement", "ended", "exit code", "seconds", "GPUs", "GPU peak GiB", "device", "date")
+
+
+def summary(title: str, plan: Sequence[Measurement], records: Mapping[str, Mapping[str, Any]]) -> str:
+    """What was measured and what was not, the tables that several measurements share, and what each printed."""
+    found = [records[each.name] for each in plan if each.name in records]
+    parts = [f"# {title}", "\n".join([table_header(_COLUMNS), *map(_row, found)])]
+    if missing := [each.name for each in plan if each.name not in records]:
+        parts.append(f"Not measured: {', '.join(missing)}.")
+    parts += [f"Versions: {versions}." for versions in dict.fromkeys(record["versions"] for record in found)]
+    if joined := joined_tables([record["output"] for record in found]):
+        parts += ["## Tables of several measurements", *joined]
+    for record in found:
+        parts += [f"## {record['name']}", f"`{record['command']}`", record["output"].strip()]
+        if record["ended"] == "failed":
+            parts.append(f"```\n{record['errors']}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(record: Mapping[str, Any]) -> str:
+    gpus, peak = record["gpus"], record["peak_gib"] or float("nan")
+    cells = [record["ended"], record["code"], round(record["seconds"]), gpus, peak, record["device"], record["date"]]
+    return table_row([record["name"], *cells])
+
+
+def markdown_tables(text: str) -> Iterator[list[str]]:
+    """The lines of each table in a text, header and rule first."""
+    lines: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            lines.append(line)
+        elif lines:
+            yield lines
+            lines = []
+
+
+def joined_tables(outputs: Sequence[str]) -> list[str]:
+    """Tables whose header several outputs have, in one each; of rows with one first cell the last one stays."""
+    rows: dict[str, dict[str, str]] = {}
+    times: dict[str, int] = {}
+    rules: dict[str, str] = {}
+    for output in outputs:
+        for header, rule, *lines in (table for table in markdown_tables(output) if len(table) > 2):
+            times[header], rules[header] = times.get(header, 0) + 1, rule
+            rows.setdefault(header, {}).update({line.split("|")[1].strip(): line for line in lines})
+    return ["\n".join([head, rules[head], *found.values()]) for head, found in rows.items() if times[head] > 1]
