@@ -41,13 +41,13 @@ def visible_gpus(number: int, *, first: int = 0) -> str:
 
 
 class PeakMemory:
-    """The largest memory in use on one of the given GPUs, in GiB, while it is entered; 0 without nvidia-smi.
+    """The largest memory in use on each of the given GPUs, in GiB, while it is entered; none without nvidia-smi.
 
     nvidia-smi asks NVML for it, so all processes on the GPU count.
     """
 
     def __init__(self, gpus: str) -> None:
-        self.gib = 0.0
+        self.gib: list[float] = []
         self._query = ["nvidia-smi", f"--id={gpus}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._poll, daemon=True)
@@ -66,7 +66,8 @@ class PeakMemory:
                 found = subprocess.run(self._query, capture_output=True, text=True, check=True, timeout=20).stdout
             except (OSError, subprocess.SubprocessError):
                 return
-            self.gib = max(self.gib, *(float(line) / 1024 for line in found.split()))
+            now = [float(line) / 1024 for line in found.split()]
+            self.gib = [max(pair) for pair in zip(now, self.gib or now, strict=True)]
             if self._done.wait(_POLL_S):
                 return
 
@@ -102,8 +103,8 @@ class Run:
     """What ends it, and the seconds to wait: a training run finishes its step after a first SIGTERM, not a second."""
     errors: Path | None = None
     """Where stderr goes; None: to the log, too."""
-    peak_gib: float = field(default=0.0, init=False)
-    """The largest memory in use on one of its GPUs."""
+    peaks_gib: list[float] = field(default_factory=list, init=False)
+    """The largest memory in use on each of its GPUs."""
     process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
 
     def start(self) -> None:
@@ -135,8 +136,14 @@ class Run:
         finally:
             stop(self.process, self.signals)
             self._memory.__exit__()
-            self.peak_gib = self._memory.gib
+            self.peaks_gib = self._memory.gib
         return INTERRUPTED if interrupted.is_set() else TIMED_OUT
+
+    @property
+    def peak(self) -> str:
+        """The largest memory in use on its GPUs in GiB; a range if they differ by a GiB and more."""
+        low, high = min(self.peaks_gib, default=0.0), max(self.peaks_gib, default=0.0)
+        return f"{low:.1f} to {high:.1f}" if high - low >= 1 else f"{high:.1f}"
 
     @property
     def text(self) -> str:
@@ -149,7 +156,7 @@ class Run:
 
     def report(self, code: int) -> str:
         """A heading with its exit code, what was chosen and planned, and the end of the log of a run that failed."""
-        lines = self.found(r"^(?:chosen for|memory of|ready after).*")
+        lines = self.found(r"^(?:chosen for|memory of|ready after|training again).*")
         end = self.text.splitlines()[-15:] if code else []
         return "\n".join([f"\n## {self.name}: exit code {code}", *lines, *end])
 
@@ -183,8 +190,8 @@ class Steps:
         return [value for step, value in zip(*self.table.series(metric), strict=True) if step in kept]
 
     def median(self, metric: str, *, skip: int = 1) -> float:
-        """Its median after the first `skip` steps, which compile; nan if it is absent."""
-        return statistics.median(self.series(metric, skip=skip) or [float("nan")])
+        """Its median after the first `skip` steps, which compile, or else of the last step; nan if it is absent."""
+        return statistics.median(self.series(metric, skip=min(skip, len(self) - 1)) or [float("nan")])
 
 
 def leave(codes: Iterable[int]) -> None:

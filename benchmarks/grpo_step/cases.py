@@ -4,10 +4,9 @@ Rows are kept in the folder: a case that completed there with the same settings 
 cases of the folder.
 """
 
+import contextlib
 import json
 import math
-import os
-import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,7 +65,7 @@ class Result:
         return Steps(self.folder)
 
 
-Column = Callable[[Result], float]
+Column = Callable[[Result], float | str]
 
 
 def metric(name: str, *, skip: int = 1) -> Column:
@@ -113,10 +112,10 @@ GUARD: Mapping[str, Column] = {
 """What the collective guard compared in a step, and what it and the run's restarts said."""
 MEMORY: Mapping[str, Column] = {
     "planned GiB": planned_gib,
-    "GPU peak GiB": lambda result: result.run.peak_gib,
+    "GPU peak GiB": lambda result: result.run.peak,
     "reserved GB": metric("perf/max_memory_reserved_gb"),
 }
-"""The fullest GPU: planned, and as NVML counts it; what torch reserved on a rank (1e9 bytes)."""
+"""A GPU with a rank as planned, all GPUs as NVML counts them; what torch reserved on a rank (1e9 bytes)."""
 _SPEED = "tokens/s per GPU"
 SPEED: Mapping[str, Column] = {
     "first step ended, s": first_step_s,
@@ -135,9 +134,10 @@ def kill_a_rank(run: Run, folder: Path, after: int, done: threading.Event) -> No
     while not done.wait(0.5):
         if run.process and len(Steps(run_folder(folder, run.name))) >= after:
             for process in psutil.Process(run.process.pid).children(recursive=True):
-                if "TrainerWorker" in " ".join(process.cmdline()):
-                    os.kill(process.pid, signal.SIGKILL)
-                    return
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if "TrainerWorker" in " ".join(process.cmdline()):
+                        process.kill()
+                        return
 
 
 def start(folder: Path, name: str, case: Case, keys: Sequence[str], timeout_s: float) -> tuple[int, Result]:

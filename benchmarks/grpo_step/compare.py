@@ -22,7 +22,7 @@ def report(folder: Path, run: Run, code: int) -> int:
     for number, row in enumerate(zip(*(steps.series(f"timing_s/{phase}") for phase in PHASES), strict=True), 1):
         print(table_row([number, *row]))
     if len(steps) > 1:
-        print(f"median after step 1: {steps.median('timing_s/step'):.2f} s; GPU peak {run.peak_gib:.1f} GiB")
+        print(f"median after step 1: {steps.median('timing_s/step'):.2f} s; GPU peak {run.peak} GiB")
     if len(steps) and (ready := run.found(r"^ready after ([\d.]+) s")):
         first = float(ready[0]) + steps.series("timing_s/step")[0]
         print(f"first step ended {first:.0f} s after the run folder was made", flush=True)

@@ -66,7 +66,7 @@ def main() -> None:
     run = Run(args.kind, line, args.folder / f"{args.kind}.log", visible_gpus(args.gpus))
     run.start()
     code = run.end(args.timeout)
-    print(run.report(code) + tables(args.folder, args.kind) + f"\nGPU peak {run.peak_gib:.1f} GiB")
+    print(run.report(code) + tables(args.folder, args.kind) + f"\nGPU peak {run.peak} GiB")
     leave([code])
 
 

@@ -78,9 +78,9 @@ def measure(start: Start, work: Path, *, num_gpus: int, trial: bool) -> dict[str
         "command": each.command,
         "ended": {0: "done", TIMED_OUT: cut, INTERRUPTED: "call"}.get(code, "failed"),
         "code": code,
-        "seconds": time.monotonic() - began,
+        "seconds": round(time.monotonic() - began),
         "gpus": each.gpus,
-        "peak_gib": run.peak_gib,
+        "peak_gib": run.peak if run.peaks_gib else "-",
         "date": date,
         "output": "\n".join(run.text.splitlines()[-200:]),
         "errors": "\n".join(errors.read_text(errors="replace").splitlines()[-15:]),
@@ -112,7 +112,7 @@ def session(plan: Sequence[Measurement], args: argparse.Namespace) -> Mapping[st
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 del running[future]
                 record = future.result() | {"device": device, "versions": versions}
-                print(f"{record['name']}: {record['ended']} after {record['seconds']:.0f} s", flush=True)
+                print(f"{record['name']}: {record['ended']} after {record['seconds']} s", flush=True)
                 records[record["name"]] = record
                 with path.open("a") as file:
                     file.write(json.dumps(record) + "\n")

@@ -26,9 +26,8 @@ def summary(title: str, plan: Sequence[Measurement], records: Mapping[str, Mappi
 
 
 def _row(record: Mapping[str, Any]) -> str:
-    gpus, peak = record["gpus"], record["peak_gib"] or float("nan")
-    cells = [record["ended"], record["code"], round(record["seconds"]), gpus, peak, record["device"], record["date"]]
-    return table_row([record["name"], *cells])
+    keys = ("name", "ended", "code", "seconds", "gpus", "peak_gib", "device", "date")
+    return table_row([record[key] for key in keys])
 
 
 def markdown_tables(text: str) -> Iterator[list[str]]:

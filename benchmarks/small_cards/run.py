@@ -86,7 +86,7 @@ def phases(folder: Path, part: str) -> Mapping[str, float]:
     """Median seconds of each phase of the newest run, after its first step; with one step, of that."""
     steps = Steps(run_folder(folder, part))
     names = [name for name in (steps.table.columns if steps.table else ()) if name.startswith("timing_s/")]
-    medians = {name[9:]: steps.median(name, skip=int(len(steps) > 1)) for name in names}
+    medians = {name[9:]: steps.median(name) for name in names}
     return {name: seconds for name, seconds in medians.items() if not math.isnan(seconds)}
 
 
@@ -99,7 +99,8 @@ def measure(folder: Path, part: str, args: argparse.Namespace, extra: Sequence[s
             pass
         run.start()
         code = run.end(args.timeout)
-    print(f"{run.report(code)}\nthe fullest GPU held {run.peak_gib - before.gib:.1f} GiB beside the ballast")
+    held = max(map(float.__sub__, run.peaks_gib, before.gib), default=0.0)
+    print(f"{run.report(code)}\nthe fullest GPU held {held:.1f} GiB beside the ballast")
     print(
         ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases(folder, part).items() if seconds >= 0.05),
         flush=True,
